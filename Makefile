@@ -1,0 +1,71 @@
+# Every target builds .venv first, from Python 3.11 or later and the packages that pip finds.
+# Nothing is installed twice: a stamp in .venv says what is there, and pyproject.toml and
+# constraints.txt make it stale.
+
+VENV := .venv
+PY := $(VENV)/bin/python
+# --no-compile: Python compiles what is imported, which is a small part of what is installed
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,\
+	$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
+
+.PHONY: help demo test test-all lint format bench docs clean
+
+help: ## print this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | column -t -s "$$(printf '\t')"
+
+demo: $(VENV)/.base ## train a network without and with Penstock, side by side (five minutes)
+	$(PY) examples/demo.py
+
+test: $(VENV)/.base ## the tests, but for slow ones
+	$(PY) -m pytest -m "not slow and not gpu"
+
+test-all: $(VENV)/.base ## the tests, slow ones and those for a GPU included
+	$(PY) -m pytest
+
+lint: $(VENV)/.base $(VENV)/.lint ## style, types, and the layers of the design
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+	$(VENV)/bin/lint-imports
+
+format: $(VENV)/.lint ## let ruff format and mend what it can
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
+
+bench: $(VENV)/.base ## every benchmark; writes benchmarks/results (long)
+	@set -e; for script in benchmarks/micro/[!_]*.py benchmarks/macro/[!_]*.py; do \
+		[ -e "$$script" ] || continue; echo "== $$script"; $(PY) "$$script"; \
+	done
+
+docs: $(VENV)/.base $(VENV)/.docs ## the manual, to docs/_build/html; a warning is an error
+	$(PY) -m sphinx -W --keep-going -n -q -b html docs docs/_build/html
+
+clean: ## remove everything that was built here
+	rm -rf $(VENV) dist build docs/_build demo-out gpu-out
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(PY):
+	@test -n "$(PYTHON)" || { echo "Penstock needs Python 3.11 or later: none is on PATH" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# pip before 25.1 does not know --group, so the groups are read from pyproject.toml
+$(VENV)/%.txt: pyproject.toml | $(PY)
+	@$(PY) -c 'import sys, tomllib; \
+	groups = tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]; \
+	print(*groups[sys.argv[1]], sep="\n")' $* > $@
+
+$(VENV)/.base: $(VENV)/test.txt pyproject.toml constraints.txt
+	$(PIP) -r $< -e '.[plot,data]'
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/lint.txt constraints.txt
+	$(PIP) -r $<
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/docs.txt constraints.txt
+	$(PIP) -r $<
+	@touch $@
+
+.SECONDARY: $(VENV)/test.txt $(VENV)/lint.txt $(VENV)/docs.txt

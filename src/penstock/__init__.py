@@ -1,0 +1,61 @@
+"""Train PyTorch networks that do not fit in memory, spilling to host DRAM and flash on a plan."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.config import OffloadConfig
+from penstock.core.errors import (
+    BudgetError,
+    ChecksumError,
+    ClosedError,
+    ConfigError,
+    HookError,
+    InPlaceError,
+    NoSpaceError,
+    PenstockError,
+    PenstockWarning,
+    PlanError,
+    RestoreError,
+    ShortTransferError,
+    SizeError,
+    TransferError,
+)
+
+if TYPE_CHECKING:
+    from penstock.api import Session, offload
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "BudgetError",
+    "ChecksumError",
+    "ClosedError",
+    "ConfigError",
+    "HookError",
+    "InPlaceError",
+    "NoSpaceError",
+    "OffloadConfig",
+    "PenstockError",
+    "PenstockWarning",
+    "PlanError",
+    "RestoreError",
+    "Session",
+    "ShortTransferError",
+    "SizeError",
+    "TransferError",
+    "__version__",
+    "offload",
+]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401
+    """Import what needs torch when it is first asked for: planning does without (PEP 562)."""
+    if name in ("Session", "offload"):
+        return getattr(importlib.import_module("penstock.api"), name)
+    raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,338 @@
+"""The front door: ``offload`` and the ``Session`` that it returns."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from penstock.core.budget import Budget
+from penstock.core.config import UNLIMITED, OffloadConfig
+from penstock.core.errors import ClosedError, ConfigError, HookError, PenstockWarning
+from penstock.hooks.aside import StepAside
+from penstock.hooks.boundaries import Boundaries
+from penstock.hooks.modules import ModuleTracker
+from penstock.hooks.protected import ProtectedStorages
+from penstock.hooks.saved_tensors import SavedTensorHooks
+from penstock.observe.log import EventLog
+from penstock.observe.recorder import Recorder
+from penstock.observe.rss import RssSampler
+from penstock.observe.summary import RunFacts, SlotFact, Summary, summarize
+from penstock.plan.machine import Budgets, Machine
+from penstock.plan.plan import Plan
+from penstock.plan.profile import Profile
+from penstock.runtime.executor import Executor
+from penstock.runtime.planner import Planner
+from penstock.runtime.stores import Stores
+from penstock.tier.base import Tier
+
+_hooked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_active: list[weakref.ref[Session]] = []
+
+
+def offload(
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    device_memory: int | str | None = None,
+    host_memory: int | str = 0,
+    flash: str | Path | tuple[str | Path, ...] | list[str | Path] = (),
+    config: OffloadConfig | None = None,
+    **settings: Any,
+) -> Session:
+    """Keep what autograd saves for backward within ``device_memory``; the rest goes to tiers and back.
+
+    ::
+
+        with penstock.offload(model, device_memory="2GiB", flash="/nvme/spill") as session:
+            ...  # any training loop
+        print(session.summary())
+
+    Losses, gradients and weights are bit-identical to the same run without it.
+
+    Args:
+        model: Names the slots, and tells on which device they are. Without one, modules are named as
+            they are first called, and the device is CUDA where there is one.
+        optimizer: Its state is never moved; known by itself after its first step.
+        device_memory: Budget in the memory of the device; an integer in bytes, or as ``"2GiB"``.
+        host_memory: Budget of the host tier.
+        flash: Directory to spill to, or several.
+        config: All settings in one value, instead of the keywords.
+        **settings: The other fields of :class:`penstock.OffloadConfig`.
+
+    Raises:
+        ConfigError: A setting makes no sense, or a directory cannot be spilled to.
+        HookError: The model, or this thread, is offloaded by another session already.
+    """
+    if config is not None:
+        if settings or device_memory is not None or host_memory or flash:
+            raise ConfigError("offload: give either config or its fields as keywords, not both")
+        return Session(config, model=model, optimizer=optimizer)
+    paths = tuple(flash) if isinstance(flash, list) else flash
+    fields = {"device_memory": device_memory, "host_memory": host_memory, "flash": paths, **settings}
+    return Session(OffloadConfig.from_mapping(fields, source="offload"), model=model, optimizer=optimizer)
+
+
+class Session:
+    """Offloading, from entering to leaving a ``with`` block. Made by :func:`offload`.
+
+    Use it in one thread: saved-tensor hooks are thread-local, and other threads' tensors stay where
+    they are (a warning says so once).
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        *,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        wrap_tier: Callable[[Tier], Tier] | None = None,
+        machine: Machine | None = None,
+    ) -> None:
+        """Check everything; touch nothing. See :func:`offload`.
+
+        Args:
+            config: What to do.
+            model: As for ``offload``.
+            optimizer: As for ``offload``.
+            wrap_tier: Applied to every tier that is opened, as with
+                :class:`penstock.tier.ThrottledTier`, for emulation and tests.
+            machine: Bandwidths to plan with; measured when the session is entered if not given.
+        """
+        self.config = config
+        self._model = model
+        self._optimizer = optimizer
+        self._wrap_tier = wrap_tier
+        self._machine = machine
+        self._state = "new"
+        self._steps = 0
+        self._warnings: list[str] = []
+        self._device = _device_of(model)
+        log = None if config.event_log is None else EventLog(config.event_log)
+        self.recorder = Recorder(log=log)
+
+    # -- entering and leaving -----------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        """Open tiers, measure them, attach hooks.
+
+        Raises:
+            ClosedError: The session was used before.
+            HookError: The model, or this thread, is in another session.
+            ConfigError, TransferError: A directory cannot be spilled to.
+        """
+        if self._state != "new":
+            raise ClosedError("a session is entered once; call penstock.offload again for another")
+        self._refuse_nesting()
+        self._state = "open"
+        try:
+            self._open()
+            self._attach()
+        except BaseException:
+            self._stores_close()
+            self._state = "closed"
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        """Detach hooks and release everything; files vanish."""
+        self.close()
+
+    def close(self) -> None:
+        """Leave the session. Idempotent. A graph that has spilled tensors can no longer be walked."""
+        if self._state != "open":
+            return
+        self._state = "closed"
+        self._detach()
+        self.executor.close()
+        self._stores_close()
+
+    def _open(self) -> None:
+        config = self.config
+        self._rss = RssSampler(self.recorder) if config.sample_rss else None
+        self.budget = Budget(
+            config.device_bytes,
+            name="device",
+            on_change=lambda nbytes: self.recorder.level("device", nbytes),
+        )
+        self._stores = Stores(
+            config, budget=self.budget, recorder=self.recorder, device=self._device,
+            wrap_tier=self._wrap_tier,
+        )  # fmt: skip
+        stores = self._stores
+        self.planner = Planner(
+            policy=config.policy,
+            machine=self._machine or stores.measure(),
+            budgets=Budgets(
+                device_bytes=config.device_bytes,
+                host_bytes=stores.capacity_bytes("host"),
+                flash_bytes=stores.capacity_bytes("flash"),
+            ),
+            budget=self.budget,
+            floor_bytes=config.floor_bytes,
+            recorder=self.recorder,
+            device=str(self._device),
+        )
+        self.executor = Executor(
+            budget=self.budget,
+            tiers=stores.tiers,
+            mover=stores.mover,
+            planner=self.planner,
+            recorder=self.recorder,
+        )
+
+    def _attach(self) -> None:
+        self._protected = ProtectedStorages()
+        self._modules = ModuleTracker(
+            on_root=self._protected.add_module, on_missed_thread=self._missed_thread
+        )
+        self._boundaries = Boundaries(
+            on_backward_end=self.executor.end_backward, on_step=self._stepped
+        )
+        self.hooks = SavedTensorHooks(
+            executor=self.executor,
+            protected=self._protected,
+            modules=self._modules,
+            boundaries=self._boundaries,
+            recorder=self.recorder,
+            device_type=self._device.type,
+            floor_bytes=self.config.floor_bytes,
+        )
+        if self._model is not None:
+            self._modules.register(self._model)
+            _hooked.add(self._model)
+        if self._optimizer is not None:
+            self._protected.add_optimizer(self._optimizer)
+        self._context = torch.autograd.graph.saved_tensors_hooks(self.hooks.pack, self.hooks.unpack)
+        self._aside = StepAside(self.hooks.pack, self.hooks.unpack)
+        self._modules.attach()
+        self._boundaries.attach()
+        self._aside.attach()
+        self._context.__enter__()
+        _active.append(weakref.ref(self))
+        self.recorder.begin_step(0)
+
+    def _detach(self) -> None:
+        self._context.__exit__()
+        self._aside.detach()
+        self._boundaries.detach()
+        self._modules.detach()
+        _active[:] = [ref for ref in _active if ref() not in (None, self)]
+        if self._model is not None:
+            _hooked.discard(self._model)
+
+    def _stores_close(self) -> None:
+        stores = getattr(self, "_stores", None)
+        if stores is not None:
+            stores.close()
+        if getattr(self, "_rss", None) is not None:
+            self._rss.stop()
+        if self.recorder.log is not None:
+            self.recorder.log.close()
+
+    def _refuse_nesting(self) -> None:
+        if any(ref() is not None for ref in _active):
+            raise HookError(
+                "a session is open already: its hooks would pack what this one packed; leave it first"
+            )
+        if self._model is not None and self._model in _hooked:
+            raise HookError(f"this {type(self._model).__name__} is offloaded by another session")
+
+    # -- while it is open ---------------------------------------------------------------------
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within, this thread saves tensors as if there were no session."""
+        with self._aside.aside():
+            yield
+
+    def step(self) -> None:
+        """A step has ended. Called by every ``torch.optim`` optimizer; call it if you have none."""
+        self._steps += 1
+        self._protected.refresh()
+        self.recorder.end_step()
+        self.recorder.begin_step(self._steps)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force; ``None`` until the first backward is over."""
+        return self.planner.plan
+
+    @property
+    def profile(self) -> Profile | None:
+        """What the plan was made from."""
+        return self.planner.profile
+
+    def summary(self) -> Summary:
+        """What was moved, where, at what stall; what stayed and why. At any time after entering."""
+        if self._state == "new":
+            raise ClosedError("summary: the session has not been entered")
+        return summarize(self.recorder.snapshot(), self._facts())
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _facts(self) -> RunFacts:
+        config, plan = self.config, self.plan
+        slots = () if plan is None else tuple(
+            SlotFact(
+                module=decision.key.module,
+                ordinal=decision.key.ordinal,
+                nbytes=decision.key.nbytes,
+                action=str(decision.action),
+                tier=decision.tier,
+                reason=decision.reason,
+            )
+            for decision in plan.decisions
+        )
+        return RunFacts(
+            policy=config.policy,
+            device=str(self._device),
+            budget_bytes=None if config.device_bytes == UNLIMITED else config.device_bytes,
+            host_budget_bytes=config.host_bytes or None,
+            steps=self._steps,
+            slots=slots,
+            saved_bytes_per_step=0 if self.profile is None else self.profile.peak_saved_bytes,
+            tbw_bytes=config.tbw_bytes,
+            warnings=(*self._warnings, *(plan.notes if plan is not None else ())),
+        )
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self._protected.add_optimizer(optimizer)
+        self.step()
+
+    def _missed_thread(self, thread: str) -> None:
+        message = (
+            f"thread {thread!r} runs modules outside this session: saved-tensor hooks are per thread,"
+            " so what it saves stays in memory and is not counted"
+        )
+        if message not in self._warnings:
+            self._warnings.append(message)
+            warnings.warn(message, PenstockWarning, stacklevel=2)
+
+
+def _device_of(model: torch.nn.Module | None) -> torch.device:
+    if model is not None:
+        for parameter in model.parameters():
+            return parameter.device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _leave_child() -> None:
+    """In a forked child (a data loader's worker) engines are dead: its tensors stay (TRAPS rule 24)."""
+    for ref in _active:
+        session = ref()
+        if session is not None:
+            session.hooks.active = False
+
+
+os.register_at_fork(after_in_child=_leave_child)

@@ -1,0 +1,109 @@
+"""One account of memory: taken before it is used, returned after, never exceeded by a byte.
+
+[Note: budgets never deadlock]
+    ``try_take`` never waits. Whoever must wait does so on ``changed`` and holds nothing while
+    waiting that only another waiter could release: the runtime waits in ``pack`` holding no budget
+    for the tensor being packed, and never waits for a read while it could drop a prefetched block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock.core.errors import ConfigError
+from penstock.core.locks import condition
+
+
+class Budget:
+    """Bytes of one memory, by owner. Thread-safe.
+
+    Attributes:
+        name: What memory this is: ``"device"``, ``"host"``.
+        limit_bytes: What may be taken altogether.
+        changed: Notified at every release.
+    """
+
+    def __init__(
+        self,
+        limit_bytes: int,
+        *,
+        name: str = "device",
+        on_change: Callable[[int], None] | None = None,
+    ) -> None:
+        """Make an empty account.
+
+        Args:
+            limit_bytes: What may be taken altogether.
+            name: What memory this is.
+            on_change: Called with the bytes in use after every change, under the account's lock, so
+                it must be quick and must not call back.
+        """
+        if limit_bytes < 0:
+            raise ConfigError(f"a {name} budget of {limit_bytes} bytes is negative")
+        self.name = name
+        self.limit_bytes = limit_bytes
+        self.changed = condition()
+        self._used: dict[str, int] = {}
+        self._total = 0
+        self._peak = 0
+        self._on_change = on_change
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes taken now."""
+        return self._total
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that may still be taken; negative while forced takes are over the limit."""
+        return self.limit_bytes - self._total
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was taken at any one time since ``reset_peak``."""
+        return self._peak
+
+    def used_by(self, owner: str) -> int:
+        """Bytes taken now by one owner."""
+        return self._used.get(owner, 0)
+
+    def try_take(self, nbytes: int, owner: str) -> bool:
+        """Take ``nbytes`` for ``owner`` if they fit under the limit; say whether they did."""
+        with self.changed:
+            if self._total + nbytes > self.limit_bytes:
+                return False
+            self._add(nbytes, owner)
+            return True
+
+    def force(self, nbytes: int, owner: str) -> None:
+        """Take ``nbytes`` even over the limit: the last resort of a disk that failed."""
+        with self.changed:
+            self._add(nbytes, owner)
+
+    def give(self, nbytes: int, owner: str) -> None:
+        """Return ``nbytes`` of ``owner``'s."""
+        with self.changed:
+            held = self._used.get(owner, 0)
+            assert nbytes <= held, f"{owner} returns {nbytes} bytes but holds {held}"
+            self._add(-nbytes, owner)
+            self.changed.notify_all()
+
+    def move(self, nbytes: int, source: str, target: str) -> None:
+        """Hand ``nbytes`` from one owner to another; the total does not change."""
+        with self.changed:
+            held = self._used.get(source, 0)
+            assert nbytes <= held, f"{source} hands on {nbytes} bytes but holds {held}"
+            self._used[source] = held - nbytes
+            self._used[target] = self._used.get(target, 0) + nbytes
+
+    def reset_peak(self) -> None:
+        """Begin a new measurement of the peak at what is taken now."""
+        with self.changed:
+            self._peak = self._total
+
+    def _add(self, nbytes: int, owner: str) -> None:
+        self._used[owner] = self._used.get(owner, 0) + nbytes
+        self._total += nbytes
+        self._peak = max(self._peak, self._total)
+        if self._on_change is not None:
+            self._on_change(self._total)

@@ -1,0 +1,146 @@
+"""What a session is to do: one frozen value, checked when it is made."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from penstock.core import knobs
+from penstock.core.errors import ConfigError
+from penstock.core.units import format_bytes, parse_bytes
+
+UNLIMITED: int = 1 << 62
+"""Bytes of a memory without a budget."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OffloadConfig:
+    """What to keep where, and where to write. Sizes are bytes, or strings with a unit."""
+
+    device_memory: int | str | None = None
+    """Budget for saved tensors in the device's memory; ``None``: no limit. On a machine without a GPU
+    the device is host memory."""
+
+    host_memory: int | str = 0
+    """How much the host tier may hold; 0: there is none. On CUDA also what transfers are staged in."""
+
+    flash: str | Path | tuple[str | Path, ...] = ()
+    """Directories to spill to, best on different SSDs: they make one striped tier. Empty: none."""
+
+    flash_capacity: int | str | None = None
+    """How much may be spilled; ``None``: nine tenths of the space that is free."""
+
+    policy: str = "auto"
+    """``"auto"``, ``"all"`` or ``"keep"``."""
+
+    floor: int | str | None = None
+    """Storages smaller than this always stay; ``None``: the knob ``PENSTOCK_FLOOR`` (1 MiB)."""
+
+    event_log: str | Path | None = None
+    """Write every event to this file as JSON lines."""
+
+    tbw: int | str | None = None
+    """Terabytes written that the SSD is rated for, as ``"600TB"``: the summary tells the share used."""
+
+    sample_rss: bool = False
+    """Also record the resident set size of the process, every 10 ms."""
+
+    def __post_init__(self) -> None:
+        """Turn sizes into bytes and directories into a tuple of strings; check them together."""
+        for name in ("device_memory", "host_memory", "flash_capacity", "floor", "tbw"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, parse_bytes(value, what=name))
+        if self.floor is None:
+            object.__setattr__(self, "floor", knobs.floor_bytes())
+        paths = (self.flash,) if isinstance(self.flash, str | Path) else tuple(self.flash)
+        object.__setattr__(self, "flash", tuple(str(path) for path in paths))
+        for name in ("device_memory", "flash_capacity", "floor", "tbw"):
+            if getattr(self, name) == 0:
+                raise ConfigError(f"{name} must be more than 0 bytes")
+        if len(set(self.directories)) != len(self.directories):
+            raise ConfigError(f"flash names a directory twice: {list(self.directories)}")
+        if self.flash_capacity is not None and not self.directories:
+            raise ConfigError("flash_capacity is set, but no flash directory is named")
+        if self.device_memory is not None and self.policy == "auto" and not self.has_tier:
+            raise ConfigError(
+                f"a device budget of {format_bytes(self.device_bytes)} needs somewhere to spill to:"
+                " name a flash directory, or give host_memory"
+            )
+        if self.policy == "all" and not self.has_tier:
+            raise ConfigError("policy 'all' needs somewhere to spill to: name a flash directory")
+
+    @property
+    def has_tier(self) -> bool:
+        """Whether there is anywhere to spill to."""
+        return bool(self.directories) or self.host_bytes > 0
+
+    @property
+    def device_bytes(self) -> int:
+        """``device_memory`` in bytes."""
+        return UNLIMITED if self.device_memory is None else _bytes(self.device_memory)
+
+    @property
+    def host_bytes(self) -> int:
+        """``host_memory`` in bytes."""
+        return _bytes(self.host_memory)
+
+    @property
+    def floor_bytes(self) -> int:
+        """``floor`` in bytes."""
+        return _bytes(self.floor)
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """``flash_capacity`` in bytes."""
+        return None if self.flash_capacity is None else _bytes(self.flash_capacity)
+
+    @property
+    def tbw_bytes(self) -> int | None:
+        """``tbw`` in bytes."""
+        return None if self.tbw is None else _bytes(self.tbw)
+
+    @property
+    def directories(self) -> tuple[str, ...]:
+        """``flash`` as a tuple of strings."""
+        assert isinstance(self.flash, tuple)
+        return tuple(str(path) for path in self.flash)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], *, source: str = "configuration") -> Self:
+        """Make one from a parsed file. Raises ConfigError, naming ``source``, for unknown keys."""
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ConfigError(
+                f"{source}: unknown setting {unknown[0]!r}; known are {', '.join(sorted(known))}"
+            )
+        try:
+            return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from error
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> Self:
+        """Read the table ``[offload]`` of a TOML file.
+
+        Raises:
+            ConfigError: The file cannot be read or parsed, or a setting makes no sense.
+        """
+        try:
+            with Path(path).open("rb") as file:
+                document = tomllib.load(file)
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+        table = document.get("offload")
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: has no table [offload]")
+        return cls.from_mapping(table, source=str(path))
+
+
+def _bytes(value: int | str | None) -> int:
+    assert isinstance(value, int)  # made so by __post_init__
+    return value

@@ -1,0 +1,164 @@
+"""Every error that Penstock raises, in one tree.
+
+::
+
+    PenstockError
+    ├── ConfigError (ValueError)            a setting that makes no sense
+    │   └── SizeError                       a malformed or ambiguous size
+    ├── BudgetError (MemoryError)           a memory budget that cannot be kept
+    ├── TransferError (OSError)             an I/O operation that failed, with where and how much
+    │   ├── NoSpaceError                    the file system, or a tier's capacity, is full
+    │   └── ShortTransferError              the file ended before the request did
+    ├── ChecksumError                       bytes that came back are not the bytes that left
+    ├── RestoreError (RuntimeError)         a saved tensor that cannot be brought back
+    ├── ClosedError (RuntimeError)          use after close, or in a forked child
+    ├── PlanError (ValueError)              a plan or profile that does not parse or does not match
+    └── HookError (RuntimeError)            a module that cannot be hooked
+        └── InPlaceError                    a saved tensor was modified before its backward
+
+    PenstockWarning (UserWarning)           something was given up, or done in a slower way
+
+Each message says what failed, where, the values, and what to do.
+"""
+
+from __future__ import annotations
+
+import errno as errnos
+import os
+
+
+class PenstockError(Exception):
+    """The root of the tree."""
+
+
+class ConfigError(PenstockError, ValueError):
+    """A setting that makes no sense, alone or beside another."""
+
+
+class SizeError(ConfigError):
+    """A malformed, negative or ambiguous size."""
+
+
+class BudgetError(PenstockError, MemoryError):
+    """A memory budget that cannot be kept.
+
+    Attributes:
+        slot: The slot that did not fit, as printed in plans.
+        limit_bytes: The budget.
+        least_bytes: The least budget that would have got past this point.
+    """
+
+    def __init__(self, message: str, *, slot: str, limit_bytes: int, least_bytes: int) -> None:
+        super().__init__(message)
+        self.slot = slot
+        self.limit_bytes = limit_bytes
+        self.least_bytes = least_bytes
+
+
+class TransferError(PenstockError, OSError):
+    """An I/O operation that failed.
+
+    ``errno`` and ``strerror`` are those of the operating system, as on any OSError.
+
+    Attributes:
+        op: ``"read"``, ``"write"``, ``"allocate"``, ``"open"``, ...
+        path: The file, or the directory of an unlinked one.
+        offset_bytes: Where in the file the failing piece began.
+        nbytes: Length of the failing piece.
+        moved_bytes: How many of them had been moved before the failure.
+        free_bytes: Free space of the file system at that moment; -1 where it could not be asked.
+    """
+
+    def __init__(
+        self,
+        *,
+        errno: int,
+        op: str,
+        path: str,
+        offset_bytes: int,
+        nbytes: int,
+        moved_bytes: int = 0,
+        free_bytes: int = -1,
+        advice: str = "",
+    ) -> None:
+        reason = os.strerror(errno)
+        text = (
+            f"{op} of {nbytes} bytes at offset {offset_bytes} of {path!r} failed after"
+            f" {moved_bytes} bytes: {reason} (free space: {free_bytes} bytes)"
+        )
+        super().__init__(errno, f"{text}; {advice}" if advice else text)
+        self.op = op
+        self.path = path
+        self.offset_bytes = offset_bytes
+        self.nbytes = nbytes
+        self.moved_bytes = moved_bytes
+        self.free_bytes = free_bytes
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+class NoSpaceError(TransferError):
+    """ENOSPC, EDQUOT, or a tier whose stated capacity is used up."""
+
+
+class ShortTransferError(TransferError):
+    """The file ended before the request did."""
+
+
+class ChecksumError(PenstockError):
+    """Bytes that came back from a tier are not the bytes that went in."""
+
+
+class RestoreError(PenstockError, RuntimeError):
+    """A saved tensor that cannot be brought back; names the slot, and the cause with its place."""
+
+
+class ClosedError(PenstockError, RuntimeError):
+    """An object used after its close, or in a process forked from the one that made it."""
+
+
+class PlanError(PenstockError, ValueError):
+    """A plan or profile that does not parse, or does not belong to what it is used with."""
+
+
+class HookError(PenstockError, RuntimeError):
+    """A module that cannot be hooked: hooked already, or of a kind that hooks do not reach."""
+
+
+class InPlaceError(HookError):
+    """A saved tensor was modified in place before its backward, as autograd itself would report."""
+
+
+class PenstockWarning(UserWarning):
+    """Results stay correct, but something is slower, or other, than was asked for."""
+
+
+NO_SPACE_ERRNOS = frozenset({errnos.ENOSPC, errnos.EDQUOT})
+
+
+def transfer_error(
+    *, errno: int, op: str, path: str, offset_bytes: int, nbytes: int, moved_bytes: int = 0
+) -> TransferError:
+    """The error of the tree that fits ``errno``, with the free space of ``path``'s file system."""
+    kind = NoSpaceError if errno in NO_SPACE_ERRNOS else TransferError
+    advice = "free some space or name another directory" if kind is NoSpaceError else ""
+    return kind(
+        errno=errno,
+        op=op,
+        path=path,
+        offset_bytes=offset_bytes,
+        nbytes=nbytes,
+        moved_bytes=moved_bytes,
+        free_bytes=free_space_bytes(path),
+        advice=advice,
+    )
+
+
+def free_space_bytes(path: str) -> int:
+    """Free space for an ordinary user on ``path``'s file system, or -1 where it cannot be asked."""
+    try:
+        stat = os.statvfs(path)
+    except OSError:
+        return -1
+    return stat.f_bavail * stat.f_frsize

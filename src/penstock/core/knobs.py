@@ -1,0 +1,69 @@
+"""Every environment variable that Penstock reads: name, default, meaning. There are no others.
+
+Read at the time of use, so that tests and notebooks may change them. They tune machinery; what a run
+does (budgets, directories, policies) is configuration, in :mod:`penstock.core.config`.
+"""
+
+from __future__ import annotations
+
+import os
+
+from penstock.core.errors import ConfigError
+from penstock.core.units import MIB, parse_bytes
+
+
+def io_threads() -> int:
+    """``PENSTOCK_IO_THREADS`` (4): threads of one I/O engine, thus transfers in flight at once."""
+    return _positive_int("PENSTOCK_IO_THREADS", 4)
+
+
+def io_piece_bytes() -> int:
+    """``PENSTOCK_IO_PIECE`` (4MiB): one ``preadv``/``pwritev``; a demand read waits for at most one."""
+    return _size("PENSTOCK_IO_PIECE", 4 * MIB)
+
+
+def buffered_io() -> bool:
+    """``PENSTOCK_BUFFERED_IO`` (0): never use O_DIRECT, even where the file system allows it."""
+    return os.environ.get("PENSTOCK_BUFFERED_IO", "0") not in ("", "0")
+
+
+def slab_bytes() -> int:
+    """``PENSTOCK_SLAB`` (256MiB): the unit in which a flash tier preallocates its spill files."""
+    return _size("PENSTOCK_SLAB", 256 * MIB)
+
+
+def stripe_bytes() -> int:
+    """``PENSTOCK_STRIPE`` (4MiB): the unit in which a write is spread over several directories."""
+    return _size("PENSTOCK_STRIPE", 4 * MIB)
+
+
+def verify_checksums() -> bool:
+    """``PENSTOCK_VERIFY`` (1): checksum every buffer written and compare it when it is read."""
+    return os.environ.get("PENSTOCK_VERIFY", "1") not in ("", "0")
+
+
+def floor_bytes() -> int:
+    """``PENSTOCK_FLOOR`` (1MiB): storages smaller than this stay where they are."""
+    return _size("PENSTOCK_FLOOR", MIB)
+
+
+def max_events() -> int:
+    """``PENSTOCK_MAX_EVENTS`` (200000): spans and samples kept in memory; the oldest go first."""
+    return _positive_int("PENSTOCK_MAX_EVENTS", 200_000)
+
+
+def _positive_int(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isascii() or not text.isdigit() or int(text) == 0:
+        raise ConfigError(f"{name}={text!r} is not a positive whole number")
+    return int(text)
+
+
+def _size(name: str, default: int) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    size = parse_bytes(int(text) if text.isdigit() else text, what=name)
+    if size == 0:
+        raise ConfigError(f"{name}={text!r} must be positive")
+    return size

@@ -1,0 +1,97 @@
+"""Locks that finalizers may meet.
+
+[Note: finalizers]
+    A packed tensor, a storage made from an arena block, a dropped graph: each gives back what it
+    held from a finalizer, and the garbage collector may run a finalizer between any two bytecodes,
+    also while this very thread holds one of our locks. Taking that lock again would deadlock, and a
+    reentrant lock would let the finalizer see half-made state. So every lock of Penstock is a
+    ``Lock`` of this module, which counts per thread how many are held, and finalizers say
+    ``defer(action)``: done at once if the thread holds none, else when it lets go of the last.
+    An action may take locks; it must not raise, log, or wait for I/O.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+
+
+class _Held(threading.local):
+    count = 0
+
+
+_held = _Held()
+_deferred: deque[Callable[[], None]] = deque()
+
+
+class Lock:
+    """A mutual exclusion lock, not reentrant; works as the lock of a ``threading.Condition``."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Take the lock, as ``threading.Lock.acquire``."""
+        _held.count += 1
+        taken = False
+        try:
+            taken = self._lock.acquire(blocking, timeout)
+        finally:
+            if not taken:  # in vain, or Ctrl-C came while waiting
+                _held.count -= 1
+        return taken
+
+    def release(self) -> None:
+        """Let go of the lock; run what finalizers deferred if it was this thread's last."""
+        self._lock.release()
+        _held.count -= 1
+        if _deferred and not _held.count:
+            run_deferred()
+
+    def __enter__(self) -> None:
+        _held.count += 1
+        try:
+            self._lock.acquire()
+        except BaseException:  # Ctrl-C came while waiting
+            _held.count -= 1
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def defer(action: Callable[[], None]) -> None:
+    """Run ``action`` as soon as this thread holds none of our locks: now, if that is so now."""
+    _deferred.append(action)
+    if not _held.count:
+        run_deferred()
+
+
+def run_deferred() -> None:
+    """Run every deferred action, this thread's and those that other threads left."""
+    _held.count += 1  # an action's own finalizers join the queue instead of nesting
+    try:
+        while _deferred:
+            try:
+                action = _deferred.popleft()
+            except IndexError:  # another thread was quicker
+                break
+            action()
+    finally:
+        _held.count -= 1
+
+
+# What finalizers would give back in a forked child is its parent's.
+os.register_at_fork(after_in_child=_deferred.clear)
+
+
+def condition() -> threading.Condition:
+    """A condition variable on a ``Lock`` of this module."""
+    return threading.Condition(Lock())  # type: ignore[arg-type]

@@ -1,0 +1,115 @@
+"""Byte counts, bandwidths and durations: strict parsing, one way of printing.
+
+``GB`` is 10**9 bytes and ``GiB`` is 2**30. A number with a bare ``G`` could mean either, so it is an
+error. Memory prints in binary units, bandwidth in decimal ones, as the field does.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Final
+
+from penstock.core.errors import SizeError
+
+KIB: Final = 1024
+MIB: Final = 1024**2
+GIB: Final = 1024**3
+TIB: Final = 1024**4
+
+_UNITS: Final[dict[str, int]] = {
+    "B": 1,
+    **{prefix + "B": 1000**power for power, prefix in enumerate("kMGTP", start=1)},
+    "KB": 1000,
+    **{prefix + "iB": 1024**power for power, prefix in enumerate("KMGTP", start=1)},
+}
+_NUMBER: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_BINARY: Final = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
+_DECIMAL: Final = ((10**12, "TB/s"), (10**9, "GB/s"), (10**6, "MB/s"), (10**3, "kB/s"))
+
+
+def parse_bytes(value: int | str, *, what: str = "size") -> int:
+    """Turn ``"1.5GiB"`` or an integer number of bytes into bytes.
+
+    Args:
+        value: An ``int`` (bytes), or a number with a unit: ``B``, ``kB``, ``MB``, ``GB``, ``TB``
+            (powers of 1000), ``KiB``, ``MiB``, ``GiB``, ``TiB`` (powers of 1024).
+        what: What the size is of; it opens the message of the error.
+
+    Raises:
+        SizeError: Not a size, negative, a fraction of a byte, or a unit that could mean two things.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise SizeError(f"{what}: {value!r} is {type(value).__name__}, not an int or a str")
+    if isinstance(value, int):
+        if value < 0:
+            raise SizeError(f"{what}: {value} bytes is negative")
+        return value
+    match = _NUMBER.fullmatch(value)
+    if match is None:
+        raise SizeError(f"{what}: {value!r} is not a size; write a number and a unit, as in '1.5GiB'")
+    number, unit = match.groups()
+    if unit not in _UNITS:
+        raise SizeError(f"{what}: {value!r} {_unit_advice(number, unit)}")
+    size = Fraction(number) * _UNITS[unit]
+    if size.denominator != 1:
+        raise SizeError(f"{what}: {value!r} is {float(size)} bytes, which is not a whole number")
+    return int(size)
+
+
+def parse_bandwidth(value: int | str, *, what: str = "bandwidth") -> int:
+    """Turn ``"3.5GB/s"`` or an integer into bytes per second. Raises SizeError as ``parse_bytes``."""
+    if isinstance(value, str):
+        if not value.rstrip().endswith("/s"):
+            raise SizeError(f"{what}: {value!r} is not a bandwidth; write it as in '3.5GB/s'")
+        value = value.rstrip().removesuffix("/s")
+    bandwidth = parse_bytes(value, what=what)
+    if bandwidth == 0:
+        raise SizeError(f"{what}: 0 bytes/s would never finish")
+    return bandwidth
+
+
+def format_bytes(size_bytes: float) -> str:
+    """``1610612736`` -> ``"1.50 GiB"``."""
+    for scale, unit in _BINARY:
+        if abs(size_bytes) >= scale:
+            return f"{size_bytes / scale:.2f} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def format_bandwidth(bytes_per_s: float) -> str:
+    """``3.5e9`` -> ``"3.50 GB/s"``."""
+    for scale, unit in _DECIMAL:
+        if abs(bytes_per_s) >= scale:
+            return f"{bytes_per_s / scale:.2f} {unit}"
+    return f"{bytes_per_s:.0f} B/s"
+
+
+def format_duration(seconds: float) -> str:
+    """``0.0123`` -> ``"12.3 ms"``."""
+    if abs(seconds) >= 120:
+        return f"{int(seconds) // 60} min {seconds % 60:.0f} s"
+    if abs(seconds) >= 1:
+        return f"{seconds:.2f} s"
+    if abs(seconds) >= 1e-3:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e6:.1f} µs"
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple of ``multiple`` that is not below ``value``."""
+    return -(-value // multiple) * multiple
+
+
+def round_down(value: int, multiple: int) -> int:
+    """The greatest multiple of ``multiple`` that is not above ``value``."""
+    return value // multiple * multiple
+
+
+def _unit_advice(number: str, unit: str) -> str:
+    if not unit:
+        return f"has no unit; write '{number}GiB', '{number}MB', ... or the integer {number} for bytes"
+    if unit in ("k", "K", "M", "G", "T", "P"):
+        binary = f"{number}{unit.upper()}iB"
+        return f"is ambiguous; write '{binary}' (powers of 1024) or '{number}{unit}B' (of 1000)"
+    return f"has the unknown unit {unit!r}; known are {', '.join(_UNITS)}"

@@ -1,0 +1,81 @@
+"""Where a backward and a step begin and end, found without the script's help.
+
+A backward is known by autograd's graph task: the first unpack inside a task asks the engine to call
+back when the task is done. Reentrant checkpointing runs tasks inside a task; the backward is over when
+the outermost one is. A backward that raises never calls back, which the next save outside any task
+shows. A step ends when an optimizer has stepped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from penstock.core.locks import Lock
+
+_task_id: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+
+
+class Boundaries:
+    """Reports the ends of backwards and steps."""
+
+    def __init__(
+        self,
+        *,
+        on_backward_end: Callable[[], None],
+        on_step: Callable[[torch.optim.Optimizer], None],
+    ) -> None:
+        """Report nothing yet.
+
+        Args:
+            on_backward_end: Called after the outermost backward, in the thread that called it.
+            on_step: Called after each optimizer step, with the optimizer.
+        """
+        self._on_backward_end = on_backward_end
+        self._on_step = on_step
+        self._tasks: set[int] = set()
+        self._lock = Lock()
+        self._handle: RemovableHandle | None = None
+
+    def attach(self) -> None:
+        """Begin to report."""
+        self._handle = register_optimizer_step_post_hook(self._stepped)
+
+    def detach(self) -> None:
+        """Stop reporting."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def note_unpack(self) -> None:
+        """A saved tensor is unpacked: a backward has begun if this is the first of its task."""
+        task = _task_id()
+        if task == -1 or task in self._tasks:  # -1: somebody looks at grad_fn._saved_*
+            return
+        with self._lock:
+            if task in self._tasks:
+                return
+            self._tasks.add(task)
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._ended, task))
+
+    def note_pack(self) -> None:
+        """A tensor is saved: outside a task no backward can be running, so none was left open."""
+        if self._tasks and _task_id() == -1:
+            with self._lock:
+                self._tasks.clear()
+            self._on_backward_end()
+
+    def _ended(self, task: int) -> None:
+        with self._lock:
+            self._tasks.discard(task)
+            outermost = not self._tasks
+        if outermost:
+            self._on_backward_end()
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._on_step(optimizer)

@@ -1,0 +1,120 @@
+"""Which module is running: the first half of a slot's name.
+
+Global forward hooks keep a stack of module paths per thread. They see every module, so a script that
+knows nothing of Penstock needs no change, and a module that was registered by ``offload`` has the path
+that its owner would print. A thread that runs modules with gradients but has no saved-tensor hooks
+(they are thread-local, TRAPS rule 10) is told so once.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+
+class Place(NamedTuple):
+    """Where a tensor is saved."""
+
+    path: str
+    """Path of the innermost running module, from the root that was called."""
+    kind: str
+    """Its type's name."""
+
+
+OUTSIDE = Place("", "")
+"""No module is running: a loss function called directly, say."""
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.places: list[Place] = []
+        self.hooked = False
+
+
+class ModuleTracker:
+    """Knows the running module of each thread while it is attached."""
+
+    def __init__(
+        self,
+        *,
+        on_root: Callable[[torch.nn.Module], None],
+        on_missed_thread: Callable[[str], None],
+    ) -> None:
+        """Track nothing yet.
+
+        Args:
+            on_root: Called with each outermost module that was not known before.
+            on_missed_thread: Called, each time, with the name of a thread that runs a module with
+                gradients enabled without saved-tensor hooks.
+        """
+        self._stack = _Stack()
+        self._places: weakref.WeakKeyDictionary[torch.nn.Module, Place] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._roots: dict[str, int] = {}
+        self._on_root = on_root
+        self._on_missed_thread = on_missed_thread
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self) -> None:
+        """Begin to track, and take the calling thread for one that has saved-tensor hooks."""
+        self._stack.hooked = True
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def detach(self) -> None:
+        """Stop tracking."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._stack.hooked = False
+        self._stack.places.clear()
+
+    def register(self, root: torch.nn.Module) -> None:
+        """Name a module and all below it; roots of the same type are numbered."""
+        name = type(root).__name__
+        number = self._roots[name] = self._roots.get(name, 0) + 1
+        prefix = name if number == 1 else f"{name}-{number}"
+        for path, module in root.named_modules():
+            place = Place(f"{prefix}.{path}" if path else prefix, type(module).__name__)
+            self._places.setdefault(module, place)
+        self._on_root(root)
+
+    @property
+    def here(self) -> Place:
+        """The innermost running module of this thread."""
+        places = self._stack.places
+        return places[-1] if places else OUTSIDE
+
+    def _enter(self, module: torch.nn.Module, args: Any) -> None:
+        stack = self._stack
+        place = self._places.get(module)
+        if place is None:
+            place = self._meet(module)
+        stack.places.append(place)
+        if not stack.hooked and torch.is_grad_enabled():
+            self._on_missed_thread(threading.current_thread().name)
+
+    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if self._stack.places:
+            self._stack.places.pop()
+
+    def _meet(self, module: torch.nn.Module) -> Place:
+        if not self._stack.places:
+            self.register(module)
+            return self._places[module]
+        # made after its root was registered: named by its type under the module that runs it
+        kind = type(module).__name__
+        place = self._places[module] = Place(f"{self._stack.places[-1].path}.<{kind}>", kind)
+        return place

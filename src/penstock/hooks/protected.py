@@ -1,0 +1,106 @@
+"""What is never moved: parameters, buffers, and what is only another view or cast of them.
+
+``isinstance(tensor, Parameter)`` misses ``weight.t()``, slices of flat parameters and autocast's copies
+(TRAPS rules 2 and 3). So parameters are known by their storages, and what is not known that way is
+followed along its graph, through views and casts, to the leaf it came from.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Final
+
+import torch
+
+_TRANSPARENT: Final = frozenset(
+    {
+        "AliasBackward0",
+        "AsStridedBackward0",
+        "DetachBackward0",
+        "ExpandBackward0",
+        "NarrowBackward0",
+        "PermuteBackward0",
+        "ReshapeAliasBackward0",
+        "SelectBackward0",
+        "SliceBackward0",
+        "SplitBackward0",
+        "SqueezeBackward1",
+        "TBackward0",
+        "TransposeBackward0",
+        "UnsafeViewBackward0",
+        "UnsqueezeBackward0",
+        "ViewBackward0",
+    }
+)
+"""Nodes whose output is a view of their input."""
+_CASTS: Final = frozenset({"ToCopyBackward0"})
+"""Nodes whose output is a copy of their input in another dtype."""
+_DEPTH: Final = 8
+
+
+class ProtectedStorages:
+    """Storages of parameters, buffers and optimizer state. Not thread-safe but for ``holds``."""
+
+    def __init__(self) -> None:
+        """Protect nothing yet."""
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def add_module(self, module: torch.nn.Module) -> None:
+        """Protect its parameters and buffers, now and after each ``refresh``."""
+        self._modules.add(module)
+        self._protect(module.parameters())
+        self._protect(module.buffers())
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Protect its parameters and the tensors of its state, now and after each ``refresh``."""
+        self._optimizers.add(optimizer)
+        for group in optimizer.param_groups:
+            self._protect(group["params"])
+        for state in optimizer.state.values():
+            if isinstance(state, dict):
+                self._protect(value for value in state.values() if isinstance(value, torch.Tensor))
+
+    def refresh(self) -> None:
+        """Look again: storages are replaced when parameters are moved, loaded or unsharded."""
+        self._storages = {}
+        for module in tuple(self._modules):
+            self.add_module(module)
+        for optimizer in tuple(self._optimizers):
+            self.add_optimizer(optimizer)
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Whether this very storage is protected; a reused address does not count."""
+        known = self._storages.get(storage._cdata)
+        return known is not None and known() is storage
+
+    def _protect(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            try:
+                storage = tensor.untyped_storage()
+            except (NotImplementedError, RuntimeError):  # a subclass without a storage of its own
+                continue
+            self._storages[storage._cdata] = weakref.ref(storage)
+
+
+def leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The leaf that requires gradients of which ``tensor`` is a view or a cast, or itself if it is."""
+    if tensor.is_leaf:
+        return tensor if tensor.requires_grad else None
+    base = tensor._base
+    if base is not None and base.is_leaf and base.requires_grad:
+        return base
+    node = tensor.grad_fn
+    for _ in range(_DEPTH):
+        if node is None:
+            return None
+        name = node.name()
+        if name == "torch::autograd::AccumulateGrad":
+            leaf = node.variable  # type: ignore[attr-defined]
+            return leaf if isinstance(leaf, torch.Tensor) else None
+        if name not in _TRANSPARENT and name not in _CASTS:
+            return None
+        node = node.next_functions[0][0]
+    return None

@@ -1,0 +1,295 @@
+"""The pack and unpack hooks: what autograd hands over when it saves a tensor, and gets back.
+
+Four kinds of handle stand for a saved tensor until autograd is done with it:
+
+* ``Kept``: a protected, tiny or foreign tensor. It stays, re-wrapped, and is not counted.
+* ``Small``: a tensor whose storage is below the floor. It stays, and counts.
+* ``Moved``: a view of a storage that the executor holds, wherever that is now.
+* ``Flattened``: a DTensor, whose local tensor is one of the above.
+
+Hooks switch off autograd's own check that a saved tensor was not modified in place (TRAPS rule 1), so
+every handle makes it. ``Moved`` has no tensor to ask, so it keeps a *probe*: an empty tensor that shares
+the saved one's version counter and none of its memory.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from penstock.core.errors import InPlaceError
+from penstock.core.locks import defer
+from penstock.hooks.boundaries import Boundaries
+from penstock.hooks.modules import ModuleTracker
+from penstock.hooks.protected import ProtectedStorages, leaf_of
+from penstock.observe.recorder import Recorder
+from penstock.runtime.executor import Executor, SmallStorage
+from penstock.runtime.residency import SavedStorage
+
+TINY_BYTES: Final = 4096
+"""Storages up to this size are not even counted: the handle would cost more than the tensor."""
+COMPACT_SHARE: Final = 8
+"""A view whose span is less than this part of its storage is copied out, to let the storage go."""
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+_EMPTY: Final[dict[torch.dtype, torch.Tensor]] = {}
+
+
+class Kept:
+    """A saved tensor that stays where it is, uncounted."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # detached, because autograd would otherwise keep an output alive through itself (rule 9)
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, if nobody has modified it since."""
+        if self.tensor._version != self.version:
+            raise _modified(self.tensor, self.tensor, self.version, "")
+        return self.tensor
+
+
+class Foreign:
+    """A tensor of a kind that Penstock does not know: a subclass, or one without a storage."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor."""
+        return self.tensor
+
+
+class Flattened:
+    """A DTensor: what it wraps is packed, the wrapper is made again (TRAPS rule 13)."""
+
+    __slots__ = ("context", "inner", "outer_size", "outer_stride", "type")
+
+    def __init__(self, tensor: Any, inner: dict[str, Any], context: Any) -> None:
+        self.type = type(tensor)
+        self.inner = inner
+        self.context = context
+        self.outer_size = tensor.size()
+        self.outer_stride = tensor.stride()
+
+    def unpack(self) -> torch.Tensor:
+        """The wrapper around its unpacked parts."""
+        parts = {name: packed.unpack() for name, packed in self.inner.items()}
+        wrapped: torch.Tensor = self.type.__tensor_unflatten__(
+            parts, self.context, self.outer_size, self.outer_stride
+        )
+        return wrapped
+
+
+class Small:
+    """A view of a storage below the floor."""
+
+    __slots__ = ("executor", "small", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, executor: Executor, small: SmallStorage) -> None:
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+        self.executor = executor
+        self.small = small
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, if nobody has modified it since."""
+        if self.tensor._version != self.version:
+            raise _modified(self.tensor, self.tensor, self.version, "")
+        return self.tensor
+
+    def __del__(self) -> None:
+        defer(partial(self.executor.release_small, self.small))
+
+
+class Moved:
+    """A view of a storage that the executor holds."""
+
+    __slots__ = (
+        "dtype",
+        "executor",
+        "offset",
+        "probe",
+        "saved",
+        "size",
+        "stride",
+        "unpacked",
+        "version",
+    )
+
+    def __init__(
+        self, tensor: torch.Tensor, offset: int, executor: Executor, saved: SavedStorage
+    ) -> None:
+        self.dtype = tensor.dtype
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset = offset
+        self.probe = _probe(tensor)
+        self.version = tensor._version
+        self.executor = executor
+        self.saved = saved
+        self.unpacked = False
+
+    def unpack(self) -> torch.Tensor:
+        """The same view of the same bytes, wherever they are now. May be called again and again."""
+        if self.probe._version != self.version:
+            raise _modified(self.probe, self, self.version, str(self.saved))
+        storage = self.executor.restore(self.saved, first=not self.unpacked)
+        self.unpacked = True
+        view = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return view.set_(storage, self.offset, self.size, self.stride)
+
+    def __del__(self) -> None:
+        defer(partial(self.executor.release, self.saved, self.unpacked))
+
+
+Packed = Kept | Foreign | Flattened | Small | Moved
+
+
+class SavedTensorHooks:
+    """Packs and unpacks for one executor, in every thread that it is entered in."""
+
+    def __init__(
+        self,
+        *,
+        executor: Executor,
+        protected: ProtectedStorages,
+        modules: ModuleTracker,
+        boundaries: Boundaries,
+        recorder: Recorder,
+        device_type: str,
+        floor_bytes: int,
+    ) -> None:
+        """Hook nothing yet; see ``torch.autograd.graph.saved_tensors_hooks``."""
+        self._executor = executor
+        self._protected = protected
+        self._modules = modules
+        self._boundaries = boundaries
+        self._recorder = recorder
+        self._device_type = device_type
+        self._floor_bytes = floor_bytes
+        self.active = True
+
+    def pack(self, tensor: torch.Tensor) -> Packed:
+        """What autograd is to hold in place of ``tensor``. Waits while the budget is full."""
+        if not self.active:
+            return Foreign(tensor)
+        self._boundaries.note_pack()
+        if type(tensor) not in _PLAIN:
+            return self._pack_subclass(tensor)
+        storage = _storage_of(tensor)
+        if storage is None:
+            return Foreign(tensor)
+        nbytes = storage.nbytes()
+        if (
+            nbytes <= TINY_BYTES
+            or tensor.numel() == 0
+            or tensor.device.type != self._device_type  # rule 14: it returns to where it came from
+            or self._protected.holds(storage)
+        ):
+            return Kept(tensor)
+        if nbytes < self._floor_bytes:
+            return Small(tensor, self._executor, self._executor.save_small(storage))
+        if leaf_of(tensor) is not None:
+            self._recorder.count("kept.weights")
+            return Kept(tensor)
+        return self._pack_storage(tensor, storage)
+
+    def unpack(self, packed: Packed) -> torch.Tensor:
+        """The tensor again."""
+        self._boundaries.note_unpack()
+        return packed.unpack()
+
+    def _pack_storage(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Packed:
+        first, nbytes = _span(tensor)
+        if nbytes * COMPACT_SHARE < storage.nbytes():
+            return self._pack_span(tensor, storage, first, nbytes)
+        executor = self._executor
+        base = tensor._base if tensor._is_view() else tensor
+        assert base is not None
+        saved = executor.find(storage, base, tensor._version)
+        if saved is None or not executor.hold(saved):
+            saved = self._save(storage, base, tensor)
+        return Moved(tensor, tensor.storage_offset(), executor, saved)
+
+    def _pack_span(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, first: int, nbytes: int
+    ) -> Packed:
+        """Copy the bytes that a small view spans; strides and thus kernels stay the same."""
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        copy = whole[first : first + nbytes].clone()
+        view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        view.set_(copy.untyped_storage(), 0, tensor.size(), tensor.stride())
+        if nbytes < self._floor_bytes:
+            small = self._executor.save_small(copy.untyped_storage())
+            return Small(view, self._executor, small)
+        saved = self._save(copy.untyped_storage(), copy, tensor)
+        return Moved(tensor, 0, self._executor, saved)
+
+    def _save(
+        self, storage: torch.UntypedStorage, base: torch.Tensor, tensor: torch.Tensor
+    ) -> SavedStorage:
+        place = self._modules.here
+        return self._executor.save(
+            storage,
+            base,
+            tensor._version,
+            module=place.path,
+            kind=place.kind,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+        )
+
+    def _pack_subclass(self, tensor: torch.Tensor) -> Packed:
+        if not type(tensor).__module__.startswith("torch.distributed."):
+            return Foreign(tensor)
+        names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        inner = {name: self.pack(getattr(tensor, name)) for name in names}
+        return Flattened(tensor, inner, context)
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Its storage, if its values are just strided bytes of one."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        return None
+    if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+        return None
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # functorch wrappers have none
+        return None
+    return storage if storage.device.type != "meta" else None
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first byte of its storage that a tensor uses, and the number of bytes up to the last."""
+    size = tensor.element_size()
+    if tensor.is_contiguous():
+        return tensor.storage_offset() * size, tensor.numel() * size
+    reach = sum((n - 1) * stride for n, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return tensor.storage_offset() * size, (reach + 1) * size
+
+
+def _probe(tensor: torch.Tensor) -> torch.Tensor:
+    """An empty tensor with ``tensor``'s version counter."""
+    empty = _EMPTY.get(tensor.dtype)
+    if empty is None or empty.device != tensor.device:
+        empty = _EMPTY[tensor.dtype] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    probe = tensor.detach()
+    probe.data = empty
+    return probe
+
+
+def _modified(probe: torch.Tensor, shape: Any, version: int, slot: str) -> InPlaceError:
+    size = list(shape.size() if callable(shape.size) else shape.size)
+    where = f" (slot {slot})" if slot else ""
+    return InPlaceError(
+        "one of the variables needed for gradient computation has been modified by an inplace"
+        f" operation: a {probe.dtype} tensor of size {size}{where} is at version {probe._version};"
+        f" expected version {version} instead. Without Penstock autograd raises here too."
+    )

@@ -1,0 +1,292 @@
+"""Files for an engine: O_DIRECT where the file system allows it, else buffered but not cached.
+
+Spill files have no name: they are created unlinked, so nothing is left behind by a crash. They are
+closed on exec. A forked child inherits them, and their space is free when the last copy is closed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno as errnos
+import fcntl
+import os
+import secrets
+import struct
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from penstock.core import knobs
+from penstock.core.errors import ClosedError, ConfigError, PenstockWarning, transfer_error
+
+Mode = Literal["r", "r+", "w+", "x+"]
+"""As of ``open``: read; read and write; the same, created or emptied; the same, must be new."""
+
+_FLAGS: Final[dict[str, int]] = {
+    "r": os.O_RDONLY,
+    "r+": os.O_RDWR,
+    "w+": os.O_RDWR | os.O_CREAT | os.O_TRUNC,
+    "x+": os.O_RDWR | os.O_CREAT | os.O_EXCL,
+}
+_OWNER_ONLY: Final = 0o600
+
+MAX_GRANULE_BYTES: Final = 4096
+"""The coarsest alignment that callers are asked for; what wants more is used buffered."""
+
+_MEMORY_FILESYSTEMS: Final = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+_CANNOT_RESERVE: Final = frozenset({errnos.EOPNOTSUPP, errnos.EINVAL, errnos.ENOSYS})
+_NO_TMPFILE: Final = frozenset({errnos.EOPNOTSUPP, errnos.EISDIR, errnos.EINVAL, errnos.ENOENT})
+
+_AT_EMPTY_PATH: Final = 0x1000
+_STATX_DIOALIGN: Final = 0x2000  # Linux 6.1
+_STATX_BYTES: Final = 256
+_SYNC_FILE_RANGE_ALL: Final = 7  # wait before, write, wait after
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_warned: set[str] = set()  # directories; at most one warning each
+
+
+class DirectFile:
+    """An open file as engines want it. See :class:`penstock.io.engine.File`.
+
+    Thread-safe but for ``close``, which must come after the last transfer.
+
+    Attributes:
+        path: Its path, or the directory of an unlinked one.
+        direct: Whether it is open with O_DIRECT.
+        granule_bytes: What addresses, offsets and lengths must be multiples of; 1 if buffered.
+    """
+
+    def __init__(self, fd: int, path: str, granule_bytes: int) -> None:
+        """Take ownership of a descriptor. See ``open_unlinked`` and ``open_path``.
+
+        Args:
+            fd: The descriptor.
+            path: What to call it in errors.
+            granule_bytes: Alignment of direct transfers; 0 if the descriptor is buffered.
+        """
+        self._fd = fd
+        self.path = path
+        self.direct = granule_bytes > 0
+        self.granule_bytes = granule_bytes or 1
+
+    def __repr__(self) -> str:
+        how = f"direct, granule {self.granule_bytes}" if self.direct else "buffered"
+        return f"DirectFile({self.path!r}, {how}{', closed' if self._fd < 0 else ''})"
+
+    def __del__(self) -> None:
+        self.close()
+
+    @property
+    def fd(self) -> int:
+        """The descriptor. Raises ClosedError after ``close``."""
+        if self._fd < 0:
+            raise ClosedError(f"{self!r} is used after its close")
+        return self._fd
+
+    @property
+    def size_bytes(self) -> int:
+        """Where the file ends now."""
+        return os.fstat(self.fd).st_size
+
+    def preallocate(self, nbytes: int) -> None:
+        """Make the file at least ``nbytes`` long, with its space reserved; contents are zero.
+
+        Where the file system cannot reserve, the file is only extended, and a full disk shows when
+        it is written to.
+
+        Raises:
+            NoSpaceError: The file system is full; the file is as long as it was.
+            TransferError: Any other failure.
+        """
+        size = self.size_bytes
+        try:
+            try:
+                os.posix_fallocate(self.fd, 0, nbytes)
+            except OSError as error:
+                if error.errno not in _CANNOT_RESERVE:
+                    raise
+                os.ftruncate(self.fd, max(size, nbytes))
+        except OSError as error:
+            with suppress(OSError):  # give back what a failed attempt has reserved
+                os.ftruncate(self.fd, size)
+            raise transfer_error(
+                errno=error.errno or errnos.EIO,
+                op="allocate",
+                path=self.path,
+                offset_bytes=size,
+                nbytes=nbytes - size,
+            ) from error
+
+    def close(self) -> None:
+        """Close the descriptor; an unlinked file is then gone. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with suppress(OSError):
+                os.close(fd)
+
+
+def open_unlinked(directory: str | os.PathLike[str]) -> DirectFile:
+    """Make an empty file without a name in ``directory``, readable and writable by us alone.
+
+    Raises:
+        TransferError: The directory is missing, not a directory, not writable, ...
+    """
+    where = os.fspath(directory)
+    try:
+        fd = _open_unlinked(where)
+    except OSError as error:
+        raise _open_error(error, where) from error
+    return _direct(fd, where, where)
+
+
+def open_path(path: str | os.PathLike[str], mode: Mode) -> DirectFile:
+    """Open a named file. One that is created is readable and writable by us alone.
+
+    Raises:
+        ConfigError: An unknown mode.
+        TransferError: The file cannot be opened.
+    """
+    where = os.fspath(path)
+    if mode not in _FLAGS:
+        raise ConfigError(f"mode {mode!r} of {where!r} is unknown; known are {', '.join(_FLAGS)}")
+    try:
+        fd = os.open(where, _FLAGS[mode], _OWNER_ONLY)
+    except OSError as error:
+        raise _open_error(error, where) from error
+    return _direct(fd, where, str(Path(where).parent))
+
+
+def drop_cache(fd: int, offset: int, nbytes: int, *, written: bool) -> None:
+    """Let a buffered file's pages go, after writing them out if need be. Raises OSError.
+
+    Else the page cache would hold the very bytes that were spilled to be rid of them.
+    """
+    if written:
+        _write_out(fd, offset, nbytes)
+    with suppress(OSError):  # only a hint
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+@dataclass(frozen=True, slots=True)
+class FileSystem:
+    """What a directory lies on."""
+
+    kind: str
+    """As in ``/proc/mounts``: ``"ext4"``, ``"tmpfs"``, ...; ``"unknown"`` if it cannot be asked."""
+    is_memory: bool
+    """Whether its files live in memory, so that spilling to it saves none."""
+
+
+def filesystem_of(path: str | os.PathLike[str]) -> FileSystem:
+    """The file system that ``path`` (or, if it is missing, its nearest parent) lies on."""
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return FileSystem("unknown", False)
+    real = Path(path).resolve()
+    kind, longest = "unknown", -1
+    for line in mounts:  # id parent major:minor root MOUNT-POINT options [tags] - KIND source ...
+        fields, _, rest = line.partition(" - ")
+        mount = Path(_unescape(fields.split(" ")[4]))
+        # A later mount on the same point hides an earlier one.
+        if len(mount.parts) >= longest and real.is_relative_to(mount):
+            kind, longest = rest.split(" ")[0], len(mount.parts)
+    return FileSystem(kind, kind in _MEMORY_FILESYSTEMS)
+
+
+def _unescape(mount: str) -> str:
+    for octal in ("\\040", "\\011", "\\012", "\\134"):
+        mount = mount.replace(octal, chr(int(octal[1:], 8)))
+    return mount
+
+
+def _open_unlinked(directory: str) -> int:
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR, _OWNER_ONLY)
+    except OSError as error:
+        if error.errno not in _NO_TMPFILE:
+            raise
+    path = os.path.join(directory, f".penstock-{os.getpid()}-{secrets.token_hex(8)}")
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, _OWNER_ONLY)
+    try:
+        os.unlink(path)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _open_error(error: OSError, path: str) -> Exception:
+    code = error.errno or errnos.EIO
+    return transfer_error(errno=code, op="open", path=path, offset_bytes=0, nbytes=0)
+
+
+def _direct(fd: int, path: str, directory: str) -> DirectFile:
+    """Switch O_DIRECT on if that is possible; warn once per directory if it is not."""
+    wanted = not knobs.buffered_io()
+    file = DirectFile(fd, path, _granule(fd) if wanted else 0)
+    if file.direct:
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+    elif wanted:
+        _warn_buffered(directory)
+    return file
+
+
+def _granule(fd: int) -> int:
+    """Alignment of direct transfers on this file; 0 if there can be none."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+    except OSError:
+        return 0
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+    aligns = _dio_align(fd)
+    granule = MAX_GRANULE_BYTES if aligns is None else max(aligns) if min(aligns) else 0
+    return granule if granule <= MAX_GRANULE_BYTES else 0
+
+
+def _dio_align(fd: int) -> tuple[int, int] | None:
+    """Alignment of (memory, offset) as ``statx`` says; zeros mean none; None if it does not say."""
+    buffer = ctypes.create_string_buffer(_STATX_BYTES)
+    try:
+        failed = _libc.statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, buffer)
+    except AttributeError:  # a C library from before 2018
+        return None
+    (mask,) = struct.unpack_from("=I", buffer, 0)
+    if failed or not mask & _STATX_DIOALIGN:
+        return None
+    memory, offset = struct.unpack_from("=II", buffer, 0x98)
+    return memory, offset
+
+
+def _warn_buffered(directory: str) -> None:
+    real = os.path.realpath(directory)
+    if real in _warned:
+        return
+    _warned.add(real)
+    kind = filesystem_of(real).kind
+    warnings.warn(
+        f"{directory!r} is on {kind}, which has no direct I/O: transfers are buffered, slower, and"
+        " cost a copy on the CPU; name a directory on a local ext4 or xfs if there is one",
+        PenstockWarning,
+        stacklevel=4,
+    )
+
+
+def _write_out(fd: int, offset: int, nbytes: int) -> None:
+    """Write a range's dirty pages and wait for them; cheaper than ``fdatasync`` of everything."""
+    try:
+        sync = _libc.sync_file_range
+    except AttributeError:
+        os.fdatasync(fd)
+        return
+    arguments = (ctypes.c_int64(offset), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_ALL)
+    if sync(fd, *arguments) == 0:
+        return
+    code = ctypes.get_errno()
+    if code not in (errnos.ENOSYS, errnos.ESPIPE, errnos.EINVAL):
+        raise OSError(code, os.strerror(code))
+    os.fdatasync(fd)

@@ -1,0 +1,120 @@
+"""Private anonymous memory in 2 MiB pages, by way of the C library.
+
+Python's own ``mmap`` would do but for one thing: the mapping is not inherited by ``fork``, and a
+forked child that garbage-collects its copy of the object would unmap whatever has since come to lie
+at that address. Here the process that mapped is the only one that unmaps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.errors import TransferError
+from penstock.core.units import MIB, round_up
+
+HUGE_PAGE_BYTES: Final = 2 * MIB
+PAGE_BYTES: Final = mmap.PAGESIZE
+
+_MADV_NOHUGEPAGE: Final = 15
+_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_size_t),
+    *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Mapping:
+    """``nbytes`` of zeroed memory at a multiple of 2 MiB; nothing is resident until touched.
+
+    Whole 2 MiB pages are backed by huge pages where the kernel has some; a tail that is shorter
+    never is, so touching it makes no more resident than its own length.
+
+    Attributes:
+        address: Where it begins.
+        nbytes: How long it is, a multiple of the system's page.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        """Reserve address space. Raises TransferError (op ``"map"``) if the system refuses."""
+        assert nbytes > 0
+        assert nbytes % PAGE_BYTES == 0
+        self.nbytes = nbytes
+        reserved = nbytes + HUGE_PAGE_BYTES
+        start = _map(reserved)
+        self.address = round_up(start, HUGE_PAGE_BYTES)
+        self._buffer = memoryview((ctypes.c_ubyte * nbytes).from_address(self.address))
+        self._unmap = weakref.finalize(self, _unmap, start, reserved, os.getpid())
+        self._unmap.atexit = False  # daemon threads may still be moving bytes
+        self._advise(mmap.MADV_DONTFORK, 0, nbytes)
+        whole = nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        if whole and _huge_page_bytes() == HUGE_PAGE_BYTES:
+            self._advise(mmap.MADV_HUGEPAGE, 0, whole)
+        if whole < nbytes:
+            self._advise(_MADV_NOHUGEPAGE, whole, nbytes - whole)
+
+    def array(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        """A range of the memory; it does not keep the memory mapped.
+
+        A new array each time, whose base is no array: NumPy then lets views of it refer to it and
+        not past it, so that it lives as long as they do.
+        """
+        return np.frombuffer(self._buffer, np.uint8, nbytes, offset)
+
+    def populate(self, offset: int, nbytes: int) -> bool:
+        """Make a page-aligned range resident, contents unchanged; False on kernels before 5.14."""
+        return self._advise(_MADV_POPULATE_WRITE, offset, nbytes)
+
+    def drop(self, offset: int, nbytes: int) -> bool:
+        """Give the pages of a page-aligned range back to the system; contents become zero."""
+        return self._advise(mmap.MADV_DONTNEED, offset, nbytes)
+
+    def unmap(self) -> None:
+        """Release the address space. Idempotent; does nothing in a forked child."""
+        self._unmap()
+
+    def _advise(self, advice: int, offset: int, nbytes: int) -> bool:
+        # A refused advice costs speed, never correctness: kernels without huge pages say EINVAL.
+        return int(_libc.madvise(self.address + offset, nbytes, advice)) == 0
+
+
+def _map(nbytes: int) -> int:
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    address = _libc.mmap(None, nbytes, protection, flags, -1, 0)
+    if address in (None, _MAP_FAILED):
+        raise TransferError(
+            errno=ctypes.get_errno(),
+            op="map",
+            path="anonymous memory",
+            offset_bytes=0,
+            nbytes=nbytes,
+            advice="lower the memory budget, or raise `ulimit -v`",
+        )
+    return int(address)
+
+
+def _unmap(address: int, nbytes: int, pid: int) -> None:
+    if os.getpid() == pid:
+        _libc.munmap(address, nbytes)
+
+
+def _huge_page_bytes() -> int:
+    """What a huge page is here: 512 MiB on ARM kernels with 64 KiB pages, which is no use."""
+    try:
+        return int(Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").read_text())
+    except (OSError, ValueError):
+        return 0

@@ -1,0 +1,374 @@
+"""The default engine: a few threads, each with one blocking ``preadv`` or ``pwritev`` at a time.
+
+With O_DIRECT and pieces of some MiB this reaches what io_uring and libaio reach, everywhere.
+A request is cut into pieces when it reaches the head of its queue, and every free worker takes the
+next piece of the first request of the highest priority. So one large request uses all workers, and
+a demand overtakes a running write-behind between two pieces.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno as errnos
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from concurrent.futures import CancelledError
+from typing import Final
+
+from penstock.core import knobs
+from penstock.core.errors import (
+    ClosedError,
+    ConfigError,
+    ShortTransferError,
+    TransferError,
+    free_space_bytes,
+    transfer_error,
+)
+from penstock.core.locks import condition, defer
+from penstock.core.units import round_down
+from penstock.io.engine import Engine, EngineSpec, File, Op, Priority, Request, Transfer
+from penstock.io.files import MAX_GRANULE_BYTES, drop_cache
+
+_PYBUF_WRITE: Final = 0x200
+_BUSY_RETRIES: Final = 1000
+_BUSY_PAUSE_S: Final = 0.001
+
+_memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory_view.restype = ctypes.py_object
+_memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+
+
+class Syscalls:
+    """How one piece is moved, once. Overridden to inject faults, or to move it in another way.
+
+    Methods return how many bytes were moved, raise OSError, and are called by several threads.
+    """
+
+    def read(self, file: File, address: int, nbytes: int, offset_bytes: int) -> int:
+        """Read up to ``nbytes`` to memory; 0 at the end of the file."""
+        return os.preadv(file.fd, [_memory_view(address, nbytes, _PYBUF_WRITE)], offset_bytes)
+
+    def write(self, file: File, address: int, nbytes: int, offset_bytes: int) -> int:
+        """Write up to ``nbytes`` from memory."""
+        return os.pwritev(file.fd, [_memory_view(address, nbytes, _PYBUF_WRITE)], offset_bytes)
+
+    def drop(self, file: File, nbytes: int, offset_bytes: int, *, written: bool) -> None:
+        """After a piece of a buffered file: write it out if need be, and let its pages go."""
+        drop_cache(file.fd, offset_bytes, nbytes, written=written)
+
+
+class _Job:
+    """A request on its way. Everything but the constants is guarded by the queue's lock."""
+
+    __slots__ = (
+        *("address", "file", "nbytes", "offset_bytes", "op"),
+        *("error", "keep_alive", "next_bytes", "priority", "running", "transfer"),
+    )
+
+    def __init__(self, request: Request, queue: _Queue) -> None:
+        self.op: Op = request.op
+        self.file = request.file
+        self.offset_bytes = request.offset_bytes
+        self.address = request.address
+        self.nbytes = request.nbytes
+        self.keep_alive: object = request.keep_alive
+        self.priority = request.priority
+        self.next_bytes = 0  # where the first piece begins that no worker took yet
+        self.running = 0  # pieces that workers have now
+        self.error: BaseException | None = None
+        self.transfer = Transfer(
+            request.nbytes,
+            cancel=lambda _: queue.withdraw(self),
+            promote=lambda _, priority: queue.promote(self, priority),
+        )
+
+    def settle(self, error: BaseException | None) -> None:
+        """Nothing touches the memory any more. Not under the queue's lock."""
+        self.keep_alive = None
+        self.transfer.settle(error)
+
+
+class _Queue:
+    """Requests by priority, and the workers' way of taking pieces of them.
+
+    The workers refer to this and not to the engine, so that an engine that was dropped without
+    ``close`` can be collected and stops them.
+    """
+
+    def __init__(self, piece_bytes: int, syscalls: Syscalls) -> None:
+        self.piece_bytes = piece_bytes
+        self.pid = os.getpid()
+        self._syscalls = syscalls
+        self._wake = condition()
+        self._waiting: dict[Priority, deque[_Job]] = {priority: deque() for priority in Priority}
+        self._threads: list[threading.Thread] = []
+        self._idle = 0
+        self._closed = False
+
+    def put(self, job: _Job, max_threads: int) -> None:
+        pieces = -(-job.nbytes // self.piece_bytes)
+        with self._wake:
+            if self._closed:
+                raise ClosedError("the I/O engine is closed; a transfer was submitted after it")
+            woken = min(pieces, self._idle)
+            self._start_threads(min(pieces - woken, max_threads - len(self._threads)))
+            self._waiting[job.priority].append(job)
+            self._idle -= woken  # here, not when they wake: the next `put` must not count them
+            self._wake.notify(woken)
+
+    def withdraw(self, job: _Job) -> bool:
+        """Take a job back if nothing of it has started. True: it is the caller's to settle."""
+        if os.getpid() != self.pid:
+            return False
+        with self._wake:
+            if job.next_bytes or job not in self._waiting[job.priority]:
+                return False
+            self._waiting[job.priority].remove(job)
+        job.keep_alive = None
+        return True
+
+    def promote(self, job: _Job, priority: Priority) -> None:
+        if os.getpid() != self.pid:
+            return
+        with self._wake:
+            if priority < job.priority and job in self._waiting[job.priority]:
+                self._waiting[job.priority].remove(job)
+                job.priority = priority
+                self._waiting[priority].append(job)
+
+    def stop(self) -> list[_Job]:
+        """Let the workers finish what has begun and end; the jobs that have not begun."""
+        if os.getpid() != self.pid:
+            return []
+        with self._wake:
+            self._closed = True
+            unbegun = [job for jobs in self._waiting.values() for job in jobs if not job.next_bytes]
+            for job in unbegun:
+                self._waiting[job.priority].remove(job)
+            self._wake.notify_all()
+        return unbegun
+
+    def join(self) -> None:
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # close() may be called by a callback
+                thread.join()
+
+    def serve(self) -> bool:
+        """Do one piece; False if there will be no more. Its frame holds no job while idle."""
+        taken = self._take()
+        if taken is None:
+            return False
+        job, start, nbytes = taken
+        error: BaseException | None
+        try:
+            error = _move(self._syscalls, job, start, nbytes)
+        except BaseException as unexpected:  # noqa: BLE001  (whoever waits for the transfer gets it)
+            error = unexpected
+        self._finish(job, error)
+        return True
+
+    def _start_threads(self, count: int) -> None:
+        for _ in range(count):
+            name = f"penstock-io-{len(self._threads)}"
+            thread = threading.Thread(target=_work, args=(self,), name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                if not self._threads:
+                    raise
+                return  # fewer workers are slower, not wrong
+            self._threads.append(thread)
+
+    def _take(self) -> tuple[_Job, int, int] | None:
+        with self._wake:
+            while (job := self._first()) is None:
+                if self._closed:
+                    return None
+                self._idle += 1
+                self._wake.wait()  # whoever wakes it lowers `_idle`
+            start = job.next_bytes
+            nbytes = min(self.piece_bytes, job.nbytes - start)
+            job.next_bytes += nbytes
+            job.running += 1
+            if job.next_bytes == job.nbytes:
+                self._waiting[job.priority].popleft()
+            return job, start, nbytes
+
+    def _first(self) -> _Job | None:
+        for jobs in self._waiting.values():
+            if jobs:
+                return jobs[0]
+        return None
+
+    def _finish(self, job: _Job, error: BaseException | None) -> None:
+        with self._wake:
+            job.running -= 1
+            if error is not None and job.error is None:
+                job.error = error
+                if job.next_bytes < job.nbytes:  # no piece is begun after a failure
+                    self._waiting[job.priority].remove(job)
+                    job.next_bytes = job.nbytes
+            over = not job.running and job.next_bytes == job.nbytes
+        if over:
+            job.settle(job.error)
+
+
+class ThreadEngine(Engine):
+    """Blocking system calls in daemon threads, which start when there is work for them.
+
+    Idle workers wait on a condition and cost nothing. Callbacks of transfers run in the workers, so
+    they must be quick.
+    """
+
+    def __init__(
+        self,
+        threads: int | None = None,
+        piece_bytes: int | None = None,
+        *,
+        syscalls: Syscalls | None = None,
+    ) -> None:
+        """Make an engine; no thread is started yet.
+
+        Args:
+            threads: Transfers in flight at once; ``knobs.io_threads()`` if None.
+            piece_bytes: The longest single transfer, a multiple of 4096; ``knobs.io_piece_bytes()``
+                if None.
+            syscalls: How a piece is moved; the operating system if None.
+        """
+        workers = knobs.io_threads() if threads is None else threads
+        piece = knobs.io_piece_bytes() if piece_bytes is None else piece_bytes
+        if workers < 1:
+            raise ConfigError(f"an I/O engine of {workers} threads cannot move anything")
+        if piece <= 0 or piece % MAX_GRANULE_BYTES:
+            raise ConfigError(
+                f"I/O pieces of {piece} bytes are not a positive multiple of {MAX_GRANULE_BYTES}"
+            )
+        self._spec = EngineSpec(name="threads", workers=workers, piece_bytes=piece)
+        self._queue = _Queue(piece, Syscalls() if syscalls is None else syscalls)
+        weakref.finalize(self, _abandon, self._queue).atexit = False
+
+    @property
+    def spec(self) -> EngineSpec:
+        """What this engine is."""
+        return self._spec
+
+    def submit(self, request: Request) -> Transfer:
+        """Begin a transfer; returns at once. Raises as :meth:`Engine.submit`."""
+        if os.getpid() != self._queue.pid:
+            raise ClosedError(
+                f"this I/O engine belongs to process {self._queue.pid}; a forked child must make"
+                " its own"
+            )
+        _check(request)
+        job = _Job(request, self._queue)
+        self._queue.put(job, self._spec.workers)
+        return job.transfer
+
+    def close(self) -> None:
+        """Cancel what has not started, wait for what has, stop the workers.
+
+        Idempotent; harmless in a forked child.
+        """
+        _cancel_unbegun(self._queue)
+        if os.getpid() == self._queue.pid:
+            self._queue.join()
+
+
+def _work(queue: _Queue) -> None:
+    while queue.serve():
+        pass
+
+
+def _abandon(queue: _Queue) -> None:
+    """An engine was dropped without ``close``."""
+    defer(lambda: _cancel_unbegun(queue))
+
+
+def _cancel_unbegun(queue: _Queue) -> None:
+    for job in queue.stop():
+        job.settle(CancelledError())
+
+
+def _check(request: Request) -> None:
+    granule = request.file.granule_bytes
+    for name in ("offset_bytes", "address", "nbytes"):
+        value = getattr(request, name)
+        if value < 0 or value % granule or (value == 0 and name != "offset_bytes"):
+            raise ConfigError(
+                f"{request.op} of {request.nbytes} bytes at offset {request.offset_bytes} of"
+                f" {request.file.path!r} to or from address {request.address:#x}: {name} must be a"
+                f" positive multiple of the file's granule of {granule} bytes"
+            )
+
+
+def _move(syscalls: Syscalls, job: _Job, start: int, nbytes: int) -> TransferError | None:
+    """Move one piece, whole; the error if that fails. Never returns early without one."""
+    call = syscalls.read if job.op == "read" else syscalls.write
+    address, offset = job.address + start, job.offset_bytes + start
+    moved = 0
+    stuck = busy = 0
+    while moved < nbytes:
+        try:
+            count = call(job.file, address + moved, nbytes - moved, offset + moved)
+        except InterruptedError:
+            continue
+        except BlockingIOError as error:
+            busy += 1
+            if busy > _BUSY_RETRIES:
+                return _failure(job, offset, nbytes, moved, error)
+            time.sleep(_BUSY_PAUSE_S)
+            continue
+        except OSError as error:
+            return _failure(job, offset, nbytes, moved, error)
+        # A direct transfer can only go on from a granule: what was moved past one is moved again.
+        # If that gives no more, the file ends inside a granule.
+        before, moved = moved, _reached(job.file, moved + count, nbytes)
+        stuck = stuck + 1 if moved == before else 0
+        if count == 0 or stuck > 1:
+            return _cut_short(job, offset, nbytes, moved + count)
+    return _let_go(syscalls, job, offset, nbytes)
+
+
+def _reached(file: File, moved: int, nbytes: int) -> int:
+    return moved if moved == nbytes else round_down(moved, file.granule_bytes)
+
+
+def _let_go(syscalls: Syscalls, job: _Job, offset: int, nbytes: int) -> TransferError | None:
+    if job.file.direct:
+        return None
+    try:
+        syscalls.drop(job.file, nbytes, offset, written=job.op == "write")
+    except OSError as error:  # of writing out: the data are not on the device
+        return _failure(job, offset, nbytes, 0, error)
+    return None
+
+
+def _failure(job: _Job, offset: int, nbytes: int, moved: int, error: OSError) -> TransferError:
+    failure = transfer_error(
+        errno=error.errno or errnos.EIO,
+        op=job.op,
+        path=job.file.path,
+        offset_bytes=offset,
+        nbytes=nbytes,
+        moved_bytes=moved,
+    )
+    failure.__cause__ = error.with_traceback(None)  # frames would keep the job and its memory
+    return failure
+
+
+def _cut_short(job: _Job, offset: int, nbytes: int, moved: int) -> ShortTransferError:
+    ended = "the file ends there: it was truncated, or never written so far"
+    refused = "the system took no more bytes and named no reason"
+    return ShortTransferError(
+        errno=errnos.ENODATA if job.op == "read" else errnos.EIO,
+        op=job.op,
+        path=job.file.path,
+        offset_bytes=offset,
+        nbytes=nbytes,
+        moved_bytes=moved,
+        free_bytes=free_space_bytes(job.file.path),
+        advice=ended if job.op == "read" else refused,
+    )

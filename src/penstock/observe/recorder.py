@@ -1,0 +1,250 @@
+"""One recorder per session: every layer reports what it did here, and nobody asks it to wait.
+
+``span``, ``count`` and ``level`` take about a microsecond each and are called from hot paths, also
+under other locks of Penstock: they take the recorder's own lock, never do I/O, never call back, and
+never raise. The last ``max_events`` events are kept for traces; totals are exact over all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from types import MappingProxyType
+from typing import Final
+
+from penstock.core import knobs
+from penstock.core.locks import Lock
+from penstock.observe.clock import Clock, RealClock
+from penstock.observe.events import (
+    LEVEL,
+    MARK,
+    SPAN,
+    Event,
+    FieldValue,
+    RawEvent,
+    Stage,
+    StallCause,
+    typed,
+)
+from penstock.observe.log import EventLog
+from penstock.observe.timeline import BusyTime, LevelMeter
+from penstock.observe.totals import Flow, MemoryUse, Stall, StepTotals, Totals, between
+
+__all__ = ["MAX_STEPS", "Recorder", "Stage", "StallCause"]
+
+MAX_STEPS: Final = 1024
+"""Steps whose totals are kept one by one; the oldest go first."""
+
+
+class _Sum:
+    """The running sums of one lane (stage and tier), or of one cause of stalls."""
+
+    __slots__ = ("busy", "count", "name", "nbytes")
+
+    def __init__(self, name: str) -> None:
+        self.name = name  # a bare str, no enum member: see [Note: raw events]
+        self.count = 0
+        self.nbytes = 0
+        self.busy = BusyTime()
+
+
+class Recorder:
+    """Collects spans, counters, memory levels and marks. Thread-safe.
+
+    Attributes:
+        clock: The clock that all its times are of; callers take their own times from it.
+        log: The event log that it also writes to, or ``None``.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Clock | None = None,
+        max_events: int | None = None,
+        log: EventLog | None = None,
+    ) -> None:
+        """Make an empty recorder; its totals begin now.
+
+        Args:
+            clock: Defaults to the real clock.
+            max_events: Events to keep; defaults to the knob ``PENSTOCK_MAX_EVENTS``.
+            log: Where to write every event as well. The recorder does not close it.
+        """
+        self.clock: Clock = RealClock() if clock is None else clock
+        self.log = log
+        self._now_ns = self.clock.now_ns
+        self._lock = Lock()
+        self._events: deque[RawEvent] = deque(
+            maxlen=knobs.max_events() if max_events is None else max_events
+        )
+        self._lanes: dict[tuple[str, str], _Sum] = {}
+        self._stalls: dict[str, _Sum] = {}
+        self._counters: dict[str, int] = {}
+        self._meters: dict[str, LevelMeter] = {}
+        self._steps: deque[StepTotals] = deque(maxlen=MAX_STEPS)
+        self._open_step: tuple[int, Totals] | None = None
+        self._start_ns = self._now_ns()
+
+    # -- hot ----------------------------------------------------------------------------------
+
+    def span(
+        self,
+        stage: Stage,
+        start_ns: int,
+        end_ns: int,
+        *,
+        nbytes: int = 0,
+        tier: str = "",
+        slot: str = "",
+        cause: str = "",
+    ) -> None:
+        """Something took from ``start_ns`` to ``end_ns``, both of ``self.clock``.
+
+        Args:
+            stage: What it was.
+            start_ns: When it began.
+            end_ns: When it ended.
+            nbytes: Bytes that it moved.
+            tier: The tier that it touched, if any.
+            slot: The slot that it was for, as printed in plans.
+            cause: Why, for a ``Stage.STALL``: a :class:`StallCause`.
+        """
+        with self._lock:
+            self._add_span(stage, start_ns, end_ns, nbytes, tier, slot, cause)
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Add to a counter. Names are dotted, from the general to the particular."""
+        with self._lock:
+            self._counters[name] = self._counters.get(name, 0) + amount
+
+    def level(self, memory: str, nbytes: int) -> None:
+        """From now on ``memory`` (``"device"``, ``"host"``, ``"flash"``, ...) holds ``nbytes``."""
+        with self._lock:
+            now_ns = self._now_ns()  # under the lock: samples must be in the order of their times
+            meter = self._meters.get(memory)
+            if meter is None:
+                meter = self._meters[memory] = LevelMeter(now_ns)
+            meter.sample(now_ns, nbytes)
+            self._keep((LEVEL, now_ns, memory, nbytes))
+
+    def mark(self, name: str, /, **fields: object) -> None:
+        """Something happened now: a new plan, a fallback, a warning.
+
+        Fields that are not strings, finite numbers, booleans or ``None`` are turned into strings at
+        once, so that no event keeps a tensor alive, and every event is JSON.
+        """
+        plain = MappingProxyType({key: _plain(value) for key, value in fields.items()})
+        with self._lock:
+            self._keep((MARK, self._now_ns(), name, plain))
+
+    # -- steps --------------------------------------------------------------------------------
+
+    def begin_step(self, index: int) -> None:
+        """Training step ``index`` begins now; one that is still open ends first."""
+        self.end_step()
+        with self._lock:
+            for meter in self._meters.values():
+                meter.open_window()
+            self._open_step = index, self._totals(self._now_ns())
+
+    def end_step(self) -> StepTotals | None:
+        """The open step ends now: keep its totals, and have the log written.
+
+        Returns:
+            The totals of the step, or ``None`` where none was open.
+        """
+        with self._lock:
+            if self._open_step is None:
+                return None
+            index, start = self._open_step
+            self._open_step = None
+            end_ns = self._now_ns()
+            self._add_span(Stage.STEP, start.end_ns, end_ns, 0, "", f"step {index}", "")
+            peaks = {name: meter.window_peak_bytes for name, meter in self._meters.items()}
+            step = StepTotals(index=index, totals=between(start, self._totals(end_ns), peaks))
+            self._steps.append(step)
+        if self.log is not None:
+            self.log.end_step(step)
+        return step
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def snapshot(self) -> Totals:
+        """Totals over everything since the recorder was made."""
+        with self._lock:
+            return self._totals(self._now_ns())
+
+    def steps(self) -> tuple[StepTotals, ...]:
+        """Totals of each step that has ended, the last :data:`MAX_STEPS` of them."""
+        with self._lock:
+            return tuple(self._steps)
+
+    def events(self) -> list[Event]:
+        """The events that are still kept, in the order in which they were recorded."""
+        with self._lock:
+            raw = list(self._events)
+        return [typed(event) for event in raw]
+
+    # -- inside, under the lock ---------------------------------------------------------------
+
+    def _keep(self, event: RawEvent) -> None:
+        self._events.append(event)
+        if self.log is not None:
+            self.log.append(event)
+
+    def _add_span(  # noqa: PLR0917  (hot: keywords cost)
+        self, stage: str, start_ns: int, end_ns: int, nbytes: int, tier: str, slot: str, cause: str
+    ) -> None:
+        key = (stage, tier)
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = _Sum(str(stage))
+        lane.count += 1
+        lane.nbytes += nbytes
+        lane.busy.add(start_ns, end_ns)
+        if stage == Stage.STALL:
+            self._add_stall(cause or "other", start_ns, end_ns)
+        self._keep((SPAN, lane.name, start_ns, end_ns, nbytes, tier, slot, cause))
+
+    def _add_stall(self, cause: str, start_ns: int, end_ns: int) -> None:
+        stall = self._stalls.get(cause)
+        if stall is None:
+            stall = self._stalls[cause] = _Sum(str(cause))
+        stall.count += 1
+        stall.busy.add(start_ns, end_ns)
+
+    def _totals(self, now_ns: int) -> Totals:
+        flows = {
+            (Stage(stage), tier): Flow(
+                count=lane.count, nbytes=lane.nbytes, busy_ns=lane.busy.total_ns
+            )
+            for (stage, tier), lane in self._lanes.items()
+        }
+        stalls = {
+            stall.name: Stall(count=stall.count, total_ns=stall.busy.total_ns)
+            for stall in self._stalls.values()
+        }
+        memory = {name: _use(meter, now_ns) for name, meter in self._meters.items()}
+        return Totals(
+            start_ns=self._start_ns,
+            end_ns=now_ns,
+            flows=MappingProxyType(flows),
+            stalls=MappingProxyType(stalls),
+            counters=MappingProxyType(dict(self._counters)),
+            memory=MappingProxyType(memory),
+        )
+
+
+def _use(meter: LevelMeter, now_ns: int) -> MemoryUse:
+    return MemoryUse(
+        current_bytes=meter.current_bytes,
+        peak_bytes=meter.peak_bytes,
+        area_byte_ns=meter.area_until(now_ns),
+        observed_ns=now_ns - meter.first_ns,
+    )
+
+
+def _plain(value: object) -> FieldValue:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return value if isinstance(value, str | int | None) else str(value)

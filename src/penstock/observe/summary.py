@@ -1,0 +1,271 @@
+"""What a session did, as one frozen value: print it, or take ``to_json()``.
+
+1. The runtime fills :class:`RunFacts`: what only it knows (plan, budgets, slots, warnings).
+2. :func:`summarize` joins them with the recorder's :class:`~penstock.observe.totals.Totals`.
+3. ``str(summary)`` is plain text; ``rich.print(summary)`` is the same with colours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rich.console import RenderableType
+
+from penstock.core.errors import ConfigError
+from penstock.observe.events import Stage
+from penstock.observe.summary_text import render, to_text
+from penstock.observe.totals import Totals
+
+SCHEMA: Final = 1
+MISSES: Final = "prefetch.missed"
+"""The counter of tensors that were needed before anybody had begun to bring them back."""
+FALLBACKS: Final = ("fallback", "spill.full", "spill.failed")
+"""Counters, with those below them, of tensors that a tier did not take, tier by tier."""
+_MOVING: Final = (
+    Stage.ENCODE,
+    Stage.COPY_OUT,
+    Stage.WRITE,
+    Stage.READ,
+    Stage.COPY_IN,
+    Stage.DECODE,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotFact:
+    """What became of one slot of the plan."""
+
+    module: str
+    """Path of the module that saved it; ``""`` is the root."""
+    ordinal: int
+    """The how-manieth tensor that the module saved."""
+    nbytes: int
+    action: str
+    """``"keep"``, ``"offload"``, ..., as in the plan."""
+    tier: str = ""
+    """Where it went; ``""`` for what stayed."""
+    reason: str = ""
+    """Why. Slots of equal reason are added up, without what follows a semicolon."""
+    times_missed: int = 0
+    """How often it was needed before anybody had begun to bring it back, if that is known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFacts:
+    """What the runtime knows of a run, and the recorder does not."""
+
+    policy: str
+    """Name of the plan's policy."""
+    device: str
+    """``"cpu"``, ``"cuda:0"``, ..."""
+    budget_bytes: int | None
+    """Limit of the memory called ``"device"``; ``None``: none."""
+    host_budget_bytes: int | None = None
+    """Limit of the memory called ``"host"``; ``None``: there is no such tier."""
+    steps: int = 0
+    """Training steps that have ended."""
+    slots: tuple[SlotFact, ...] = ()
+    """The plan's slots, in the order of saving."""
+    saved_bytes_per_step: int = 0
+    """What autograd would have held at the end of a forward, without Penstock."""
+    tbw_bytes: int | None = None
+    """What the SSD is rated to have written to it in its life (its TBW), if stated."""
+    ssd_tiers: tuple[str, ...] = ("flash",)
+    """Tiers whose bytes wear an SSD."""
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlowLine:
+    """What moved in one stage of one tier."""
+
+    stage: str
+    tier: str
+    count: int
+    nbytes: int
+    busy_s: float
+    """Time in which at least one transfer was under way."""
+    bytes_per_s: float
+    """``nbytes`` over ``busy_s``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StallLine:
+    """Waits of the training thread, of one cause."""
+
+    cause: str
+    count: int
+    total_ms: float
+    per_step_ms: float
+    share: float
+    """Of the time of the run, 0 to 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryLine:
+    """How full one memory was."""
+
+    memory: str
+    peak_bytes: int
+    average_bytes: int
+    """Weighted by time."""
+    current_bytes: int
+    budget_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlaceLine:
+    """Slots that share an action, a tier and a reason."""
+
+    action: str
+    tier: str
+    reason: str
+    tensors: int
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """What a session did. Units are in the names of the fields."""
+
+    policy: str
+    device: str
+    steps: int
+    elapsed_s: float
+    saved_bytes_per_step: int
+    flows: tuple[FlowLine, ...]
+    """Per tier and direction; only those where something moved."""
+    stalls: tuple[StallLine, ...]
+    """The longest first."""
+    memory: tuple[MemoryLine, ...]
+    places: tuple[PlaceLine, ...]
+    """What went and what stayed, and why; the most bytes first."""
+    misses: int
+    """Tensors that were needed before anybody had begun to bring them back (``MISSES``)."""
+    fallbacks: int
+    """Times that a tier which failed or was full made a tensor go elsewhere (``FALLBACKS``)."""
+    counters: dict[str, int]
+    ssd_written_bytes: int
+    tbw_bytes: int | None
+    tbw_share: float | None
+    """``ssd_written_bytes`` over ``tbw_bytes``; ``None`` where no TBW was stated."""
+    steps_to_wear_out: int | None
+    """Steps that write a whole TBW at this rate; ``None`` where unknown, or nothing is written."""
+    warnings: tuple[str, ...]
+
+    @property
+    def stall_ms(self) -> float:
+        """Waits of all causes."""
+        return sum(line.total_ms for line in self.stalls)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values under the names of the fields, and ``schema`` (1)."""
+        return {"schema": SCHEMA, **dataclasses.asdict(self)}
+
+    def __str__(self) -> str:
+        return to_text(render(self))
+
+    def __rich__(self) -> RenderableType:
+        return render(self)
+
+
+def summarize(totals: Totals, facts: RunFacts) -> Summary:
+    """Join what was recorded with what the runtime knows.
+
+    Raises:
+        ConfigError: The stated TBW is not positive.
+    """
+    if facts.tbw_bytes is not None and facts.tbw_bytes <= 0:
+        raise ConfigError(f"a TBW of {facts.tbw_bytes} bytes is not positive")
+    written = sum(totals.flow(Stage.WRITE, tier).nbytes for tier in facts.ssd_tiers)
+    return Summary(
+        policy=facts.policy,
+        device=facts.device,
+        steps=facts.steps,
+        elapsed_s=totals.elapsed_ns / 1e9,
+        saved_bytes_per_step=facts.saved_bytes_per_step,
+        flows=_flow_lines(totals),
+        stalls=_stall_lines(totals, facts.steps),
+        memory=_memory_lines(totals, facts),
+        places=_place_lines(facts.slots),
+        misses=max(totals.counted(MISSES), sum(slot.times_missed for slot in facts.slots)),
+        fallbacks=sum(totals.counted(name) for name in FALLBACKS),
+        counters=dict(sorted(totals.counters.items())),
+        ssd_written_bytes=written,
+        tbw_bytes=facts.tbw_bytes,
+        tbw_share=None if facts.tbw_bytes is None else written / facts.tbw_bytes,
+        steps_to_wear_out=_steps_to_wear_out(written, facts),
+        warnings=facts.warnings,
+    )
+
+
+def _flow_lines(totals: Totals) -> tuple[FlowLine, ...]:
+    def rank(key: tuple[Stage, str]) -> tuple[str, int]:
+        return key[1], _MOVING.index(key[0])
+
+    keys = sorted((key for key in totals.flows if key[0] in _MOVING), key=rank)
+    return tuple(
+        FlowLine(
+            stage=str(stage),
+            tier=tier,
+            count=flow.count,
+            nbytes=flow.nbytes,
+            busy_s=flow.busy_ns / 1e9,
+            bytes_per_s=flow.bytes_per_s,
+        )
+        for stage, tier in keys
+        for flow in (totals.flows[stage, tier],)
+    )
+
+
+def _stall_lines(totals: Totals, steps: int) -> tuple[StallLine, ...]:
+    longest_first = sorted(totals.stalls.items(), key=lambda item: -item[1].total_ns)
+    return tuple(
+        StallLine(
+            cause=cause,
+            count=stall.count,
+            total_ms=stall.total_ns / 1e6,
+            per_step_ms=stall.total_ns / 1e6 / max(steps, 1),
+            share=stall.total_ns / totals.elapsed_ns if totals.elapsed_ns else 0.0,
+        )
+        for cause, stall in longest_first
+    )
+
+
+def _memory_lines(totals: Totals, facts: RunFacts) -> tuple[MemoryLine, ...]:
+    budgets = {"device": facts.budget_bytes, "host": facts.host_budget_bytes}
+    order = {name: rank for rank, name in enumerate(("device", "host", "flash"))}
+    names = sorted(totals.memory, key=lambda name: (order.get(name, len(order)), name))
+    return tuple(
+        MemoryLine(
+            memory=name,
+            peak_bytes=use.peak_bytes,
+            average_bytes=use.average_bytes,
+            current_bytes=use.current_bytes,
+            budget_bytes=budgets.get(name),
+        )
+        for name in names
+        for use in (totals.memory[name],)
+    )
+
+
+def _place_lines(slots: Iterable[SlotFact]) -> tuple[PlaceLine, ...]:
+    sums: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for slot in slots:
+        key = (slot.action, slot.tier, slot.reason.split(";")[0].strip())
+        tensors, nbytes = sums.get(key, (0, 0))
+        sums[key] = tensors + 1, nbytes + slot.nbytes
+    lines = (
+        PlaceLine(action=action, tier=tier, reason=reason, tensors=tensors, nbytes=nbytes)
+        for (action, tier, reason), (tensors, nbytes) in sums.items()
+    )
+    return tuple(sorted(lines, key=lambda line: (-line.nbytes, line.reason)))
+
+
+def _steps_to_wear_out(written: int, facts: RunFacts) -> int | None:
+    if facts.tbw_bytes is None or not written or not facts.steps:
+        return None
+    return facts.tbw_bytes * facts.steps // written

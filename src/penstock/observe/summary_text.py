@@ -1,0 +1,219 @@
+"""The text of a summary: tables that fit the terminal, with colours only where there are any.
+
+Everything here asks a summary for its fields and computes nothing but percentages.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from penstock.core.units import format_bandwidth, format_bytes, format_duration
+
+if TYPE_CHECKING:
+    from penstock.observe.summary import MemoryLine, PlaceLine, Summary
+
+NARROWEST: Final = 60
+WIDEST: Final = 110
+TOP_REASONS: Final = 6
+"""Lines of what stayed and what went; the rest is added up in one."""
+_TB: Final = 10**12
+
+
+def to_text(renderable: RenderableType, *, width: int | None = None) -> str:
+    """Plain text, without colour codes or trailing blanks.
+
+    Args:
+        renderable: Anything that rich can print.
+        width: Columns; defaults to the terminal's, within 60 to 110.
+    """
+    if width is None:
+        width = min(max(shutil.get_terminal_size((WIDEST, 24)).columns, NARROWEST), WIDEST)
+    console = Console(
+        file=io.StringIO(),
+        width=width,
+        color_system=None,
+        force_terminal=False,
+        legacy_windows=False,
+    )
+    with console.capture() as capture:
+        console.print(renderable)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def render(summary: Summary) -> RenderableType:
+    """The summary as something that rich can print; parts with nothing to say are left out."""
+    parts: list[RenderableType] = [_head(summary)]
+    for part in (_memory(summary), _traffic(summary), _stalls(summary), _places(summary)):
+        if part is not None:
+            parts += [Text(), part]
+    parts += [Text(), *_notes(summary)]
+    return Group(*parts)
+
+
+def grid(title: str, columns: Sequence[str], *, first: int = 1) -> Table:
+    """An empty table in the house style: ``first`` columns of names, the others of numbers."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+    )
+    for number, column in enumerate(columns):
+        if number < first:
+            table.add_column(column, overflow="fold")
+        else:
+            table.add_column(column, justify="right", overflow="fold")
+    return table
+
+
+def add_row(table: Table, *cells: str | Text) -> None:
+    """Add a row literally: a bracket in a module's path is no markup."""
+    table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+
+
+def percent(share: float) -> str:
+    """``0.1234`` -> ``"12.3 %"``; what would round to nothing is written out."""
+    if 0 < share < 0.001:
+        return f"{share * 100:.2g} %"
+    return f"{share * 100:.1f} %"
+
+
+def _head(summary: Summary) -> Text:
+    line = Text("Penstock", style="bold")
+    line.append(
+        f"  {_plural(summary.steps, 'step')} in {format_duration(summary.elapsed_s)},"
+        f" policy {summary.policy}, device {summary.device}",
+        style="not bold",
+    )
+    if summary.saved_bytes_per_step:
+        line.append(
+            f"\nautograd saves {format_bytes(summary.saved_bytes_per_step)} a step",
+            style="not bold",
+        )
+        line.append(_against_budget(summary), style="not bold")
+    return line
+
+
+def _against_budget(summary: Summary) -> str:
+    device = next((line for line in summary.memory if line.memory == "device"), None)
+    if device is None or not device.peak_bytes:
+        return ""
+    ratio = summary.saved_bytes_per_step / device.peak_bytes
+    return f"; it was done in {format_bytes(device.peak_bytes)}, {ratio:.1f} times less"
+
+
+def _memory(summary: Summary) -> Table | None:
+    if not summary.memory:
+        return None
+    table = grid("Resident bytes", ("memory", "peak", "average", "budget", "peak of budget"))
+    for line in summary.memory:
+        add_row(
+            table,
+            line.memory,
+            format_bytes(line.peak_bytes),
+            format_bytes(line.average_bytes),
+            "-" if line.budget_bytes is None else format_bytes(line.budget_bytes),
+            _of_budget(line),
+        )
+    return table
+
+
+def _of_budget(line: MemoryLine) -> Text:
+    if not line.budget_bytes:
+        return Text("-")
+    over = line.peak_bytes > line.budget_bytes
+    share = line.peak_bytes / line.budget_bytes
+    text = f"{share * 100:.1f} %"
+    return Text(f"{text} OVER" if over else text, style="bold red" if over else "green")
+
+
+def _traffic(summary: Summary) -> Table | None:
+    if not summary.flows:
+        return None
+    columns = ("stage", "tier", "transfers", "bytes", "per step", "busy", "rate")
+    table = grid("Traffic", columns, first=2)
+    for line in summary.flows:
+        add_row(
+            table,
+            line.stage,
+            line.tier or "-",
+            f"{line.count}",
+            format_bytes(line.nbytes),
+            format_bytes(line.nbytes / max(summary.steps, 1)),
+            format_duration(line.busy_s),
+            format_bandwidth(line.bytes_per_s) if line.busy_s else "-",
+        )
+    return table
+
+
+def _stalls(summary: Summary) -> Table | None:
+    if not summary.stalls:
+        return None
+    table = grid("Stalls", ("cause", "times", "total", "per step", "of the run"))
+    for line in summary.stalls:
+        add_row(
+            table,
+            line.cause,
+            f"{line.count}",
+            f"{line.total_ms:.1f} ms",
+            f"{line.per_step_ms:.2f} ms",
+            percent(line.share),
+        )
+    return table
+
+
+def _places(summary: Summary) -> Table | None:
+    if not summary.places:
+        return None
+    table = grid("What went and what stayed", ("", "why", "tensors", "bytes"), first=2)
+    shown, rest = summary.places[:TOP_REASONS], summary.places[TOP_REASONS:]
+    for line in shown:
+        add_row(
+            table, _place(line), line.reason or "-", f"{line.tensors}", format_bytes(line.nbytes)
+        )
+    if rest:
+        tensors, nbytes = sum(x.tensors for x in rest), sum(x.nbytes for x in rest)
+        why = _plural(len(rest), "other reason")
+        add_row(table, "", why, f"{tensors}", format_bytes(nbytes))
+    return table
+
+
+def _place(line: PlaceLine) -> str:
+    return f"{line.action} → {line.tier}" if line.tier else line.action
+
+
+def _notes(summary: Summary) -> Iterable[Text]:
+    yield Text(
+        f"{_plural(summary.misses, 'miss', 'misses')} (needed before a prefetch had begun),"
+        f" {_plural(summary.fallbacks, 'fallback')}"
+    )
+    yield Text(_wear(summary))
+    if summary.counters:
+        counted = ", ".join(f"{name} {number}" for name, number in summary.counters.items())
+        yield Text(f"counted: {counted}")
+    for warning in summary.warnings:
+        yield Text(f"warning: {warning}", style="yellow")
+
+
+def _wear(summary: Summary) -> str:
+    text = f"{format_bytes(summary.ssd_written_bytes)} written to the SSD"
+    if summary.tbw_bytes is None or summary.tbw_share is None:
+        return text
+    text += f", {percent(summary.tbw_share)} of its {summary.tbw_bytes / _TB:g} TBW"
+    if summary.steps_to_wear_out is None:
+        return text
+    return text + f"; at this rate that lasts {summary.steps_to_wear_out:.3g} steps"
+
+
+def _plural(number: int, noun: str, plural: str = "") -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"

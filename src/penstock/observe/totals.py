@@ -1,0 +1,192 @@
+"""Totals over a run or over one step: frozen values, exact however few events are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from penstock.observe.events import Stage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flow:
+    """All spans of one stage in one tier."""
+
+    count: int = 0
+    nbytes: int = 0
+    busy_ns: int = 0
+    """Time in which at least one of them was under way: the union of the spans, not their sum."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """``nbytes`` over the busy time; 0 where nothing was busy."""
+        return self.nbytes * 1e9 / self.busy_ns if self.busy_ns else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stall:
+    """All waits of one cause."""
+
+    count: int = 0
+    total_ns: int = 0
+    """Time in which at least one thread waited for this cause."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryUse:
+    """The level of one memory over some time."""
+
+    current_bytes: int = 0
+    """At the end of that time."""
+    peak_bytes: int = 0
+    area_byte_ns: int = 0
+    """The integral of the level over ``observed_ns``."""
+    observed_ns: int = 0
+    """From the first sample, or the begin of the step, to the end."""
+
+    @property
+    def average_bytes(self) -> int:
+        """The time-weighted average, rounded down; the present level where no time has passed."""
+        if not self.observed_ns:
+            return self.current_bytes
+        return self.area_byte_ns // self.observed_ns
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Totals:
+    """Sums over everything that was recorded in some time, also of events no longer kept."""
+
+    start_ns: int
+    end_ns: int
+    flows: Mapping[tuple[Stage, str], Flow]
+    """By stage and tier; the tier of what touches none is ``""``."""
+    stalls: Mapping[str, Stall]
+    """By cause: the spans of ``Stage.STALL`` once more."""
+    counters: Mapping[str, int]
+    memory: Mapping[str, MemoryUse]
+
+    @property
+    def elapsed_ns(self) -> int:
+        """How long this was."""
+        return self.end_ns - self.start_ns
+
+    @property
+    def stall_ns(self) -> int:
+        """Waits of all causes."""
+        return sum(stall.total_ns for stall in self.stalls.values())
+
+    def flow(self, stage: Stage, tier: str = "") -> Flow:
+        """What one stage did in one tier; zeros where it did nothing."""
+        return self.flows.get((stage, tier), Flow())
+
+    def counted(self, prefix: str) -> int:
+        """The sum of the counter ``prefix`` and of all below it, as ``a.b`` is below ``a``."""
+        below = prefix + "."
+        return sum(
+            amount
+            for name, amount in self.counters.items()
+            if name == prefix or name.startswith(below)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain values; units are in the names."""
+        return {
+            "t_ns": self.start_ns,
+            "dur_ns": self.elapsed_ns,
+            "flows": [
+                {
+                    "stage": str(stage),
+                    "tier": tier,
+                    "count": flow.count,
+                    "nbytes": flow.nbytes,
+                    "busy_ns": flow.busy_ns,
+                }
+                for (stage, tier), flow in self.flows.items()
+            ],
+            "stalls": {
+                str(cause): {"count": stall.count, "total_ns": stall.total_ns}
+                for cause, stall in self.stalls.items()
+            },
+            "counters": dict(self.counters),
+            "memory": {
+                name: {
+                    "current_bytes": use.current_bytes,
+                    "peak_bytes": use.peak_bytes,
+                    "average_bytes": use.average_bytes,
+                }
+                for name, use in self.memory.items()
+            },
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTotals:
+    """One training step. A span belongs to the step in which it ended."""
+
+    index: int
+    totals: Totals
+    """Of this step alone, ``peak_bytes`` and ``average_bytes`` too."""
+
+
+def between(start: Totals, end: Totals, peaks: Mapping[str, int]) -> Totals:
+    """What ``end`` has more than ``start``, two totals of one recorder.
+
+    Args:
+        start: The earlier.
+        end: The later.
+        peaks: The highest level of each memory in between, which two totals cannot tell.
+    """
+    return Totals(
+        start_ns=start.end_ns,
+        end_ns=end.end_ns,
+        flows=_flows_between(start, end),
+        stalls=_stalls_between(start, end),
+        counters=_counters_between(start, end),
+        memory=_memory_between(start, end, peaks),
+    )
+
+
+def _flows_between(start: Totals, end: Totals) -> Mapping[tuple[Stage, str], Flow]:
+    flows = {}
+    for key, flow in end.flows.items():
+        before = start.flows.get(key, Flow())
+        if flow.count > before.count:
+            flows[key] = Flow(
+                count=flow.count - before.count,
+                nbytes=flow.nbytes - before.nbytes,
+                busy_ns=flow.busy_ns - before.busy_ns,
+            )
+    return MappingProxyType(flows)
+
+
+def _stalls_between(start: Totals, end: Totals) -> Mapping[str, Stall]:
+    stalls = {}
+    for cause, stall in end.stalls.items():
+        before = start.stalls.get(cause, Stall())
+        if stall.count > before.count:
+            stalls[cause] = Stall(
+                count=stall.count - before.count, total_ns=stall.total_ns - before.total_ns
+            )
+    return MappingProxyType(stalls)
+
+
+def _counters_between(start: Totals, end: Totals) -> Mapping[str, int]:
+    gains = {name: n - start.counters.get(name, 0) for name, n in end.counters.items()}
+    return MappingProxyType({name: gain for name, gain in gains.items() if gain})
+
+
+def _memory_between(
+    start: Totals, end: Totals, peaks: Mapping[str, int]
+) -> Mapping[str, MemoryUse]:
+    memory = {}
+    for name, use in end.memory.items():
+        before = start.memory.get(name, MemoryUse())
+        memory[name] = MemoryUse(
+            current_bytes=use.current_bytes,
+            peak_bytes=peaks[name],
+            area_byte_ns=use.area_byte_ns - before.area_byte_ns,
+            observed_ns=use.observed_ns - before.observed_ns,
+        )
+    return MappingProxyType(memory)

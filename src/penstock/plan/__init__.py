@@ -1,0 +1,28 @@
+"""What goes where and when, decided beforehand: pure functions from a profile to a frozen plan.
+
+1. The runtime records one step as a :class:`Profile`.
+2. A policy (:mod:`penstock.plan.policies`) turns it, a :class:`Machine` and :class:`Budgets` into a
+   :class:`Plan`.
+3. The runtime looks every saved slot up in the plan (:meth:`Plan.lookup`).
+
+Nothing here imports torch or moves a byte: planning for a machine one does not have takes
+milliseconds.
+"""
+
+from penstock.plan.machine import Budgets, Machine
+from penstock.plan.plan import Action, Decision, Plan
+from penstock.plan.profile import PassProfile, Profile, SlotProfile
+from penstock.plan.slots import MatchKey, SlotKey
+
+__all__ = [
+    "Action",
+    "Budgets",
+    "Decision",
+    "Machine",
+    "MatchKey",
+    "PassProfile",
+    "Plan",
+    "Profile",
+    "SlotKey",
+    "SlotProfile",
+]

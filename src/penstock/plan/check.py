@@ -1,0 +1,95 @@
+"""Whether a plan keeps its budget, on paper: the bytes resident at every event of the profile.
+
+Not a replay: it tells memory, not time. The write channel is first in, first out at the machine's
+flash bandwidth. The runtime's waits are modelled, for they are what keeps the budget: ``pack``
+waits for writes when memory is full, and reads ahead take only what is free.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from penstock.plan.machine import Machine
+from penstock.plan.plan import Action, Plan
+from penstock.plan.profile import Event, Profile
+from penstock.plan.slots import SlotKey
+
+
+@dataclass
+class _Walk:
+    machine: Machine
+    limit_bytes: int
+    resident: int
+    """Kept, in use, and below the floor: what no wait can free."""
+    peak: int = 0
+    waited_s: float = 0.0
+    channel_free_s: float = 0.0
+    writing: deque[tuple[float, int]] = field(default_factory=deque)
+    """(when done, bytes) of the writes in flight."""
+    writing_bytes: int = 0
+
+    def need(self, nbytes: int, at_s: float) -> float:
+        """Let writes end, and wait for more of them if must be, until ``nbytes`` more fit.
+
+        Returns:
+            When that is, with all waits so far in it.
+        """
+        now_s = at_s + self.waited_s
+        while self.writing:
+            done_s, written = self.writing[0]
+            full = self.resident + self.writing_bytes + nbytes > self.limit_bytes
+            if done_s > now_s and not full:
+                break
+            self.waited_s += max(0.0, done_s - now_s)
+            now_s = max(now_s, done_s)
+            self.writing.popleft()
+            self.writing_bytes -= written
+        self.peak = max(self.peak, self.resident + self.writing_bytes + nbytes)
+        return now_s
+
+    def write(self, nbytes: int, tier: str, now_s: float) -> None:
+        begin_s = max(self.channel_free_s, now_s)
+        self.channel_free_s = begin_s + self.machine.write_s(nbytes, tier)
+        self.writing.append((self.channel_free_s, nbytes))
+        self.writing_bytes += nbytes
+
+    def read_ahead(self, nbytes: int) -> None:
+        """Reads ahead take what is free, up to ``nbytes``."""
+        free = self.limit_bytes - self.resident - self.writing_bytes
+        self.peak = max(self.peak, self.resident + self.writing_bytes + max(0, min(free, nbytes)))
+
+
+def peak_bytes(profile: Profile, plan: Plan, machine: Machine) -> int:
+    """The most bytes resident at once under ``plan``; over its device budget if it fails."""
+    walk = _Walk(machine, plan.budgets.device_bytes, resident=profile.small_bytes)
+    walk.peak = profile.small_bytes
+    tiers = [_tier(plan, slot.key) for slot in profile.slots]
+    in_use, to_come = 0, 0
+    for when_ns, event, i in profile.steps:
+        slot, tier = profile.slots[i], tiers[i]
+        nbytes, returns = slot.key.nbytes, slot.needed_at_ns is not None
+        if event is Event.SAVE:
+            now_s = walk.need(nbytes, when_ns / 1e9)
+            if tier:
+                walk.write(nbytes, tier, now_s)
+                to_come += nbytes if returns else 0
+            else:
+                walk.resident += nbytes
+        elif event is Event.USE:
+            if tier:
+                walk.need(nbytes, when_ns / 1e9)
+                walk.resident += nbytes
+                in_use, to_come = in_use + nbytes, to_come - nbytes
+            walk.read_ahead(min(to_come, max(0, plan.window_bytes - in_use)))
+        elif not tier:
+            walk.resident -= nbytes
+        elif returns:
+            walk.resident -= nbytes
+            in_use -= nbytes
+    return walk.peak
+
+
+def _tier(plan: Plan, key: SlotKey) -> str:
+    decision = plan.lookup(key)
+    return decision.tier if decision is not None and decision.action is Action.OFFLOAD else ""

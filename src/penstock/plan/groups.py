@@ -1,0 +1,72 @@
+"""Slots that share one decision, because the runtime cannot tell them apart: equal match keys.
+
+A step of several passes (accumulated micro-batches) saves the same slots in each; a plan has one
+decision for all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.plan.profile import PassProfile, Profile
+from penstock.plan.slots import MatchKey, SlotKey
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The slots of a profile that have one match key."""
+
+    key: SlotKey
+    """The first of them to be saved."""
+    indices: tuple[int, ...]
+    """Which of the profile's slots they are."""
+    nbytes: int
+    """The most bytes of them that can be at rest in a tier at once."""
+    idle_ns: int | None
+    """The shortest time from save to need among them; None: none was ever needed."""
+    held_elsewhere: bool
+    """Something else kept one of them alive."""
+
+
+def groups_of(profile: Profile) -> tuple[Group, ...]:
+    """The groups of a profile, in the order in which they were first saved."""
+    members: dict[MatchKey, list[int]] = {}
+    for i, slot in enumerate(profile.slots):
+        members.setdefault(slot.key.match_key, []).append(i)
+    overlap = _overlap(profile.passes)
+    return tuple(_group(profile, indices, overlap) for indices in members.values())
+
+
+def need_order(profile: Profile) -> tuple[SlotKey, ...]:
+    """Keys in the order in which backward first asked for them, one for each match key."""
+    keys = (profile.slots[i].key for i in profile.needs)
+    return tuple({key.match_key: key for key in reversed(list(keys))}.values())[::-1]
+
+
+def _group(profile: Profile, indices: list[int], overlap: int) -> Group:
+    slots = [profile.slots[i] for i in indices]
+    per_pass: dict[int, int] = {}
+    for slot in slots:
+        per_pass[slot.pass_index] = per_pass.get(slot.pass_index, 0) + slot.key.nbytes
+    idle = [slot.idle_ns for slot in slots if slot.idle_ns is not None]
+    return Group(
+        key=slots[0].key,
+        indices=tuple(indices),
+        nbytes=max(per_pass.values()) * min(overlap, len(per_pass)),
+        idle_ns=min(idle) if idle else None,
+        held_elsewhere=any(slot.held_elsewhere for slot in slots),
+    )
+
+
+def _overlap(passes: tuple[PassProfile, ...]) -> int:
+    """The most passes alive at once."""
+    changes = sorted(
+        change
+        for one in passes
+        for change in ((one.start_ns, 1), (max(one.end_ns, one.start_ns + 1), -1))
+    )
+    alive = most = 0
+    for _, change in changes:
+        alive += change
+        most = max(most, alive)
+    return most

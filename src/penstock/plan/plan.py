@@ -1,0 +1,110 @@
+"""What goes where and when: a frozen value, printable, comparable, JSON both ways."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from penstock.core.errors import PlanError
+from penstock.core.units import format_bytes
+from penstock.plan import serial
+from penstock.plan.machine import Budgets
+from penstock.plan.slots import MatchKey, SlotKey
+
+VERSION = 1
+INFEASIBLE = "infeasible: "
+"""How the note of a plan begins that cannot keep its budget."""
+
+
+class Action(enum.StrEnum):
+    """What becomes of a saved storage."""
+
+    KEEP = "keep"
+    """It stays where it is until backward has used it."""
+    OFFLOAD = "offload"
+    """It goes to a tier when it is saved and comes back before it is needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What becomes of one slot, and why."""
+
+    key: SlotKey
+    action: Action
+    tier: str
+    """``"flash"`` or ``"host"``; ``""`` where the slot is kept."""
+    reason: str
+    """For people. What differs between slots of one cause follows a semicolon."""
+
+    def __post_init__(self) -> None:
+        if (self.action is Action.OFFLOAD) != (self.tier in ("flash", "host")) or (
+            self.action is Action.KEEP and self.tier
+        ):
+            raise PlanError(f"slot {self.key}: action {self.action} with tier {self.tier!r}")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A policy's answer. One decision per match key, in the order of saving."""
+
+    policy: str
+    budgets: Budgets
+    decisions: tuple[Decision, ...]
+    need_order: tuple[SlotKey, ...]
+    """The slots that backward asked for, in the order of first asking, kept ones included."""
+    window_bytes: int
+    """The most bytes in targets of reads, prefetched and in use; at least what one node uses."""
+    notes: tuple[str, ...] = ()
+    """What a user should know, as waits that are certain or a budget that cannot be kept."""
+    _by_match: dict[MatchKey, Decision] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        index = {decision.key.match_key: decision for decision in reversed(self.decisions)}
+        if len(index) != len(self.decisions):
+            raise PlanError(f"plan {self.policy!r}: two decisions match the same slot")
+        if self.window_bytes < 0:
+            raise PlanError(f"plan {self.policy!r}: window_bytes is {self.window_bytes}")
+        object.__setattr__(self, "_by_match", index)
+
+    def lookup(self, key: SlotKey) -> Decision | None:
+        """The decision for a slot of this module, ordinal and size bucket; None: there is none."""
+        return self._by_match.get(key.match_key)
+
+    @property
+    def feasible(self) -> bool:
+        """Whether the device budget can be kept, as far as the profile tells."""
+        return not any(note.startswith(INFEASIBLE) for note in self.notes)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of the decisions that offload, each slot counted once."""
+        return sum(d.key.nbytes for d in self.decisions if d.action is Action.OFFLOAD)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the decisions that keep, each slot counted once."""
+        return sum(d.key.nbytes for d in self.decisions if d.action is Action.KEEP)
+
+    def to_json(self) -> str:
+        """One JSON document."""
+        return serial.dump("plan", VERSION, self)
+
+    @staticmethod
+    def from_json(text: str, *, source: str = "") -> Plan:
+        """Parse ``to_json``'s text. Raises PlanError naming ``source`` and the field at fault."""
+        return serial.load(Plan, text, kind="plan", version=VERSION, source=source)
+
+    def __str__(self) -> str:
+        offloaded = sum(d.action is Action.OFFLOAD for d in self.decisions)
+        lines = [
+            f"plan {self.policy!r} for {format_bytes(self.budgets.device_bytes)} of device memory:"
+            f" {offloaded} slots offloaded ({format_bytes(self.offloaded_bytes)}),"
+            f" {len(self.decisions) - offloaded} kept ({format_bytes(self.kept_bytes)}),"
+            f" read window {format_bytes(self.window_bytes)}",
+            *(f"  note: {note}" for note in self.notes),
+        ]
+        width = max((len(str(decision.key)) for decision in self.decisions), default=0)
+        for decision in self.decisions:
+            verdict = f"{decision.action} {decision.tier}"
+            lines.append(f"  {decision.key!s:<{width}}  {verdict:<13}  {decision.reason}")
+        return "\n".join(lines)

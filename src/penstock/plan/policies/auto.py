@@ -1,0 +1,80 @@
+"""``auto``: offload what is idle longest for what it costs, as little of it as the budget allows.
+
+An offload frees bytes for the time that nobody wants them, and costs the flash channel the time to
+write and to read them. So slots are ranked by bytes x idle time, per second of channel time; the
+first saved are needed last, so they come first and the tail of forward stays. The plan offloads the
+shortest run of that ranking with which what is kept, and a window for reads, fit in the budget:
+
+1. Everything fits: everything stays.
+2. Slots that something else keeps alive stay: offloading them frees nothing.
+3. Slots that come back sooner than they could be written and read are offloaded last but for those
+   that were never needed.
+4. The window holds at least what one node of backward uses and the next read, and, up to a quarter
+   of the budget, as much as reads must run ahead to stay hidden. Beyond that quarter a kept byte is
+   worth more than a byte of window: it is not transferred at all.
+5. Where even the whole ranking does not leave that window, all of it is offloaded, and the window
+   is what remains.
+
+A larger budget never offloads more bytes as long as the tiers have room (see ``first_true``).
+"""
+
+from __future__ import annotations
+
+from penstock.core.units import format_bytes, format_duration
+from penstock.plan.assemble import assemble, mask_of
+from penstock.plan.groups import Group, groups_of
+from penstock.plan.machine import Budgets, Machine
+from penstock.plan.placement import fitting
+from penstock.plan.plan import Plan
+from penstock.plan.profile import Profile
+from penstock.plan.residency import first_true, least_window, read_ahead_bytes, residency
+
+WINDOW_SHARE = 4
+"""Reads may run ahead by one part in this many of the budget before kept slots give way to them."""
+
+
+def auto(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
+    """Offload as little as fits the budget, the longest idle first."""
+    if profile.peak_saved_bytes <= budgets.device_bytes:
+        fits = (
+            f"fits: everything saved is {format_bytes(profile.peak_saved_bytes)} of"
+            f" {format_bytes(budgets.device_bytes)}"
+        )
+        return assemble("auto", profile, machine, budgets, chosen=[], why_kept=lambda _: fits)
+    ranked = _rank(groups_of(profile), machine)
+    ranked = ranked[: fitting(ranked, budgets)]
+    count = first_true(len(ranked), lambda k: _fits(profile, machine, budgets, ranked[:k]))
+    return assemble("auto", profile, machine, budgets, chosen=ranked[:count], why_kept=_why_kept)
+
+
+def _rank(groups: tuple[Group, ...], machine: Machine) -> list[Group]:
+    """Candidates, best first. Depends on no budget, so that budgets choose runs of one ranking."""
+    movable = [group for group in groups if not group.held_elsewhere]
+    return sorted(movable, key=lambda group: _rank_key(group, machine))
+
+
+def _rank_key(group: Group, machine: Machine) -> tuple[int, float]:
+    if group.idle_ns is None:
+        return 2, 0.0
+    nbytes, idle_s = group.key.nbytes, group.idle_ns / 1e9
+    channel_s = machine.write_s(nbytes) + machine.read_s(nbytes)
+    return int(idle_s < channel_s), -nbytes * idle_s / channel_s
+
+
+def _fits(profile: Profile, machine: Machine, budgets: Budgets, chosen: list[Group]) -> bool:
+    """Whether what stays and a good window fit. True for a budget if true for a smaller one."""
+    mask = mask_of(profile, chosen)
+    need = residency(profile, mask)
+    if need.hard_bytes > budgets.device_bytes:
+        return False
+    ahead = min(read_ahead_bytes(profile, mask, machine), budgets.device_bytes // WINDOW_SHARE)
+    window = max(ahead, least_window(profile, mask, need.working_bytes))
+    return need.kept_bytes + window <= budgets.device_bytes
+
+
+def _why_kept(group: Group) -> str:
+    if group.held_elsewhere:
+        return "held elsewhere: offloading it would free nothing"
+    if group.idle_ns is None:
+        return "not needed in the profiled step"
+    return f"tail of forward; needed {format_duration(group.idle_ns / 1e9)} after it was saved"

@@ -1,0 +1,182 @@
+"""What one step saved, and when it wanted it back: the ordered events that a policy plans from.
+
+Times are nanoseconds of compute on the profiled step's own axis: what the step waited for Penstock
+is taken out, so that a profile says what the network does and not what an earlier plan cost it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from penstock.core.errors import PlanError
+from penstock.plan import serial
+from penstock.plan.slots import SlotKey
+
+VERSION: Final = 1
+NODE_NS: Final = 50_000
+"""Slots needed within this time of each other are taken to be needed by one node of backward."""
+
+
+class Event(enum.IntEnum):
+    """What happens to a slot, in this order."""
+
+    SAVE = 0
+    """Forward hands it over."""
+    USE = 1
+    """A node of backward asks for it."""
+    FREE = 2
+    """That node is done with it, or its pass ended without asking."""
+
+
+Step = tuple[int, Event, int]
+"""(when in ns, what, index of the slot)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotProfile:
+    """One storage that a pass saved."""
+
+    key: SlotKey
+    pass_index: int
+    """The pass (a forward graph and its backward) that saved it."""
+    saved_at_ns: int
+    needed_at_ns: int | None
+    """When backward first asked for it, or None if it never did."""
+    kind: str
+    """Type of the module that saved it, as ``"Conv2d"``."""
+    held_elsewhere: bool
+    """Something else kept the storage alive, so offloading it would have freed nothing."""
+    dtype: str
+
+    @property
+    def idle_ns(self) -> int | None:
+        """From being saved to being needed, or None if it never was."""
+        return None if self.needed_at_ns is None else self.needed_at_ns - self.saved_at_ns
+
+
+@dataclass(frozen=True, slots=True)
+class PassProfile:
+    """One forward graph and its backward."""
+
+    index: int
+    start_ns: int
+    backward_start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The saved storages of one step, in the order in which they were saved."""
+
+    device: str
+    slots: tuple[SlotProfile, ...]
+    passes: tuple[PassProfile, ...]
+    small_bytes: int = 0
+    """The most bytes alive at once in storages below the floor. They stay, and are resident."""
+    small_count: int = 0
+    """How many storages below the floor the step saved."""
+    protected_bytes: int = 0
+    """Saved bytes that are parameters, buffers or optimizer state. They are alive anyway."""
+
+    def __post_init__(self) -> None:
+        known = set()
+        for one in self.passes:
+            known.add(one.index)
+            if not one.start_ns <= one.backward_start_ns <= one.end_ns:
+                raise PlanError(f"profile: pass {one.index} goes back in time: {one}")
+        if len(known) != len(self.passes):
+            raise PlanError("profile: two passes have the same index")
+        for slot in self.slots:
+            _check_slot(slot, known)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of all storages above the floor that the step saved."""
+        return sum(slot.key.nbytes for slot in self.slots)
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """What happens to which slot, in order. Passes may overlap in time.
+
+        A slot is in use until the next node of its pass begins, so that the slots of one node are
+        in use together.
+        """
+        found = [step for one in self.passes for step in self._steps_of(one)]
+        found.sort(key=lambda step: step[0])  # stable: what a pass does at one time stays in order
+        return tuple(found)
+
+    @cached_property
+    def peak_saved_bytes(self) -> int:
+        """The most bytes that would be resident at once if everything stayed."""
+        alive = peak = 0
+        for _, event, index in self.steps:
+            if event is Event.SAVE:
+                alive += self.slots[index].key.nbytes
+                peak = max(peak, alive)
+            elif event is Event.FREE:
+                alive -= self.slots[index].key.nbytes
+        return peak + self.small_bytes
+
+    @cached_property
+    def needs(self) -> tuple[int, ...]:
+        """Indices of the slots that backward asked for, pass by pass in the order of asking."""
+        return tuple(
+            index
+            for one in self.passes
+            for _, event, index in self._steps_of(one)
+            if event is Event.USE
+        )
+
+    def _steps_of(self, one: PassProfile) -> Iterator[Step]:
+        mine = self._by_pass[one.index]
+        slots = self.slots
+        for i in mine:
+            yield slots[i].saved_at_ns, Event.SAVE, i
+        needed = sorted(
+            ((when, i) for i in mine if (when := slots[i].needed_at_ns) is not None),
+        )
+        node: list[int] = []
+        begin_ns = end_ns = one.end_ns
+        for when, i in needed:
+            if not node or when - begin_ns > NODE_NS:
+                yield from ((when, Event.FREE, j) for j in node)
+                node, begin_ns = [], when
+            yield when, Event.USE, i
+            node.append(i)
+            end_ns = max(end_ns, when)
+        never = (i for i in mine if slots[i].needed_at_ns is None)
+        yield from ((end_ns, Event.FREE, i) for i in (*node, *never))
+
+    @cached_property
+    def _by_pass(self) -> dict[int, list[int]]:
+        mine: dict[int, list[int]] = {one.index: [] for one in self.passes}
+        for i, slot in enumerate(self.slots):
+            mine[slot.pass_index].append(i)
+        return mine
+
+    def to_json(self) -> str:
+        """One JSON document."""
+        return serial.dump("profile", VERSION, self)
+
+    @staticmethod
+    def from_json(text: str, *, source: str = "") -> Profile:
+        """Parse ``to_json``'s text. Raises PlanError naming ``source`` and the field at fault."""
+        return serial.load(Profile, text, kind="profile", version=VERSION, source=source)
+
+
+def _check_slot(slot: SlotProfile, passes: set[int]) -> None:
+    if slot.pass_index not in passes:
+        raise PlanError(
+            f"profile: slot {slot.key} belongs to pass {slot.pass_index}, which is not there"
+        )
+    if slot.key.nbytes <= 0:
+        raise PlanError(f"profile: slot {slot.key} has {slot.key.nbytes} bytes")
+    if slot.needed_at_ns is not None and slot.needed_at_ns < slot.saved_at_ns:
+        raise PlanError(
+            f"profile: slot {slot.key} is needed at {slot.needed_at_ns} ns, before it is saved at"
+            f" {slot.saved_at_ns} ns"
+        )

@@ -1,0 +1,303 @@
+"""Memory over time as a picture: what a run held, its budget, and its steps.
+
+Runs go one below the other on the same axes, so that heights and times compare at a glance; with
+``overlay=True`` they share one panel. Needs matplotlib: ``pip install 'penstock[plot]'``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.core.errors import ConfigError
+from penstock.core.units import GIB, KIB, MIB, format_bytes
+from penstock.observe.events import Event, Level, Span, Stage
+from penstock.observe.recorder import Recorder
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MAX_POINTS: Final = 4000
+"""Points drawn of one curve: more than there are pixels."""
+MAX_SHADED_STEPS: Final = 60
+"""More steps than this are not shaded: stripes finer than a few pixels are noise."""
+_COLOURS: Final = ("#0b6e99", "#d9730d", "#4d6461", "#ad1a72", "#6940a5")
+_BUDGET_COLOUR: Final = "#c4342d"
+_SHADE: Final = "#e8ecf0"
+_INK: Final = "#2b2f33"
+_FAINT: Final = "#8a9199"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySeries:
+    """The level of one memory in one run. A level holds until the next sample."""
+
+    run: str
+    """Which run: curves of one run share a panel and its steps."""
+    memory: str
+    """``"device"``, ``"rss"``, ...: the label in the legend."""
+    t_ns: Sequence[int]
+    """When each sample was taken; must not go back."""
+    nbytes: Sequence[int]
+    steps_ns: Sequence[tuple[int, int]] = ()
+    """Begin and end of each step, on the same clock."""
+
+    def __post_init__(self) -> None:
+        if len(self.t_ns) != len(self.nbytes) or not self.t_ns:
+            raise ConfigError(
+                f"series {self.run!r}, {self.memory!r}: {len(self.t_ns)} times and"
+                f" {len(self.nbytes)} levels; needed are as many of each, and at least one"
+            )
+
+    @classmethod
+    def of(cls, source: Recorder | Iterable[Event], memory: str, *, run: str) -> MemorySeries:
+        """The samples of ``memory`` that a recorder, or a log, still has.
+
+        Raises:
+            ConfigError: There are none.
+        """
+        events = source.events() if isinstance(source, Recorder) else list(source)
+        levels = [e for e in events if isinstance(e, Level) and e.memory == memory]
+        steps = [e for e in events if isinstance(e, Span) and e.stage == Stage.STEP]
+        return cls(
+            run=run,
+            memory=memory,
+            t_ns=[level.t_ns for level in levels],
+            nbytes=[level.nbytes for level in levels],
+            steps_ns=[(step.start_ns, step.end_ns) for step in steps],
+        )
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest level."""
+        return max(self.nbytes)
+
+
+def plot_memory(
+    series: Sequence[MemorySeries],
+    path: str | os.PathLike[str],
+    *,
+    budget_bytes: int | None = None,
+    title: str = "Memory over time",
+    overlay: bool = False,
+) -> None:
+    """Draw the series into a file; its suffix (``.png``, ``.svg``, ``.pdf``) decides the format.
+
+    Args:
+        series: At least one. Those of equal ``run`` share a panel.
+        path: The file.
+        budget_bytes: Drawn as a line across all panels.
+        title: Above all.
+        overlay: All runs in one panel, each from its own time 0, without steps.
+
+    Raises:
+        ConfigError: No series, or matplotlib is not installed.
+        OSError: The file cannot be written.
+    """
+    if not series:
+        raise ConfigError("plot_memory: there is no series to draw")
+    figure_module, style, effects = _matplotlib()
+    halo = effects.withStroke(linewidth=3, foreground="white")
+    look = _Look.of(series, budget_bytes, overlay=overlay, halo=halo)
+    panels = [list(series)] if overlay else [[s for s in series if s.run == r] for r in look.spans]
+    with style.context({"font.family": "DejaVu Sans", "font.size": 10, "svg.hashsalt": "penstock"}):
+        figure = figure_module.Figure(
+            figsize=(10, 1.3 + 2.9 * len(panels)), dpi=150, layout="constrained"
+        )
+        axes = figure.subplots(len(panels), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+        for axis, panel in zip(axes, panels, strict=True):
+            _draw_panel(axis, panel, look)
+            _draw_budget(axis, budget_bytes, look.scale)
+            _dress(axis, "" if overlay else panel[0].run, look.unit)
+        axes[-1].set_xlabel("time (s)", color=_INK)
+        axes[-1].set_xlim(0, max(look.length_s(run) for run in look.spans) or 1.0)
+        axes[-1].set_ylim(0, 1.15 * look.top_bytes / look.scale)  # room for the labels of peaks
+        _legend(figure, axes, title)
+        figure.savefig(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Look:
+    """What all panels agree on."""
+
+    overlay: bool
+    top_bytes: int
+    scale: int
+    """Bytes per unit of the axis."""
+    unit: str
+    spans: dict[str, tuple[int, int]]
+    """By run: when its first series begins and its last one ends."""
+    colours: dict[tuple[str, str], str]
+    """By run and memory."""
+    halo: Any
+    """Keeps text readable where it crosses a curve."""
+
+    @classmethod
+    def of(
+        cls,
+        series: Sequence[MemorySeries],
+        budget_bytes: int | None,
+        *,
+        overlay: bool,
+        halo: object,
+    ) -> _Look:
+        top_bytes = max([budget_bytes or 0, *(one.peak_bytes for one in series)]) or 1
+        scale, unit = _unit(top_bytes)
+        return cls(
+            overlay=overlay,
+            top_bytes=top_bytes,
+            scale=scale,
+            unit=unit,
+            spans=_run_spans(series),
+            colours=_colours(series, overlay=overlay),
+            halo=halo,
+        )
+
+    def seconds(self, run: str, t_ns: int) -> float:
+        """Time since the run began."""
+        return (t_ns - self.spans[run][0]) / 1e9
+
+    def length_s(self, run: str) -> float:
+        """How long a run is."""
+        return self.seconds(run, self.spans[run][1])
+
+
+def _run_spans(series: Sequence[MemorySeries]) -> dict[str, tuple[int, int]]:
+    moments: dict[str, list[int]] = {}
+    for one in series:
+        known = moments.setdefault(one.run, [])
+        known += [one.t_ns[0], one.t_ns[-1], *(t_ns for step in one.steps_ns for t_ns in step)]
+    return {run: (min(known), max(known)) for run, known in moments.items()}
+
+
+def _draw_panel(axis: Axes, panel: Sequence[MemorySeries], look: _Look) -> None:
+    if not look.overlay:
+        _shade_steps(axis, panel, look)
+    for one in panel:
+        t_s, levels = _curve(one, look)
+        levels = levels / look.scale
+        colour = look.colours[one.run, one.memory]
+        label = f"{one.run}: {one.memory}" if look.overlay else one.memory
+        axis.step(t_s, levels, where="post", color=colour, linewidth=1.3, label=label)
+        axis.fill_between(t_s, levels, step="post", color=colour, alpha=0.12, linewidth=0)
+        _label_peak(axis, one, look)
+
+
+def _shade_steps(axis: Axes, panel: Sequence[MemorySeries], look: _Look) -> None:
+    one = max(panel, key=lambda one: len(one.steps_ns))
+    if len(one.steps_ns) > MAX_SHADED_STEPS:
+        return
+    for start_ns, end_ns in one.steps_ns[::2]:
+        axis.axvspan(
+            look.seconds(one.run, start_ns),
+            look.seconds(one.run, end_ns),
+            color=_SHADE,
+            linewidth=0,
+            label="every other step",
+        )
+
+
+def _label_peak(axis: Axes, one: MemorySeries, look: _Look) -> None:
+    at = max(range(len(one.nbytes)), key=one.nbytes.__getitem__)
+    t_s = look.seconds(one.run, one.t_ns[at])
+    place = t_s / (look.length_s(one.run) or 1.0)
+    axis.annotate(
+        f"peak {format_bytes(one.peak_bytes)}",
+        (t_s, one.peak_bytes / look.scale),
+        xytext=(0, 4),
+        textcoords="offset points",
+        ha="left" if place < 0.1 else "right" if place > 0.9 else "center",
+        color=look.colours[one.run, one.memory],
+        fontsize=9,
+        fontweight="bold",
+        path_effects=[look.halo],
+    )
+
+
+def _draw_budget(axis: Axes, budget_bytes: int | None, scale: int) -> None:
+    if budget_bytes is not None:
+        axis.axhline(
+            budget_bytes / scale,
+            color=_BUDGET_COLOUR,
+            linewidth=1.2,
+            linestyle=(0, (5, 3)),
+            label=f"budget, {format_bytes(budget_bytes)}",
+        )
+
+
+def _dress(axis: Axes, name: str, unit: str) -> None:
+    axis.set_title(name, loc="left", fontsize=10, color=_INK)
+    axis.set_ylabel(f"resident ({unit})", color=_INK)
+    axis.grid(axis="y", color="#d8dde1", linewidth=0.6)
+    axis.set_axisbelow(True)
+    axis.tick_params(colors=_FAINT, labelcolor=_INK, labelsize=9)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axis.spines[side].set_color(_FAINT)
+
+
+def _legend(figure: Figure, axes: Sequence[Axes], title: str) -> None:
+    """One legend, below and outside the axes, so that it never covers data or the title."""
+    entries: dict[str, Any] = {}
+    for axis in axes:
+        handles, labels = axis.get_legend_handles_labels()
+        entries.update(zip(labels, handles, strict=True))
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=_INK)
+    figure.legend(
+        list(entries.values()),
+        list(entries),
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+        labelcolor=_INK,
+    )
+
+
+def _curve(
+    one: MemorySeries, look: _Look
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Times in seconds and levels in bytes, thinned so that every peak and dip stays."""
+    start_ns, end_ns = look.spans[one.run]
+    t_s = (np.append(np.asarray(one.t_ns, dtype=np.int64), end_ns) - start_ns) / 1e9
+    levels = np.append(np.asarray(one.nbytes, dtype=np.float64), one.nbytes[-1])
+    if len(levels) <= MAX_POINTS:
+        return t_s, levels
+    chosen: set[int] = {0, len(levels) - 1}
+    for part in np.array_split(np.arange(len(levels)), MAX_POINTS // 2):
+        chosen.add(int(part[levels[part].argmax()]))
+        chosen.add(int(part[levels[part].argmin()]))
+    index = np.array(sorted(chosen))
+    return t_s[index], levels[index]
+
+
+def _colours(series: Sequence[MemorySeries], *, overlay: bool) -> dict[tuple[str, str], str]:
+    """In an overlay every curve has its own colour; else a memory has the same in every panel."""
+    keys = [(one.run, one.memory) for one in series]
+    names = list(dict.fromkeys(key if overlay else key[1] for key in keys))
+    return {key: _COLOURS[names.index(key if overlay else key[1]) % len(_COLOURS)] for key in keys}
+
+
+def _unit(top_bytes: int) -> tuple[int, str]:
+    for scale, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if top_bytes >= scale:
+            return scale, unit
+    return 1, "B"
+
+
+def _matplotlib() -> tuple[Any, ...]:
+    """The modules that are needed. Without pyplot: no global state, no display."""
+    names = ("figure", "style", "patheffects")
+    try:
+        return tuple(importlib.import_module(f"matplotlib.{name}") for name in names)
+    except ImportError as error:
+        raise ConfigError(
+            "plots need matplotlib, which is not installed: pip install 'penstock[plot]'"
+        ) from error

@@ -1,0 +1,158 @@
+"""The seam between a device's storages and the tiers' host memory.
+
+The executor decides what moves and when; a mover knows how, for one kind of device. All times at
+which memory may be touched or let go are carried by transfers:
+
+1. ``write(storage, ...)`` begins to spill. When ``ticket.written`` settles without an error the source
+   is no longer needed; with an error the source is still the only copy.
+2. ``allocate(ticket)`` takes device memory for the way back, under the budget, or says ``None``.
+3. ``read(ticket, target)`` fills it. When the transfer settles, ``finish(target)`` makes it a storage
+   that the current stream may use.
+4. ``discard(ticket)`` when no handle is left; ``drop(target)`` if a target is given up unread.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.core.budget import Budget
+from penstock.io.arena import Arena, Block
+from penstock.io.engine import Priority, Transfer
+from penstock.tier.base import Tier
+
+RESTORED = "restored"
+"""Owner, in the device budget, of memory for restored storages."""
+
+
+class Mover(ABC):
+    """Moves storages of one device to tiers and back. Thread-safe; never waits, except where said."""
+
+    device: torch.device
+
+    @abstractmethod
+    def write(self, storage: torch.UntypedStorage, tier: Tier, label: str) -> Any:
+        """Begin to spill; returns a ticket with ``written``, a Transfer. Raises NoSpaceError."""
+
+    @abstractmethod
+    def allocate(self, ticket: Any, *, force: bool = False) -> Any | None:
+        """Device memory for what ``ticket`` holds, charged to the budget; ``None`` if it is full.
+
+        With ``force`` the budget may be exceeded, and it is not ``None``.
+        """
+
+    @abstractmethod
+    def read(self, tier: Tier, ticket: Any, target: Any, priority: Priority) -> Transfer:
+        """Begin to fill ``target``."""
+
+    @abstractmethod
+    def finish(self, target: Any) -> torch.UntypedStorage:
+        """The filled target as a storage; its budget is given back when the storage dies."""
+
+    @abstractmethod
+    def drop(self, target: Any) -> None:
+        """Give up a target that was not finished. Its transfer has settled or was never begun."""
+
+    @abstractmethod
+    def discard(self, tier: Tier, ticket: Any) -> None:
+        """Nobody will read the ticket again. For finalizers too: no waiting."""
+
+    @abstractmethod
+    def trim(self, nbytes: int) -> int:
+        """Give idle device memory back to the budget; returns how much that was."""
+
+    @abstractmethod
+    def target_bytes(self, ticket: Any) -> int:
+        """What ``allocate`` would charge at most."""
+
+    @abstractmethod
+    def used_bytes(self) -> int:
+        """Device memory in use for restored storages."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what it holds; memory that storages still use goes when they die."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTarget:
+    """An arena block on its way to becoming a storage of ``nbytes`` that begins at ``skew``."""
+
+    block: Block
+    skew: int
+    nbytes: int
+
+
+class CpuMover(Mover):
+    """Host memory is the device: tiers read the live storage itself and fill arena blocks.
+
+    Nothing is copied on the way out (TRAPS rule 28): a storage lies within whole pages, so the
+    granule-aligned window around it may be read, and the skew is remembered. On the way back the data
+    begin at the same skew in an arena block, and the storage begins where the data begin (rule 26).
+    """
+
+    def __init__(self, *, budget: Budget) -> None:
+        """Use an arena that is charged to ``budget`` page by page, as it is first touched.
+
+        Its address space is twice the budget, so that fragmentation costs addresses and not memory.
+        """
+        self.device = torch.device("cpu")
+        self._budget = budget
+        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self.arena = Arena(min(2 * budget.limit_bytes, physical), budget=budget, owner=RESTORED)
+
+    def write(self, storage: torch.UntypedStorage, tier: Tier, label: str) -> Any:
+        """Spill straight from the storage's own memory."""
+        return tier.write(storage.data_ptr(), storage.nbytes(), keep_alive=storage, label=label)
+
+    def allocate(self, ticket: Any, *, force: bool = False) -> BlockTarget | None:
+        """An arena block for the ticket's window; with ``force`` one of an arena of its own."""
+        nbytes = ticket.window.nbytes
+        block = self.arena.allocate(nbytes)
+        if block is None and force:
+            block = self._beyond_budget(nbytes)
+        return None if block is None else BlockTarget(block, ticket.window.skew, ticket.nbytes)
+
+    def _beyond_budget(self, nbytes: int) -> Block:
+        arena = Arena(nbytes, budget=None, owner=RESTORED)
+        block = arena.allocate(nbytes)
+        if block is None:
+            raise MemoryError(f"no address space for {nbytes} bytes")
+        arena.close()  # as soon as the block is free again
+        return block
+
+    def read(self, tier: Tier, ticket: Any, target: BlockTarget, priority: Priority) -> Transfer:
+        """Fill the block; the data begin at the ticket's skew."""
+        return tier.read(ticket, target.block.address, keep_alive=target, priority=priority)
+
+    def finish(self, target: BlockTarget) -> torch.UntypedStorage:
+        """The block as a storage, without a copy; the block is free again when that dies."""
+        return torch.from_numpy(target.block.lend(target.skew, target.nbytes)).untyped_storage()
+
+    def drop(self, target: BlockTarget) -> None:
+        """Free the block."""
+        target.block.free()
+
+    def discard(self, tier: Tier, ticket: Any) -> None:
+        """Tell the tier."""
+        tier.discard(ticket)
+
+    def trim(self, nbytes: int) -> int:
+        """Hand idle pages of the arena back to the system."""
+        return self.arena.trim(nbytes)
+
+    def target_bytes(self, ticket: Any) -> int:
+        """The window."""
+        return int(ticket.window.nbytes)
+
+    def used_bytes(self) -> int:
+        """Blocks in use."""
+        return self.arena.used_bytes
+
+    def close(self) -> None:
+        """Unmap the arena once no storage uses it."""
+        self.arena.close()

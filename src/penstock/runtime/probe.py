@@ -1,0 +1,70 @@
+"""How fast this session's tiers are, measured through them before the first step."""
+
+from __future__ import annotations
+
+import time
+
+from penstock.core.budget import Budget
+from penstock.core.units import MIB
+from penstock.io.arena import Arena
+from penstock.io.engine import Priority
+from penstock.plan.machine import Machine
+from penstock.tier.base import Ticket, Tier
+
+PROBE_BYTES = 16 * MIB
+"""Long enough to keep every worker busy; four of these are written in all."""
+ASSUMED_BYTES_PER_S = 1e9
+"""For a tier that the session has not got: no plan uses it."""
+
+
+def measure(tiers: dict[str, Tier], *, probe_bytes: int = PROBE_BYTES) -> Machine:
+    """Write and read a little through every tier; the better of two rounds counts.
+
+    Raises:
+        TransferError: A tier cannot be written or read: the session would not get far.
+    """
+    speeds = {name: _measure(tier, probe_bytes) for name, tier in tiers.items()}
+    none = (ASSUMED_BYTES_PER_S, ASSUMED_BYTES_PER_S, 0.0)
+    flash, host = speeds.get("flash", none), speeds.get("host", none)
+    return Machine(
+        name="this machine",
+        flash_write_bytes_per_s=flash[0],
+        flash_read_bytes_per_s=flash[1],
+        flash_latency_s=flash[2],
+        host_write_bytes_per_s=host[0],
+        host_read_bytes_per_s=host[1],
+    )
+
+
+def _measure(tier: Tier, probe_bytes: int) -> tuple[float, float, float]:
+    nbytes = min(probe_bytes, tier.spec.capacity_bytes)
+    arena = Arena(2 * nbytes, budget=Budget(2 * nbytes, name="probe"))
+    block = arena.allocate(nbytes)
+    assert block is not None
+    rounds = [_round(tier, block.address, nbytes) for _ in range(2)]
+    block.free()
+    arena.close()
+    return max(w for w, _, _ in rounds), max(r for _, r, _ in rounds), min(t for _, _, t in rounds)
+
+
+def _round(tier: Tier, address: int, nbytes: int) -> tuple[float, float, float]:
+    """Write and read bandwidth in bytes/s, and the seconds of one small read."""
+    small = min(nbytes, 4096)
+    write_s, ticket = _timed_write(tier, address, nbytes)
+    start = time.perf_counter()
+    tier.read(ticket, address, keep_alive=None, priority=Priority.DEMAND).wait()
+    read_s = time.perf_counter() - start
+    tier.discard(ticket)
+    _, ticket = _timed_write(tier, address, small)
+    start = time.perf_counter()
+    tier.read(ticket, address, keep_alive=None, priority=Priority.DEMAND).wait()
+    latency_s = time.perf_counter() - start
+    tier.discard(ticket)
+    return nbytes / write_s, nbytes / read_s, latency_s
+
+
+def _timed_write(tier: Tier, address: int, nbytes: int) -> tuple[float, Ticket]:
+    start = time.perf_counter()
+    ticket = tier.write(address, nbytes, keep_alive=None, label="speed probe")
+    ticket.written.wait()
+    return time.perf_counter() - start, ticket

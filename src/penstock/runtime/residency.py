@@ -1,0 +1,102 @@
+"""Where the bytes of a saved storage are, as an explicit state machine.
+
+::
+
+            save                        written                    read begins
+    (new) ────────▶ RESIDENT ──▶ WRITING ────────▶ SPILLED ──────────────────▶ READING
+                       ▲            │                 ▲  ▲                        │
+                       └────────────┘                 │  └── dropped, or the ─────┤ done
+                  needed before it was written,       │      last user took it    ▼
+                  or the write failed                 └────────────────────── RESTORED
+
+Every state can also end in DEAD, when the last handle that autograd holds has died.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.plan.slots import SlotKey
+    from penstock.runtime.passes import Pass
+
+
+class Residency(enum.Enum):
+    """Which memory exists for a saved storage."""
+
+    RESIDENT = "resident"
+    """The storage itself is held, and charged. If ``ticket`` is set, a tier has its bytes too."""
+    WRITING = "writing"
+    """The storage is held and charged; a tier is being filled from it."""
+    SPILLED = "spilled"
+    """Only the tier has the bytes. The program itself may still hold the storage (``source``)."""
+    READING = "reading"
+    """The tier has the bytes; device memory is charged and being filled from it."""
+    RESTORED = "restored"
+    """The tier has the bytes, and so does device memory held for a coming unpack, and charged."""
+    DEAD = "dead"
+    """No handle is left: nothing is held."""
+
+
+@dataclass(slots=True)
+class SlotRecord:
+    """What one pass learnt about one slot: the profile's raw material. Times are compute time."""
+
+    key: SlotKey
+    kind: str
+    dtype: str
+    saved_at_ns: int
+    needed_at_ns: int | None = None
+    held_elsewhere: bool = False
+    action: str = "keep"
+    tier: str = ""
+    reason: str = ""
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class SavedStorage:
+    """One storage that autograd saved, however many saved tensors are views of it.
+
+    Guarded by the executor's lock. What keeps which memory alive:
+
+    * ``storage`` is the only strong reference Penstock holds to memory: to the source while RESIDENT
+      or WRITING, to the restored copy while RESTORED, else ``None``.
+    * ``source`` and ``restored`` are weak: they tell whether somebody else (the user's frame, a node
+      that has unpacked but not finished) still holds a live copy that can be used again.
+    """
+
+    cdata: int
+    """Key in the executor's table, valid only while ``source`` is alive."""
+    nbytes: int
+    version: int
+    """Version counter when it was saved; saves at another version are another SavedStorage."""
+    source: weakref.ref[torch.UntypedStorage]
+    base: weakref.ref[torch.Tensor]
+    """The tensor whose version counter ``version`` belongs to."""
+    of_pass: Pass
+    index: int
+    """Position in its pass, in the order of saving."""
+    record: SlotRecord
+    storage: torch.UntypedStorage | None
+    state: Residency = Residency.RESIDENT
+    restored: weakref.ref[torch.UntypedStorage] | None = None
+    ticket: Any = None
+    """Claim on the bytes in ``tier``; kept until DEAD, because a graph may be walked again."""
+    tier: Any = None
+    target: Any = None
+    """Device memory being filled, while READING."""
+    read: Any = None
+    """The transfer that fills it."""
+    handles: int = 0
+    pending: int = 0
+    """Handles that were never unpacked: while there are any, RESTORED memory is held for them."""
+    stuck: bool = False
+    """Writing it has failed: it stays where it is."""
+
+    def __str__(self) -> str:
+        return str(self.record.key)

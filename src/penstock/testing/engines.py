@@ -1,0 +1,564 @@
+"""What every engine must do. A subclass says only how to build one.
+
+::
+
+    class TestMine(EngineTests):
+        def make_engine(self, *, threads, piece_bytes, syscalls):
+            return MyEngine(threads, piece_bytes)
+
+        def make_file(self, directory):
+            return open_unlinked(directory)
+
+        takes_syscalls = False  # the tests that inject faults are then left out
+"""
+
+from __future__ import annotations
+
+import errno as errnos
+import os
+import signal
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from penstock.core.errors import (
+    ClosedError,
+    ConfigError,
+    NoSpaceError,
+    ShortTransferError,
+    TransferError,
+)
+from penstock.io.engine import Engine, File, Op, Priority, Request, Transfer
+from penstock.io.threads import Syscalls
+from penstock.testing.faults import Crash, Fail, Fault, FaultySyscalls, GatedSyscalls, Short
+
+PIECE_BYTES = 8192
+PATIENCE_S = 20.0
+
+Bytes = NDArray[np.uint8]
+
+
+class Build(Protocol):
+    """The ``build`` fixture."""
+
+    def __call__(
+        self, *, threads: int = 2, piece_bytes: int = PIECE_BYTES, syscalls: Syscalls | None = None
+    ) -> Engine:
+        """Build an engine that is closed at the end of the test."""
+
+
+def aligned(nbytes: int, *, seed: int | None = None) -> Bytes:
+    """Memory at a multiple of 4096: zeroes, or random bytes."""
+    room = np.zeros(nbytes + 4096, np.uint8)
+    skew = -room.ctypes.data % 4096
+    memory = room[skew : skew + nbytes]
+    if seed is not None:
+        memory[:] = np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+    return memory
+
+
+class EngineTests:
+    """Roundtrips, order, cancelling, faults at every index, closing, forking."""
+
+    takes_syscalls = True
+    """Whether ``make_engine`` heeds ``syscalls``."""
+
+    def make_engine(self, *, threads: int, piece_bytes: int, syscalls: Syscalls | None) -> Engine:
+        """Build an engine. To be overridden."""
+        raise NotImplementedError
+
+    def make_file(self, directory: Path) -> File:
+        """Build an empty file that can be read and written. To be overridden."""
+        raise NotImplementedError
+
+    # -- fixtures ---------------------------------------------------------------------------------
+
+    @pytest.fixture
+    def build(self) -> Iterator[Build]:
+        """Build engines that are closed at the end."""
+        engines = []
+
+        def build(
+            *, threads: int = 2, piece_bytes: int = PIECE_BYTES, syscalls: Syscalls | None = None
+        ) -> Engine:
+            if syscalls is not None and not self.takes_syscalls:
+                pytest.skip("this engine does not take injected system calls")
+            engine = self.make_engine(threads=threads, piece_bytes=piece_bytes, syscalls=syscalls)
+            engines.append(engine)
+            return engine
+
+        yield build
+        for engine in engines:
+            engine.close()
+
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> File:
+        """An empty file."""
+        return self.make_file(tmp_path)
+
+    # -- moving -----------------------------------------------------------------------------------
+
+    def test_what_is_written_is_read(self, build: Build, file: File) -> None:
+        """One granule, several pieces, and lengths that are no multiple of a piece."""
+        engine, granule = build(), file.granule_bytes
+        for pieces in (0, 1, 2, 5):
+            for extra in (-granule, 0, granule):
+                nbytes = pieces * PIECE_BYTES + extra
+                if nbytes > 0:
+                    _roundtrip(engine, file, 0, nbytes)
+
+    @settings(
+        max_examples=25,
+        deadline=None,
+        suppress_health_check=[
+            HealthCheck.function_scoped_fixture,
+            HealthCheck.differing_executors,
+        ],
+    )
+    @given(offset=st.integers(0, 64), granules=st.integers(1, 96), seed=st.integers(0, 9))
+    def test_any_offset_and_length(
+        self, build: Build, file: File, offset: int, granules: int, seed: int
+    ) -> None:
+        """The neighbours of what is written stay as they were."""
+        engine, granule = build(), file.granule_bytes
+        start, nbytes = offset * granule, granules * granule
+        around = aligned(start + nbytes + granule, seed=seed)
+        move(engine, "write", file, 0, around).wait(PATIENCE_S)
+        inner = aligned(nbytes, seed=seed + 1)
+        move(engine, "write", file, start, inner).wait(PATIENCE_S)
+        around[start : start + nbytes] = inner
+        found = aligned(len(around))
+        move(engine, "read", file, 0, found).wait(PATIENCE_S)
+        assert np.array_equal(found, around)
+
+    def test_many_at_once(self, build: Build, file: File) -> None:
+        """Transfers from several threads, all in flight together, do not mix."""
+        engine, nbytes, count = build(threads=4), 3 * PIECE_BYTES, 24
+        sources = [aligned(nbytes, seed=index) for index in range(count)]
+        targets = [aligned(nbytes) for _ in range(count)]
+        plan: tuple[tuple[Op, list[Bytes]], ...] = (("write", sources), ("read", targets))
+        for op, buffers in plan:
+            transfers = _move_from_threads(engine, op, file, buffers)
+            assert [transfer.wait(PATIENCE_S) for transfer in transfers] == [nbytes] * count
+        for source, target in zip(sources, targets, strict=True):
+            assert np.array_equal(source, target)
+
+    def test_wait_says_how_much_and_can_be_repeated(self, build: Build, file: File) -> None:
+        """A settled transfer stays settled."""
+        transfer = move(build(), "write", file, 0, aligned(PIECE_BYTES, seed=0))
+        assert transfer.wait(PATIENCE_S) == PIECE_BYTES
+        assert transfer.wait(0) == PIECE_BYTES
+        assert transfer.done
+        assert transfer.error is None
+        assert not transfer.cancel()
+
+    def test_memory_is_let_go_when_settled(self, build: Build, file: File) -> None:
+        """Neither the transfer nor an idle worker keeps the source alive."""
+
+        class Owner:
+            pass
+
+        owner, buffer = Owner(), aligned(PIECE_BYTES, seed=0)
+        alive = weakref.ref(owner)
+        transfer = build().submit(_request("write", file, 0, buffer, keep_alive=owner))
+        del owner
+        transfer.wait(PATIENCE_S)
+        assert alive() is None
+
+    def test_callbacks_run_before_waiters_wake(self, build: Build, file: File) -> None:
+        """Also those that are added by a callback; one that comes late runs at once."""
+        gate = GatedSyscalls()
+        transfer = move(build(syscalls=gate), "write", file, 0, aligned(PIECE_BYTES, seed=0))
+        seen: list[str] = []
+
+        def first(_: Transfer) -> None:
+            seen.append("first")
+            transfer.add_done_callback(lambda _: seen.append("nested"))
+
+        transfer.add_done_callback(first)
+        transfer.add_done_callback(lambda _: seen.append("second"))
+        gate.open()
+        transfer.wait(PATIENCE_S)
+        assert seen == ["first", "second", "nested"]
+        transfer.add_done_callback(lambda _: seen.append("late"))
+        assert seen[-1] == "late"
+
+    # -- misuse -----------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("field", ["offset_bytes", "address", "nbytes"])
+    def test_misaligned_requests_are_refused(self, build: Build, file: File, field: str) -> None:
+        """At once, naming the field; nothing is moved."""
+        buffer, granule = aligned(2 * PIECE_BYTES), file.granule_bytes
+        good = _request("read", file, 0, buffer)
+        bad = [-granule] if field == "offset_bytes" else [-granule, 0]
+        bad += [getattr(good, field) + odd for odd in {1, granule // 2} if odd % granule]
+        engine = build()
+        for value in bad:
+            changed: dict[str, Any] = {field: value}
+            with pytest.raises(ConfigError, match=field):
+                engine.submit(replace(good, **changed))
+
+    def test_reading_past_the_end_fails(self, build: Build, file: File) -> None:
+        """Never fewer bytes than asked for without an error."""
+        engine = build()
+        move(engine, "write", file, 0, aligned(PIECE_BYTES, seed=0)).wait(PATIENCE_S)
+        for offset in (0, PIECE_BYTES, 5 * PIECE_BYTES):
+            transfer = move(engine, "read", file, offset, aligned(4 * PIECE_BYTES))
+            with pytest.raises(ShortTransferError, match="the file ends"):
+                transfer.wait(PATIENCE_S)
+
+    # -- order ------------------------------------------------------------------------------------
+
+    def test_priorities_go_first_and_equals_in_order(self, build: Build, file: File) -> None:
+        """Demand, then prefetch, then write-behind; first in, first out within each."""
+        gate, order = GatedSyscalls(), [*range(8)]
+        engine = build(threads=1, syscalls=gate)
+        blocker = move(engine, "write", file, 0, aligned(PIECE_BYTES))
+        gate.wait_for_call()
+        wanted = [Priority.WRITE_BEHIND, Priority.PREFETCH, Priority.DEMAND, Priority.PREFETCH] * 2
+        transfers = [
+            move(
+                engine,
+                "write",
+                file,
+                (1 + slot) * PIECE_BYTES,
+                aligned(PIECE_BYTES),
+                priority=priority,
+            )
+            for slot, priority in zip(order, wanted, strict=True)
+        ]
+        gate.open()
+        for transfer in (blocker, *transfers):
+            transfer.wait(PATIENCE_S)
+        served = [call.offset_bytes // PIECE_BYTES - 1 for call in gate.calls[1:]]
+        assert served == sorted(order, key=lambda slot: (wanted[slot], slot))
+
+    def test_demand_overtakes_between_pieces(self, build: Build, file: File) -> None:
+        """A long write-behind does not make a demand wait for more than a piece."""
+        gate = GatedSyscalls()
+        engine = build(threads=1, syscalls=gate)
+        long = move(engine, "write", file, 0, aligned(4 * PIECE_BYTES))
+        gate.wait_for_call()
+        demand = move(
+            engine, "write", file, 9 * PIECE_BYTES, aligned(PIECE_BYTES), priority=Priority.DEMAND
+        )
+        gate.let_through(2)
+        demand.wait(PATIENCE_S)
+        assert not long.done
+        assert [call.offset_bytes // PIECE_BYTES for call in gate.calls[:2]] == [0, 9]
+        gate.open()
+        long.wait(PATIENCE_S)
+
+    def test_promotion_moves_what_is_left_up(self, build: Build, file: File) -> None:
+        """A promoted transfer overtakes; asking for a lower priority changes nothing."""
+        gate = GatedSyscalls()
+        engine = build(threads=1, syscalls=gate)
+        first = move(engine, "write", file, 0, aligned(2 * PIECE_BYTES))
+        gate.wait_for_call()
+        second = move(engine, "write", file, 2 * PIECE_BYTES, aligned(PIECE_BYTES))
+        third = move(engine, "write", file, 3 * PIECE_BYTES, aligned(PIECE_BYTES))
+        third.promote(Priority.DEMAND)
+        third.promote(Priority.WRITE_BEHIND)
+        first.promote(Priority.PREFETCH)
+        gate.open()
+        for transfer in (first, second, third):
+            transfer.wait(PATIENCE_S)
+        third.promote(Priority.DEMAND)  # settled: nothing to move
+        assert [call.offset_bytes // PIECE_BYTES for call in gate.calls] == [0, 3, 1, 2]
+
+    def test_cancel_only_what_has_not_started(self, build: Build, file: File) -> None:
+        """A cancelled transfer never reaches the device; a started one runs to its end."""
+        gate = GatedSyscalls()
+        engine = build(threads=1, syscalls=gate)
+        started = move(engine, "write", file, 0, aligned(2 * PIECE_BYTES))
+        gate.wait_for_call()
+        waiting = move(engine, "write", file, 4 * PIECE_BYTES, aligned(PIECE_BYTES))
+        seen: list[BaseException | None] = []
+        waiting.add_done_callback(lambda transfer: seen.append(transfer.error))
+        assert not started.cancel()
+        assert waiting.cancel()
+        assert not waiting.cancel()
+        assert [type(error) for error in seen] == [CancelledError]
+        with pytest.raises(CancelledError):
+            waiting.wait(PATIENCE_S)
+        gate.open()
+        started.wait(PATIENCE_S)
+        assert [call.offset_bytes for call in gate.calls] == [0, PIECE_BYTES]
+
+    def test_none_is_lost_in_a_crowd(self, build: Build, file: File) -> None:
+        """However transfers are cancelled and promoted, each settles once, in one way."""
+        engine, count = build(threads=4), 300
+        rng = np.random.default_rng(0)
+        settled: list[Transfer] = []
+        transfers = []
+        for index in range(count):
+            length = int(rng.integers(1, 4)) * PIECE_BYTES
+            priority = Priority(int(rng.integers(0, 3)))
+            offset = index * 4 * PIECE_BYTES
+            transfer = move(engine, "write", file, offset, aligned(length), priority=priority)
+            transfer.add_done_callback(settled.append)
+            transfers.append(transfer)
+            chosen = transfers[int(rng.integers(0, len(transfers)))]
+            chosen.promote(Priority(int(rng.integers(0, 3))))
+            if index % 3 == 0:
+                transfers[int(rng.integers(0, len(transfers)))].cancel()
+        moved = cancelled = 0
+        for transfer in transfers:
+            try:
+                moved += transfer.wait(PATIENCE_S) == transfer.nbytes
+            except CancelledError:
+                cancelled += 1
+        assert moved + cancelled == count
+        assert len(settled) == len(set(map(id, settled))) == count
+
+    # -- faults -----------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("op", ["write", "read"])
+    @pytest.mark.parametrize("index", range(5))
+    @pytest.mark.parametrize("errno", [errnos.EIO, errnos.ENOSPC])
+    def test_an_errno_at_every_index(
+        self, build: Build, file: File, op: Op, index: int, errno: int
+    ) -> None:
+        """It surfaces with all there is to know, and the engine goes on."""
+        self._fill(build, file, 5)
+        engine = build(syscalls=FaultySyscalls({index: Fail(errno)}))
+        with pytest.raises(TransferError) as caught:
+            move(engine, op, file, 0, aligned(5 * PIECE_BYTES)).wait(PATIENCE_S)
+        error = caught.value
+        assert isinstance(error, NoSpaceError) == (errno == errnos.ENOSPC)
+        assert (error.errno, error.op, error.path) == (errno, op, file.path)
+        assert error.offset_bytes in range(0, 5 * PIECE_BYTES, PIECE_BYTES)
+        assert (error.nbytes, error.moved_bytes) == (PIECE_BYTES, 0)
+        assert error.free_bytes > 0
+        _roundtrip(engine, file, 0, 5 * PIECE_BYTES)
+
+    @pytest.mark.parametrize("op", ["write", "read"])
+    @pytest.mark.parametrize("index", range(5))
+    @pytest.mark.parametrize(
+        "fault",
+        [
+            Short(1),
+            Short(4096),
+            Short(4097),
+            Short(PIECE_BYTES - 1),
+            Fail(errnos.EINTR),
+            Fail(errnos.EAGAIN),
+        ],
+        ids=str,
+    )
+    def test_a_short_or_interrupted_call_is_continued(
+        self, build: Build, file: File, op: Op, index: int, fault: Fault
+    ) -> None:
+        """At every index, and from a granule where the file is direct."""
+        content = self._fill(build, file, 5)
+        syscalls = FaultySyscalls({index: fault})
+        engine = build(syscalls=syscalls)
+        buffer = aligned(5 * PIECE_BYTES, seed=3 if op == "write" else None)
+        assert move(engine, op, file, 0, buffer).wait(PATIENCE_S) == 5 * PIECE_BYTES
+        assert len(syscalls.calls) == 6
+        found = aligned(5 * PIECE_BYTES)
+        move(engine, "read", file, 0, found).wait(PATIENCE_S)
+        assert np.array_equal(found, buffer)
+        assert op == "write" or np.array_equal(found, content)
+
+    @pytest.mark.parametrize("op", ["write", "read"])
+    @pytest.mark.parametrize("index", range(3))
+    def test_a_call_that_moves_nothing_fails(
+        self, build: Build, file: File, op: Op, index: int
+    ) -> None:
+        """Zero bytes are never taken for success, nor asked for for ever."""
+        self._fill(build, file, 3)
+        engine = build(syscalls=FaultySyscalls({index: Short(0)}))
+        with pytest.raises(ShortTransferError):
+            move(engine, op, file, 0, aligned(3 * PIECE_BYTES)).wait(PATIENCE_S)
+
+    def test_always_short_still_arrives(self, build: Build, file: File) -> None:
+        """However little each call moves, as long as it moves something."""
+        engine = build(syscalls=FaultySyscalls(every=Short(file.granule_bytes + 1000)))
+        _roundtrip(engine, file, 0, 3 * PIECE_BYTES)
+
+    def test_an_unforeseen_exception_reaches_the_waiter(self, build: Build, file: File) -> None:
+        """No request is lost with its worker, and no worker with its request."""
+        crash = RuntimeError("no system call raises this")
+        engine = build(threads=1, syscalls=FaultySyscalls({1: Crash(crash)}))
+        with pytest.raises(RuntimeError, match="no system call"):
+            move(engine, "write", file, 0, aligned(3 * PIECE_BYTES)).wait(PATIENCE_S)
+        _roundtrip(engine, file, 0, 3 * PIECE_BYTES)
+
+    def test_a_failure_settles_when_no_piece_is_running(self, build: Build, file: File) -> None:
+        """Memory is not touched after the waiter was told; pieces after a failure never begin."""
+        gate = GatedSyscalls(inner=FaultySyscalls({0: Fail(errnos.EIO)}))
+        transfer = move(build(syscalls=gate), "write", file, 0, aligned(5 * PIECE_BYTES))
+        gate.wait_for_call()
+        gate.wait_for_call()
+        gate.let_through()  # fails, while the second piece is still in flight
+        with pytest.raises(TimeoutError):
+            transfer.wait(0.05)
+        gate.open()
+        with pytest.raises(TransferError):
+            transfer.wait(PATIENCE_S)
+        assert len(gate.calls) == 2
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def test_close_finishes_what_began_and_cancels_the_rest(self, build: Build, file: File) -> None:
+        """Idempotent; afterwards nothing can be submitted."""
+        gate = GatedSyscalls()
+        engine = build(threads=1, syscalls=gate)
+        began = move(engine, "write", file, 0, aligned(2 * PIECE_BYTES))
+        gate.wait_for_call()
+        waiting = move(engine, "write", file, 4 * PIECE_BYTES, aligned(PIECE_BYTES))
+        closer = threading.Thread(target=engine.close)
+        closer.start()
+        with pytest.raises(CancelledError):
+            waiting.wait(PATIENCE_S)
+        assert not began.done
+        gate.open()
+        closer.join(PATIENCE_S)
+        assert began.wait(PATIENCE_S) == 2 * PIECE_BYTES
+        engine.close()
+        with pytest.raises(ClosedError):
+            move(engine, "read", file, 0, aligned(PIECE_BYTES))
+
+    def test_close_without_any_transfer(self, build: Build) -> None:
+        """Nothing was started, so there is nothing to stop."""
+        build().close()
+
+    def test_close_from_a_callback(self, build: Build, file: File) -> None:
+        """A worker does not wait for itself."""
+        engine = build()
+        transfer = move(engine, "write", file, 0, aligned(PIECE_BYTES))
+        transfer.add_done_callback(lambda _: engine.close())
+        transfer.wait(PATIENCE_S)
+        engine.close()
+
+    def test_a_forked_child_is_refused(self, build: Build, file: File) -> None:
+        """TRAPS.md 24. In the child: submit raises, cancel and close return, nothing hangs."""
+        gate = GatedSyscalls()
+        engine = build(syscalls=gate)
+        buffer = aligned(2 * PIECE_BYTES, seed=0)
+        transfer = move(engine, "write", file, 0, buffer)
+        gate.wait_for_call()
+
+        def child() -> None:
+            try:
+                move(engine, "read", file, 0, aligned(PIECE_BYTES))
+            except ClosedError:
+                transfer.promote(Priority.DEMAND)
+                assert not transfer.cancel()
+                engine.close()
+                return
+            raise AssertionError("the child could submit")
+
+        run_in_fork(child)
+        gate.open()
+        assert transfer.wait(PATIENCE_S) == len(buffer)
+
+    def test_an_idle_engine_costs_nothing(self, build: Build, file: File) -> None:
+        """Workers wait; they do not look."""
+        engine = build(threads=4)
+        _roundtrip(engine, file, 0, 8 * PIECE_BYTES)
+        time.sleep(0.01)
+        before = time.process_time_ns()
+        time.sleep(0.2)
+        assert time.process_time_ns() - before < 5_000_000
+
+    def _fill(self, build: Build, file: File, pieces: int) -> Bytes:
+        content = aligned(pieces * PIECE_BYTES, seed=7)
+        move(build(), "write", file, 0, content).wait(PATIENCE_S)
+        return content
+
+
+def move(
+    engine: Engine,
+    op: Op,
+    file: File,
+    offset: int,
+    buffer: Bytes,
+    *,
+    priority: Priority = Priority.WRITE_BEHIND,
+) -> Transfer:
+    """Submit the transfer of a whole buffer."""
+    return engine.submit(_request(op, file, offset, buffer, priority=priority))
+
+
+def run_in_fork(action: Callable[[], object]) -> None:
+    """Run ``action`` in a forked child; fail if it raises there or does not end."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: the point
+        pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            action()
+            code = 0
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            assert status == 0, f"the child ended with status {status}"
+            return
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise AssertionError("the child hangs")
+
+
+def _request(
+    op: Op,
+    file: File,
+    offset: int,
+    buffer: Bytes,
+    *,
+    keep_alive: object = None,
+    priority: Priority = Priority.WRITE_BEHIND,
+) -> Request:
+    return Request(
+        op=op,
+        file=file,
+        offset_bytes=offset,
+        address=buffer.ctypes.data,
+        nbytes=len(buffer),
+        keep_alive=buffer if keep_alive is None else keep_alive,
+        priority=priority,
+    )
+
+
+def _roundtrip(engine: Engine, file: File, offset: int, nbytes: int) -> None:
+    source, target = aligned(nbytes, seed=nbytes), aligned(nbytes)
+    assert move(engine, "write", file, offset, source).wait(PATIENCE_S) == nbytes
+    assert move(engine, "read", file, offset, target).wait(PATIENCE_S) == nbytes
+    assert np.array_equal(source, target)
+
+
+def _move_from_threads(
+    engine: Engine, op: Op, file: File, buffers: list[Bytes], *, count: int = 4
+) -> list[Transfer]:
+    """Move buffers of one length to or from consecutive places; several threads submit."""
+    transfers: list[Transfer] = []
+
+    def submit(which: int) -> None:
+        for index in range(which, len(buffers), count):
+            offset = index * len(buffers[index])
+            transfers.append(move(engine, op, file, offset, buffers[index]))
+
+    threads = [threading.Thread(target=submit, args=(which,)) for which in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return transfers

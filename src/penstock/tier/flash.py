@@ -1,0 +1,230 @@
+"""A tier in files on one or several directories. Where bytes go: :mod:`penstock.tier.striping`."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import weakref
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from penstock.core import knobs
+from penstock.core.errors import ConfigError, NoSpaceError, TransferError, free_space_bytes
+from penstock.core.units import format_bytes
+from penstock.io.engine import Engine, Op, Priority, Request, Transfer
+from penstock.io.files import filesystem_of
+from penstock.observe.recorder import Recorder
+from penstock.tier.base import Tier, TierSpec
+from penstock.tier.joint import submit_all
+from penstock.tier.slabs import UNIT_BYTES, SlabDirectory
+from penstock.tier.striping import FlashPlace, StripedSpace
+
+StrPath: TypeAlias = str | os.PathLike[str]
+
+
+class FlashTier(Tier):
+    """Spills to files in one or several directories.
+
+    The files have no name and mode 0600: nothing remains, whatever ends the process. Space is
+    claimed slab by slab, as it is first needed, and overwritten in place from then on. If the file
+    system fills up meanwhile, a write raises NoSpaceError; what the tier has claimed stays usable.
+    A failed transfer leaves the tier usable.
+    """
+
+    def __init__(
+        self,
+        directories: StrPath | Sequence[StrPath],
+        *,
+        capacity_bytes: int,
+        engine: Engine,
+        recorder: Recorder,
+        name: str = "flash",
+        allow_memory_filesystem: bool = False,
+    ) -> None:
+        """Check the directories and open a file in each; claim no space yet.
+
+        Args:
+            directories: Where to spill: one directory, or several to spread every write over.
+            capacity_bytes: The most to hold; each directory gets an equal part of it. What is
+                written takes multiples of 4 KiB.
+            engine: Moves the bytes. It is not closed with the tier.
+            recorder: Gets counters and spans.
+            name: As in plans, logs and traces.
+            allow_memory_filesystem: Accept directories on tmpfs, where spilling saves no memory.
+
+        Raises:
+            ConfigError: A directory is missing, named twice, not writable or in memory, or the
+                capacity is too small.
+            NoSpaceError: A file system has less free space than the tier could come to need of it.
+        """
+        paths = _check_directories(directories, allow_memory_filesystem)
+        quotas = _quotas(capacity_bytes, paths)
+        _check_space(paths, quotas)
+        slabs = _open_all(paths, quotas)
+        spec = TierSpec(
+            name=name,
+            kind="flash",
+            capacity_bytes=sum(quotas),
+            granule_bytes=math.lcm(*(each.granule_bytes for each in slabs)),
+            where=", ".join(paths),
+        )
+        super().__init__(spec, recorder=recorder)
+        self._engine = engine
+        self._space = StripedSpace(slabs, stripe_bytes=knobs.stripe_bytes())
+        _live.add(self)
+
+    @property
+    def claimed_bytes(self) -> int:
+        """What the tier's files take of the file systems now."""
+        return self._space.claimed_bytes
+
+    @property
+    def taken_bytes(self) -> int:
+        """What is taken of the capacity now: held bytes, each ticket's rounded up to 4 KiB."""
+        return self._space.taken_bytes
+
+    def _write(
+        self, address: int, nbytes: int, keep_alive: object, priority: Priority
+    ) -> tuple[FlashPlace, Transfer]:
+        place = self._space.allocate(nbytes)
+        try:
+            return place, submit_all(
+                self._engine,
+                _requests(
+                    "write", place, address, nbytes, keep_alive=keep_alive, priority=priority
+                ),
+            )
+        except BaseException:
+            self._space.release(place)
+            raise
+
+    def _read(
+        self, place: FlashPlace, address: int, nbytes: int, keep_alive: object, priority: Priority
+    ) -> Transfer:
+        return submit_all(
+            self._engine,
+            _requests("read", place, address, nbytes, keep_alive=keep_alive, priority=priority),
+        )
+
+    def _discard(self, place: FlashPlace) -> None:
+        self._space.release(place)
+
+    def _close(self) -> None:
+        _live.discard(self)
+        self._space.close()
+
+
+def _requests(
+    op: Op, place: FlashPlace, address: int, nbytes: int, *, keep_alive: object, priority: Priority
+) -> list[Request]:
+    requests = []
+    done = 0
+    for piece in place.pieces:
+        length = min(piece.nbytes, nbytes - done)
+        requests.append(
+            Request(
+                op=op,
+                file=piece.file,
+                offset_bytes=piece.offset_bytes,
+                address=address + done,
+                nbytes=length,
+                keep_alive=keep_alive,
+                priority=priority,
+            )
+        )
+        done += length
+    return requests
+
+
+_live: weakref.WeakSet[FlashTier] = weakref.WeakSet()
+
+
+def _close_inherited() -> None:
+    """In a forked child: its descriptors would keep the parent's space taken after the parent."""
+    for tier in list(_live):
+        tier._space.close_files()
+    _live.clear()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
+
+def _check_directories(
+    directories: StrPath | Sequence[StrPath], allow_memory_filesystem: bool
+) -> list[str]:
+    several = [directories] if isinstance(directories, str | os.PathLike) else directories
+    paths = [os.path.abspath(each) for each in several]
+    if not paths:
+        raise ConfigError("a flash tier needs a directory; none was named")
+    for path in paths:
+        _check_directory(path, allow_memory_filesystem)
+    real = [os.path.realpath(path) for path in paths]
+    for path, where in zip(paths, real, strict=True):
+        if real.count(where) > 1:
+            raise ConfigError(f"flash directory {path!r} is named twice; name each one once")
+    return paths
+
+
+def _check_directory(path: str, allow_memory_filesystem: bool) -> None:
+    if not os.path.exists(path):
+        raise ConfigError(f"flash directory {path!r} does not exist; create it or name another")
+    if not os.path.isdir(path):
+        raise ConfigError(f"flash directory {path!r} is not a directory; name one")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"flash directory {path!r} is not writable for user {os.geteuid()}; change its mode or"
+            " name another"
+        )
+    system = filesystem_of(path)
+    if system.is_memory and not allow_memory_filesystem:
+        raise ConfigError(
+            f"flash directory {path!r} is on {system.kind}, so its files are in memory and spilling"
+            " there would save none; name a directory on a disk (or, for a test, pass"
+            " allow_memory_filesystem=True)"
+        )
+
+
+def _quotas(capacity_bytes: int, paths: Sequence[str]) -> list[int]:
+    """Equal parts of the capacity, in whole units; the first ones get what is left over."""
+    units, count = capacity_bytes // UNIT_BYTES, len(paths)
+    if units < count:
+        raise ConfigError(
+            f"a flash tier of {capacity_bytes} bytes has less than {UNIT_BYTES} bytes for each"
+            f" of its {count} directories ({', '.join(paths)}); raise its capacity"
+        )
+    return [(units // count + (index < units % count)) * UNIT_BYTES for index in range(count)]
+
+
+def _check_space(paths: Sequence[str], quotas: Sequence[int]) -> None:
+    """Each file system must have the space for all the directories that lie on it."""
+    together: dict[int, list[int]] = {}
+    for index, path in enumerate(paths):
+        together.setdefault(os.stat(path).st_dev, []).append(index)
+    for indices in together.values():
+        needed = sum(quotas[index] for index in indices)
+        free = free_space_bytes(paths[indices[0]])
+        if 0 <= free < needed:
+            raise NoSpaceError(
+                errno=errno.ENOSPC,
+                op="allocate",
+                path=", ".join(paths[index] for index in indices),
+                offset_bytes=0,
+                nbytes=needed,
+                free_bytes=free,
+                advice=f"a flash tier of {format_bytes(sum(quotas))} would need"
+                f" {format_bytes(needed)} there and {format_bytes(free)} are free: lower its"
+                " capacity, free some space, or name another directory",
+            )
+
+
+def _open_all(paths: Sequence[str], quotas: Sequence[int]) -> list[SlabDirectory]:
+    slabs: list[SlabDirectory] = []
+    try:
+        for path, quota in zip(paths, quotas, strict=True):
+            slabs.append(SlabDirectory(path, quota_bytes=quota, slab_bytes=knobs.slab_bytes()))
+    except TransferError as error:
+        for each in slabs:
+            each.close()
+        raise ConfigError(f"flash directory {path!r} cannot be used: {error}") from error
+    return slabs

@@ -1,0 +1,187 @@
+"""A tier in host memory: bytes rest in blocks of an arena."""
+
+from __future__ import annotations
+
+import errno
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from penstock.core.errors import ConfigError, NoSpaceError
+from penstock.core.locks import Lock, defer
+from penstock.core.units import format_bytes, round_down, round_up
+from penstock.io.arena import Arena, Block
+from penstock.io.engine import Priority, Transfer
+from penstock.io.mapping import PAGE_BYTES
+from penstock.observe.recorder import Recorder
+from penstock.tier.base import Tier, TierSpec
+from penstock.tier.copier import Copier, CopyRange
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostPlace:
+    """Where one ticket's bytes lie."""
+
+    blocks: tuple[Block, ...]
+    """In order; the last may be longer than the data."""
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes of the tier's capacity."""
+        return sum(block.nbytes for block in self.blocks)
+
+    def __str__(self) -> str:
+        more = f" and {len(self.blocks) - 1} more" if len(self.blocks) > 1 else ""
+        return f"{self.blocks[0]!r}{more}"
+
+
+class HostTier(Tier):
+    """Holds bytes in an arena, copied there and back by one thread. Any address will do.
+
+    The arena may serve others as well, and is not closed with the tier. What fits no free range of
+    it in one piece is put into several. Memory that the arena has not touched before costs the
+    thread that writes its page faults, once.
+    """
+
+    def __init__(
+        self, arena: Arena, *, capacity_bytes: int, recorder: Recorder, name: str = "host"
+    ) -> None:
+        """Make an empty tier; memory is taken from the arena as it is needed.
+
+        Args:
+            arena: Where the bytes rest.
+            capacity_bytes: The most to hold. What is written takes whole pages. The arena, and the
+                budget that it is under, may be full before.
+            recorder: Gets counters and spans.
+            name: As in plans, logs and traces.
+
+        Raises:
+            ConfigError: The capacity is less than a page, or more than the arena's.
+        """
+        if not PAGE_BYTES <= capacity_bytes <= arena.capacity_bytes:
+            raise ConfigError(
+                f"tier {name}: a capacity of {capacity_bytes} bytes is not between one page"
+                f" ({PAGE_BYTES} bytes) and its arena's capacity ({arena.capacity_bytes} bytes)"
+            )
+        spec = TierSpec(
+            name=name,
+            kind="host",
+            capacity_bytes=round_down(capacity_bytes, PAGE_BYTES),
+            granule_bytes=1,  # copies need no alignment, so a window is exactly its data
+            where="host memory",
+        )
+        super().__init__(spec, recorder=recorder)
+        self.arena = arena
+        self._copier = Copier(f"penstock-{name}")
+        self._space_lock = Lock()
+        self._taken_bytes = 0
+        self._places: set[HostPlace] = set()
+        # A tier that is dropped without close must not leave its thread behind.
+        weakref.finalize(self, defer, self._copier.stop).atexit = False
+
+    @property
+    def taken_bytes(self) -> int:
+        """What is taken of the capacity now: held bytes, each ticket's rounded up to a page."""
+        return self._taken_bytes
+
+    def _write(
+        self, address: int, nbytes: int, keep_alive: object, priority: Priority
+    ) -> tuple[HostPlace, Transfer]:
+        place = self._take(nbytes)
+        ranges = [
+            CopyRange(block.address, address + start, length)
+            for block, start, length in _parts(place, nbytes)
+        ]
+        try:
+            return place, self._copier.submit(ranges, keep_alive, priority)
+        except BaseException:
+            self._discard(place)
+            raise
+
+    def _read(
+        self, place: HostPlace, address: int, nbytes: int, keep_alive: object, priority: Priority
+    ) -> Transfer:
+        ranges = [
+            CopyRange(address + start, block.address, length)
+            for block, start, length in _parts(place, nbytes)
+        ]
+        return self._copier.submit(ranges, keep_alive, priority)
+
+    def _discard(self, place: HostPlace) -> None:
+        with self._space_lock:
+            if place not in self._places:  # close was quicker
+                return
+            self._places.remove(place)
+            self._taken_bytes -= place.nbytes
+        for block in place.blocks:
+            block.free()
+
+    def _close(self) -> None:
+        self._copier.close()
+        with self._space_lock:
+            places, self._places = self._places, set()
+            self._taken_bytes = 0
+        for place in places:
+            for block in place.blocks:
+                block.free()
+
+    def _take(self, nbytes: int) -> HostPlace:
+        pages = round_up(nbytes, PAGE_BYTES)
+        with self._space_lock:
+            free = self.spec.capacity_bytes - self._taken_bytes
+            if pages > free:
+                raise self._no_space(nbytes, free, "of the tier's capacity; raise that")
+            self._taken_bytes += pages
+        try:
+            place = HostPlace(tuple(self._allocate(pages)))
+        except BaseException:
+            with self._space_lock:
+                self._taken_bytes -= pages
+            raise
+        with self._space_lock:
+            self._places.add(place)
+        return place
+
+    def _allocate(self, nbytes: int) -> list[Block]:
+        """Blocks of together ``nbytes``, as few and as long as halving finds."""
+        blocks: list[Block] = []
+        try:
+            self._fill(blocks, nbytes)
+        except BaseException:
+            for block in blocks:
+                block.free()
+            raise
+        return blocks
+
+    def _fill(self, blocks: list[Block], nbytes: int) -> None:
+        length = left = nbytes
+        while left:
+            free = self.arena.capacity_bytes - self.arena.used_bytes
+            block = self.arena.allocate(min(length, left)) if left <= free else None
+            if block is not None:
+                blocks.append(block)
+                left -= block.nbytes
+            elif length <= PAGE_BYTES or left > free:
+                raise self._no_space(nbytes, free, "in its arena, or less by the memory budget")
+            else:
+                length = round_up(length // 2, PAGE_BYTES)
+
+    def _no_space(self, nbytes: int, free: int, of_what: str) -> NoSpaceError:
+        return NoSpaceError(
+            errno=errno.ENOSPC,
+            op="allocate",
+            path=self.spec.where,
+            offset_bytes=0,
+            nbytes=nbytes,
+            free_bytes=free,
+            advice=f"tier {self.spec.name!r} has {format_bytes(free)} left {of_what}",
+        )
+
+
+def _parts(place: HostPlace, nbytes: int) -> Iterator[tuple[Block, int, int]]:
+    """Each block, where in the data it begins, and how much of the data it holds."""
+    start = 0
+    for block in place.blocks:
+        length = min(block.nbytes, nbytes - start)
+        yield block, start, length
+        start += length

@@ -1,0 +1,306 @@
+"""The JSONL log: its schema, that it loses nothing, and that its disk may fail."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.core.errors import ConfigError, PenstockWarning, TransferError
+from penstock.observe import log as log_module
+from penstock.observe.clock import ManualClock
+from penstock.observe.events import Stage
+from penstock.observe.log import EventLog
+from penstock.observe.recorder import Recorder
+from penstock.observe.records import read_events, read_log
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "events.jsonl"
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Every write of the log fails from now on; gives the number of attempts."""
+    attempts = []
+
+    def write(fd, data):
+        attempts.append(len(data))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def fill() -> list[int]:
+        monkeypatch.setattr(log_module.os, "write", write)
+        return attempts
+
+    return fill
+
+
+def run_python(code: str, *args: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_every_kind_of_line_has_its_documented_fields(path):
+    clock = ManualClock()
+    with EventLog(path, clock=clock) as log:
+        recorder = Recorder(clock=clock, log=log)
+        recorder.begin_step(3)
+        recorder.span(Stage.WRITE, 10, 25, nbytes=4096, tier="flash", slot="fc#0")
+        recorder.level("device", 7)
+        recorder.mark("replan", reason="drift")
+        recorder.count("fallback.host")
+        clock.advance(100)
+        recorder.end_step()
+    records = list(read_log(path))
+    assert [record["kind"] for record in records] == [
+        "header", "span", "level", "mark", "span", "step", "end",
+    ]  # fmt: skip
+    header, span, level, mark, _, step, _ = records
+    assert header.keys() == {"kind", "schema", "t_ns", "unix_ns", "pid"}
+    assert span == {
+        "kind": "span", "stage": "write", "t_ns": 10, "dur_ns": 15, "nbytes": 4096,
+        "tier": "flash", "slot": "fc#0", "cause": "",
+    }  # fmt: skip
+    assert level == {"kind": "level", "t_ns": 0, "memory": "device", "nbytes": 7}
+    assert mark == {"kind": "mark", "t_ns": 0, "name": "replan", "fields": {"reason": "drift"}}
+    assert (step["index"], step["t_ns"], step["dur_ns"]) == (3, 0, 100)
+    assert step["counters"] == {"fallback.host": 1}
+    assert {"stage": "write", "tier": "flash", "count": 1, "nbytes": 4096, "busy_ns": 15} in (
+        step["flows"]
+    )
+    assert step["memory"]["device"] == {
+        "current_bytes": 7, "peak_bytes": 7, "average_bytes": 7,
+    }  # fmt: skip
+
+
+TEXT = st.text(max_size=12)
+FIELD = st.one_of(TEXT, st.integers(), st.floats(), st.booleans(), st.none())
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.tuples(st.sampled_from(list(Stage)), st.integers(0), st.integers(0), TEXT)),
+    st.dictionaries(st.text(min_size=1, max_size=5), FIELD, max_size=4),
+)
+def test_events_survive_the_round_trip(path, spans, fields):
+    with EventLog(path) as log:
+        recorder = Recorder(clock=ManualClock(), log=log)
+        for stage, start, length, slot in spans:
+            recorder.span(stage, start, start + length, slot=slot)
+        recorder.mark("m", **fields)
+        events = recorder.events()
+    assert read_events(path) == events
+    for key, value in fields.items():
+        odd = isinstance(value, float) and value - value != 0  # NaN or infinite: JSON has neither
+        assert events[-1].fields[key] == (str(value) if odd else value)
+
+
+def test_nothing_is_lost_from_many_threads(path):
+    with EventLog(path) as log:
+        recorder = Recorder(log=log, max_events=5)
+        workers = [
+            threading.Thread(target=lambda: [recorder.level("device", n) for n in range(500)])
+            for _ in range(4)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    assert sum(record["kind"] == "level" for record in read_log(path)) == 2000
+
+
+def test_a_flush_makes_the_file_complete(path):
+    log = EventLog(path)
+    recorder = Recorder(log=log)
+    recorder.level("device", 1)
+    assert log.flush()
+    assert [record["kind"] for record in read_log(path)] == ["header", "level"]
+    log.close()
+
+
+def test_after_close_events_are_dropped_quietly(path):
+    log = EventLog(path)
+    log.close()
+    log.close()
+    recorder = Recorder(log=log)
+    recorder.level("device", 1)
+    recorder.begin_step(0)
+    recorder.end_step()
+    log.flush()
+    assert [record["kind"] for record in read_log(path)] == ["header", "end"]
+
+
+def test_a_full_disk_warns_once_and_recording_goes_on(path, full_disk):
+    log = EventLog(path)
+    recorder = Recorder(log=log)
+    assert log.flush()
+    attempts = full_disk()
+    recorder.begin_step(0)
+    recorder.level("device", 5)
+    with pytest.warns(PenstockWarning, match=r"events\.jsonl.*No space left") as caught:
+        assert not log.flush()
+    recorder.level("device", 6)
+    recorder.end_step()  # would warn again, and warnings are errors here
+    log.close()
+    assert len(caught) == 1
+    assert len(attempts) == 1
+    assert log.failed
+    assert recorder.snapshot().memory["device"].peak_bytes == 6
+    assert len(log._pending) == 0
+
+
+def test_the_end_of_a_step_tells_of_the_failure(path, full_disk):
+    log = EventLog(path)
+    recorder = Recorder(log=log)
+    full_disk()
+    recorder.begin_step(0)
+    recorder.level("device", 5)
+    log._wake.set()
+    assert _eventually(lambda: log.failed)
+    with pytest.warns(PenstockWarning):
+        recorder.end_step()
+    log.close()
+
+
+def test_a_short_write_is_continued(path, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(log_module.os, "write", lambda fd, data: write(fd, bytes(data[:7])))
+    with EventLog(path) as log:
+        recorder = Recorder(log=log)
+        for n in range(100):
+            recorder.level("device", n)
+    assert [e.nbytes for e in read_events(path)] == list(range(100))
+
+
+def test_a_disk_that_hangs_costs_events_but_neither_memory_nor_time(path, monkeypatch):
+    monkeypatch.setattr(log_module, "MAX_PENDING", 10)
+    hang, write = threading.Event(), os.write
+    log = EventLog(path)
+    assert log.flush()
+    monkeypatch.setattr(log_module.os, "write", lambda fd, data: hang.wait(30) and write(fd, data))
+    recorder = Recorder(log=log)
+    recorder.level("device", -1)
+    log._wake.set()
+    assert _eventually(lambda: not log._pending)  # the writer hangs in its write
+    for n in range(50):
+        recorder.level("device", n)
+    assert (len(log._pending), log.lost) == (10, 40)
+    hang.set()
+    log.close()
+    assert {"kind": "lost", "count": 40} in list(read_log(path))
+
+
+@pytest.mark.parametrize("name", ["missing/events.jsonl", "."])
+def test_a_log_that_cannot_be_opened_says_so_at_once(tmp_path, name):
+    with pytest.raises(TransferError, match="open of"):
+        EventLog(tmp_path / name)
+
+
+def test_a_log_left_open_is_complete_after_the_interpreter_exits(path):
+    done = run_python(
+        """
+        import sys
+        from penstock.observe.log import EventLog
+        from penstock.observe.recorder import Recorder
+        recorder = Recorder(log=EventLog(sys.argv[1]))
+        for n in range(1000):
+            recorder.level("device", n)
+        """,
+        path,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    kinds = [record["kind"] for record in read_log(path)]
+    assert (kinds.count("level"), kinds[-1]) == (1000, "end")
+
+
+def test_a_killed_process_leaves_what_it_flushed(path):
+    done = run_python(
+        """
+        import os, signal, sys
+        from penstock.observe.log import EventLog
+        from penstock.observe.recorder import Recorder
+        log = EventLog(sys.argv[1])
+        recorder = Recorder(log=log)
+        recorder.level("device", 1)
+        log.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+        path,
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert [record["kind"] for record in read_log(path)] == ["header", "level"]
+
+
+def test_a_forked_child_writes_nothing(path):
+    done = run_python(
+        """
+        import os, sys, warnings
+        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: fork beside threads
+        from penstock.observe.log import EventLog
+        from penstock.observe.recorder import Recorder
+        log = EventLog(sys.argv[1])
+        recorder = Recorder(log=log)
+        recorder.level("device", 1)
+        child = os.fork()
+        recorder.level("device", 2 if child else 3)
+        if not child:
+            log.flush()
+            log.close()
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        """,
+        path,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [event.nbytes for event in read_events(path)] == [1, 2]
+
+
+def test_a_torn_last_line_is_left_out(path):
+    with EventLog(path) as log:
+        Recorder(log=log).level("device", 1)
+    with path.open("a") as file:
+        file.write('{"kind":"lev')
+    assert [record["kind"] for record in read_log(path)] == ["header", "level", "end"]
+
+
+@pytest.mark.parametrize("text", ["not json\n", "[]\n", '{"kind":"header","schema":99}\n'])
+def test_what_is_no_log_is_refused(path, text):
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"events\.jsonl"):
+        list(read_log(path))
+
+
+def test_a_damaged_line_within_is_refused_with_its_number(path):
+    with EventLog(path) as log:
+        Recorder(log=log).level("device", 1)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], "{oops\n", *lines[1:]]))
+    with pytest.raises(ConfigError, match=r"events\.jsonl:2"):
+        list(read_log(path))
+
+
+def test_lines_are_strict_json(path):
+    with EventLog(path) as log:
+        Recorder(log=log).mark("loss", value=float("nan"))
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def _eventually(condition) -> bool:
+    pause = threading.Event()
+    return any(condition() or pause.wait(0.01) for _ in range(500))

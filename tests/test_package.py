@@ -1,0 +1,72 @@
+"""What ``import penstock`` gives, and what it costs."""
+
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import penstock
+
+ROOT = Path(__file__).parents[1]
+EXPORTS = [
+    "BudgetError",
+    "ChecksumError",
+    "ClosedError",
+    "ConfigError",
+    "HookError",
+    "InPlaceError",
+    "NoSpaceError",
+    "OffloadConfig",
+    "PenstockError",
+    "PenstockWarning",
+    "PlanError",
+    "RestoreError",
+    "Session",
+    "ShortTransferError",
+    "SizeError",
+    "TransferError",
+    "__version__",
+    "offload",
+]
+
+
+def run(code):
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_exports_are_these_and_each_is_there():
+    assert sorted(penstock.__all__) == EXPORTS
+    for name in EXPORTS:
+        assert getattr(penstock, name) is not None
+    assert set(EXPORTS) <= set(dir(penstock))
+
+
+def test_the_version_is_that_of_the_project():
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        assert penstock.__version__ == tomllib.load(file)["project"]["version"]
+
+
+@pytest.mark.parametrize("module", ["core.units", "plan", "plan.policies", "observe", "io", "tier"])
+def test_planning_io_and_observation_do_without_torch(module):
+    code = f"import penstock.{module}, sys; print([m for m in sys.modules if m == 'torch'])"
+    assert run(code) == "[]"
+
+
+def test_planning_is_imported_in_a_blink():
+    def best(code):
+        took = []
+        for _ in range(3):
+            start = time.perf_counter()
+            run(code)
+            took.append(time.perf_counter() - start)
+        return min(took)
+
+    # everything above a bare interpreter; torch alone would take more than a second
+    assert best("import penstock.plan.policies") - best("pass") < 0.3

@@ -1,0 +1,71 @@
+"""kill -9 at every phase: no file is left, and nobody holds the space."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+VICTIM = """
+import sys, threading, time
+from penstock.core.units import MIB
+from penstock.io.threads import ThreadEngine
+from penstock.observe.recorder import Recorder
+from penstock.testing.engines import aligned
+from penstock.tier import FlashTier
+
+phase = sys.argv[1]
+tier = FlashTier(
+    sys.argv[2:], capacity_bytes=32 * MIB, engine=ThreadEngine(4), recorder=Recorder()
+)
+source, target = aligned(8 * MIB, seed=1), aligned(8 * MIB)
+ticket = None
+def write():
+    return tier.write(source.ctypes.data, 8 * MIB, keep_alive=source, label="x")
+if phase != "open":
+    ticket = write()
+    ticket.written.wait(20)
+threading.Timer(0.05, print, ["ready"], {"flush": True}).start()
+while phase == "write":
+    again = write()
+    again.written.wait(20)
+    tier.discard(again)
+while phase == "read":
+    tier.read(ticket, target.ctypes.data, keep_alive=target).wait(20)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("phase", ["open", "write", "rest", "read"])
+@pytest.mark.parametrize("tmpfile", [True, False], ids=["O_TMPFILE", "unlink"])
+def test_killed(phase, tmpfile, tmp_path):
+    directories = [tmp_path / "a", tmp_path / "b"]
+    for each in directories:
+        each.mkdir()
+    prelude = "" if tmpfile else "import os; os.O_TMPFILE = os.O_DIRECTORY\n"  # as an old kernel
+    victim = subprocess.Popen(
+        [sys.executable, "-c", prelude + VICTIM, phase, *map(str, directories)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with victim:
+        assert victim.stdout.readline() == "ready\n"
+        assert holders(tmp_path) == {victim.pid}
+        os.kill(victim.pid, signal.SIGKILL)
+    assert victim.returncode == -signal.SIGKILL
+    assert [os.listdir(each) for each in directories] == [[], []]
+    assert holders(tmp_path) == set()
+
+
+def holders(directory):
+    """Processes that have a file of this directory open, and so keep its space taken."""
+    found = set()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if os.readlink(link).startswith(f"{directory}/"):
+                found.add(int(link.parts[2]))
+        except OSError:
+            continue  # gone, or not ours
+    return found
