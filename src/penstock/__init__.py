@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401
+def __getattr__(name: str) -> Any:
     """Import what needs torch when it is first asked for: planning does without (PEP 562)."""
     if name in ("Session", "offload"):
         return getattr(importlib.import_module("penstock.api"), name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -77,8 +76,15 @@ def offload(
             raise ConfigError("offload: give either config or its fields as keywords, not both")
         return Session(config, model=model, optimizer=optimizer)
     paths = tuple(flash) if isinstance(flash, list) else flash
-    fields = {"device_memory": device_memory, "host_memory": host_memory, "flash": paths, **settings}
-    return Session(OffloadConfig.from_mapping(fields, source="offload"), model=model, optimizer=optimizer)
+    fields = {
+        "device_memory": device_memory,
+        "host_memory": host_memory,
+        "flash": paths,
+        **settings,
+    }
+    return Session(
+        OffloadConfig.from_mapping(fields, source="offload"), model=model, optimizer=optimizer
+    )
 
 
 class Session:
@@ -115,6 +121,8 @@ class Session:
         self._state = "new"
         self._steps = 0
         self._warnings: list[str] = []
+        self._stores: Stores | None = None
+        self._rss: RssSampler | None = None
         self._device = _device_of(model)
         log = None if config.event_log is None else EventLog(config.event_log)
         self.recorder = Recorder(log=log)
@@ -143,7 +151,10 @@ class Session:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
     ) -> None:
         """Detach hooks and release everything; files vanish."""
         self.close()
@@ -159,17 +170,20 @@ class Session:
 
     def _open(self) -> None:
         config = self.config
-        self._rss = RssSampler(self.recorder) if config.sample_rss else None
+        if config.sample_rss:
+            self._rss = RssSampler(self.recorder)
         self.budget = Budget(
             config.device_bytes,
             name="device",
             on_change=lambda nbytes: self.recorder.level("device", nbytes),
         )
-        self._stores = Stores(
-            config, budget=self.budget, recorder=self.recorder, device=self._device,
+        stores = self._stores = Stores(
+            config,
+            budget=self.budget,
+            recorder=self.recorder,
+            device=self._device,
             wrap_tier=self._wrap_tier,
-        )  # fmt: skip
-        stores = self._stores
+        )
         self.planner = Planner(
             policy=config.policy,
             machine=self._machine or stores.measure(),
@@ -232,10 +246,9 @@ class Session:
             _hooked.discard(self._model)
 
     def _stores_close(self) -> None:
-        stores = getattr(self, "_stores", None)
-        if stores is not None:
-            stores.close()
-        if getattr(self, "_rss", None) is not None:
+        if self._stores is not None:
+            self._stores.close()
+        if self._rss is not None:
             self._rss.stop()
         if self.recorder.log is not None:
             self.recorder.log.close()
@@ -283,16 +296,20 @@ class Session:
 
     def _facts(self) -> RunFacts:
         config, plan = self.config, self.plan
-        slots = () if plan is None else tuple(
-            SlotFact(
-                module=decision.key.module,
-                ordinal=decision.key.ordinal,
-                nbytes=decision.key.nbytes,
-                action=str(decision.action),
-                tier=decision.tier,
-                reason=decision.reason,
+        slots = (
+            ()
+            if plan is None
+            else tuple(
+                SlotFact(
+                    module=decision.key.module,
+                    ordinal=decision.key.ordinal,
+                    nbytes=decision.key.nbytes,
+                    action=str(decision.action),
+                    tier=decision.tier,
+                    reason=decision.reason,
+                )
+                for decision in plan.decisions
             )
-            for decision in plan.decisions
         )
         return RunFacts(
             policy=config.policy,

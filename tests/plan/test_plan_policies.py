@@ -162,6 +162,44 @@ def test_slots_that_were_never_needed_go_last():
     assert "layer.0" not in {key.module for key in every.need_order}
 
 
+def test_slots_that_nothing_asks_for_are_offloaded_if_forward_does_not_fit():
+    profile = stack([10] * 4, never={0, 1, 2, 3})
+    plan = auto(profile, MACHINE, Budgets(15 * MB, 0, AMPLE))
+    assert plan.feasible
+    assert offloaded_bytes(profile, plan) == 30 * MB
+
+
+def test_what_can_be_hidden_goes_before_what_cannot():
+    # 200 MB need 400 ms for both ways, but come back after 390 ms: whoever asks would wait
+    profile = stack([200, 40, 40, 40, 40, 40, 40], step_ms=30)
+    plan = auto(profile, MACHINE, Budgets(360 * MB, 0, AMPLE))
+    assert actions(plan)["layer.0"] == "keep"
+    assert actions(plan)["layer.1"] == actions(plan)["layer.2"] == "flash"
+
+
+def test_the_shortest_idle_time_of_equal_slots_counts():
+    def slot(p, saved_ms, needed_ms):
+        return SlotProfile(
+            SlotKey("l", 0, 10 * MB), p, saved_ms * MS, needed_ms * MS, "", False, ""
+        )
+
+    spans = (PassProfile(0, 0, 100 * MS, 500 * MS), PassProfile(1, 600 * MS, 700 * MS, 900 * MS))
+    profile = Profile("cpu", (slot(0, 0, 450), slot(1, 610, 710)), spans)
+    plan = policies.get("all")(profile, MACHINE, Budgets(20 * MB, 0, AMPLE))
+    assert plan.decisions[0].reason.startswith("long idle; 100.0 ms")
+
+
+def test_small_slots_still_go_where_a_large_one_has_no_room():
+    profile = stack([10, 30, 10, 10])
+    plan = auto(profile, MACHINE, Budgets(50 * MB, 0, 25 * MB))
+    assert actions(plan) == {
+        "layer.0": "flash",
+        "layer.1": "keep",
+        "layer.2": "flash",
+        "layer.3": "keep",
+    }
+
+
 def test_the_host_tier_takes_what_comes_back_soonest():
     plan = auto(stack([10] * 10), MACHINE, Budgets(60 * MB, 25 * MB, AMPLE))
     assert [actions(plan)[f"layer.{i}"] for i in range(7)] == ["flash"] * 4 + ["host"] * 2 + [
@@ -243,7 +281,7 @@ def test_ten_thousand_slots_are_planned_in_half_a_second():
     took = []
     for _ in range(3):  # the best of three: the machine may be busy with other things
         fresh = Profile(profile.device, profile.slots, profile.passes)
-        start = time.perf_counter()
+        start = time.process_time()
         auto(fresh, MACHINE, budgets)
-        took.append(time.perf_counter() - start)
+        took.append(time.process_time() - start)
     assert min(took) < 0.5

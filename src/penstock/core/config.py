@@ -37,7 +37,7 @@ class OffloadConfig:
     """``"auto"``, ``"all"`` or ``"keep"``."""
 
     floor: int | str | None = None
-    """Storages smaller than this always stay; ``None``: the knob ``PENSTOCK_FLOOR`` (1 MiB)."""
+    """Storages smaller than this always stay; ``None``: the knob ``PENSTOCK_FLOOR``, 1 MiB."""
 
     event_log: str | Path | None = None
     """Write every event to this file as JSON lines."""
@@ -119,7 +119,11 @@ class OffloadConfig:
                 f"{source}: unknown setting {unknown[0]!r}; known are {', '.join(sorted(known))}"
             )
         try:
-            return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+            plain: dict[str, Any] = {
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in values.items()
+            }
+            return cls(**plain)
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from error
 

@@ -47,7 +47,9 @@ def parse_bytes(value: int | str, *, what: str = "size") -> int:
         return value
     match = _NUMBER.fullmatch(value)
     if match is None:
-        raise SizeError(f"{what}: {value!r} is not a size; write a number and a unit, as in '1.5GiB'")
+        raise SizeError(
+            f"{what}: {value!r} is not a size; write a number and a unit, as in '1.5GiB'"
+        )
     number, unit = match.groups()
     if unit not in _UNITS:
         raise SizeError(f"{what}: {value!r} {_unit_advice(number, unit)}")
@@ -108,7 +110,9 @@ def round_down(value: int, multiple: int) -> int:
 
 def _unit_advice(number: str, unit: str) -> str:
     if not unit:
-        return f"has no unit; write '{number}GiB', '{number}MB', ... or the integer {number} for bytes"
+        return (
+            f"has no unit; write '{number}GiB', '{number}MB', ... or the integer {number} for bytes"
+        )
     if unit in ("k", "K", "M", "G", "T", "P"):
         binary = f"{number}{unit.upper()}iB"
         return f"is ambiguous; write '{binary}' (powers of 1024) or '{number}{unit}B' (of 1000)"

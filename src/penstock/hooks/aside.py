@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd import graph
 
-_autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+_autograd: Any = torch._C._autograd
 
 
 class StepAside:

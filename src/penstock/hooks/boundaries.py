@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.core.locks import Lock
 
-_task_id: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class Boundaries:

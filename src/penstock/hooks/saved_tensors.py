@@ -26,7 +26,7 @@ from penstock.hooks.modules import ModuleTracker
 from penstock.hooks.protected import ProtectedStorages, leaf_of
 from penstock.observe.recorder import Recorder
 from penstock.runtime.executor import Executor, SmallStorage
-from penstock.runtime.residency import SavedStorage
+from penstock.runtime.residency import Origin, SavedStorage
 
 TINY_BYTES: Final = 4096
 """Storages up to this size are not even counted: the handle would cost more than the tensor."""
@@ -186,20 +186,22 @@ class SavedTensorHooks:
         storage = _storage_of(tensor)
         if storage is None:
             return Foreign(tensor)
-        nbytes = storage.nbytes()
-        if (
-            nbytes <= TINY_BYTES
-            or tensor.numel() == 0
-            or tensor.device.type != self._device_type  # rule 14: it returns to where it came from
-            or self._protected.holds(storage)
-        ):
+        if self._is_uncounted(tensor, storage):
             return Kept(tensor)
-        if nbytes < self._floor_bytes:
+        if storage.nbytes() < self._floor_bytes:
             return Small(tensor, self._executor, self._executor.save_small(storage))
         if leaf_of(tensor) is not None:
             self._recorder.count("kept.weights")
             return Kept(tensor)
         return self._pack_storage(tensor, storage)
+
+    def _is_uncounted(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+        return (
+            storage.nbytes() <= TINY_BYTES
+            or tensor.numel() == 0
+            or tensor.device.type != self._device_type  # rule 14: it returns to where it came from
+            or self._protected.holds(storage)
+        )
 
     def unpack(self, packed: Packed) -> torch.Tensor:
         """The tensor again."""
@@ -216,7 +218,7 @@ class SavedTensorHooks:
         saved = executor.find(storage, base, tensor._version)
         if saved is None or not executor.hold(saved):
             saved = self._save(storage, base, tensor)
-        return Moved(tensor, tensor.storage_offset(), executor, saved)
+        return Moved(tensor, int(tensor.storage_offset()), executor, saved)
 
     def _pack_span(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, first: int, nbytes: int
@@ -236,14 +238,8 @@ class SavedTensorHooks:
         self, storage: torch.UntypedStorage, base: torch.Tensor, tensor: torch.Tensor
     ) -> SavedStorage:
         place = self._modules.here
-        return self._executor.save(
-            storage,
-            base,
-            tensor._version,
-            module=place.path,
-            kind=place.kind,
-            dtype=str(tensor.dtype).removeprefix("torch."),
-        )
+        origin = Origin(place.path, place.kind, str(tensor.dtype).removeprefix("torch."))
+        return self._executor.save(storage, base, tensor._version, origin)
 
     def _pack_subclass(self, tensor: torch.Tensor) -> Packed:
         if not type(tensor).__module__.startswith("torch.distributed."):
@@ -269,10 +265,11 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """The first byte of its storage that a tensor uses, and the number of bytes up to the last."""
     size = tensor.element_size()
+    first = int(tensor.storage_offset()) * size
     if tensor.is_contiguous():
-        return tensor.storage_offset() * size, tensor.numel() * size
+        return first, tensor.numel() * size
     reach = sum((n - 1) * stride for n, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return tensor.storage_offset() * size, (reach + 1) * size
+    return first, (reach + 1) * size
 
 
 def _probe(tensor: torch.Tensor) -> torch.Tensor:

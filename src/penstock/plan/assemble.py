@@ -10,7 +10,7 @@ from penstock.plan.machine import Budgets, Machine
 from penstock.plan.placement import place
 from penstock.plan.plan import INFEASIBLE, Action, Decision, Plan
 from penstock.plan.profile import Profile
-from penstock.plan.residency import Mask, least_window, residency
+from penstock.plan.residency import Mask, least_window, residency, returning
 
 
 def assemble(
@@ -75,9 +75,9 @@ def _window(profile: Profile, budgets: Budgets, mask: Mask) -> tuple[int, list[s
             f" ({need.hard_bytes} bytes) at slot {at}, the device budget is"
             f" {format_bytes(budgets.device_bytes)} ({budgets.device_bytes} bytes)"
         )
-    offloaded = sum(slot.key.nbytes for slot, out in zip(profile.slots, mask, strict=True) if out)
-    window = min(offloaded, max(need.working_bytes, budgets.device_bytes - need.kept_bytes))
-    if window < least_window(profile, mask, need.working_bytes):
+    sizes = returning(profile, mask)
+    window = min(sum(sizes), max(need.working_bytes, budgets.device_bytes - need.kept_bytes))
+    if window < least_window(sizes, need.working_bytes):
         notes.append(
             f"reads cannot run ahead: a window of {format_bytes(window)} holds only what is in use"
         )

@@ -23,33 +23,27 @@ class _Walk:
     resident: int
     """Kept, in use, and below the floor: what no wait can free."""
     peak: int = 0
-    waited_s: float = 0.0
     channel_free_s: float = 0.0
     writing: deque[tuple[float, int]] = field(default_factory=deque)
     """(when done, bytes) of the writes in flight."""
     writing_bytes: int = 0
 
-    def need(self, nbytes: int, at_s: float) -> float:
+    def need(self, nbytes: int, at_s: float) -> None:
         """Let writes end, and wait for more of them if must be, until ``nbytes`` more fit.
 
-        Returns:
-            When that is, with all waits so far in it.
+        A wait is not added to later times: from then on memory is at its limit, and the peak known.
         """
-        now_s = at_s + self.waited_s
         while self.writing:
             done_s, written = self.writing[0]
             full = self.resident + self.writing_bytes + nbytes > self.limit_bytes
-            if done_s > now_s and not full:
+            if done_s > at_s and not full:
                 break
-            self.waited_s += max(0.0, done_s - now_s)
-            now_s = max(now_s, done_s)
             self.writing.popleft()
             self.writing_bytes -= written
         self.peak = max(self.peak, self.resident + self.writing_bytes + nbytes)
-        return now_s
 
-    def write(self, nbytes: int, tier: str, now_s: float) -> None:
-        begin_s = max(self.channel_free_s, now_s)
+    def write(self, nbytes: int, tier: str, at_s: float) -> None:
+        begin_s = max(self.channel_free_s, at_s)
         self.channel_free_s = begin_s + self.machine.write_s(nbytes, tier)
         self.writing.append((self.channel_free_s, nbytes))
         self.writing_bytes += nbytes
@@ -70,9 +64,9 @@ def peak_bytes(profile: Profile, plan: Plan, machine: Machine) -> int:
         slot, tier = profile.slots[i], tiers[i]
         nbytes, returns = slot.key.nbytes, slot.needed_at_ns is not None
         if event is Event.SAVE:
-            now_s = walk.need(nbytes, when_ns / 1e9)
+            walk.need(nbytes, when_ns / 1e9)
             if tier:
-                walk.write(nbytes, tier, now_s)
+                walk.write(nbytes, tier, when_ns / 1e9)
                 to_come += nbytes if returns else 0
             else:
                 walk.resident += nbytes

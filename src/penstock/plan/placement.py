@@ -6,14 +6,15 @@ from penstock.plan.groups import Group
 from penstock.plan.machine import Budgets
 
 
-def fitting(ranked: list[Group], budgets: Budgets) -> int:
-    """How many of the first groups fit the tiers together."""
+def fitting(ranked: list[Group], budgets: Budgets) -> list[Group]:
+    """Those groups, the first ones first, that the tiers have room for together."""
     room = budgets.host_bytes + budgets.flash_bytes
-    for count, group in enumerate(ranked):
-        room -= group.nbytes
-        if room < 0:
-            return count
-    return len(ranked)
+    found = []
+    for group in ranked:
+        if group.nbytes <= room:
+            found.append(group)
+            room -= group.nbytes
+    return found
 
 
 def place(chosen: list[Group], budgets: Budgets) -> list[str]:

@@ -65,9 +65,19 @@ def residency(profile: Profile, offloaded: Mask) -> Residency:
     return Residency(hard, worst, most_kept, most_used)
 
 
-def least_window(profile: Profile, offloaded: Mask, working_bytes: int) -> int:
-    """Room to use a slot while the next is read: twice the largest, or one node's if more."""
-    sizes = [slot.key.nbytes for i, slot in enumerate(profile.slots) if offloaded[i]]
+def returning(profile: Profile, offloaded: Mask) -> list[int]:
+    """Sizes of the offloaded slots that backward asks for."""
+    pairs = zip(profile.slots, offloaded, strict=True)
+    return [slot.key.nbytes for slot, out in pairs if out and slot.needed_at_ns is not None]
+
+
+def least_window(sizes: list[int], working_bytes: int) -> int:
+    """Room to use a slot while the next is read: twice the largest, or one node's if more.
+
+    Args:
+        sizes: Of the slots that are read back (``returning``).
+        working_bytes: The most that one node uses at once.
+    """
     return max(working_bytes, min(2 * max(sizes, default=0), sum(sizes)))
 
 

@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from concurrent.futures import CancelledError
@@ -41,7 +42,7 @@ from penstock.plan.plan import Action, Decision
 from penstock.runtime.movers import Mover
 from penstock.runtime.passes import Pass
 from penstock.runtime.planner import Planner
-from penstock.runtime.residency import Residency, SavedStorage, SlotRecord
+from penstock.runtime.residency import Origin, Residency, SavedStorage, SlotRecord
 from penstock.tier.base import Tier
 
 SAVED = "saved"
@@ -93,6 +94,7 @@ class Executor:
         self._warned: set[str] = set()
         self._stalled_ns = 0
         self._closed = False
+        self._pid = os.getpid()
         self._passes = 0
         self._pass = self._new_pass()
 
@@ -122,10 +124,7 @@ class Executor:
         storage: torch.UntypedStorage,
         base: torch.Tensor,
         version: int,
-        *,
-        module: str,
-        kind: str,
-        dtype: str,
+        origin: Origin,
     ) -> SavedStorage:
         """Take charge of a storage that autograd saves; waits while the budget is full.
 
@@ -137,7 +136,7 @@ class Executor:
         nbytes = storage.nbytes()
         start_ns = self._recorder.clock.now_ns()
         with self._changed:
-            saved = self._register(storage, base, version, module, kind, dtype)
+            saved = self._register(storage, base, version, origin)
         decision = self.planner.decide(saved.record.key)
         saved.record.reason = decision.reason
         try:
@@ -157,16 +156,14 @@ class Executor:
         storage: torch.UntypedStorage,
         base: torch.Tensor,
         version: int,
-        module: str,
-        kind: str,
-        dtype: str,
+        origin: Origin,
     ) -> SavedStorage:
         if self._closed:
             raise ClosedError("the session is closed: saved tensors can no longer be offloaded")
         current = self._current_pass()
         nbytes = storage.nbytes()
-        key = current.new_key(module, nbytes)
-        record = SlotRecord(key, kind, dtype, self.compute_ns())
+        key = current.new_key(origin.module, nbytes)
+        record = SlotRecord(key, origin, self.compute_ns())
         cdata = storage._cdata
         table = self._by_storage
         saved = SavedStorage(
@@ -207,6 +204,10 @@ class Executor:
 
     def release_small(self, small: SmallStorage) -> None:
         """A handle has died. Call it through ``locks.defer``."""
+        if (
+            os.getpid() != self._pid
+        ):  # a forked child: its locks may be held by threads it has not got
+            return
         with self._changed:
             small.handles -= 1
             if small.handles > 0:
@@ -532,6 +533,8 @@ class Executor:
 
     def release(self, saved: SavedStorage, unpacked: bool) -> None:
         """A handle has died. Call it through ``locks.defer``: it takes locks, it never waits."""
+        if os.getpid() != self._pid:
+            return
         with self._changed:
             saved.handles -= 1
             if not unpacked:
@@ -605,8 +608,11 @@ class Executor:
         self._write_failed = True
         self._recorder.count(counter)
         self._recorder.mark("spill_failed", slot=str(saved), error=str(error))
-        self._warn(counter, f"{saved} could not be spilled and stays in memory or goes to another"
-                            f" tier ({error}); further such failures are only counted")
+        self._warn(
+            counter,
+            f"{saved} could not be spilled and stays in memory or goes to another"
+            f" tier ({error}); further such failures are only counted",
+        )
 
     def _warn(self, topic: str, message: str) -> None:
         if topic not in self._warned:

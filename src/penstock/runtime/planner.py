@@ -87,7 +87,9 @@ class Planner:
 
     def _guess(self, key: SlotKey) -> Decision:
         tier = "flash" if self._budgets.flash_bytes else "host"
-        if self.policy_name == "keep" or not (self._budgets.flash_bytes or self._budgets.host_bytes):
+        if self.policy_name == "keep" or not (
+            self._budgets.flash_bytes or self._budgets.host_bytes
+        ):
             return Decision(key, Action.KEEP, "", "not in the plan")
         if self.policy_name == "all" or self._budget.free_bytes < self._budget.limit_bytes // 2:
             return Decision(key, Action.OFFLOAD, tier, "not in the plan")
@@ -159,9 +161,9 @@ class Planner:
                         pass_index=known.index,
                         saved_at_ns=record.saved_at_ns,
                         needed_at_ns=record.needed_at_ns,
-                        kind=record.kind,
+                        kind=record.origin.kind,
                         held_elsewhere=held,
-                        dtype=record.dtype,
+                        dtype=record.origin.dtype,
                     )
                 )
         return Profile(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -43,13 +43,23 @@ class Residency(enum.Enum):
     """No handle is left: nothing is held."""
 
 
+class Origin(NamedTuple):
+    """Who saved a storage."""
+
+    module: str
+    """Path of the innermost running module."""
+    kind: str
+    """Its type's name."""
+    dtype: str
+    """As ``"float32"``."""
+
+
 @dataclass(slots=True)
 class SlotRecord:
     """What one pass learnt about one slot: the profile's raw material. Times are compute time."""
 
     key: SlotKey
-    kind: str
-    dtype: str
+    origin: Origin
     saved_at_ns: int
     needed_at_ns: int | None = None
     held_elsewhere: bool = False

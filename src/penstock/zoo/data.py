@@ -253,7 +253,7 @@ def _cell_names(grid: tuple[int, int]) -> tuple[str, ...]:
     )
 
 
-def _sklearn_datasets() -> Any:  # noqa: ANN401 - a module without types
+def _sklearn_datasets() -> Any:
     try:
         return importlib.import_module("sklearn.datasets")
     except ImportError as error:

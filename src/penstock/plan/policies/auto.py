@@ -27,7 +27,7 @@ from penstock.plan.machine import Budgets, Machine
 from penstock.plan.placement import fitting
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
-from penstock.plan.residency import first_true, least_window, read_ahead_bytes, residency
+from penstock.plan.residency import first_true, least_window, read_ahead_bytes, residency, returning
 
 WINDOW_SHARE = 4
 """Reads may run ahead by one part in this many of the budget before kept slots give way to them."""
@@ -41,14 +41,13 @@ def auto(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
             f" {format_bytes(budgets.device_bytes)}"
         )
         return assemble("auto", profile, machine, budgets, chosen=[], why_kept=lambda _: fits)
-    ranked = _rank(groups_of(profile), machine)
-    ranked = ranked[: fitting(ranked, budgets)]
+    ranked = fitting(_rank(groups_of(profile), machine), budgets)
     count = first_true(len(ranked), lambda k: _fits(profile, machine, budgets, ranked[:k]))
     return assemble("auto", profile, machine, budgets, chosen=ranked[:count], why_kept=_why_kept)
 
 
 def _rank(groups: tuple[Group, ...], machine: Machine) -> list[Group]:
-    """Candidates, best first. Depends on no budget, so that budgets choose runs of one ranking."""
+    """Candidates, best first; the same for every device budget, which chooses a run of them."""
     movable = [group for group in groups if not group.held_elsewhere]
     return sorted(movable, key=lambda group: _rank_key(group, machine))
 
@@ -68,7 +67,7 @@ def _fits(profile: Profile, machine: Machine, budgets: Budgets, chosen: list[Gro
     if need.hard_bytes > budgets.device_bytes:
         return False
     ahead = min(read_ahead_bytes(profile, mask, machine), budgets.device_bytes // WINDOW_SHARE)
-    window = max(ahead, least_window(profile, mask, need.working_bytes))
+    window = max(ahead, least_window(returning(profile, mask), need.working_bytes))
     return need.kept_bytes + window <= budgets.device_bytes
 
 
