@@ -124,8 +124,9 @@ def test_no_thread_to_be_had_loses_no_request(file, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
+        transfer = move(engine, "write", file, 0, aligned(PIECE_BYTES))
         with pytest.raises(RuntimeError, match="new thread"):
-            move(engine, "write", file, 0, aligned(PIECE_BYTES))
+            transfer.wait(PATIENCE_S)
     move(engine, "write", file, 0, aligned(PIECE_BYTES)).wait(PATIENCE_S)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
@@ -187,8 +188,8 @@ def test_a_closed_file_fails_the_transfer_and_not_another_file(tmp_path):
     engine.close()
 
 
-def test_buffered_pages_do_not_stay_in_the_cache(tmp_path):
-    path = tmp_path / "data"
+def test_buffered_pages_do_not_stay_in_the_cache(disk_path):
+    path = disk_path / "data"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PENSTOCK_BUFFERED_IO", "1")
         file = files.open_path(path, "w+")

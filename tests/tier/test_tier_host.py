@@ -1,5 +1,6 @@
 """The host tier and its copier: order, fragmentation, budgets, threads."""
 
+import ctypes
 import gc
 import threading
 from concurrent.futures import CancelledError
@@ -111,109 +112,103 @@ class TestHostTier:
         wait_until(lambda: not threads("penstock-dropped"))
 
 
-class Ends:
-    """In which order transfers end; the first one can be held up as it ends."""
+class Gate:
+    """Stands in for ``memmove``: pieces wait until they are let through. Remembers targets."""
 
     def __init__(self):
-        self.order = []
-        self.gate = threading.Event()
-        self.at_gate = threading.Event()
+        self.targets = []
+        self.arrived = threading.Semaphore(0)
+        self.tokens = threading.Semaphore(0)
 
-    def note(self, name, transfer):
-        transfer.add_done_callback(lambda _: self.order.append(name))
-        return transfer
+    def memmove(self, target, source, nbytes):
+        self.targets.append(target)
+        self.arrived.release()
+        assert self.tokens.acquire(timeout=20)
+        ctypes.memmove(target, source, nbytes)
 
-    def hold(self, transfer):
-        def wait(_):
-            self.at_gate.set()
-            assert self.gate.wait(20)
-
-        transfer.add_done_callback(wait)
-        assert self.at_gate.wait(20)
+    def wait_for_piece(self):
+        assert self.arrived.acquire(timeout=20)
 
 
 class TestCopier:
-    @pytest.fixture
-    def copier(self, monkeypatch):
+    @pytest.fixture(autouse=True)
+    def small_pieces(self, monkeypatch):
         monkeypatch.setenv("PENSTOCK_IO_PIECE", "4KiB")
+
+    @pytest.fixture
+    def gate(self, monkeypatch):
+        gate = Gate()
+        monkeypatch.setattr("penstock.tier.copier.ctypes", gate)
+        yield gate
+        gate.tokens.release(1000)
+
+    @pytest.fixture
+    def copier(self):
         copier = Copier("copier")
         yield copier
         copier.close()
 
-    @pytest.fixture
-    def buffers(self):
-        return aligned(64 * KIB, seed=4), aligned(64 * KIB)
+    def copy(self, copier, nbytes, priority=Priority.PREFETCH):
+        source, target = aligned(nbytes, seed=4), aligned(nbytes)
+        ranges = [CopyRange(target.ctypes.data, source.ctypes.data, nbytes)]
+        return copier.submit(ranges, (source, target), priority), target.ctypes.data
 
-    def copy(self, copier, buffers, nbytes=64 * KIB, start=0, priority=Priority.PREFETCH):
-        source, target = buffers
-        ranges = [CopyRange(target.ctypes.data + start, source.ctypes.data + start, nbytes)]
-        return copier.submit(ranges, buffers, priority)
+    def test_pieces_make_the_whole(self, copier):
+        source, target = aligned(64 * KIB, seed=4), aligned(64 * KIB)
+        to, of = target.ctypes.data, source.ctypes.data
+        ranges = [CopyRange(to + 7, of + 7, 20_001), CopyRange(to + 30_000, of + 1, 5)]
+        assert copier.submit(ranges, (source, target), Priority.DEMAND).wait(20) == 20_006
+        expected = aligned(64 * KIB)
+        expected[7:20_008] = source[7:20_008]
+        expected[30_000:30_005] = source[1:6]
+        assert (target == expected).all()
 
-    def test_pieces_make_the_whole(self, copier, buffers):
-        assert self.copy(copier, buffers, 50_001, 7).wait(20) == 50_001
-        source, target = buffers
-        assert (target[7:50_008] == source[7:50_008]).all()
-        assert not target[:7].any()
-        assert not target[50_008:].any()
+    def test_priority_then_age(self, gate, copier):
+        _, held = self.copy(copier, 8)
+        gate.wait_for_piece()
+        priorities = (Priority.WRITE_BEHIND, Priority.PREFETCH, Priority.PREFETCH, Priority.DEMAND)
+        copies = [self.copy(copier, 8, priority) for priority in priorities]
+        gate.tokens.release(1000)
+        for transfer, _ in copies:
+            transfer.wait(20)
+        assert gate.targets == [held, *(copies[index][1] for index in (3, 1, 2, 0))]
 
-    def test_priority_then_age(self, copier, buffers):
-        ends = Ends()
-        self_held = aligned(8), aligned(8)
-        first = self.copy(copier, self_held, 8)
-        ends.hold_next = None
-        ends.hold(first)
-        for name, priority in (
-            ("write", Priority.WRITE_BEHIND),
-            ("prefetch 1", Priority.PREFETCH),
-            ("prefetch 2", Priority.PREFETCH),
-            ("demand", Priority.DEMAND),
-        ):
-            last = ends.note(name, self.copy(copier, buffers, priority=priority))
-            if name == "write":
-                write = last
-        ends.gate.set()
-        write.wait(20)
-        assert ends.order == ["demand", "prefetch 1", "prefetch 2", "write"]
+    def test_a_demand_waits_for_one_piece(self, gate, copier):
+        """What has begun is overtaken between two pieces, and goes on where it was."""
+        long, start = self.copy(copier, 3 * 4096, Priority.WRITE_BEHIND)
+        gate.wait_for_piece()
+        assert not long.cancel()
+        demand, other = self.copy(copier, 4096, Priority.DEMAND)
+        gate.tokens.release(2)
+        demand.wait(20)
+        gate.wait_for_piece()
+        gate.wait_for_piece()
+        assert not long.done
+        gate.tokens.release(1000)
+        long.wait(20)
+        assert gate.targets == [start, other, start + 4096, start + 8192]
 
-    def test_promoted_and_cancelled(self, copier, buffers):
-        ends = Ends()
-        ends.hold(self.copy(copier, (aligned(8), aligned(8)), 8))
-        one = ends.note("one", self.copy(copier, buffers, priority=Priority.WRITE_BEHIND))
-        two = ends.note("two", self.copy(copier, buffers, priority=Priority.WRITE_BEHIND))
-        three = ends.note("three", self.copy(copier, buffers))
+    def test_promoted_and_cancelled(self, gate, copier):
+        _, held = self.copy(copier, 8)
+        gate.wait_for_piece()
+        one, first = self.copy(copier, 8, Priority.WRITE_BEHIND)
+        two, second = self.copy(copier, 8, Priority.WRITE_BEHIND)
+        three, _ = self.copy(copier, 8)
         two.promote(Priority.DEMAND)
         two.promote(Priority.WRITE_BEHIND)  # a lower one is ignored
         assert three.cancel()
         assert not three.cancel()
-        ends.gate.set()
+        gate.tokens.release(1000)
         one.wait(20)
         two.wait(20)
         assert isinstance(outcome(three), CancelledError)
-        assert ends.order == ["three", "two", "one"]
+        assert gate.targets == [held, second, first]
         assert not one.cancel()
 
-    def test_a_demand_waits_for_one_piece(self, copier, buffers):
-        """Each piece is looked at before the next: what has begun is overtaken, too."""
-        source, target = buffers
-        ends = Ends()
-        ends.hold(self.copy(copier, (aligned(8), aligned(8)), 8))
-        long = ends.note("long", self.copy(copier, buffers, priority=Priority.WRITE_BEHIND))
-        demand = None
-
-        class Interrupting:
-            """Stands for the first piece of the long copy: its end submits a demand."""
-
-        del Interrupting
-        demand = ends.note("demand", self.copy(copier, buffers, 4096, priority=Priority.DEMAND))
-        ends.gate.set()
-        long.wait(20)
-        demand.wait(20)
-        assert ends.order == ["demand", "long"]
-        assert (source == target).all()
-
-    def test_closed(self, copier, buffers):
-        transfer = self.copy(copier, buffers)
+    def test_closed(self, copier):
+        transfer, _ = self.copy(copier, 64 * KIB)
         copier.close()
         assert transfer.done
+        assert transfer.error is None
         with pytest.raises(ClosedError, match="copier is closed"):
-            self.copy(copier, buffers)
+            self.copy(copier, 8)

@@ -63,7 +63,8 @@ def _size(name: str, default: int) -> int:
     text = os.environ.get(name)
     if text is None:
         return default
-    size = parse_bytes(int(text) if text.isdigit() else text, what=name)
+    digits = text.isascii() and text.isdigit()
+    size = parse_bytes(int(text) if digits else text, what=name)
     if size == 0:
         raise ConfigError(f"{name}={text!r} must be positive")
     return size

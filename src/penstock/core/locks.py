@@ -6,13 +6,12 @@
     also while this very thread holds one of our locks. Taking that lock again would deadlock, and a
     reentrant lock would let the finalizer see half-made state. So every lock of Penstock is a
     ``Lock`` of this module, which counts per thread how many are held, and finalizers say
-    ``defer(action)``: done at once if the thread holds none, else when it lets go of the last.
+    ``defer(action, ...)``: done at once if the thread holds none, else when it lets go of the last.
     An action may take locks; it must not raise, log, or wait for I/O.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -24,7 +23,7 @@ class _Held(threading.local):
 
 
 _held = _Held()
-_deferred: deque[Callable[[], None]] = deque()
+_deferred: deque[tuple[Callable[..., None], tuple[object, ...]]] = deque()
 
 
 class Lock:
@@ -70,29 +69,32 @@ class Lock:
         self.release()
 
 
-def defer(action: Callable[[], None]) -> None:
-    """Run ``action`` as soon as this thread holds none of our locks: now, if that is so now."""
-    _deferred.append(action)
-    if not _held.count:
+def defer(action: Callable[..., None], *args: object) -> None:
+    """Call ``action(*args)`` as soon as this thread holds none of our locks: now, if that is so now."""
+    if _held.count:
+        _deferred.append((action, args))
+        return
+    _held.count = 1  # an action's own finalizers join the queue instead of nesting
+    try:
+        action(*args)
+    finally:
+        _held.count = 0
+    if _deferred:
         run_deferred()
 
 
 def run_deferred() -> None:
     """Run every deferred action, this thread's and those that other threads left."""
-    _held.count += 1  # an action's own finalizers join the queue instead of nesting
+    _held.count += 1
     try:
         while _deferred:
             try:
-                action = _deferred.popleft()
+                action, args = _deferred.popleft()
             except IndexError:  # another thread was quicker
                 break
-            action()
+            action(*args)
     finally:
         _held.count -= 1
-
-
-# What finalizers would give back in a forked child is its parent's.
-os.register_at_fork(after_in_child=_deferred.clear)
 
 
 def condition() -> threading.Condition:

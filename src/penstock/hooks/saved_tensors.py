@@ -8,13 +8,12 @@ Four kinds of handle stand for a saved tensor until autograd is done with it:
 * ``Flattened``: a DTensor, whose local tensor is one of the above.
 
 Hooks switch off autograd's own check that a saved tensor was not modified in place (TRAPS rule 1), so
-every handle makes it. ``Moved`` has no tensor to ask, so it keeps a *probe*: an empty tensor that shares
-the saved one's version counter and none of its memory.
+every handle makes it. A stripped ``Moved`` has no tensor to ask, so it keeps a *probe*: an empty tensor
+that shares the saved one's version counter and none of its memory.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -33,7 +32,7 @@ TINY_BYTES: Final = 4096
 COMPACT_SHARE: Final = 8
 """A view whose span is less than this part of its storage is copied out, to let the storage go."""
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
-_EMPTY: Final[dict[torch.dtype, torch.Tensor]] = {}
+_EMPTY: Final[dict[tuple[torch.dtype, torch.device], torch.Tensor]] = {}
 
 
 class Kept:
@@ -49,7 +48,7 @@ class Kept:
     def unpack(self) -> torch.Tensor:
         """The tensor, if nobody has modified it since."""
         if self.tensor._version != self.version:
-            raise _modified(self.tensor, self.tensor, self.version, "")
+            raise _modified(self.tensor, self.tensor.size(), self.version, "")
         return self.tensor
 
 
@@ -101,17 +100,22 @@ class Small:
     def unpack(self) -> torch.Tensor:
         """The tensor, if nobody has modified it since."""
         if self.tensor._version != self.version:
-            raise _modified(self.tensor, self.tensor, self.version, "")
+            raise _modified(self.tensor, self.tensor.size(), self.version, "")
         return self.tensor
 
     def __del__(self) -> None:
-        defer(partial(self.executor.release_small, self.small))
+        defer(self.executor.release_small, self.small)
 
 
 class Moved:
-    """A view of a storage that the executor holds."""
+    """A view of a storage that the executor holds.
+
+    While the storage is where it was, the view itself is kept: nothing to take apart or rebuild. The
+    executor says ``strip`` before it spills the storage, which the view would otherwise keep alive.
+    """
 
     __slots__ = (
+        "__weakref__",
         "dtype",
         "executor",
         "offset",
@@ -121,32 +125,44 @@ class Moved:
         "stride",
         "unpacked",
         "version",
+        "view",
     )
 
-    def __init__(
-        self, tensor: torch.Tensor, offset: int, executor: Executor, saved: SavedStorage
-    ) -> None:
-        self.dtype = tensor.dtype
-        self.size = tensor.size()
-        self.stride = tensor.stride()
-        self.offset = offset
-        self.probe = _probe(tensor)
+    def __init__(self, tensor: torch.Tensor, executor: Executor, saved: SavedStorage) -> None:
         self.version = tensor._version
         self.executor = executor
         self.saved = saved
         self.unpacked = False
+        self.probe = tensor.detach()
+        self.view: torch.Tensor | None = self.probe
+        executor.attach(saved, self)
+
+    def strip(self) -> None:
+        """Let go of the storage, remembering the view. Once; under the runtime's lock."""
+        view = self.view
+        assert view is not None
+        self.dtype = view.dtype
+        self.size = view.size()
+        self.stride = view.stride()
+        self.offset = view.storage_offset()
+        self.view = None
+        self.probe.data = _empty(view.dtype, view.device)
 
     def unpack(self) -> torch.Tensor:
         """The same view of the same bytes, wherever they are now. May be called again and again."""
         if self.probe._version != self.version:
-            raise _modified(self.probe, self, self.version, str(self.saved))
+            size = self.size if self.view is None else self.view.size()
+            raise _modified(self.probe, size, self.version, self.saved.label)
         storage = self.executor.restore(self.saved, first=not self.unpacked)
         self.unpacked = True
+        view = self.view
+        if view is not None:
+            return view
         view = torch.empty(0, dtype=self.dtype, device=storage.device)
         return view.set_(storage, self.offset, self.size, self.stride)
 
     def __del__(self) -> None:
-        defer(partial(self.executor.release, self.saved, self.unpacked))
+        defer(self.executor.release, self.saved, self.unpacked)
 
 
 Packed = Kept | Foreign | Flattened | Small | Moved
@@ -181,11 +197,9 @@ class SavedTensorHooks:
         if not self.active:
             return Foreign(tensor)
         self._boundaries.note_pack()
-        if type(tensor) not in _PLAIN:
-            return self._pack_subclass(tensor)
         storage = _storage_of(tensor)
         if storage is None:
-            return Foreign(tensor)
+            return self._pack_foreign(tensor)
         if self._is_uncounted(tensor, storage):
             return Kept(tensor)
         if storage.nbytes() < self._floor_bytes:
@@ -216,9 +230,9 @@ class SavedTensorHooks:
         base = tensor._base if tensor._is_view() else tensor
         assert base is not None
         saved = executor.find(storage, base, tensor._version)
-        if saved is None or not executor.hold(saved):
+        if saved is None:
             saved = self._save(storage, base, tensor)
-        return Moved(tensor, int(tensor.storage_offset()), executor, saved)
+        return Moved(tensor, executor, saved)
 
     def _pack_span(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, first: int, nbytes: int
@@ -231,8 +245,8 @@ class SavedTensorHooks:
         if nbytes < self._floor_bytes:
             small = self._executor.save_small(copy.untyped_storage())
             return Small(view, self._executor, small)
-        saved = self._save(copy.untyped_storage(), copy, tensor)
-        return Moved(tensor, 0, self._executor, saved)
+        saved = self._save(copy.untyped_storage(), copy, view)
+        return Moved(view, self._executor, saved)
 
     def _save(
         self, storage: torch.UntypedStorage, base: torch.Tensor, tensor: torch.Tensor
@@ -241,7 +255,7 @@ class SavedTensorHooks:
         origin = Origin(place.path, place.kind, str(tensor.dtype).removeprefix("torch."))
         return self._executor.save(storage, base, tensor._version, origin)
 
-    def _pack_subclass(self, tensor: torch.Tensor) -> Packed:
+    def _pack_foreign(self, tensor: torch.Tensor) -> Packed:
         if not type(tensor).__module__.startswith("torch.distributed."):
             return Foreign(tensor)
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -251,6 +265,8 @@ class SavedTensorHooks:
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """Its storage, if its values are just strided bytes of one."""
+    if type(tensor) not in _PLAIN:
+        return None
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return None
     if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
@@ -272,21 +288,19 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return first, (reach + 1) * size
 
 
-def _probe(tensor: torch.Tensor) -> torch.Tensor:
-    """An empty tensor with ``tensor``'s version counter."""
-    empty = _EMPTY.get(tensor.dtype)
-    if empty is None or empty.device != tensor.device:
-        empty = _EMPTY[tensor.dtype] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    probe = tensor.detach()
-    probe.data = empty
-    return probe
+def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An empty tensor, the same one for every call with the same arguments."""
+    key = (dtype, device)
+    empty = _EMPTY.get(key)
+    if empty is None:
+        empty = _EMPTY[key] = torch.empty(0, dtype=dtype, device=device)
+    return empty
 
 
-def _modified(probe: torch.Tensor, shape: Any, version: int, slot: str) -> InPlaceError:
-    size = list(shape.size() if callable(shape.size) else shape.size)
+def _modified(probe: torch.Tensor, size: object, version: int, slot: str) -> InPlaceError:
     where = f" (slot {slot})" if slot else ""
     return InPlaceError(
         "one of the variables needed for gradient computation has been modified by an inplace"
-        f" operation: a {probe.dtype} tensor of size {size}{where} is at version {probe._version};"
+        f" operation: a {probe.dtype} tensor of {size}{where} is at version {probe._version};"
         f" expected version {version} instead. Without Penstock autograd raises here too."
     )

@@ -151,8 +151,10 @@ class Arena:
         budget refuses them, idle pages elsewhere are given back in exchange.
 
         Returns:
-            The block, or None if it fits neither the capacity nor the budget now. Whoever wants to
-            wait does so on ``budget.changed``, which is notified when a block returns.
+            The block, or None if it does not fit the capacity, or the budget, now. Whoever wants to
+            wait does so on ``budget.changed``, which is notified when a block returns; with a
+            timeout, since one may return between the refusal and the wait, and never calls this
+            while holding ``budget.changed``.
 
         Raises:
             ConfigError: ``nbytes`` is not positive, or ``alignment`` no power of two up to 2 MiB.

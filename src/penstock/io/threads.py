@@ -105,6 +105,7 @@ class _Queue:
         self._wake = condition()
         self._waiting: dict[Priority, deque[_Job]] = {priority: deque() for priority in Priority}
         self._threads: list[threading.Thread] = []
+        self._workers = 0  # threads that are started, or about to be
         self._idle = 0
         self._closed = False
 
@@ -114,10 +115,14 @@ class _Queue:
             if self._closed:
                 raise ClosedError("the I/O engine is closed; a transfer was submitted after it")
             woken = min(pieces, self._idle)
-            self._start_threads(min(pieces - woken, max_threads - len(self._threads)))
+            missing = min(pieces - woken, max_threads - self._workers)
+            self._workers += missing
             self._waiting[job.priority].append(job)
             self._idle -= woken  # here, not when they wake: the next `put` must not count them
             self._wake.notify(woken)
+        # Not under the lock: it waits for the interpreter's own locks, and whoever holds one of
+        # those may be running a finalizer that waits for ours.
+        self._start_threads(missing)
 
     def withdraw(self, job: _Job) -> bool:
         """Take a job back if nothing of it has started. True: it is the caller's to settle."""
@@ -140,19 +145,19 @@ class _Queue:
                 self._waiting[priority].append(job)
 
     def stop(self) -> list[_Job]:
-        """Let the workers finish what has begun and end; the jobs that have not begun."""
+        """Let the workers finish what has begun and end; the jobs that have not begun.
+
+        Those are the caller's to settle.
+        """
         if os.getpid() != self.pid:
             return []
         with self._wake:
             self._closed = True
-            unbegun = [job for jobs in self._waiting.values() for job in jobs if not job.next_bytes]
-            for job in unbegun:
-                self._waiting[job.priority].remove(job)
             self._wake.notify_all()
-        return unbegun
+            return self._take_unbegun()
 
     def join(self) -> None:
-        for thread in self._threads:
+        for thread in list(self._threads):
             if thread is not threading.current_thread():  # close() may be called by a callback
                 thread.join()
 
@@ -171,16 +176,29 @@ class _Queue:
         return True
 
     def _start_threads(self, count: int) -> None:
-        for _ in range(count):
+        for started in range(count):
             name = f"penstock-io-{len(self._threads)}"
             thread = threading.Thread(target=_work, args=(self,), name=name, daemon=True)
             try:
                 thread.start()
-            except RuntimeError:
-                if not self._threads:
-                    raise
-                return  # fewer workers are slower, not wrong
+            except RuntimeError as error:
+                self._make_do_without(count - started, error)
+                return
             self._threads.append(thread)
+
+    def _make_do_without(self, count: int, error: RuntimeError) -> None:
+        """No thread is to be had: fewer workers are slower, not wrong; but none is an error."""
+        with self._wake:
+            self._workers -= count
+            stranded = [] if self._workers else self._take_unbegun()
+        for job in stranded:
+            job.settle(error)
+
+    def _take_unbegun(self) -> list[_Job]:
+        unbegun = [job for jobs in self._waiting.values() for job in jobs if not job.next_bytes]
+        for job in unbegun:
+            self._waiting[job.priority].remove(job)
+        return unbegun
 
     def _take(self) -> tuple[_Job, int, int] | None:
         with self._wake:

@@ -10,7 +10,8 @@ from penstock.plan.machine import Budgets, Machine
 from penstock.plan.placement import place
 from penstock.plan.plan import INFEASIBLE, Action, Decision, Plan
 from penstock.plan.profile import Profile
-from penstock.plan.residency import Mask, least_window, residency, returning
+from penstock.plan.residency import Mask, Residency, residency
+from penstock.plan.window import least_window, returning, window_bytes
 
 
 def assemble(
@@ -43,15 +44,18 @@ def assemble(
             reason = why_kept(group) if tier is None else _why_no_room(budgets)
             decisions.append(Decision(group.key, Action.KEEP, "", reason))
     mask = mask_of(profile, (group for group in chosen if tiers[group.key]))
-    window_bytes, notes = _window(profile, budgets, mask)
+    need = residency(profile, mask)
     on_flash = mask_of(profile, (group for group in chosen if tiers[group.key] == "flash"))
     return Plan(
         policy=policy,
         budgets=budgets,
         decisions=tuple(decisions),
         need_order=need_order(profile),
-        window_bytes=window_bytes,
-        notes=(*notes, *_waits(profile, machine, on_flash)),
+        window_bytes=window_bytes(profile, mask, machine, budgets.device_bytes, need),
+        notes=(
+            *_shortages(profile, budgets, mask, need),
+            *_waits(profile, machine, on_flash),
+        ),
     )
 
 
@@ -64,24 +68,19 @@ def mask_of(profile: Profile, chosen: Iterable[Group]) -> Mask:
     return mask
 
 
-def _window(profile: Profile, budgets: Budgets, mask: Mask) -> tuple[int, list[str]]:
-    """Everything that is not kept, for reads are free to use it; at least what one node uses."""
-    need = residency(profile, mask)
-    notes = []
+def _shortages(profile: Profile, budgets: Budgets, mask: Mask, need: Residency) -> list[str]:
+    """Notes on a budget that is too small, or only just enough."""
     if need.hard_bytes > budgets.device_bytes:
         at = profile.slots[need.worst].key if need.worst >= 0 else "none"
-        notes.append(
+        return [
             f"{INFEASIBLE}what is kept or in use reaches {format_bytes(need.hard_bytes)}"
             f" ({need.hard_bytes} bytes) at slot {at}, the device budget is"
             f" {format_bytes(budgets.device_bytes)} ({budgets.device_bytes} bytes)"
-        )
-    sizes = returning(profile, mask)
-    window = min(sum(sizes), max(need.working_bytes, budgets.device_bytes - need.kept_bytes))
-    if window < least_window(sizes, need.working_bytes):
-        notes.append(
-            f"reads cannot run ahead: a window of {format_bytes(window)} holds only what is in use"
-        )
-    return window, notes
+        ]
+    room = budgets.device_bytes - need.kept_bytes
+    if room < least_window(returning(profile, mask), need.working_bytes):
+        return [f"reads cannot run ahead at first: {format_bytes(room)} are not kept"]
+    return []
 
 
 def _waits(profile: Profile, machine: Machine, on_flash: Mask) -> list[str]:

@@ -53,7 +53,8 @@ class Plan:
     need_order: tuple[SlotKey, ...]
     """The slots that backward asked for, in the order of first asking, kept ones included."""
     window_bytes: int
-    """The most bytes in targets of reads, prefetched and in use; at least what one node uses."""
+    """The most bytes in targets of reads, prefetched and in use; at least what one node uses. It may
+    be more than is free while much is kept: reads ahead take only what is free at the moment."""
     notes: tuple[str, ...] = ()
     """What a user should know, as waits that are certain or a budget that cannot be kept."""
     _by_match: dict[MatchKey, Decision] = field(init=False, repr=False, compare=False)

@@ -1,4 +1,4 @@
-"""How many bytes are resident when some slots are offloaded, and how far reads must run ahead.
+"""How many bytes are resident when some slots are offloaded.
 
 [Note: what counts against the device budget]
     Kept storages from their save until the backward node that uses them is done; offloaded storages
@@ -12,10 +12,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.plan.machine import Machine
 from penstock.plan.profile import Event, Profile
 
 Mask = bytearray
@@ -65,53 +63,29 @@ def residency(profile: Profile, offloaded: Mask) -> Residency:
     return Residency(hard, worst, most_kept, most_used)
 
 
-def returning(profile: Profile, offloaded: Mask) -> list[int]:
-    """Sizes of the offloaded slots that backward asks for."""
-    pairs = zip(profile.slots, offloaded, strict=True)
-    return [slot.key.nbytes for slot, out in pairs if out and slot.needed_at_ns is not None]
+def saved_in_backward_bytes(profile: Profile, offloaded: Mask) -> int:
+    """The most that is kept or just saved at a save while some backward still has slots to read.
 
-
-def least_window(sizes: list[int], working_bytes: int) -> int:
-    """Room to use a slot while the next is read: twice the largest, or one node's if more.
-
-    Args:
-        sizes: Of the slots that are read back (``returning``).
-        working_bytes: The most that one node uses at once.
+    Recomputed segments and overlapping passes save then. Reads that run ahead leave this much room,
+    for what they read would only be dropped again.
     """
-    return max(working_bytes, min(2 * max(sizes, default=0), sum(sizes)))
-
-
-def read_ahead_bytes(profile: Profile, offloaded: Mask, machine: Machine) -> int:
-    """How far reads must run ahead of backward so that it never waits for one.
-
-    Walks backward from its end: a read ends at the latest when its slot is needed and when the next
-    read must begin. What is then read but not yet used, at the worst moment, is the depth.
-    """
-    depth_s = worst_s = 0.0
-    later_ns = later_pass = -1
-    for i in reversed(profile.needs):
+    kept = most = profile.small_bytes
+    to_read: dict[int, int] = {}
+    begun: set[int] = set()
+    for _, event, i in profile.steps:
         slot = profile.slots[i]
-        if not offloaded[i] or slot.needed_at_ns is None:
-            continue
-        if slot.pass_index != later_pass:
-            depth_s, later_pass, later_ns = 0.0, slot.pass_index, slot.needed_at_ns
-        hidden_s = (later_ns - slot.needed_at_ns) / 1e9
-        depth_s = machine.read_s(slot.key.nbytes) + max(0.0, depth_s - hidden_s)
-        worst_s, later_ns = max(worst_s, depth_s), slot.needed_at_ns
-    return int(worst_s * machine.flash_read_bytes_per_s)
-
-
-def first_true(count: int, holds: Callable[[int], bool]) -> int:
-    """The k in 0..count that bisection ends at: the least for which ``holds``, if it is monotone.
-
-    Where ``holds(count)`` is false the answer is ``count``. If one predicate holds wherever another
-    does, its answer is not above the other's, monotone or not.
-    """
-    low, high = 0, count
-    while low < high:
-        middle = (low + high) // 2
-        if holds(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+        nbytes, index = slot.key.nbytes, slot.pass_index
+        if event is Event.SAVE:
+            if any(to_read.get(one) for one in begun):
+                most = max(most, kept + nbytes)
+            if not offloaded[i]:
+                kept += nbytes
+            elif slot.needed_at_ns is not None:
+                to_read[index] = to_read.get(index, 0) + 1
+        elif event is Event.USE:
+            begun.add(index)
+            if offloaded[i]:
+                to_read[index] -= 1
+        elif not offloaded[i]:
+            kept -= nbytes
+    return most

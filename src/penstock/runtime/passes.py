@@ -10,19 +10,32 @@ address or by a global counter, so that the next iteration finds it again.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from functools import lru_cache
+from typing import Final
 
 from penstock.plan.slots import MatchKey, SlotKey
-
-if TYPE_CHECKING:
-    from penstock.runtime.residency import SavedStorage, SlotRecord
+from penstock.runtime.residency import Residency, SavedStorage, SlotRecord
 
 MAX_RECORDS: Final = 100_000
 """A forward that has saved so much without a backward is an evaluation without ``no_grad``."""
 
 
+_slot_key = lru_cache(maxsize=65536)(SlotKey)
+
+
 class Pass:
-    """What is saved between two backwards. Guarded by the executor's lock."""
+    """What is saved between two backwards. Guarded by the runtime's lock.
+
+    Attributes:
+        index: Number of the pass in its session, from 1.
+        start_ns: When it began, in compute time.
+        backward_start_ns: When the first of its storages was needed.
+        end_ns: When its backward was over.
+        records: What was learnt about each slot, in the order of saving.
+        small_bytes: Bytes saved below the floor.
+        small_count: Storages saved below the floor.
+        spilled: Whether any of its storages has been, or is being, written to a tier.
+    """
 
     def __init__(self, index: int, start_ns: int) -> None:
         """Begin a pass at ``start_ns`` of compute time."""
@@ -33,23 +46,24 @@ class Pass:
         self.records: list[SlotRecord] = []
         self.small_bytes = 0
         self.small_count = 0
-        self.saved_bytes = 0
         self._live: dict[int, SavedStorage] = {}
         self._ordinals: dict[str, int] = {}
+        self.spilled = False
         self._need: list[int] | None = None
+        self._here = 0
+        self._ahead = 0
         self._position: dict[int, int] = {}
 
     def new_key(self, module: str, nbytes: int) -> SlotKey:
         """The identity of the next storage that ``module`` saves."""
         ordinal = self._ordinals.get(module, 0)
         self._ordinals[module] = ordinal + 1
-        return SlotKey(module, ordinal, nbytes)
+        return _slot_key(module, ordinal, nbytes)
 
     def add(self, saved: SavedStorage) -> None:
         """Remember a storage until it is dead, and its record until the pass has been profiled."""
         self._live[saved.index] = saved
         self.records.append(saved.record)
-        self.saved_bytes += saved.nbytes
         self._need = None  # saved during backward: the order of need changes
 
     def remove(self, saved: SavedStorage) -> None:
@@ -68,24 +82,42 @@ class Pass:
         """Storages that are not dead, in the order of saving."""
         return iter(tuple(self._live.values()))
 
-    def needs_after(
-        self, saved: SavedStorage, ranks: dict[MatchKey, int]
-    ) -> Iterator[SavedStorage]:
-        """Storages expected to be needed after ``saved``, soonest first.
+    def arrive(self, saved: SavedStorage, ranks: dict[MatchKey, int]) -> None:
+        """``saved`` is being needed now: what follows it is expected next.
 
         Args:
-            saved: What is being needed now.
-            ranks: The plan's order of need, by ``SlotKey.match_key``. Storages that it does not know
-                are expected in the reverse of the order of saving.
+            saved: A storage of this pass.
+            ranks: The plan's order of need, by ``SlotKey.match_key``. If it does not know every live
+                storage, the reverse of the order of saving is expected.
         """
         if self._need is None:
             self._order(ranks)
-        assert self._need is not None
-        here = self._position.get(saved.index, -1) + 1
-        for index in self._need[here:]:
-            following = self._live.get(index)
+        here = self._position.get(saved.index, 0)
+        if here < self._here:  # the graph is walked again, or not in the order foreseen
+            self._ahead = here
+        self._here = here
+        self._ahead = max(self._ahead, here + 1)
+
+    def next_spilled(self, *, again: bool) -> SavedStorage | None:
+        """The next storage in the order of need that only a tier has; ``None`` if there is none.
+
+        Args:
+            again: Also those of which every handle has been unpacked before.
+        """
+        need = self._need or ()
+        while self._ahead < len(need):
+            following = self._live.get(need[self._ahead])
             if following is not None:
-                yield following
+                if following.state is Residency.WRITING:
+                    return None  # its turn comes when it has been written, or it is needed first
+                if (
+                    following.state is Residency.SPILLED
+                    and (again or following.pending > 0)
+                    and in_tier_only(following)
+                ):
+                    return following
+            self._ahead += 1
+        return None
 
     def needed_last(self) -> Iterator[SavedStorage]:
         """Live storages, the one that will be needed last first."""
@@ -105,3 +137,9 @@ class Pass:
         order = [saved.index for saved in alive]
         self._need = order
         self._position = {index: place for place, index in enumerate(order)}
+        self._here = self._ahead = 0
+
+
+def in_tier_only(saved: SavedStorage) -> bool:
+    """Whether no live copy of its bytes is left, in whosever hands."""
+    return saved.source() is None and (saved.restored is None or saved.restored() is None)

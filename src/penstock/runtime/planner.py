@@ -69,6 +69,7 @@ class Planner:
         self._held: set[MatchKey] = set()
         self._next_replan = 0
         self._by_module: dict[tuple[str, int], Decision] = {}
+        self._decided: dict[SlotKey, Decision | None] = {}
 
     @property
     def window_bytes(self) -> int | None:
@@ -77,13 +78,17 @@ class Planner:
 
     def decide(self, key: SlotKey) -> Decision:
         """What to do with a slot that has just been saved."""
-        if key.nbytes < self.floor_bytes:
-            return Decision(key, Action.KEEP, "", "below the floor")
-        plan = self.plan
-        if plan is None:
-            return self._guess(key)
-        known = plan.lookup(key) or self._by_module.get((key.module, key.bucket))
+        decided = self._decided  # belongs to one plan: a new plan brings a new one
+        try:
+            known = decided[key]
+        except KeyError:
+            known = decided[key] = self._look_up(key)
         return self._guess(key) if known is None else known
+
+    def _look_up(self, key: SlotKey) -> Decision | None:
+        if self.plan is None:
+            return None
+        return self.plan.lookup(key) or self._by_module.get((key.module, key.bucket))
 
     def _guess(self, key: SlotKey) -> Decision:
         tier = "flash" if self._budgets.flash_bytes else "host"
@@ -120,10 +125,7 @@ class Planner:
         newly_held = False
         for record in finished.records:
             total += record.key.nbytes
-            if self.plan is None or (
-                self.plan.lookup(record.key) is None
-                and (record.key.module, record.key.bucket) not in self._by_module
-            ):
+            if self._look_up(record.key) is None:
                 unknown += record.key.nbytes
             if record.held_elsewhere and record.key.match_key not in self._held:
                 self._held.add(record.key.match_key)
@@ -181,3 +183,4 @@ class Planner:
         }
         self.ranks = {key.match_key: rank for rank, key in enumerate(plan.need_order)}
         self.plan = plan
+        self._decided = {}

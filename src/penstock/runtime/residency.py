@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import enum
 import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +54,13 @@ class Origin(NamedTuple):
     """As ``"float32"``."""
 
 
+class View(Protocol):
+    """A handle that keeps a view of a saved storage while that is where it was."""
+
+    def strip(self) -> None:
+        """Let go of the storage, remembering the view."""
+
+
 @dataclass(slots=True)
 class SlotRecord:
     """What one pass learnt about one slot: the profile's raw material. Times are compute time."""
@@ -63,16 +70,13 @@ class SlotRecord:
     saved_at_ns: int
     needed_at_ns: int | None = None
     held_elsewhere: bool = False
-    action: str = "keep"
-    tier: str = ""
-    reason: str = ""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class SavedStorage:
     """One storage that autograd saved, however many saved tensors are views of it.
 
-    Guarded by the executor's lock. What keeps which memory alive:
+    Guarded by the runtime's lock. What keeps which memory alive:
 
     * ``storage`` is the only strong reference Penstock holds to memory: to the source while RESIDENT
       or WRITING, to the restored copy while RESTORED, else ``None``.
@@ -98,15 +102,21 @@ class SavedStorage:
     ticket: Any = None
     """Claim on the bytes in ``tier``; kept until DEAD, because a graph may be walked again."""
     tier: Any = None
+    writing: bool = False
+    """Whether a write is under way, also after it was needed or has died: its charge stays."""
     target: Any = None
     """Device memory being filled, while READING."""
     read: Any = None
     """The transfer that fills it."""
-    handles: int = 0
-    pending: int = 0
+    handles: int = 1
+    views: list[weakref.ref[View]] = field(default_factory=list)
+    """Handles that keep a view of the storage, to be stripped before it is spilled."""
+    pending: int = 1
     """Handles that were never unpacked: while there are any, RESTORED memory is held for them."""
     stuck: bool = False
     """Writing it has failed: it stays where it is."""
 
-    def __str__(self) -> str:
+    @property
+    def label(self) -> str:
+        """What to call it in errors, logs and traces."""
         return str(self.record.key)

@@ -9,16 +9,18 @@ shortest run of that ranking with which what is kept, and a window for reads, fi
 2. Slots that something else keeps alive stay: offloading them frees nothing.
 3. Slots that come back sooner than they could be written and read are offloaded last but for those
    that were never needed.
-4. The window holds at least what one node of backward uses and the next read, and, up to a quarter
-   of the budget, as much as reads must run ahead to stay hidden. Beyond that quarter a kept byte is
-   worth more than a byte of window: it is not transferred at all.
-5. Where even the whole ranking does not leave that window, all of it is offloaded, and the window
-   is what remains.
+4. Room for reads must remain beside what is kept: at least what one node of backward uses and the
+   next read, and, up to a quarter of the budget, as much as reads must run ahead to stay hidden.
+   Beyond that quarter a kept byte is worth more than a byte to read ahead into: it is not moved at
+   all.
+5. Where even the whole ranking does not leave that room, all of it is offloaded.
 
-A larger budget never offloads more bytes as long as the tiers have room (see ``first_true``).
+A larger budget never offloads more bytes as long as the tiers have room (see ``_first_true``).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from penstock.core.units import format_bytes, format_duration
 from penstock.plan.assemble import assemble, mask_of
@@ -27,10 +29,11 @@ from penstock.plan.machine import Budgets, Machine
 from penstock.plan.placement import fitting
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
-from penstock.plan.residency import first_true, least_window, read_ahead_bytes, residency, returning
+from penstock.plan.residency import residency
+from penstock.plan.window import least_window, read_ahead_bytes, returning
 
 WINDOW_SHARE = 4
-"""Reads may run ahead by one part in this many of the budget before kept slots give way to them."""
+"""Reads may run ahead by one part in this many of the budget before kept slots give way."""
 
 
 def auto(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
@@ -42,7 +45,7 @@ def auto(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
         )
         return assemble("auto", profile, machine, budgets, chosen=[], why_kept=lambda _: fits)
     ranked = fitting(_rank(groups_of(profile), machine), budgets)
-    count = first_true(len(ranked), lambda k: _fits(profile, machine, budgets, ranked[:k]))
+    count = _first_true(len(ranked), lambda k: _fits(profile, machine, budgets, ranked[:k]))
     return assemble("auto", profile, machine, budgets, chosen=ranked[:count], why_kept=_why_kept)
 
 
@@ -77,3 +80,19 @@ def _why_kept(group: Group) -> str:
     if group.idle_ns is None:
         return "not needed in the profiled step"
     return f"tail of forward; needed {format_duration(group.idle_ns / 1e9)} after it was saved"
+
+
+def _first_true(count: int, holds: Callable[[int], bool]) -> int:
+    """The k in 0..count that bisection ends at: the least for which ``holds``, if it is monotone.
+
+    Where ``holds(count)`` is false the answer is ``count``. If one predicate holds wherever another
+    does, its answer is not above the other's, monotone or not.
+    """
+    low, high = 0, count
+    while low < high:
+        middle = (low + high) // 2
+        if holds(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low

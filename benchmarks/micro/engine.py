@@ -1,0 +1,212 @@
+"""The thread engine against a plain limit: read and overwrite, side by side in one run.
+
+The limit is what one writes by hand if that is all one has to do: the same number of threads, each
+with ``preadv`` or ``pwritev`` of the same pieces between the same buffers and the same file. Both
+sides take turns, so that what else the machine does hits both. The figure that counts is the ratio.
+
+    python benchmarks/micro/engine.py --dir /nvme/scratch
+"""
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import _results
+from penstock.core.units import MIB, parse_bytes
+from penstock.io.arena import Arena
+from penstock.io.engine import Priority, Request
+from penstock.io.files import filesystem_of, open_unlinked
+from penstock.io.threads import ThreadEngine
+
+TARGET = 0.95
+
+
+class Bench:
+    """One file, one arena, one engine."""
+
+    def __init__(self, options):
+        self.options = options
+        self.nbytes, self.piece = options.bytes, options.piece
+        self.file = open_unlinked(options.dir)
+        self.file.preallocate(self.nbytes)
+        self.arena = Arena(self.nbytes)
+        self.block = self.arena.allocate(self.nbytes)
+        self.memory = self.block.lend(0, self.nbytes)
+        self.memory[:] = 0x5A
+        self.engine = ThreadEngine(options.threads, options.piece)
+        self.by_engine("write")  # a slab that was never written to is slower
+
+    def by_engine(self, op):
+        """Every request at once, as a tier submits them; bytes per second."""
+        step = self.options.request
+        start = time.perf_counter()
+        transfers = [
+            self.submit(op, offset, min(step, self.nbytes - offset))
+            for offset in range(0, self.nbytes, step)
+        ]
+        for transfer in transfers:
+            transfer.wait()
+        return self.nbytes / (time.perf_counter() - start)
+
+    def submit(self, op, offset, nbytes, priority=Priority.WRITE_BEHIND):
+        return self.engine.submit(
+            Request(
+                op=op,
+                file=self.file,
+                offset_bytes=offset,
+                address=self.block.address + offset,
+                nbytes=nbytes,
+                keep_alive=None,
+                priority=priority,
+            )
+        )
+
+    def by_hand(self, op):
+        """Threads that share a counter of pieces; bytes per second."""
+        call = os.preadv if op == "read" else os.pwritev
+        view, fd, piece, nbytes = memoryview(self.memory), self.file.fd, self.piece, self.nbytes
+        next_piece = itertools.count().__next__
+        ready = threading.Barrier(self.options.threads + 1)
+
+        def work():
+            ready.wait()
+            while (offset := next_piece() * piece) < nbytes:
+                part = view[offset : offset + piece]
+                assert call(fd, [part], offset) == len(part)
+
+        threads = [threading.Thread(target=work) for _ in range(self.options.threads)]
+        for thread in threads:
+            thread.start()
+        ready.wait()
+        start = time.perf_counter()
+        for thread in threads:
+            thread.join()
+        return nbytes / (time.perf_counter() - start)
+
+    def demand_latency_ms(self, count):
+        """How long one piece takes that somebody waits for: alone, and beside queued writes."""
+        half = self.nbytes // 2
+
+        def one():
+            start = time.perf_counter()
+            self.submit("read", half, self.piece, Priority.DEMAND).wait()
+            return 1e3 * (time.perf_counter() - start)
+
+        alone = [one() for _ in range(count)]
+        beside = []
+        writes = []
+        for _ in range(count):
+            if not writes or writes[-1].done:
+                writes += [self.submit("write", 0, half) for _ in range(4)]
+            beside.append(one())
+        for transfer in writes:
+            transfer.wait()
+        return {"alone": _results.summary(alone), "beside_writes": _results.summary(beside)}
+
+
+def measure(bench, rounds):
+    """GB/s of both sides, turn about, and the ratio of each pair."""
+    figures = {}
+    for op, name in (("write", "overwrite"), ("read", "read")):
+        engine, limit = [], []
+        sides = [(bench.by_engine, engine), (bench.by_hand, limit)]
+        for index in range(rounds):
+            for side, samples in sides[:: 1 if index % 2 else -1]:
+                samples.append(side(op) / 1e9)
+        ratios = [mine / plain for mine, plain in zip(engine, limit, strict=True)]
+        figures[name] = {
+            "engine_gb_per_s": _results.summary(engine),
+            "limit_gb_per_s": _results.summary(limit),
+            "ratio_of_medians": round(statistics.median(engine) / statistics.median(limit), 3),
+            "ratio_of_pairs": _results.summary(ratios),
+        }
+    return figures
+
+
+def by_fio(options):
+    """The same transfers by fio, if it is installed. Its buffers are of 4 KiB pages."""
+    if shutil.which("fio") is None:
+        return None
+    figures = {}
+    with tempfile.TemporaryDirectory(dir=options.dir) as directory:
+        for op in ("write", "read"):
+            command = [
+                *("fio", "--name=limit", f"--filename={directory}/data", f"--rw={op}"),
+                *(f"--size={options.bytes // options.threads}", f"--bs={options.piece}"),
+                *("--direct=1", "--ioengine=psync", "--thread", f"--numjobs={options.threads}"),
+                *("--offset_increment=" + str(options.bytes // options.threads), "--overwrite=1"),
+                *("--group_reporting", "--output-format=json"),
+            ]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            job = json.loads(done.stdout)["jobs"][0][op]
+            name = "overwrite" if op == "write" else op
+            figures[f"{name}_gb_per_s"] = round(job["bw_bytes"] / 1e9, 3)
+    return figures
+
+
+def parse(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dir", default=tempfile.gettempdir(), help="where the file goes")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds over a smaller file")
+    parser.add_argument("--rounds", type=int, help="pairs of measurements (7; quick: 3)")
+    parser.add_argument("--bytes", help="length of the file (1GiB; quick: 128MiB)")
+    parser.add_argument("--threads", type=int, default=4)
+    parser.add_argument("--piece", default="4MiB", help="one system call")
+    parser.add_argument("--request", default="32MiB", help="one request to the engine")
+    parser.add_argument("--results", default=_results.RESULTS, help="where the result goes")
+    options = parser.parse_args(arguments)
+    options.rounds = options.rounds or (3 if options.quick else 7)
+    size = options.bytes or ("128MiB" if options.quick else "1GiB")
+    options.bytes, options.piece, options.request = (
+        parse_bytes(text) for text in (size, options.piece, options.request)
+    )
+    if filesystem_of(options.dir).is_memory:
+        parser.error(f"{options.dir} is in memory; name a directory on a disk by --dir")
+    return options
+
+
+def main(arguments=None):
+    options = parse(arguments)
+    _results.warn_if_busy()
+    bench = Bench(options)
+    figures = measure(bench, options.rounds)
+    figures["demand_read_of_one_piece_ms"] = bench.demand_latency_ms(20 if options.quick else 100)
+    figures["fio"] = by_fio(options)
+    config = {
+        "quick": options.quick,
+        "rounds": options.rounds,
+        "file_bytes": options.bytes,
+        "threads": options.threads,
+        "piece_bytes": options.piece,
+        "request_bytes": options.request,
+        "direct": bench.file.direct,
+        "granule_bytes": bench.file.granule_bytes,
+        "buffers": f"arena, {options.bytes // (2 * MIB)} pages of 2 MiB",
+    }
+    bench.engine.close()
+    path = _results.write(
+        Path(__file__).stem, figures, config, directory=options.dir, into=options.results
+    )
+    for name in ("overwrite", "read"):
+        figure = figures[name]
+        print(
+            f"{name:9} engine {figure['engine_gb_per_s']['median']:.2f} GB/s,"
+            f" limit {figure['limit_gb_per_s']['median']:.2f} GB/s,"
+            f" ratio {figure['ratio_of_medians']:.3f} (target {TARGET})"
+        )
+    print(f"written: {os.path.relpath(path)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""How far reads run ahead of backward: the bytes that targets of reads may take together."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from penstock.plan.machine import Machine
+from penstock.plan.profile import Profile
+from penstock.plan.residency import Mask, Residency, saved_in_backward_bytes
+
+SLACK: Final = 4
+"""How many times further reads may run ahead than would hide them on paper, while memory is free:
+bandwidth varies, and compute and reads share a machine. Further only makes more resident."""
+
+
+def window_bytes(
+    profile: Profile, offloaded: Mask, machine: Machine, device_bytes: int, need: Residency
+) -> int:
+    """The window of a plan: at least what one node uses, else as far as is useful.
+
+    The budget holds at every moment without it, because reads take only what is free then. At the
+    beginning of backward that is what is not kept; it grows as the kept tail is used up.
+    """
+    sizes = returning(profile, offloaded)
+    useful = SLACK * max(
+        least_window(sizes, need.working_bytes), read_ahead_bytes(profile, offloaded, machine)
+    )
+    useful = max(useful, device_bytes - need.kept_bytes)
+    room = device_bytes - saved_in_backward_bytes(profile, offloaded)
+    return min(sum(sizes), max(need.working_bytes, min(useful, room)))
+
+
+def returning(profile: Profile, offloaded: Mask) -> list[int]:
+    """Sizes of the offloaded slots that backward asks for."""
+    pairs = zip(profile.slots, offloaded, strict=True)
+    return [slot.key.nbytes for slot, out in pairs if out and slot.needed_at_ns is not None]
+
+
+def least_window(sizes: list[int], working_bytes: int) -> int:
+    """Room to use a slot while the next is read: twice the largest, or one node's if more.
+
+    Args:
+        sizes: Of the slots that are read back (``returning``).
+        working_bytes: The most that one node uses at once.
+    """
+    return max(working_bytes, min(2 * max(sizes, default=0), sum(sizes)))
+
+
+def read_ahead_bytes(profile: Profile, offloaded: Mask, machine: Machine) -> int:
+    """How far reads must run ahead of backward so that it never waits for one.
+
+    Walks backward from its end: a read ends at the latest when its slot is needed and when the next
+    read must begin. What is then read but not yet used, at the worst moment, is the depth.
+    """
+    depth_s = worst_s = 0.0
+    later_ns = later_pass = -1
+    for i in reversed(profile.needs):
+        slot = profile.slots[i]
+        if not offloaded[i] or slot.needed_at_ns is None:
+            continue
+        if slot.pass_index != later_pass:
+            depth_s, later_pass, later_ns = 0.0, slot.pass_index, slot.needed_at_ns
+        hidden_s = (later_ns - slot.needed_at_ns) / 1e9
+        depth_s = machine.read_s(slot.key.nbytes) + max(0.0, depth_s - hidden_s)
+        worst_s, later_ns = max(worst_s, depth_s), slot.needed_at_ns
+    return int(worst_s * machine.flash_read_bytes_per_s)

@@ -1,0 +1,158 @@
+"""Making room in the device budget.
+
+[Note: room]
+    Everything held counts against one budget: storages that are kept or await their write, restored
+    ones, and touched but idle pages of the arena. When something new does not fit, room is made in
+    this order: idle pages are given back; writes under way are waited for; prefetched copies are
+    dropped, the one needed last first; kept storages are spilled, the one needed last first. Only
+    when none of these is left is the budget too small, and the error says what would do. If a tier
+    has failed, bytes have nowhere to go: then, and only then, the budget is exceeded, with a warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from penstock.core.budget import Budget
+from penstock.core.errors import BudgetError
+from penstock.core.units import format_bytes
+from penstock.observe.recorder import Recorder, Stage, StallCause
+from penstock.runtime.passes import Pass
+from penstock.runtime.residency import Residency, SavedStorage
+from penstock.runtime.traffic import Traffic, strip
+
+
+class Room:
+    """Finds room for what is to be held. Waits, so it is called without the runtime's lock.
+
+    Attributes:
+        stalled_ns: How long callers have waited, altogether.
+    """
+
+    def __init__(
+        self,
+        *,
+        budget: Budget,
+        traffic: Traffic,
+        recorder: Recorder,
+        table: dict[int, SavedStorage],
+    ) -> None:
+        """For one executor; ``table`` has every storage whose source is alive."""
+        self.stalled_ns = 0
+        self._budget = budget
+        self._traffic = traffic
+        self._recorder = recorder
+        self._table = table
+
+    def take(
+        self, nbytes: int, owner: str, *, name: str, of_pass: Pass, saved: SavedStorage | None
+    ) -> None:
+        """Take ``nbytes`` from the budget, waiting for room.
+
+        Args:
+            nbytes: How much.
+            owner: For whom, in the budget.
+            name: For what, in errors.
+            of_pass: The pass whose storages may have to go.
+            saved: A storage that must not go, since it is the one that room is made for.
+
+        Raises:
+            BudgetError: There can be no room.
+        """
+        if self._budget.try_take(nbytes, owner):
+            return
+        start_ns = self._recorder.clock.now_ns()
+        while not self._budget.try_take(nbytes, owner):
+            if not self.make(nbytes, name=name, of_pass=of_pass, saved=saved):
+                self._budget.force(nbytes, owner)
+                break
+        self.stalled(start_ns, StallCause.BUDGET, name)
+
+    def make(self, nbytes: int, *, name: str, of_pass: Pass, saved: SavedStorage | None) -> bool:
+        """Take one step towards ``nbytes`` of free budget; see [Note: room].
+
+        Returns:
+            False if nothing is left to do, and the budget must be exceeded because a tier failed.
+
+        Raises:
+            BudgetError: Nothing is left to do.
+        """
+        traffic = self._traffic
+        if traffic.mover.trim(nbytes) > 0:
+            return True
+        with traffic.lock:
+            if traffic.writing:
+                traffic.changed.wait()
+                return True
+            if self._drop_prefetched(of_pass, saved):
+                return True
+            if traffic.reading:
+                traffic.changed.wait()
+                return True
+            victim = self._victim(of_pass, saved)
+        if victim is not None:
+            self._evict(victim)
+            return True
+        if not traffic.failed:
+            self._refuse(nbytes, name)
+        traffic.warn(
+            "budget", f"the {self._budget.name} budget is exceeded, because a tier has failed"
+        )
+        self._recorder.count("budget.overflow")
+        return False
+
+    def stalled(self, start_ns: int, cause: StallCause, name: str) -> None:
+        """Account for a wait that ends now."""
+        end_ns = self._recorder.clock.now_ns()
+        self.stalled_ns += end_ns - start_ns
+        self._recorder.span(Stage.STALL, start_ns, end_ns, cause=cause, slot=name)
+
+    def _drop_prefetched(self, of_pass: Pass, wanted_for: SavedStorage | None) -> bool:
+        for saved in self._last_first(of_pass, self._traffic.restored):
+            if saved.state is Residency.RESTORED and saved is not wanted_for:
+                self._traffic.retire(saved)
+                self._recorder.count("prefetch.dropped")
+                return True
+        return False
+
+    def _victim(self, of_pass: Pass, wanted_for: SavedStorage | None) -> SavedStorage | None:
+        if not self._traffic.tiers:
+            return None
+        for saved in self._last_first(of_pass, self._table.values()):
+            if (
+                saved.state is Residency.RESIDENT
+                and saved.pending > 0  # else autograd holds it, and spilling it frees nothing
+                and not saved.stuck
+                and saved is not wanted_for
+            ):
+                return saved
+        return None
+
+    def _last_first(self, of_pass: Pass, others: Iterable[SavedStorage]) -> Iterator[SavedStorage]:
+        """The pass's storages, the one needed last first; then those of other passes."""
+        yield from of_pass.needed_last()
+        yield from tuple(others)
+
+    def _evict(self, saved: SavedStorage) -> None:
+        self._recorder.count("evicted")
+        with self._traffic.lock:
+            if saved.state is Residency.RESIDENT and saved.ticket is not None:
+                strip(saved)
+                saved.state = Residency.SPILLED  # a tier has its bytes already
+                self._traffic.let_go(saved)
+                return
+        self._traffic.spill(saved, "")
+
+    def _refuse(self, nbytes: int, name: str) -> None:
+        used = self._budget.used_bytes
+        least = used + nbytes
+        limit = self._budget.limit_bytes
+        raise BudgetError(
+            f"the {self._budget.name} budget of {limit} bytes ({format_bytes(limit)}) is too small"
+            f" for {name}: it needs {nbytes} bytes beside {used} that cannot be moved away now;"
+            f" give at least {least} bytes ({format_bytes(least)})"
+            + ("" if self._traffic.tiers else ", or name a flash directory to spill to"),
+            slot=name,
+            limit_bytes=limit,
+            least_bytes=least,
+        )

@@ -1,0 +1,245 @@
+"""One storage's moves between device memory and tiers, and its states on the way.
+
+[Note: the runtime's lock]
+    One lock guards every ``SavedStorage``, ``Pass`` and table of the runtime. Under it there is
+    bookkeeping only. Transfers are waited for, cancelled and given callbacks outside it, because a
+    transfer that settles runs its callbacks in the caller's thread, and those take the lock.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+
+from penstock.core.budget import Budget
+from penstock.core.errors import NoSpaceError, PenstockWarning
+from penstock.core.locks import Lock
+from penstock.io.engine import Priority, Transfer
+from penstock.observe.recorder import Recorder
+from penstock.runtime.movers import Mover
+from penstock.runtime.residency import Residency, SavedStorage
+from penstock.tier.base import Tier
+
+SAVED = "saved"
+"""Owner, in the device budget, of storages that are kept or await their write."""
+
+
+class Traffic:
+    """Writes and reads saved storages, and keeps their states. Thread-safe.
+
+    Attributes:
+        lock: The runtime's lock.
+        changed: Notified when a write or a read has ended, or a storage has died.
+        writing: Writes under way.
+        reading: Reads under way.
+        restored: Storages in the state RESTORED.
+        failed: Whether a tier has refused or lost a write.
+    """
+
+    def __init__(
+        self, *, budget: Budget, tiers: dict[str, Tier], mover: Mover, recorder: Recorder
+    ) -> None:
+        """Move nothing yet."""
+        self.lock = Lock()
+        self.changed = threading.Condition(self.lock)  # type: ignore[arg-type]
+        self.writing = 0
+        self.reading = 0
+        self.restored: dict[SavedStorage, None] = {}
+        self.failed = False
+        self.tiers = tiers
+        self.mover = mover
+        self._budget = budget
+        self._recorder = recorder
+        self._warned: set[str] = set()
+
+    # -- out --------------------------------------------------------------------------------------
+
+    def spill(self, saved: SavedStorage, first_tier: str) -> None:
+        """Begin to write a RESIDENT storage to ``first_tier``, or to another if that is full."""
+        with self.lock:
+            storage = saved.storage
+            if saved.state is not Residency.RESIDENT or storage is None or saved.writing:
+                return
+            strip(saved)
+            saved.state = Residency.WRITING
+            saved.writing = True
+            self.writing += 1
+        for tier in self._order(first_tier):
+            try:
+                ticket = self.mover.write(storage, tier, saved.label)
+            except NoSpaceError as error:
+                self._note_failure(f"spill.full.{tier.spec.name}", saved, error)
+                continue
+            with self.lock:
+                saved.ticket, saved.tier = ticket, tier
+                saved.of_pass.spilled = True
+            del storage  # or this frame would keep it alive when the write is done
+            ticket.written.add_done_callback(partial(self._written, saved))
+            return
+        with self.lock:
+            self._stays(saved)
+
+    def _order(self, first: str) -> list[Tier]:
+        names = [first, *(name for name in self.tiers if name != first)]
+        return [self.tiers[name] for name in names if name in self.tiers]
+
+    def _written(self, saved: SavedStorage, transfer: Transfer) -> None:
+        """A write has ended; runs in a worker of the engine, or where it was cancelled."""
+        error = transfer.error
+        ticket = None
+        with self.lock:
+            if saved.state is Residency.DEAD:  # whoever let it die left charge and ticket to us
+                ticket, saved.ticket = saved.ticket, None
+                self._budget.give(saved.nbytes, SAVED)
+                self._over(saved)
+            elif error is not None:
+                ticket, saved.ticket = saved.ticket, None
+                self._stays(saved, stuck=isinstance(error, OSError))
+            else:
+                if saved.state is Residency.WRITING:
+                    saved.state = Residency.SPILLED
+                    self.let_go(saved)
+                self._over(saved)  # else it was needed meanwhile: it stays, a later spill is free
+        if isinstance(error, OSError):
+            self._note_failure(f"spill.failed.{saved.tier.spec.name}", saved, error)
+        if ticket is not None:
+            self.mover.discard(saved.tier, ticket)
+
+    def _over(self, saved: SavedStorage) -> None:
+        saved.writing = False
+        self.writing -= 1
+        self.changed.notify_all()
+
+    def _stays(self, saved: SavedStorage, *, stuck: bool = True) -> None:
+        """A write came to nothing. Under the lock."""
+        if saved.state is Residency.WRITING:
+            saved.state = Residency.RESIDENT
+        if stuck:
+            saved.stuck = self.failed = True
+        self._over(saved)
+
+    def let_go(self, saved: SavedStorage) -> None:
+        """Drop the strong reference to a source, and its charge. Under the lock."""
+        saved.storage = None
+        self._budget.give(saved.nbytes, SAVED)
+
+    # -- back -------------------------------------------------------------------------------------
+
+    def fetch(self, saved: SavedStorage, priority: Priority, *, force: bool = False) -> bool:
+        """Begin to read a SPILLED storage; False if there is no room for it.
+
+        Args:
+            saved: What to read; nothing happens in any other state.
+            priority: Whether somebody waits for it.
+            force: Exceed the budget if need be.
+        """
+        with self.lock:
+            if saved.state is not Residency.SPILLED:
+                return True
+            target = self.mover.allocate(saved.ticket, force=force)
+            if target is None:
+                return False
+            try:
+                transfer = self.mover.read(saved.tier, saved.ticket, target, priority)
+            except BaseException:
+                self.mover.drop(target)
+                raise
+            saved.state = Residency.READING
+            saved.target, saved.read = target, transfer
+            self.reading += 1
+        transfer.add_done_callback(partial(self._arrived, saved))
+        return True
+
+    def _arrived(self, saved: SavedStorage, transfer: Transfer) -> None:
+        """A read has ended; runs in a worker of the engine."""
+        with self.lock:
+            self.reading -= 1
+            target, saved.target, saved.read = saved.target, None, None
+            if saved.state is Residency.DEAD:
+                self.mover.drop(target)
+            elif transfer.error is not None:
+                self.mover.drop(target)
+                saved.state = Residency.SPILLED
+            else:
+                saved.state = Residency.RESTORED
+                saved.storage = self.mover.finish(target)
+                saved.restored = weakref.ref(saved.storage)
+                self.restored[saved] = None
+            self.changed.notify_all()
+
+    def retire(self, saved: SavedStorage) -> None:
+        """Hold a RESTORED storage no longer: its users keep it alive. Under the lock."""
+        del self.restored[saved]
+        saved.state = Residency.SPILLED
+        saved.storage = None
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def bury(self, saved: SavedStorage) -> Any | None:
+        """No handle is left: give back everything. Under the lock; from finalizers, by ``defer``.
+
+        Returns:
+            A ticket for ``discard``, once the lock is released.
+        """
+        ticket = saved.ticket
+        if saved.state in (Residency.RESIDENT, Residency.WRITING):
+            saved.storage = None
+            if not saved.writing:
+                self._budget.give(saved.nbytes, SAVED)
+        elif saved.state is Residency.RESTORED:
+            self.retire(saved)
+        saved.state = Residency.DEAD
+        saved.of_pass.remove(saved)
+        if self.writing or self.reading:
+            self.changed.notify_all()
+        return ticket
+
+    def discard(self, saved: SavedStorage, ticket: Any) -> None:
+        """Give back a buried storage's ticket; a write under way does it when it ends."""
+        if saved.writing:
+            ticket.written.cancel()
+        elif saved.ticket is ticket:
+            saved.ticket = None
+            self.mover.discard(saved.tier, ticket)
+
+    # -- trouble ----------------------------------------------------------------------------------
+
+    def _note_failure(self, counter: str, saved: SavedStorage, error: OSError) -> None:
+        self.failed = True
+        self._recorder.count(counter)
+        self._recorder.mark("spill_failed", slot=saved.label, error=str(error))
+        self.warn(
+            counter,
+            f"{saved.label} cannot be spilled, it goes to another tier or stays in memory: {error};"
+            " further failures of this kind are only counted",
+        )
+
+    def warn(self, topic: str, message: str) -> None:
+        """Warn once about each topic."""
+        if topic not in self._warned:
+            self._warned.add(topic)
+            warnings.warn(message, PenstockWarning, stacklevel=2)
+
+
+def strip(saved: SavedStorage) -> None:
+    """Have every handle let go of the storage. Under the lock."""
+    views, saved.views = saved.views, []
+    for ref in views:
+        view = ref()
+        if view is not None:
+            view.strip()
+
+
+def in_memory(saved: SavedStorage) -> torch.UntypedStorage | None:
+    """A live copy of its bytes, whoever holds it. Under the lock."""
+    storage = saved.storage
+    if storage is None:
+        storage = saved.source()
+    if storage is None and saved.restored is not None:
+        storage = saved.restored()
+    return storage

@@ -1,0 +1,86 @@
+"""The error tree is the one that its docstring draws, and each error says what a user needs."""
+
+import errno
+import re
+
+import pytest
+
+from penstock.core import errors
+
+LINE = re.compile(
+    r"^    (?P<indent>[│ ]*)(?:[├└]── )?(?P<name>\w+)(?: \((?P<builtin>\w+)\))?(?: {2,}|$)"
+)
+
+
+def drawn_tree():
+    """(name, built-in base, parent) of every class in the module's docstring."""
+    path, found = [], []
+    lines = errors.__doc__.split("::\n")[1].split("\n\nEach message")[0].splitlines()
+    for line in filter(str.strip, lines):
+        match = LINE.match(line)
+        assert match, line
+        depth = len(match["indent"]) // 4 + ("──" in line)
+        del path[depth:]
+        found.append((match["name"], match["builtin"], path[-1] if path else None))
+        path.append(match["name"])
+    return found
+
+
+@pytest.mark.parametrize(("name", "builtin", "parent"), drawn_tree())
+def test_the_tree_is_as_drawn(name, builtin, parent):
+    bases = [base.__name__ for base in getattr(errors, name).__bases__]
+    expected = [base for base in (parent, builtin) if base]
+    assert bases == (expected or ["Exception"])
+
+
+def test_every_error_is_drawn():
+    classes = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and value.__module__ == errors.__name__
+    }
+    assert classes == {name for name, _, _ in drawn_tree()}
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (errno.ENOSPC, errors.NoSpaceError),
+        (errno.EDQUOT, errors.NoSpaceError),
+        (errno.EIO, errors.TransferError),
+        (errno.EROFS, errors.TransferError),
+    ],
+)
+def test_transfer_errors_say_what_where_and_how_much(tmp_path, code, kind):
+    error = errors.transfer_error(
+        errno=code,
+        op="write",
+        path=str(tmp_path),
+        offset_bytes=4096,
+        nbytes=8192,
+        moved_bytes=512,
+    )
+    assert type(error) is kind
+    assert isinstance(error, OSError)
+    assert (error.errno, error.op, error.path) == (code, "write", str(tmp_path))
+    assert (error.offset_bytes, error.nbytes, error.moved_bytes) == (4096, 8192, 512)
+    assert error.free_bytes > 0
+    for part in ("write of 8192 bytes", "offset 4096", str(tmp_path), "512 bytes", "free space"):
+        assert part in str(error)
+    assert ("free some space" in str(error)) == (kind is errors.NoSpaceError)
+
+
+def test_free_space_of_a_missing_directory(tmp_path):
+    assert errors.free_space_bytes(str(tmp_path)) > 0
+    assert errors.free_space_bytes(str(tmp_path / "missing")) == -1
+
+
+def test_a_budget_error_carries_its_figures():
+    error = errors.BudgetError("too small", slot="conv1/0", limit_bytes=10, least_bytes=20)
+    assert (str(error), error.slot, error.limit_bytes, error.least_bytes) == (
+        "too small",
+        "conv1/0",
+        10,
+        20,
+    )
+    assert isinstance(error, MemoryError)

@@ -1,0 +1,241 @@
+"""[Note: finalizers]: what a finalizer defers waits for this thread's last lock, and no longer."""
+
+import gc
+import os
+import signal
+import threading
+import weakref
+from functools import partial
+
+import pytest
+
+from penstock.core.locks import Lock, condition, defer
+from penstock.testing.engines import run_in_fork
+
+
+def test_deferred_runs_at_once_without_a_lock():
+    seen = []
+    defer(lambda: seen.append(1))
+    assert seen == [1]
+
+
+def test_deferred_waits_for_the_last_lock():
+    seen, outer, inner = [], Lock(), Lock()
+    with outer:
+        with inner:
+            defer(lambda: seen.append(1))
+            defer(lambda: seen.append(2))
+        assert seen == []
+    assert seen == [1, 2]
+
+
+def test_deferred_may_take_the_very_lock():
+    seen, lock = [], Lock()
+
+    def action():
+        with lock:
+            seen.append(1)
+
+    with lock:
+        defer(action)
+    assert seen == [1]
+
+
+def test_deferred_by_deferred_is_not_nested():
+    seen = []
+
+    def first():
+        defer(lambda: seen.append("second"))
+        seen.append("first")
+
+    defer(first)
+    assert seen == ["first", "second"]
+
+
+def test_another_threads_lock_does_not_delay():
+    lock, seen, held, done = Lock(), [], threading.Event(), threading.Event()
+
+    def hold():
+        with lock:
+            held.set()
+            done.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    defer(lambda: seen.append(1))
+    assert seen == [1]
+    done.set()
+    thread.join()
+
+
+def test_what_a_thread_left_is_done_by_another():
+    """A thread that holds a lock for long does not hold up what it deferred."""
+    seen, mine, other, left = [], Lock(), Lock(), threading.Event()
+    done = threading.Event()
+
+    def leave():
+        with mine:
+            defer(lambda: seen.append(threading.current_thread()))
+            left.set()
+            done.wait(20)
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    left.wait()
+    with other:
+        pass
+    assert seen == [threading.current_thread()]
+    done.set()
+    thread.join()
+
+
+def test_a_failing_action_is_seen_and_the_rest_still_runs():
+    seen, lock = [], Lock()
+
+    def fail():
+        raise RuntimeError("an action must not raise")
+
+    lock.acquire()
+    defer(fail)
+    defer(lambda: seen.append(1))
+    with pytest.raises(RuntimeError, match="must not raise"):
+        lock.release()
+    with lock:
+        pass
+    assert seen == [1]
+
+
+def test_a_lock_excludes_and_says_so():
+    lock = Lock()
+    assert lock.acquire()
+    assert not lock.acquire(blocking=False)
+    assert not lock.acquire(timeout=0.001)
+    lock.release()
+    assert lock.acquire(blocking=False)
+    lock.release()
+    seen = []
+    defer(lambda: seen.append(1))  # the attempts in vain are not counted as held
+    assert seen == [1]
+
+
+@pytest.mark.parametrize("how", ["with", "acquire"])
+def test_an_interrupted_wait_does_not_count_as_held(how):
+    """Ctrl-C while waiting for a lock; what finalizers defer afterwards must still be done."""
+    lock, seen = Lock(), []
+
+    class InterruptError(Exception):
+        pass
+
+    def interrupt(*_):
+        raise InterruptError
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    held, done = threading.Event(), threading.Event()
+
+    def hold():
+        with lock:
+            held.set()
+            done.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    signal.setitimer(signal.ITIMER_REAL, 0.02)
+    try:
+        with pytest.raises(InterruptError):  # noqa: PT012
+            if how == "acquire":
+                lock.acquire()
+            with lock:
+                raise AssertionError("the lock was held by another thread")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        done.set()
+        thread.join()
+    defer(lambda: seen.append(1))
+    assert seen == [1]
+
+
+def test_conditions_wait_and_notify():
+    changed, seen, waiting = condition(), [], threading.Event()
+
+    def wait():
+        with changed:
+            waiting.set()
+            seen.append(changed.wait(20))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    waiting.wait()
+    with changed:
+        changed.notify_all()
+    thread.join()
+    assert seen == [True]
+    with changed:
+        assert not changed.wait(0.001)
+    with pytest.raises(RuntimeError, match="un-acquired"):
+        changed.notify()
+
+
+def test_waiting_on_a_condition_lets_deferred_actions_run():
+    changed, seen = condition(), []
+    with changed:
+        defer(lambda: seen.append(1))
+        changed.wait(0.001)
+        assert seen == [1]
+
+
+def test_the_collector_inside_a_critical_section():
+    """The story of the note: a finalizer that needs the lock that this thread holds."""
+
+    class Handle:
+        pass
+
+    lock, freed = Lock(), []
+
+    def free():
+        with lock:
+            freed.append(1)
+
+    handle = Handle()
+    handle.cycle = handle
+    weakref.finalize(handle, defer, free)
+    del handle
+    with lock:
+        gc.collect()
+        assert freed == []
+    assert freed == [1]
+
+
+def test_a_forked_child_gives_nothing_of_its_parents_back():
+    lock, seen = Lock(), []
+    with lock:
+        defer(lambda: seen.append(os.getpid()))
+
+        def child():
+            lock.release()
+            assert seen == []
+            other = []
+            defer(lambda: other.append(1))
+            assert other == [1]
+
+        run_in_fork(child)
+    assert seen == [os.getpid()]
+
+
+def test_no_action_is_lost_in_a_crowd():
+    low, high, seen = [Lock(), Lock()], Lock(), []
+
+    def work(which):
+        for index in range(500):
+            with low[index % 2], high:
+                defer(partial(seen.append, (which, index)))
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with high:
+        pass
+    assert len(seen) == len(set(seen)) == 4 * 500

@@ -1,0 +1,136 @@
+"""Sessions for tests, training with and without one, and what must be true afterwards.
+
+Sessions here are given a machine, so that they measure nothing, and a low floor, so that little
+tensors move as well.
+"""
+
+import gc
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from penstock.api import Session
+from penstock.core.config import OffloadConfig
+from penstock.core.units import KIB
+from penstock.observe.recorder import Stage
+from penstock.plan import Machine
+from penstock.runtime.executor import SAVED, SMALL
+
+MACHINE = Machine(
+    name="a machine for tests",
+    flash_write_bytes_per_s=2e9,
+    flash_read_bytes_per_s=3e9,
+    flash_latency_s=1e-4,
+    host_write_bytes_per_s=8e9,
+    host_read_bytes_per_s=8e9,
+)
+FLOOR_BYTES = 8 * KIB
+PATIENCE_S = 10.0
+
+
+def session_in(path, model=None, optimizer=None, *, wrap_tier=None, machine=MACHINE, **settings):
+    """A session that spills to ``path``; enter it with ``with``."""
+    fields = {"flash": path, "flash_capacity": "1GiB", "floor": FLOOR_BYTES, "policy": "all"}
+    config = OffloadConfig.from_mapping(fields | settings)
+    return Session(config, model=model, optimizer=optimizer, wrap_tier=wrap_tier, machine=machine)
+
+
+def tiers(session):
+    return session._stores.tiers
+
+
+def arena(session):
+    return session._stores.mover.arena
+
+
+def written_bytes(session, tier="flash"):
+    """Bytes that went to a tier so far."""
+    return session.recorder.snapshot().flow(Stage.WRITE, tier).nbytes
+
+
+def read_bytes(session, tier="flash"):
+    """Bytes that came back from a tier so far."""
+    return session.recorder.snapshot().flow(Stage.READ, tier).nbytes
+
+
+def counted(session, name):
+    return session.recorder.snapshot().counted(name)
+
+
+def wait_until(condition, what):
+    """Wait for other threads; fails after ``PATIENCE_S``."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
+        time.sleep(0.001)
+
+
+def wait_for_writes(session):
+    """Until nothing is on its way out, so that all that is to be spilled is spilled."""
+    wait_until(lambda: not session.executor._writing, "all writes have ended")
+
+
+def assert_nothing_held(session):
+    """No graph is alive: every byte has been given back but for the arena's idle pages."""
+    gc.collect()
+    for name, tier in tiers(session).items():
+        wait_until(lambda tier=tier: tier.held_bytes == 0, f"tier {name} holds nothing")
+    wait_until(lambda: arena(session).used_bytes == 0, "no block of the arena is in use")
+    budget = session.budget
+    assert budget.used_by(SAVED) == 0
+    assert budget.used_by(SMALL) == 0
+    assert budget.used_bytes == arena(session).touched_bytes
+    for tier in tiers(session).values():
+        assert tier.taken_bytes == 0
+    assert not session.executor._by_storage
+    assert not session.executor._small
+
+
+def assert_within_budget(session):
+    """Not one byte more than the budget was ever held."""
+    assert 0 < session.budget.peak_bytes <= session.budget.limit_bytes
+
+
+def same_bits(left, right):
+    """Whether two tensors are equal to the last bit, NaNs and signs of zeros included."""
+    if left is None or right is None:
+        return left is right
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    left, right = (each.detach().contiguous().reshape(-1) for each in (left, right))
+    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+@dataclass
+class Trace:
+    """Every loss, gradient and weight of some steps."""
+
+    tensors: list = field(default_factory=list)
+    names: list = field(default_factory=list)
+
+    def note(self, name, tensor):
+        self.names.append(name)
+        self.tensors.append(None if tensor is None else tensor.detach().clone())
+
+    def note_gradients(self, step, model):
+        for name, parameter in model.named_parameters():
+            self.note(f"step {step}, gradient of {name}", parameter.grad)
+
+    def note_weights(self, step, model):
+        for name, tensor in model.state_dict().items():
+            self.note(f"step {step}, {name}", tensor)
+
+    def assert_same_bits(self, other):
+        """Equal to the last bit in everything; names the first that is not."""
+        assert self.names == other.names
+        for name, mine, theirs in zip(self.names, self.tensors, other.tensors, strict=True):
+            assert same_bits(mine, theirs), f"differs: {name}"
+
+
+def gradients(loss_of, inputs):
+    """Clones of the gradients of ``loss_of()`` with respect to ``inputs``."""
+    for each in inputs:
+        each.grad = None
+    loss_of().backward()
+    return [None if each.grad is None else each.grad.clone() for each in inputs]
