@@ -1,4 +1,9 @@
-"""What tests share: hypothesis without a stop watch, a directory on a disk, GPU tests on GPUs."""
+"""What tests share: hypothesis without a stop watch, a directory on a disk, sessions that spill
+there, GPU tests on GPUs.
+
+``PENSTOCK_TEST_DIR`` names the directory to spill below; without it, it is pytest's own, or
+``/var/tmp`` where that is in memory.
+"""
 
 import os
 import tempfile
@@ -22,11 +27,39 @@ else:
 @pytest.fixture
 def disk_path(tmp_path):
     """A fresh directory that a flash tier accepts, also where ``/tmp`` is in memory."""
-    if not filesystem_of(tmp_path).is_memory:
+    named = os.environ.get("PENSTOCK_TEST_DIR")
+    if named is None and not filesystem_of(tmp_path).is_memory:
         yield tmp_path
         return
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as path:
+    with tempfile.TemporaryDirectory(dir=named or "/var/tmp") as path:
         yield Path(path)
+
+
+@pytest.fixture
+def small_knobs(monkeypatch):
+    """Slabs and pieces of a size that suits tensors of a test."""
+    monkeypatch.setenv("PENSTOCK_SLAB", "16MiB")
+    monkeypatch.setenv("PENSTOCK_IO_PIECE", "256KiB")
+    monkeypatch.setenv("PENSTOCK_IO_THREADS", "2")
+
+
+@pytest.fixture
+def session_for(disk_path, small_knobs):
+    """``session_for(model, optimizer, **settings)``: a session on a disk; see ``offload_runs``.
+
+    Policy ``all`` and a floor of 8 KiB unless told otherwise. One that is left open is closed.
+    """
+    from offload_runs import session_in
+
+    made = []
+
+    def make(model=None, optimizer=None, **settings):
+        made.append(session_in(disk_path, model, optimizer, **settings))
+        return made[-1]
+
+    yield make
+    for session in made:
+        session.close()
 
 
 def pytest_collection_modifyitems(items):

@@ -5,6 +5,7 @@ tensors move as well.
 """
 
 import gc
+import threading
 import time
 from dataclasses import dataclass, field
 
@@ -13,9 +14,12 @@ import torch
 from penstock.api import Session
 from penstock.core.config import OffloadConfig
 from penstock.core.units import KIB
+from penstock.io.engine import Transfer
 from penstock.observe.recorder import Stage
 from penstock.plan import Machine
-from penstock.runtime.executor import SAVED, SMALL
+from penstock.runtime.executor import SMALL
+from penstock.runtime.traffic import SAVED
+from penstock.tier.wrappers import WrapperTier
 
 MACHINE = Machine(
     name="a machine for tests",
@@ -38,6 +42,12 @@ def session_in(path, model=None, optimizer=None, *, wrap_tier=None, machine=MACH
 
 def tiers(session):
     return session._stores.tiers
+
+
+def unwrapped(tier):
+    while isinstance(tier, WrapperTier):
+        tier = tier.inner
+    return tier
 
 
 def arena(session):
@@ -68,7 +78,7 @@ def wait_until(condition, what):
 
 def wait_for_writes(session):
     """Until nothing is on its way out, so that all that is to be spilled is spilled."""
-    wait_until(lambda: not session.executor._writing, "all writes have ended")
+    wait_until(lambda: not session.executor._traffic.writing, "all writes have ended")
 
 
 def assert_nothing_held(session):
@@ -82,7 +92,7 @@ def assert_nothing_held(session):
     assert budget.used_by(SMALL) == 0
     assert budget.used_bytes == arena(session).touched_bytes
     for tier in tiers(session).values():
-        assert tier.taken_bytes == 0
+        assert unwrapped(tier).taken_bytes == 0
     assert not session.executor._by_storage
     assert not session.executor._small
 
@@ -134,3 +144,51 @@ def gradients(loss_of, inputs):
         each.grad = None
     loss_of().backward()
     return [None if each.grad is None else each.grad.clone() for each in inputs]
+
+
+class GatedTier(WrapperTier):
+    """Operations do not end before the gate of their kind is opened; those begun later wait as well.
+
+    Attributes:
+        arrived: By kind, set when an operation has come to the gate.
+        cancellable: Whether a write at the gate counts as not begun, so that it can be withdrawn.
+    """
+
+    def __init__(self, inner, *kinds, cancellable=False):
+        super().__init__(inner)
+        self.cancellable = cancellable
+        self.arrived = {"write": threading.Event(), "read": threading.Event()}
+        self._waiting = {kind: [] for kind in kinds}
+        self._gate = threading.Lock()
+
+    def open(self, kind):
+        """Let everything of this kind pass from now on."""
+        with self._gate:
+            waiting = self._waiting.pop(kind)
+        for release in waiting:
+            release()
+
+    def _write(self, address, nbytes, keep_alive, priority):
+        place, transfer = self.inner._write(address, nbytes, keep_alive, priority)
+        return place, self._hold("write", transfer, keep_alive)
+
+    def _read(self, place, address, nbytes, keep_alive, priority):
+        transfer = self.inner._read(place, address, nbytes, keep_alive, priority)
+        return self._hold("read", transfer, keep_alive)
+
+    def _hold(self, kind, inner, keep_alive):
+        with self._gate:
+            if kind not in self._waiting:
+                return inner
+            withdraw = (lambda _: True) if self.cancellable else None
+            outer = Transfer(inner.nbytes, cancel=withdraw)
+            memory = [keep_alive]
+
+            def end(done):
+                memory.clear()
+                if not outer.done:
+                    outer.settle(done.error)
+
+            self._waiting[kind].append(lambda: inner.add_done_callback(end))
+        self.arrived[kind].set()
+        return outer

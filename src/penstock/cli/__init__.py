@@ -1,0 +1,79 @@
+"""The command ``penstock``: one file per command, loaded when it is asked for.
+
+Nothing here imports torch or NumPy, and ``penstock run`` does so only after the script did: both
+read environment variables when they are loaded, and the script may set them first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+from typing import Final
+
+from penstock import __version__
+from penstock.cli.command import Command, formatter
+from penstock.cli.output import report
+from penstock.core.errors import PenstockError
+
+_COMMANDS: Final = {
+    "run": "run a script that knows nothing of Penstock, under a memory budget",
+    "bench": "measure this machine",
+    "doctor": "check what Penstock needs, and say what to do about what is missing",
+}
+_EXAMPLES: Final = """\
+examples:
+  penstock doctor --dir /nvme/spill
+  penstock run --device-memory 2GiB --flash /nvme/spill train.py --its --own args
+  penstock bench io --dir /nvme/spill
+
+`penstock COMMAND --help` tells more. Exit codes: 0 success, 1 failure, 2 bad arguments or
+configuration; those of `penstock run` are the script's own."""
+_INTERRUPTED: Final = 130
+"""What shells make of a death by SIGINT."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; see ``penstock --help``.
+
+    Args:
+        argv: Arguments without the program's name; those of the process if ``None``.
+
+    Returns:
+        The exit code. ``penstock run`` lets whatever the script raises through.
+
+    Raises:
+        SystemExit: ``--help`` and ``--version`` (0), or arguments that cannot be parsed (2).
+    """
+    known = _parser().parse_args(argv)
+    command: Command = importlib.import_module(f"penstock.cli.{known.command}")
+    options = command.parser().parse_args(known.rest)
+    try:
+        outcome = command.execute(options)
+    except PenstockError as error:
+        if options.debug:
+            raise
+        return report(error)
+    except KeyboardInterrupt:
+        if options.debug:
+            raise
+        return _INTERRUPTED
+    return outcome if isinstance(outcome, int) else outcome()
+
+
+def _parser() -> argparse.ArgumentParser:
+    commands = "\n".join(f"  {name:8}{what}" for name, what in _COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="penstock",
+        usage="penstock [--help] [--version] COMMAND ...",
+        description="Train PyTorch networks that do not fit in memory, by spilling to host DRAM and"
+        " NVMe flash on a plan.\n\n"
+        f"commands:\n{commands}",
+        epilog=_EXAMPLES,
+        formatter_class=formatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"penstock {__version__}")
+    parser.add_argument("command", choices=tuple(_COMMANDS), help=argparse.SUPPRESS)
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser

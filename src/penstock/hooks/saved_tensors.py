@@ -31,6 +31,8 @@ TINY_BYTES: Final = 4096
 """Storages up to this size are not even counted: the handle would cost more than the tensor."""
 COMPACT_SHARE: Final = 8
 """A view whose span is less than this part of its storage is copied out, to let the storage go."""
+CACHE_LINE_BYTES: Final = 64
+"""BLAS rounds otherwise where a vector begins elsewhere modulo this; allocations of torch begin at 0."""
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 _EMPTY: Final[dict[tuple[torch.dtype, torch.device], torch.Tensor]] = {}
 
@@ -55,13 +57,16 @@ class Kept:
 class Foreign:
     """A tensor of a kind that Penstock does not know: a subclass, or one without a storage."""
 
-    __slots__ = ("tensor",)
+    __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor.detach()
+        self.version = self.tensor._version  # its own, should a subclass not share the original's
 
     def unpack(self) -> torch.Tensor:
-        """The tensor."""
+        """The tensor, if nobody has modified it since."""
+        if self.tensor._version != self.version:
+            raise _modified(self.tensor, self.tensor.size(), self.version, "")
         return self.tensor
 
 
@@ -237,11 +242,15 @@ class SavedTensorHooks:
     def _pack_span(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, first: int, nbytes: int
     ) -> Packed:
-        """Copy the bytes that a small view spans; strides and thus kernels stay the same."""
+        """Copy the bytes that a small view spans; strides, alignment and thus kernels stay the same."""
+        skew = (storage.data_ptr() + first) % CACHE_LINE_BYTES
+        skew -= skew % tensor.element_size()
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-        copy = whole[first : first + nbytes].clone()
+        copy = torch.empty(skew + nbytes, dtype=torch.uint8, device=tensor.device)
+        copy[skew:].copy_(whole[first : first + nbytes])
         view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        view.set_(copy.untyped_storage(), 0, tensor.size(), tensor.stride())
+        offset = skew // tensor.element_size()
+        view.set_(copy.untyped_storage(), offset, tensor.size(), tensor.stride())
         if nbytes < self._floor_bytes:
             small = self._executor.save_small(copy.untyped_storage())
             return Small(view, self._executor, small)

@@ -16,17 +16,21 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from penstock.core.budget import Budget
+from penstock.core.units import round_up
 from penstock.io.arena import Arena, Block
 from penstock.io.engine import Priority, Transfer
+from penstock.io.mapping import PAGE_BYTES
 from penstock.tier.base import Tier
 
 RESTORED = "restored"
 """Owner, in the device budget, of memory for restored storages."""
+CACHE_LINE_BYTES: Final = 64
+"""BLAS rounds otherwise where a vector begins elsewhere modulo this."""
 
 
 class Mover(ABC):
@@ -83,6 +87,8 @@ class BlockTarget:
     """An arena block on its way to becoming a storage of ``nbytes`` that begins at ``skew``."""
 
     block: Block
+    lead: int
+    """Where in the block the tier's window begins."""
     skew: int
     nbytes: int
 
@@ -93,6 +99,7 @@ class CpuMover(Mover):
     Nothing is copied on the way out (TRAPS rule 28): a storage lies within whole pages, so the
     granule-aligned window around it may be read, and the skew is remembered. On the way back the data
     begin at the same skew in an arena block, and the storage begins where the data begin (rule 26).
+    A window of a tier without granules lies anywhere: it returns to the same place in a cache line.
     """
 
     def __init__(self, *, budget: Budget) -> None:
@@ -111,14 +118,17 @@ class CpuMover(Mover):
 
     def allocate(self, ticket: Any, *, force: bool = False) -> BlockTarget | None:
         """An arena block for the ticket's window; with ``force`` one of an arena of its own."""
-        nbytes = ticket.window.nbytes
-        block = self.arena.allocate(nbytes)
+        window = ticket.window
+        lead = window.address % CACHE_LINE_BYTES
+        block = self.arena.allocate(lead + window.nbytes)
         if block is None and force:
-            block = self._beyond_budget(nbytes)
-        return None if block is None else BlockTarget(block, ticket.window.skew, ticket.nbytes)
+            block = self._beyond_budget(lead + window.nbytes)
+        if block is None:
+            return None
+        return BlockTarget(block, lead, lead + window.skew, ticket.nbytes)
 
     def _beyond_budget(self, nbytes: int) -> Block:
-        arena = Arena(nbytes, budget=None, owner=RESTORED)
+        arena = Arena(round_up(nbytes, PAGE_BYTES), budget=None, owner=RESTORED)
         block = arena.allocate(nbytes)
         if block is None:
             raise MemoryError(f"no address space for {nbytes} bytes")
@@ -126,8 +136,9 @@ class CpuMover(Mover):
         return block
 
     def read(self, tier: Tier, ticket: Any, target: BlockTarget, priority: Priority) -> Transfer:
-        """Fill the block; the data begin at the ticket's skew."""
-        return tier.read(ticket, target.block.address, keep_alive=target, priority=priority)
+        """Fill the block with the ticket's window."""
+        address = target.block.address + target.lead
+        return tier.read(ticket, address, keep_alive=target, priority=priority)
 
     def finish(self, target: BlockTarget) -> torch.UntypedStorage:
         """The block as a storage, without a copy; the block is free again when that dies."""
@@ -146,8 +157,8 @@ class CpuMover(Mover):
         return self.arena.trim(nbytes)
 
     def target_bytes(self, ticket: Any) -> int:
-        """The window."""
-        return int(ticket.window.nbytes)
+        """The window, and what lies before it in its cache line."""
+        return int(ticket.window.nbytes + ticket.window.address % CACHE_LINE_BYTES)
 
     def used_bytes(self) -> int:
         """Blocks in use."""

@@ -145,7 +145,6 @@ class Planner:
     def _make_profile(self) -> Profile:
         slots: list[SlotProfile] = []
         passes: list[PassProfile] = []
-        seen: set[MatchKey] = set()
         for known in sorted(self._kinds, key=lambda one: one.index):
             end_ns = known.end_ns or known.start_ns
             passes.append(
@@ -153,9 +152,6 @@ class Planner:
             )
             for record in known.records:
                 key = record.key
-                if key.match_key in seen:
-                    continue
-                seen.add(key.match_key)
                 held = record.held_elsewhere or key.match_key in self._held
                 slots.append(
                     SlotProfile(

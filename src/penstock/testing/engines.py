@@ -170,10 +170,19 @@ class EngineTests:
         class Owner:
             pass
 
+        gate = GatedSyscalls() if self.takes_syscalls else None
         owner, buffer = Owner(), aligned(PIECE_BYTES, seed=0)
         alive = weakref.ref(owner)
-        transfer = build().submit(_request("write", file, 0, buffer, keep_alive=owner))
+        transfer = build(syscalls=gate).submit(_request("write", file, 0, buffer, keep_alive=owner))
         del owner
+        if gate is not None:
+            gate.wait_for_call()
+            assert alive() is not None
+            seen: list[object] = []
+            transfer.add_done_callback(lambda _: seen.append(alive()))
+            gate.open()
+            transfer.wait(PATIENCE_S)
+            assert seen == [None]
         transfer.wait(PATIENCE_S)
         assert alive() is None
 
@@ -269,14 +278,16 @@ class EngineTests:
         gate.wait_for_call()
         second = move(engine, "write", file, 2 * PIECE_BYTES, aligned(PIECE_BYTES))
         third = move(engine, "write", file, 3 * PIECE_BYTES, aligned(PIECE_BYTES))
+        fourth = move(engine, "write", file, 4 * PIECE_BYTES, aligned(PIECE_BYTES))
         third.promote(Priority.DEMAND)
         third.promote(Priority.WRITE_BEHIND)
+        fourth.promote(Priority.DEMAND)
         first.promote(Priority.PREFETCH)
         gate.open()
-        for transfer in (first, second, third):
+        for transfer in (first, second, third, fourth):
             transfer.wait(PATIENCE_S)
         third.promote(Priority.DEMAND)  # settled: nothing to move
-        assert [call.offset_bytes // PIECE_BYTES for call in gate.calls] == [0, 3, 1, 2]
+        assert [call.offset_bytes // PIECE_BYTES for call in gate.calls] == [0, 3, 4, 1, 2]
 
     def test_cancel_only_what_has_not_started(self, build: Build, file: File) -> None:
         """A cancelled transfer never reaches the device; a started one runs to its end."""
@@ -398,8 +409,12 @@ class EngineTests:
         _roundtrip(engine, file, 0, 3 * PIECE_BYTES)
 
     def test_a_failure_settles_when_no_piece_is_running(self, build: Build, file: File) -> None:
-        """Memory is not touched after the waiter was told; pieces after a failure never begin."""
-        gate = GatedSyscalls(inner=FaultySyscalls({0: Fail(errnos.EIO)}))
+        """Memory is not touched after the waiter was told; pieces after a failure never begin.
+
+        The first failure is the one that is told.
+        """
+        failing = FaultySyscalls({0: Fail(errnos.EIO), 1: Fail(errnos.ENOSPC)})
+        gate = GatedSyscalls(inner=failing)
         transfer = move(build(syscalls=gate), "write", file, 0, aligned(5 * PIECE_BYTES))
         gate.wait_for_call()
         gate.wait_for_call()
@@ -407,8 +422,9 @@ class EngineTests:
         with pytest.raises(TimeoutError):
             transfer.wait(0.05)
         gate.open()
-        with pytest.raises(TransferError):
+        with pytest.raises(TransferError) as caught:
             transfer.wait(PATIENCE_S)
+        assert caught.value.errno == errnos.EIO
         assert len(gate.calls) == 2
 
     # -- the end ----------------------------------------------------------------------------------
@@ -447,24 +463,26 @@ class EngineTests:
     def test_a_forked_child_is_refused(self, build: Build, file: File) -> None:
         """TRAPS.md 24. In the child: submit raises, cancel and close return, nothing hangs."""
         gate = GatedSyscalls()
-        engine = build(syscalls=gate)
+        engine = build(threads=1, syscalls=gate)
         buffer = aligned(2 * PIECE_BYTES, seed=0)
         transfer = move(engine, "write", file, 0, buffer)
+        waiting = move(engine, "write", file, 0, buffer)
         gate.wait_for_call()
 
         def child() -> None:
             try:
                 move(engine, "read", file, 0, aligned(PIECE_BYTES))
             except ClosedError:
-                transfer.promote(Priority.DEMAND)
-                assert not transfer.cancel()
+                waiting.promote(Priority.DEMAND)
+                assert not waiting.cancel()  # it is the parent's
                 engine.close()
                 return
             raise AssertionError("the child could submit")
 
         run_in_fork(child)
         gate.open()
-        assert transfer.wait(PATIENCE_S) == len(buffer)
+        for mine in (transfer, waiting):
+            assert mine.wait(PATIENCE_S) == len(buffer)
 
     def test_an_idle_engine_costs_nothing(self, build: Build, file: File) -> None:
         """Workers wait; they do not look."""

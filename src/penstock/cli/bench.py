@@ -1,0 +1,161 @@
+"""``penstock bench``: what this machine can do."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from penstock.cli import bandwidth
+from penstock.cli.bandwidth import Measurement
+from penstock.cli.command import add_common, formatter, size
+from penstock.cli.output import say, show, write_json
+from penstock.cli.paths import file_to_write, spill_directory
+from penstock.core.errors import ConfigError
+from penstock.core.units import MIB, format_bandwidth, format_bytes, format_duration, parse_bytes
+from penstock.io.arena import Arena
+from penstock.observe.recorder import Recorder
+from penstock.plan.machine import Machine
+from penstock.report.table import Row, side_by_side
+from penstock.runtime import probe
+from penstock.tier.host import HostTier
+
+_EXAMPLES: Final = """\
+examples:
+  penstock bench io --dir /nvme/spill
+  penstock bench io --dir /nvme0/spill --dir /nvme1/spill --seconds 30 --save machine.json"""
+_HOST_BYTES: Final = 64 * MIB
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of ``penstock bench``."""
+    made = argparse.ArgumentParser(
+        prog="penstock bench",
+        description="Measure this machine.",
+        epilog=_EXAMPLES,
+        formatter_class=formatter,
+        allow_abbrev=False,
+    )
+    what = made.add_subparsers(metavar="WHAT", required=True)
+    disk = what.add_parser(
+        "io",
+        help="read, overwrite and mixed bandwidth of directories",
+        description="Measure read, overwrite and mixed bandwidth through Penstock's engine, beside a"
+        " plain limit\n(threads with preadv and pwritev) on the same files and memory, in turns. The"
+        " ratio is what counts.",
+        epilog=_EXAMPLES,
+        formatter_class=formatter,
+        allow_abbrev=False,
+    )
+    disk.add_argument(
+        "--dir", metavar="DIR", action="append", help="directory to measure; several are measured"
+        " together (default: the current one)"
+    )  # fmt: skip
+    disk.add_argument(
+        "--size", metavar="SIZE", type=size, default=bandwidth.FILE_BYTES,
+        help="of the files, all together (default: 1GiB); they vanish at the end",
+    )  # fmt: skip
+    disk.add_argument(
+        "--seconds", metavar="N", type=float, default=10.0, help="how long (default: 10)"
+    )
+    disk.add_argument("--save", metavar="FILE", help="write a machine file, as plans are made for")
+    add_common(disk, json_help="print one JSON document on standard output")
+    return made
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Measure, print, save.
+
+    Raises:
+        ConfigError: A size or time makes no sense, or the machine file cannot be written.
+        TransferError: A directory cannot be written to, or is full.
+    """
+    file_bytes = parse_bytes(options.size, what="--size")
+    directories = [spill_directory(each) for each in options.dir or ["."]]
+    if options.save is not None:
+        file_to_write(options.save, "--save")
+    with _progress(f"measuring {', '.join(directories)}") as progress:
+        measured = bandwidth.measure(
+            directories, file_bytes=file_bytes, seconds=options.seconds, progress=progress
+        )
+    machine = machine_of(measured)
+    if options.save is not None:
+        _save(machine, options.save)
+    if options.json:
+        write_json(document(measured, machine), sys.stdout)
+    else:
+        show(table(measured), sys.stdout)
+    return 0
+
+
+def machine_of(measured: Measurement) -> Machine:
+    """What plans are made for: the engine's bandwidths, and those of copies within host memory."""
+    arena = Arena(2 * _HOST_BYTES)
+    tier = HostTier(arena, capacity_bytes=_HOST_BYTES, recorder=Recorder())
+    try:
+        host = probe.measure({"host": tier})
+    finally:
+        tier.close()
+        arena.close()
+    return replace(
+        host,
+        name=platform.node() or "this machine",
+        flash_write_bytes_per_s=measured.rate("overwrite").engine_bytes_per_s,
+        flash_read_bytes_per_s=measured.rate("read").engine_bytes_per_s,
+        flash_latency_s=measured.latency_s,
+    )
+
+
+def document(measured: Measurement, machine: Machine) -> dict[str, Any]:
+    """The JSON document of ``penstock bench io``."""
+    return {"schema": 1, **asdict(measured), "machine": asdict(machine)}
+
+
+def table(measured: Measurement) -> RenderableType:
+    """Both sides and their ratio."""
+    rows = [
+        Row(
+            rate.kind,
+            (format_bandwidth(rate.plain_bytes_per_s), format_bandwidth(rate.engine_bytes_per_s)),
+            f"{rate.ratio:.2f} x",
+        )
+        for rate in measured.rates
+    ]
+    how = f"direct, granule {measured.granule_bytes} B" if measured.direct else "buffered"
+    caption = (
+        f"medians of {measured.rates[0].rounds} rounds of {format_bytes(measured.pass_bytes)}, in"
+        f" turns; {measured.threads} threads, pieces of {format_bytes(measured.piece_bytes)}, {how};"
+        f" a 4 KiB read takes {format_duration(measured.latency_s)}"
+    )
+    both = side_by_side(", ".join(measured.directories), ("plain calls", "penstock"), rows)
+    return Group(both, Text(), Text(caption))
+
+
+@contextmanager
+def _progress(text: str) -> Iterator[bandwidth.Progress]:
+    """On standard error: a bar on a terminal, a line elsewhere."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        say(text)
+        yield lambda _: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(text, total=1.0)
+        yield lambda share: bar.update(task, completed=share)
+
+
+def _save(machine: Machine, path: str) -> None:
+    try:
+        Path(path).write_text(machine.to_json() + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--save: {path!r} cannot be written: {error.strerror}") from error

@@ -1,0 +1,372 @@
+"""What ``penstock doctor`` looks at: each function looks at one thing and says what to do about it."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import resource
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from penstock.cli.paths import spill_directory
+from penstock.core import knobs
+from penstock.core.errors import ConfigError, PenstockError, PenstockWarning, free_space_bytes
+from penstock.core.units import GIB, MIB, format_bandwidth, format_bytes
+from penstock.io import gds
+from penstock.io.arena import Arena
+from penstock.io.files import filesystem_of, open_unlinked
+from penstock.io.threads import ThreadEngine
+from penstock.observe.recorder import Recorder
+from penstock.plan.machine import Machine
+from penstock.runtime import probe
+from penstock.tier.flash import FlashTier
+
+LEAST_PYTHON: Final = (3, 11)
+LEAST_TORCH: Final = (2, 8)
+LITTLE_SPACE_BYTES: Final = 10 * GIB
+SLOW_BYTES_PER_S: Final = 500_000_000
+"""Below this a disk is none of those that Penstock is for: a SATA SSD, a network."""
+_ARENA_BYTES: Final = 32 * MIB
+_PROBE_BYTES: Final = 64 * MIB
+_HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_NVIDIA: Final = Path("/proc/driver/nvidia/version")
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+_EXTRAS: Final = {
+    "matplotlib": ("matplotlib", "plot"),
+    "scikit-learn": ("sklearn", "data"),
+    "pillow": ("PIL", "data"),
+}
+_KNOBS: Final = (
+    knobs.io_threads,
+    knobs.io_piece_bytes,
+    knobs.slab_bytes,
+    knobs.stripe_bytes,
+    knobs.floor_bytes,
+    knobs.max_events,
+)
+
+
+class Verdict(enum.StrEnum):
+    """How a check ended."""
+
+    OK = "ok"
+    WARN = "warn"
+    """Penstock works, but slower or with less than it could have."""
+    FAIL = "fail"
+    """Penstock, or spilling to this directory, does not work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What was looked at, and what was found."""
+
+    name: str
+    verdict: Verdict
+    value: str
+    advice: str = ""
+    """What to do; ``""`` where there is nothing."""
+
+
+def all_checks(directories: Iterable[str]) -> list[Check]:
+    """Everything, in the order of the layers: Python, memory, disks, GPU."""
+    checks = [
+        python(),
+        torch(),
+        cuda(),
+        settings(),
+        huge_pages(),
+        arena_pages(),
+        torch_pages(),
+        memory(),
+    ]
+    for directory in directories:
+        checks += disk(directory)
+    return [*checks, gpu_direct(), extras()]
+
+
+def python() -> Check:
+    """The interpreter's version."""
+    value = f"{platform.python_version()} on {platform.system()} {platform.release()}"
+    if sys.version_info < LEAST_PYTHON:
+        return Check("python", Verdict.FAIL, value, "install Python 3.11 or later")
+    if platform.system() != "Linux":
+        return Check("python", Verdict.FAIL, value, "Penstock's I/O needs Linux")
+    return Check("python", Verdict.OK, value)
+
+
+def torch() -> Check:
+    """Whether torch is there, and recent enough."""
+    try:
+        version: str = importlib.import_module("torch").__version__
+    except Exception as error:  # noqa: BLE001  (a broken installation may fail in any way)
+        return Check("torch", Verdict.FAIL, f"{error}", "install torch 2.8 or later")
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if numbers < LEAST_TORCH:
+        return Check("torch", Verdict.FAIL, version, "install torch 2.8 or later")
+    return Check("torch", Verdict.OK, version)
+
+
+def cuda() -> Check:
+    """What devices torch sees, and by which driver."""
+    try:
+        lib: Any = importlib.import_module("torch")
+    except Exception:  # noqa: BLE001
+        return Check("cuda", Verdict.WARN, "unknown, for there is no torch")
+    driver = _driver_version()
+    if lib.cuda.is_available():
+        found = [lib.cuda.get_device_properties(i) for i in range(lib.cuda.device_count())]
+        devices = ", ".join(f"{each.name} ({format_bytes(each.total_memory)})" for each in found)
+        return Check("cuda", Verdict.OK, f"CUDA {lib.version.cuda}, driver {driver}: {devices}")
+    if driver is not None:
+        built = lib.version.cuda or "none: a build for CPUs"
+        return Check(
+            "cuda",
+            Verdict.WARN,
+            f"driver {driver} is loaded, but torch sees no device (its CUDA: {built})",
+            "install a torch for CUDA; see also CUDA_VISIBLE_DEVICES",
+        )
+    return Check("cuda", Verdict.OK, "no GPU: the device is host memory")
+
+
+def settings() -> Check:
+    """Whether the environment variables of Penstock make sense."""
+    given = sorted(name for name in os.environ if name.startswith("PENSTOCK_"))
+    for knob in _KNOBS:
+        try:
+            knob()
+        except ConfigError as error:
+            return Check("settings", Verdict.FAIL, str(error), "correct or unset the variable")
+    value = ", ".join(f"{name}={os.environ[name]}" for name in given)
+    return Check("settings", Verdict.OK, value or "no PENSTOCK_ variable is set")
+
+
+def huge_pages(path: Path = _HUGE_PAGES) -> Check:
+    """Whether the kernel gives 2 MiB pages to those who ask."""
+    mode = _huge_page_mode(path)
+    advice = f"as root: echo madvise > {path}; reads are up to three times slower without"
+    if mode is None:
+        return Check("huge pages", Verdict.WARN, "the kernel has none", "use another kernel")
+    if mode == "never":
+        return Check("huge pages", Verdict.WARN, mode, advice)
+    return Check("huge pages", Verdict.OK, mode)
+
+
+def arena_pages() -> Check:
+    """Whether memory for transfers really lies in huge pages."""
+    arena = Arena(_ARENA_BYTES)
+    try:
+        arena.allocate(_ARENA_BYTES)
+        huge = _anon_huge_bytes(arena.address, Path("/proc/self/smaps").read_text())
+    except OSError as error:
+        return Check("buffers", Verdict.WARN, f"/proc/self/smaps cannot be read: {error.strerror}")
+    finally:
+        arena.close()
+    value = f"{format_bytes(huge)} of {format_bytes(_ARENA_BYTES)} in huge pages"
+    if huge < _ARENA_BYTES // 2:
+        advice = "see `huge pages`; if that is ok, memory is fragmented: free some, or reboot"
+        return Check("buffers", Verdict.WARN, value, advice)
+    return Check("buffers", Verdict.OK, value)
+
+
+def torch_pages(path: Path = _HUGE_PAGES) -> Check:
+    """Whether torch asks for huge pages under its large CPU tensors."""
+    name = "THP_MEM_ALLOC_ENABLE"
+    if os.environ.get(name) == "1":
+        return Check("tensor pages", Verdict.OK, f"{name}=1")
+    if _huge_page_mode(path) == "always":
+        return Check("tensor pages", Verdict.OK, "the kernel gives huge pages to all")
+    return Check(
+        "tensor pages",
+        Verdict.WARN,
+        f"{name} is not set: large CPU tensors have 4 KiB pages",
+        f"set {name}=1 before Python starts; `penstock run` does it by itself",
+    )
+
+
+def memory() -> Check:
+    """How much there is, and what limits this process below that."""
+    sizes = _meminfo()
+    total, available = sizes.get("MemTotal", 0), sizes.get("MemAvailable", 0)
+    value = f"{format_bytes(total)}, {format_bytes(available)} available"
+    group = cgroup_limit_bytes(Path("/proc/self/cgroup"), _CGROUPS)
+    if group is not None and group < total:
+        value += f"; a cgroup limits it to {format_bytes(group)}"
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address_space != resource.RLIM_INFINITY:
+        value += f"; address space is limited to {format_bytes(address_space)}"
+        advice = "`ulimit -v unlimited`: buffers reserve more addresses than memory"
+        return Check("memory", Verdict.WARN, value, advice)
+    return Check("memory", Verdict.OK, value)
+
+
+def disk(directory: str) -> list[Check]:
+    """A directory: usable at all, direct I/O, free space, and a first bandwidth."""
+    try:
+        path = spill_directory(directory)
+    except ConfigError as error:
+        return [Check(f"{directory}", Verdict.FAIL, str(error), "name another directory")]
+    return [direct_io(path), free_space(path), quick_bandwidth(path)]
+
+
+def direct_io(path: str) -> Check:
+    """Whether transfers can pass by the page cache, and how they must be aligned."""
+    kind = filesystem_of(path).kind
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PenstockWarning)
+        file = open_unlinked(path)
+    direct, granule = file.direct, file.granule_bytes
+    file.close()
+    if direct:
+        return Check(f"{path}: direct I/O", Verdict.OK, f"{kind}, granule {granule} B")
+    if knobs.buffered_io():
+        advice = "unset PENSTOCK_BUFFERED_IO"
+    else:
+        advice = "name a directory on a local ext4 or xfs"
+    return Check(f"{path}: direct I/O", Verdict.WARN, f"none on {kind}: slower", advice)
+
+
+def free_space(path: str) -> Check:
+    """How much could be spilled."""
+    free = free_space_bytes(path)
+    name, value = f"{path}: free space", format_bytes(free)
+    if free < knobs.slab_bytes():
+        return Check(name, Verdict.FAIL, value, "free some space, or name another directory")
+    if free < LITTLE_SPACE_BYTES:
+        return Check(name, Verdict.WARN, value, "a large network spills more than that")
+    return Check(name, Verdict.OK, value)
+
+
+def quick_bandwidth(path: str) -> Check:
+    """What a session would measure before its first step; a few ms of I/O."""
+    name = f"{path}: bandwidth"
+    try:
+        machine = _probed(path)
+    except PenstockError as error:
+        return Check(name, Verdict.FAIL, str(error), "free some space, or name another directory")
+    write, read = machine.flash_write_bytes_per_s, machine.flash_read_bytes_per_s
+    value = f"read {format_bandwidth(read)}, write {format_bandwidth(write)}"
+    if min(write, read) < SLOW_BYTES_PER_S:
+        advice = "name a directory on an NVMe SSD; `penstock bench io` measures longer"
+        return Check(name, Verdict.WARN, value, advice)
+    return Check(name, Verdict.OK, value)
+
+
+def gpu_direct(available: Callable[[], gds.Availability] = gds.available) -> Check:
+    """Whether transfers between GPU and SSD could leave host memory out."""
+    if _driver_version() is None:
+        return Check("GPU-direct", Verdict.OK, "not needed without a GPU")
+    found = available()
+    if found:
+        return Check("GPU-direct", Verdict.OK, found.reason)
+    advice = "optional: transfers go through host memory without it"
+    return Check("GPU-direct", Verdict.WARN, found.reason, advice)
+
+
+def extras() -> Check:
+    """Packages that only parts of Penstock use."""
+    there, missing = [], []
+    for package, (module, extra) in _EXTRAS.items():
+        if importlib.util.find_spec(module) is None:
+            missing.append((package, extra))
+        else:
+            there.append(f"{package} {importlib.metadata.version(package)}")
+    value = ", ".join([*there, *(f"no {package}" for package, _ in missing)])
+    wanted = ",".join(sorted({extra for _, extra in missing}))
+    advice = f"for plots and the demonstration: pip install 'penstock[{wanted}]'" if missing else ""
+    return Check("optional", Verdict.OK, value, advice)
+
+
+def cgroup_limit_bytes(membership: Path, root: Path) -> int | None:
+    """The least memory limit of the cgroups that this process is in; ``None``: there is none.
+
+    Args:
+        membership: As ``/proc/self/cgroup``.
+        root: As ``/sys/fs/cgroup``.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    limits = []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        folder, name = (
+            (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        )
+        place = folder / group.lstrip("/")
+        limits += [
+            _number(each / name)
+            for each in (place, *place.parents)
+            if folder in (each, *each.parents)
+        ]
+    known = [limit for limit in limits if limit is not None and limit < 1 << 60]
+    return min(known, default=None)
+
+
+def _probed(path: str) -> Machine:
+    engine = ThreadEngine()
+    try:
+        tier = FlashTier(path, capacity_bytes=_PROBE_BYTES, engine=engine, recorder=Recorder())
+        try:
+            return probe.measure({"flash": tier})
+        finally:
+            tier.close()
+    finally:
+        engine.close()
+
+
+def _huge_page_mode(path: Path) -> str | None:
+    try:
+        match = re.search(r"\[(\w+)\]", path.read_text())
+    except OSError:
+        return None
+    return match[1] if match else None
+
+
+def _anon_huge_bytes(address: int, smaps: str) -> int:
+    """``AnonHugePages`` of the mapping that ``address`` lies in."""
+    inside = False
+    for line in smaps.splitlines():
+        span = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if span is not None:
+            inside = int(span[1], 16) <= address < int(span[2], 16)
+        elif inside and line.startswith("AnonHugePages:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _meminfo() -> dict[str, int]:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return {}
+    return {
+        name: int(rest.split()[0]) * 1024 for name, _, rest in (x.partition(":") for x in lines)
+    }
+
+
+def _driver_version() -> str | None:
+    try:
+        match = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", _NVIDIA.read_text())
+    except OSError:
+        return None
+    return match[1] if match else "of unknown version"
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,96 @@
+"""``penstock doctor``: what Penstock needs, what is there, and what to do about the rest."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from penstock import __version__
+from penstock.cli.checks import Check, Verdict, all_checks
+from penstock.cli.command import add_common, formatter
+from penstock.cli.output import show, write_json
+
+_EXAMPLES: Final = """\
+examples:
+  penstock doctor --dir /nvme/spill
+  penstock doctor --dir /nvme0/spill --dir /nvme1/spill --json
+
+The exit code is 0 if nothing failed; a warning is no failure."""
+_STYLES: Final = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of ``penstock doctor``."""
+    made = argparse.ArgumentParser(
+        prog="penstock doctor",
+        description="Check what Penstock needs, and say what to do about what is missing.",
+        epilog=_EXAMPLES,
+        formatter_class=formatter,
+        allow_abbrev=False,
+    )
+    made.add_argument(
+        "--dir",
+        metavar="DIR",
+        action="append",
+        help="directory to spill to; once for each (default: the current one)",
+    )
+    add_common(made, json_help="print one JSON document on standard output")
+    return made
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Check everything and print; 1 if something failed."""
+    checks = all_checks(options.dir or ["."])
+    if options.json:
+        write_json(document(checks), sys.stdout)
+    else:
+        show(table(checks), sys.stdout)
+    return 0 if passed(checks) else 1
+
+
+def passed(checks: Sequence[Check]) -> bool:
+    """Whether nothing failed."""
+    return all(check.verdict is not Verdict.FAIL for check in checks)
+
+
+def document(checks: Sequence[Check]) -> dict[str, Any]:
+    """The JSON document."""
+    return {
+        "schema": 1,
+        "penstock": __version__,
+        "ok": passed(checks),
+        "checks": [asdict(check) for check in checks],
+    }
+
+
+def table(checks: Sequence[Check]) -> RenderableType:
+    """A line for each check, what to do below it, and a verdict on all."""
+    lines = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    lines.add_column("", no_wrap=True)
+    lines.add_column("check", overflow="fold")
+    lines.add_column("found", overflow="fold")
+    for check in checks:
+        found = Text(check.value)
+        if check.advice:
+            found.append(f"\n→ {check.advice}", style="italic")
+        verdict = Text(check.verdict, style=_STYLES[check.verdict])
+        lines.add_row(verdict, Text(check.name), found)
+    return Group(lines, Text(), _conclusion(checks))
+
+
+def _conclusion(checks: Sequence[Check]) -> Text:
+    failed = sum(check.verdict is Verdict.FAIL for check in checks)
+    warned = sum(check.verdict is Verdict.WARN for check in checks)
+    if failed:
+        return Text(f"{failed} failed, {warned} to look at", style=_STYLES[Verdict.FAIL])
+    if warned:
+        return Text(f"Penstock works here; {warned} to look at", style=_STYLES[Verdict.WARN])
+    return Text("Penstock works here", style=_STYLES[Verdict.OK])

@@ -1,0 +1,41 @@
+"""Paths that options name, checked before any work is done. Loads neither NumPy nor torch."""
+
+from __future__ import annotations
+
+import os
+
+from penstock.core.errors import ConfigError, TransferError
+from penstock.io.files import filesystem_of, open_unlinked
+
+
+def spill_directory(name: str | os.PathLike[str]) -> str:
+    """The absolute path of a directory that can be spilled to.
+
+    Raises:
+        ConfigError: It is missing, not a directory, not writable, or in memory.
+    """
+    path = os.path.abspath(name)
+    system = filesystem_of(path)
+    if system.is_memory:
+        raise ConfigError(
+            f"directory {path!r} is on {system.kind}: its files are in memory, and spilling there"
+            " would save none; name a directory on a disk"
+        )
+    try:
+        open_unlinked(path).close()
+    except TransferError as error:
+        reason = os.strerror(error.errno or 0)
+        raise ConfigError(
+            f"directory {path!r} cannot be spilled to: {reason}; create it, change its mode, or name"
+            " another"
+        ) from error
+    return path
+
+
+def file_to_write(name: str | os.PathLike[str], option: str) -> str:
+    """The absolute path of a file that can be written. Raises ConfigError, naming the option."""
+    path = os.path.abspath(name)
+    folder = os.path.dirname(path)
+    if os.path.isdir(path) or not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option}: {path!r} cannot be written; name a file in a folder that can")
+    return path

@@ -1,0 +1,244 @@
+"""``penstock run``: a script that knows nothing of Penstock, inside a session.
+
+1. Settings are checked, before anything of the script runs.
+2. The script becomes ``__main__`` (:mod:`penstock.cli.script`).
+3. When it has imported torch, a session is opened in this thread (:mod:`penstock.cli.torch_import`).
+4. When it is over, its other threads and its ``atexit`` functions included, and however it ended, the
+   summary is told and the session closed. What ends a process without Python's doing (SIGTERM,
+   ``os._exit``) ends it without a summary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import importlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Final
+
+from penstock import __version__
+from penstock.cli.command import add_common, formatter, size
+from penstock.cli.output import report, say, show, write_json
+from penstock.cli.paths import file_to_write, spill_directory
+from penstock.cli.script import Program, find, run_as_main
+from penstock.cli.torch_import import when_imported
+from penstock.core.config import OffloadConfig
+from penstock.core.errors import ConfigError, PenstockError
+from penstock.plan import policies
+
+if TYPE_CHECKING:
+    from penstock.api import Session
+
+_EXAMPLES: Final = """\
+examples:
+  penstock run --device-memory 2GiB --flash /nvme/spill train.py --its --own args
+  penstock run --config offload.toml --trace trace.json.gz -m package.train --epochs 3
+
+Options of Penstock come before the script; everything after its name is its own. Sizes have a unit:
+GB is 10^9 bytes, GiB is 2^30."""
+_OPTIONS: Final = (
+    ("--device-memory", "SIZE", "budget for what autograd saves, in the device's memory"),
+    ("--host-memory", "SIZE", "how much the host tier may hold (default: there is none)"),
+    ("--flash-capacity", "SIZE", "how much may be spilled (default: 9/10 of the free space)"),
+    ("--floor", "SIZE", "tensors smaller than this stay (default: 1MiB)"),
+    ("--tbw", "SIZE", "bytes written that the SSD is rated for, as 600TB"),
+)
+_HUGE_PAGES: Final = "THP_MEM_ALLOC_ENABLE"
+"""Has torch ask for huge pages under large CPU tensors; read when torch first allocates one."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of ``penstock run``."""
+    made = argparse.ArgumentParser(
+        prog="penstock run",
+        usage="penstock run [options] (script.py | -m module) [args ...]",
+        description="Run a script in this process, as `python script.py args` would, and keep what"
+        " autograd\nsaves within a memory budget. The summary goes to standard error at the end.",
+        epilog=_EXAMPLES,
+        formatter_class=formatter,
+        allow_abbrev=False,
+    )
+    for name, metavar, text in _OPTIONS:
+        made.add_argument(name, metavar=metavar, type=size, help=text)
+    made.add_argument(
+        "--flash", metavar="DIR", action="append", help="directory to spill to; once for each"
+    )
+    made.add_argument("--policy", metavar="NAME", help=f"{', '.join(policies.names())}")
+    made.add_argument(
+        "--config", metavar="FILE", help="TOML with a table [offload]; options here overrule it"
+    )
+    made.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto at the end")
+    made.add_argument("--event-log", metavar="FILE", help="write every event as JSON lines")
+    add_common(
+        made,
+        json_help="print the summary as JSON on standard output; what the script prints there goes"
+        " to standard error",
+    )
+    made.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module")
+    made.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return made
+
+
+def execute(options: argparse.Namespace) -> Callable[[], int]:
+    """Check everything; return what runs the script.
+
+    Raises:
+        ConfigError: A setting makes no sense, or a path cannot be used.
+        SystemExit: There is no such script (2).
+    """
+    module: list[str] = options.module or []
+    words: list[str] = [*module, *options.script]  # `-mname args` has its arguments in `script`
+    if not words:
+        raise ConfigError("nothing to run; name a script, or a module with -m")
+    config = _config(options)
+    trace = _file(options.trace, "--trace")
+    program = find(words[0], words[1:], is_module=bool(module))
+    attendant = _Attendant(config, words=words, trace=trace, debug=options.debug)
+    if options.json:
+        attendant.answer = _take_stdout()
+    return lambda: _run(program, attendant)
+
+
+def _run(program: Program, attendant: _Attendant) -> int:
+    os.environ.setdefault(_HUGE_PAGES, "1")
+    atexit.register(attendant.finish)
+    when_imported(attendant.start)
+    run_as_main(program)
+    return 0
+
+
+class _Attendant:
+    """Opens the session when it is time, tells about it when all is over.
+
+    Attributes:
+        answer: Where the summary is written as JSON, or ``None``: as text to standard error.
+    """
+
+    def __init__(
+        self, config: OffloadConfig, *, words: list[str], trace: str | None, debug: bool
+    ) -> None:
+        self.answer: IO[str] | None = None
+        self._config = config
+        self._words = words
+        self._trace = trace
+        self._debug = debug
+        self._pid = os.getpid()
+        self._session: Session | None = None
+
+    def start(self) -> None:
+        """Torch is there: open the session.
+
+        Raises:
+            SystemExit: It cannot be opened; the reason was told.
+        """
+        if os.getpid() != self._pid or self._session is not None:
+            return  # children of the script run as they are
+        thread = threading.current_thread()
+        if thread is not threading.main_thread():
+            say(
+                f"warning: torch was imported first in thread {thread.name!r}, and a session serves"
+                " only the thread that opens it: nothing is offloaded; import torch in the main"
+                " thread before"
+            )
+            return
+        try:
+            session = importlib.import_module("penstock.api").Session(self._config)
+            session.__enter__()
+        except PenstockError as error:
+            if self._debug:
+                raise
+            raise SystemExit(report(error)) from None
+        self._session = session
+        # before what the script registers from now on, so that it runs after that
+        atexit.unregister(self.finish)
+        atexit.register(self.finish)
+
+    def finish(self) -> None:
+        """All is over: tell, and close. Never raises; the exit code is the script's."""
+        if os.getpid() != self._pid:
+            return
+        for act in (self._write_trace, self._tell, self._close):
+            try:
+                act()
+            except (PenstockError, OSError, ValueError) as error:
+                say(f"error: at the end of the run: {error}")
+
+    def _write_trace(self) -> None:
+        if self._session is None or self._trace is None:
+            return
+        trace = importlib.import_module("penstock.report.trace")
+        about = {
+            "penstock": __version__,
+            "command": " ".join(self._words),
+            "policy": self._config.policy,
+            "device_memory_bytes": self._config.device_bytes,
+        }
+        trace.write_trace(self._session.recorder, self._trace, about=about)
+
+    def _tell(self) -> None:
+        summary = None if self._session is None else self._session.summary()
+        if self.answer is not None:
+            facts = None if summary is None else summary.to_json()
+            write_json({"schema": 1, "command": self._words, "summary": facts}, self.answer)
+        elif sys.__stderr__ is None:
+            return
+        elif summary is None:
+            say("the script did not import torch: there was nothing to offload")
+        else:
+            sys.__stderr__.write("\n")
+            show(summary, sys.__stderr__)
+
+    def _close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+
+
+def _config(options: argparse.Namespace) -> OffloadConfig:
+    names = (
+        "device_memory",
+        "host_memory",
+        "flash_capacity",
+        "policy",
+        "floor",
+        "event_log",
+        "tbw",
+    )
+    given: dict[str, Any] = {
+        name: value for name in names if (value := getattr(options, name)) is not None
+    }
+    if options.flash:
+        given["flash"] = tuple(options.flash)
+    if options.config is None:
+        config = OffloadConfig(**given)
+    else:
+        config = replace(OffloadConfig.from_toml(options.config), **given)
+    policies.get(config.policy)
+    return replace(  # absolute, for the script may change its directory
+        config,
+        flash=tuple(spill_directory(each) for each in config.directories),
+        event_log=_file(config.event_log, "event_log"),
+    )
+
+
+def _file(name: str | Path | None, option: str) -> str | None:
+    return None if name is None else file_to_write(name, option)
+
+
+def _take_stdout() -> IO[str]:
+    """Keep standard output for the answer; whatever writes to it goes to standard error.
+
+    The descriptors are changed and not ``sys.stdout``, so that this holds for C code and children.
+    """
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+        os.dup2(2, 1)
+    except OSError as error:
+        raise ConfigError(f"--json needs both standard output and error open: {error}") from error
+    return os.fdopen(kept, "w", encoding="utf-8")

@@ -1,0 +1,208 @@
+"""Running somebody's script in this process, as the interpreter itself would have done.
+
+What ``python script.py`` and ``python -m module`` set up is set up here: a fresh ``__main__``,
+``sys.argv``, ``sys.path[0]``. What happens at the end is left to the interpreter: whatever the script
+raises goes up through ``main``, so exit codes, messages of ``sys.exit``, death by SIGINT and
+``atexit`` are its doing. Only ``sys.excepthook`` is given a traceback that begins at the script.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pkgutil
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from types import ModuleType, TracebackType
+from typing import Final, Protocol
+
+_OUR_FOLDER: Final = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_IMPORT_MACHINERY: Final = "<frozen importlib"
+
+
+class Program(Protocol):
+    """Something to run as ``__main__``."""
+
+    def become_main(self) -> None:
+        """Set up ``sys.argv``, ``sys.path`` and ``__main__``."""
+
+    def run(self) -> None:
+        """Run it. Raises whatever it raises."""
+
+
+def find(target: str, arguments: Sequence[str], *, is_module: bool) -> Program:
+    """See what there is to run.
+
+    Args:
+        target: A script, a folder or archive with a ``__main__``, or a module's name.
+        arguments: What follows it on the command line.
+        is_module: Whether ``target`` is a module's name, as after ``-m``.
+
+    Raises:
+        SystemExit: The script cannot be opened; with the interpreter's own message and code.
+    """
+    if is_module:
+        return _Module(target, arguments)
+    # as the interpreter makes it absolute: not normalized
+    path = os.path.join(os.getcwd(), target.removeprefix("./"))
+    if pkgutil.get_importer(path) is not None:
+        return _Container(path, target, arguments)
+    _check_readable(path)
+    return _File(path, target, arguments)
+
+
+def run_as_main(program: Program) -> None:
+    """Run ``program`` to its end; whatever it raises goes through, and is shown without our frames."""
+    program.become_main()
+    try:
+        program.run()
+    except SystemExit:
+        raise
+    except BaseException:
+        hook = getattr(sys, "excepthook", None)  # the script may have its own, or have deleted it
+        if hook is not None:
+            sys.excepthook = _without_our_frames(hook)
+        raise
+
+
+class _File:
+    """``python script.py``."""
+
+    def __init__(self, path: str, target: str, arguments: Sequence[str]) -> None:
+        self._path = path
+        self._argv = [target, *arguments]
+
+    def become_main(self) -> None:
+        sys.argv[:] = self._argv
+        _set_first_path(os.path.dirname(os.path.realpath(self._path)))
+        self._main = _fresh_main()
+
+    def run(self) -> None:
+        name, path = "__main__", self._path
+        self._main.__file__ = path
+        self._main.__dict__["__cached__"] = None
+        if path.endswith(".pyc"):
+            compiled = SourcelessFileLoader(name, path)
+            self._main.__loader__ = compiled
+            code = compiled.get_code(name)
+        else:
+            source = SourceFileLoader(name, path)
+            self._main.__loader__ = source
+            code = source.source_to_code(source.get_data(path), path)  # inherits no __future__
+        exec(code, self._main.__dict__)  # type: ignore[arg-type]
+
+
+class _Module:
+    """``python -m module``."""
+
+    def __init__(self, name: str, arguments: Sequence[str]) -> None:
+        self._name = name
+        self._argv = ["-m", *arguments]
+
+    def become_main(self) -> None:
+        sys.argv[:] = self._argv
+        _set_first_path(os.getcwd())
+        _fresh_main()
+
+    def run(self) -> None:
+        # the very function that the interpreter calls for -m; its frames are in tracebacks there too
+        runpy._run_module_as_main(self._name)  # type: ignore[attr-defined]
+
+
+class _Container:
+    """``python folder`` or ``python archive.zip``, with a ``__main__.py`` in it."""
+
+    def __init__(self, path: str, target: str, arguments: Sequence[str]) -> None:
+        self._path = path
+        self._argv = [target, *arguments]
+
+    def become_main(self) -> None:
+        sys.argv[:] = self._argv
+        _set_first_path(self._path, even_if_safe=True)
+        _fresh_main()
+
+    def run(self) -> None:
+        runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
+
+
+def _check_readable(path: str) -> None:
+    try:
+        io.open_code(path).close()
+    except OSError as error:
+        sys.stderr.write(
+            f"{sys.orig_argv[0]}: can't open file {path!r}:"
+            f" [Errno {error.errno}] {error.strerror}\n"
+        )
+        raise SystemExit(2) from None
+
+
+def _set_first_path(folder: str, *, even_if_safe: bool = False) -> None:
+    """Put ``folder`` where the interpreter has put ours: that of the command, or the current one."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+    elif even_if_safe:
+        sys.path.insert(0, folder)
+
+
+def _fresh_main() -> ModuleType:
+    """A new ``__main__`` with what the interpreter puts into it."""
+    main = ModuleType("__main__")
+    ours = sys.modules["__main__"]
+    main.__dict__.update(__builtins__=sys.modules["builtins"])
+    if "__annotations__" in ours.__dict__:  # until Python 3.13
+        main.__dict__.update(__annotations__={})
+    _displaced.append(ours)
+    sys.modules["__main__"] = main
+    return main
+
+
+_displaced: list[ModuleType] = []
+"""Kept alive: code of it is still running."""
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def _without_our_frames(hook: _Hook) -> _Hook:
+    def excepthook(
+        kind: type[BaseException], error: BaseException, tb: TracebackType | None
+    ) -> object:
+        theirs = strip(tb)
+        return hook(kind, error.with_traceback(theirs), theirs)
+
+    return excepthook
+
+
+def strip(tb: TracebackType | None) -> TracebackType | None:
+    """The traceback without what led to the script, and without our import hook inside it.
+
+    ``None`` where nothing is left: the script did not compile.
+    """
+    frames = list(_frames(tb))
+    codes = [frame.tb_frame.f_code for frame in frames]
+    if run_as_main.__code__ in codes:
+        del frames[: codes.index(run_as_main.__code__) + 1]
+    ours = [frame for frame in frames if _is_ours(frame)]
+    kept = [frame for frame in frames if frame not in ours]
+    if len(ours) > 1:  # an import of torch that failed: the interpreter leaves its own frames out
+        kept = [frame for frame in kept if not _file(frame).startswith(_IMPORT_MACHINERY)]
+    if all(_file(frame).startswith(_IMPORT_MACHINERY) for frame in kept):
+        kept = []
+    for frame, following in zip(kept, [*kept[1:], None], strict=True):
+        frame.tb_next = following
+    return kept[0] if kept else None
+
+
+def _frames(tb: TracebackType | None) -> Iterator[TracebackType]:
+    while tb is not None:
+        yield tb
+        tb = tb.tb_next
+
+
+def _is_ours(frame: TracebackType) -> bool:
+    return _file(frame).startswith(_OUR_FOLDER)
+
+
+def _file(frame: TracebackType) -> str:
+    return frame.tb_frame.f_code.co_filename

@@ -1,0 +1,220 @@
+"""Lanes: copies between a device and host memory, one direction each, and what waits for their end.
+
+A copy is *issued* when it has been enqueued on the lane's stream, and has *landed* when the device is
+done with it, which the lane's thread waits for. Only then may its memory be let go of.
+
+[Note: when copies happened]
+    What is recorded is device time, between two events on the lane's stream just around the copy, so
+    that waiting for the network's kernels does not count as slow copying. Where it lies on the host's
+    clock is known exactly for a copy whose end the thread really waited for; the ends of others are
+    reckoned from the last such one by device time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from penstock.core.errors import ClosedError
+from penstock.core.locks import condition
+from penstock.observe.recorder import Recorder, Stage
+from penstock.runtime.cuda_link import Event, Link
+
+StartThread = Callable[[Callable[[], None], str], None]
+"""How to run something in a thread of a name."""
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    """One copy. What keeps its memory alive: ``storage``, and whoever holds the host memory until
+    ``landed`` is called."""
+
+    storage: torch.UntypedStorage | None
+    """The device's side, all of it. The lane drops it just before ``landed``; whoever has otherwise
+    made sure that the memory is not used again before the copy's end may do so earlier."""
+    nbytes: int
+    after: tuple[Event, ...]
+    """What the copy comes after."""
+    label: str
+    tier: str
+    landed: Callable[[Copy], None]
+    """Called once, in the lane's thread, when nothing touches the memory any more, or with ``error``."""
+    issued: Callable[[Copy], None] | None = None
+    """Called once when ``end`` is known, in the thread that issues; not if that fails."""
+    address: int = 0
+    """The host's side."""
+    start: Event | None = None
+    end: Event | None = None
+    error: BaseException | None = field(default=None)
+
+
+class Lane:
+    """A stream for copies in one direction, and a thread that waits for their ends. Thread-safe."""
+
+    def __init__(
+        self,
+        link: Link,
+        device: torch.device,
+        direction: Literal["out", "in"],
+        *,
+        recorder: Recorder,
+        inline: bool,
+        start_thread: StartThread,
+    ) -> None:
+        """Make an idle lane.
+
+        Args:
+            link: To the device.
+            device: Which.
+            direction: ``"out"``, from the device to the host, or ``"in"``.
+            recorder: Gets a span for each copy.
+            inline: Issue copies in the thread that submits them. Not for memory that is not pinned:
+                to enqueue such a copy takes as long as the copy.
+            start_thread: Starts the lane's thread, at the first copy.
+        """
+        self._link = link
+        self._stream = link.copy_stream(device)
+        self._enqueue = link.copy_out if direction == "out" else link.copy_in
+        self._stage = Stage.COPY_OUT if direction == "out" else Stage.COPY_IN
+        self._recorder = recorder
+        self._inline = inline
+        self._start_thread: StartThread | None = start_thread
+        self._name = f"penstock-copy-{direction}-{device}"
+        self._wake = condition()
+        self._flying: deque[Copy] = deque()
+        self._stopping = False
+        self._ended = threading.Event()
+        self._anchor: tuple[Event, int] | None = None
+
+    def submit(self, copy: Copy) -> None:
+        """Begin a copy; returns at once. Raises ClosedError after ``close``."""
+        if self._inline:
+            self._issue(copy)
+        with self._wake:
+            if self._stopping:
+                raise ClosedError(f"{self._name} is closed; a copy was submitted after it")
+            self._flying.append(copy)
+            start_thread, self._start_thread = self._start_thread, None
+            self._wake.notify_all()
+        if start_thread is not None:
+            start_thread(self._work, self._name)
+
+    def await_landing(self) -> int:
+        """Wait until the oldest copy that still holds its storage has landed: its bytes; 0 if none."""
+        with self._wake:
+            oldest = next((copy for copy in self._flying if copy.storage is not None), None)
+            if oldest is None:
+                return 0
+            self._wake.wait_for(lambda: oldest not in self._flying)
+        return oldest.nbytes
+
+    def stop(self) -> None:
+        """Let the thread end once all has landed. Does not wait; idempotent."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify_all()
+
+    def close(self) -> None:
+        """Stop, and wait until all has landed."""
+        self.stop()
+        if self._start_thread is None:
+            self._ended.wait()
+
+    def serve(self, *, wait: bool = True) -> bool:
+        """See the oldest copy to its end. The lane's thread does it over and over.
+
+        Args:
+            wait: For a copy, if there is none now.
+
+        Returns:
+            False if there is none; with ``wait``, if there will be none.
+        """
+        copy = self._oldest(wait=wait)
+        if copy is None:
+            return False
+        if not self._inline:
+            self._issue(copy)
+        watched = self._see_end(copy)
+        if copy.error is None:
+            start_ns, end_ns = self._times(copy, watched=watched)
+            self._recorder.span(
+                self._stage, start_ns, end_ns, nbytes=copy.nbytes, tier=copy.tier, slot=copy.label
+            )
+        copy.storage = None  # first: who hears of the end may look whether the storage is dead
+        _guarded(copy.landed, copy)
+        with self._wake:
+            self._flying.popleft()
+            self._wake.notify_all()
+        return True
+
+    def _work(self) -> None:
+        while self.serve():
+            pass
+        self._ended.set()
+
+    def _oldest(self, *, wait: bool) -> Copy | None:
+        with self._wake:
+            while not self._flying:
+                if self._stopping or not wait:
+                    return None
+                self._wake.wait()
+            return self._flying[0]
+
+    def _issue(self, copy: Copy) -> None:
+        link, stream = self._link, self._stream
+        storage = copy.storage
+        assert storage is not None
+        try:
+            for event in copy.after:
+                link.wait(stream, event)
+            copy.start = link.record(stream, timed=True)
+            self._enqueue(stream, storage, copy.address)
+            copy.end = link.record(stream, timed=True)
+        except Exception as error:  # noqa: BLE001  (landed tells whoever waits)
+            copy.error = error
+            return
+        finally:
+            copy.after = ()
+        if copy.issued is not None:
+            _guarded(copy.issued, copy)
+
+    def _see_end(self, copy: Copy) -> bool:
+        """Wait for the copy; whether its end was seen as it came."""
+        if copy.error is not None:
+            return False
+        try:
+            watched = not self._link.reached(copy.end)
+            self._link.synchronize(copy.end)
+        except Exception as error:  # noqa: BLE001  (the device is lost, and torch will say so, too)
+            copy.error = error
+            return False
+        return watched
+
+    def _times(self, copy: Copy, *, watched: bool) -> tuple[int, int]:
+        """When the copy began and ended, in ns of the recorder's clock."""
+        end_ns = self._recorder.clock.now_ns()
+        if watched or self._anchor is None:
+            self._anchor = (copy.end, end_ns)
+        else:
+            event, at_ns = self._anchor
+            end_ns = min(end_ns, at_ns + self._link.elapsed_ns(event, copy.end))
+        return end_ns - self._link.elapsed_ns(copy.start, copy.end), end_ns
+
+
+def start_daemon(work: Callable[[], None], name: str) -> None:
+    """Run ``work`` in a daemon thread."""
+    threading.Thread(target=work, name=name, daemon=True).start()
+
+
+def _guarded(callback: Callable[[Copy], None], copy: Copy) -> None:
+    """Call it; an error is reported and ends neither the thread nor what others wait for."""
+    try:
+        callback(copy)
+    except BaseException as error:  # noqa: BLE001
+        details = (type(error), error, error.__traceback__, threading.current_thread())
+        threading.excepthook(threading.ExceptHookArgs(details))

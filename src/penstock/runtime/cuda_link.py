@@ -1,0 +1,173 @@
+"""What Penstock asks of a device that runs behind the interpreter, in one thin layer over ``torch.cuda``.
+
+The mover and its lanes know the device only through a :class:`Link`. So a test can put a simulated one
+in its place, whose streams run their queues as late, and in as unlucky an order, as they may.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Any, Final, Protocol, TypeAlias
+
+import torch
+
+Stream: TypeAlias = Any
+"""A queue of device work; hashable, equal if it is the same queue."""
+Event: TypeAlias = Any
+"""A place in a queue: reached when all that was enqueued before it is done."""
+
+_PORTABLE: Final = 1
+"""``cudaHostRegisterPortable``: pinned for every device, not only for the current one."""
+
+
+class Link(Protocol):
+    """Streams, events, memory and copies of devices. Thread-safe; waits only in ``synchronize``."""
+
+    def current_stream(self, device: torch.device) -> Stream:
+        """The stream that the calling thread enqueues work of ``device`` on at this moment."""
+
+    def copy_stream(self, device: torch.device) -> Stream:
+        """A new stream for copies."""
+
+    def record(self, stream: Stream, *, timed: bool = False) -> Event:
+        """Mark this place in ``stream``; with ``timed`` the event can tell when it was reached."""
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """What is enqueued on ``stream`` from now on runs after ``event``."""
+
+    def reached(self, event: Event) -> bool:
+        """Whether the device has come to ``event``."""
+
+    def synchronize(self, event: Event) -> None:
+        """Wait, with the GIL released, until the device has come to ``event``."""
+
+    def elapsed_ns(self, start: Event, end: Event) -> int:
+        """Device time between two timed events that have been reached."""
+
+    def empty(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        """Device memory, allocated on the current stream. Raises ``torch.OutOfMemoryError``."""
+
+    def keep(self, storage: torch.UntypedStorage, stream: Stream) -> None:
+        """Once freed, the memory is not used again before ``stream`` has done all it then has to do."""
+
+    def copy_out(self, stream: Stream, source: torch.UntypedStorage, address: int) -> None:
+        """Enqueue a copy of a whole storage to host memory. Keeps neither alive."""
+
+    def copy_in(self, stream: Stream, target: torch.UntypedStorage, address: int) -> None:
+        """Enqueue a copy of host memory to a whole storage. Keeps neither alive."""
+
+    def capturing(self) -> bool:
+        """Whether the current stream records a CUDA graph."""
+
+    def pin(self, address: int, nbytes: int, device: torch.device) -> str:
+        """Register host memory with the driver; ``""``, or why that failed."""
+
+    def unpin(self, address: int, device: torch.device) -> None:
+        """Undo ``pin``."""
+
+
+class CudaLink:
+    """The link to CUDA devices, by way of torch."""
+
+    def current_stream(self, device: torch.device) -> Stream:
+        """``torch.cuda.current_stream``."""
+        return torch.cuda.current_stream(device)
+
+    def copy_stream(self, device: torch.device) -> Stream:
+        """A stream from the high-priority pool, which few others use: torch hands streams out twice."""
+        return torch.cuda.Stream(device, priority=-1)
+
+    def record(self, stream: Stream, *, timed: bool = False) -> Event:
+        """Record a new event; waiting for it sleeps and does not spin."""
+        event = torch.cuda.Event(enable_timing=timed, blocking=True)
+        event.record(stream)
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """``stream.wait_event``."""
+        stream.wait_event(event)
+
+    def reached(self, event: Event) -> bool:
+        """``event.query``."""
+        return bool(event.query())
+
+    def synchronize(self, event: Event) -> None:
+        """``event.synchronize``, which releases the GIL."""
+        event.synchronize()
+
+    def elapsed_ns(self, start: Event, end: Event) -> int:
+        """To about half a microsecond."""
+        return int(start.elapsed_time(end) * 1e6)
+
+    def empty(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        """From torch's caching allocator, in its pool of the current stream."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+
+    def keep(self, storage: torch.UntypedStorage, stream: Stream) -> None:
+        """``record_stream``; nothing happens if it is the stream that the memory is allocated on."""
+        _bytes_of(storage).record_stream(stream)
+
+    def copy_out(self, stream: Stream, source: torch.UntypedStorage, address: int) -> None:
+        """``cudaMemcpyAsync`` to the host."""
+        with torch.cuda.stream(stream):
+            _host_bytes(address, source.nbytes()).copy_(_bytes_of(source), non_blocking=True)
+
+    def copy_in(self, stream: Stream, target: torch.UntypedStorage, address: int) -> None:
+        """``cudaMemcpyAsync`` to the device."""
+        with torch.cuda.stream(stream):
+            _bytes_of(target).copy_(_host_bytes(address, target.nbytes()), non_blocking=True)
+
+    def capturing(self) -> bool:
+        """``torch.cuda.is_current_stream_capturing``."""
+        return bool(torch.cuda.is_current_stream_capturing())
+
+    def pin(self, address: int, nbytes: int, device: torch.device) -> str:
+        """``cudaHostRegister``.
+
+        In a thread of its own: the runtime remembers the last error of each thread, and torch would
+        report a refused registration as the failure of whatever kernel the caller launches next.
+        """
+        return _in_thread(_pin, address, nbytes, device)
+
+    def unpin(self, address: int, device: torch.device) -> None:
+        """``cudaHostUnregister``, in a thread of its own for the same reason."""
+        _in_thread(_unpin, address, device)
+
+
+def _pin(address: int, nbytes: int, device: torch.device) -> str:
+    with torch.cuda.device(device):
+        runtime: Any = torch.cuda.cudart()
+        code = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
+        return "" if int(code) == 0 else str(runtime.cudaGetErrorString(code))
+
+
+def _unpin(address: int, device: torch.device) -> str:
+    with torch.cuda.device(device):
+        runtime: Any = torch.cuda.cudart()
+        return str(int(runtime.cudaHostUnregister(address)))
+
+
+def _in_thread(call: Any, *args: object) -> str:  # noqa: ANN401
+    """What ``call`` returns, or its error in words."""
+    results: list[str] = []
+
+    def work() -> None:
+        try:
+            results.append(call(*args))
+        except Exception as error:  # noqa: BLE001  (a driver that fails in any way is one that refuses)
+            results.append(f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=work, name="penstock-pin", daemon=True)
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _host_bytes(address: int, nbytes: int) -> torch.Tensor:
+    """Host memory as a tensor that does not own it."""
+    return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
