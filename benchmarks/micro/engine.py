@@ -8,7 +8,6 @@ sides take turns, so that what else the machine does hits both. The figure that 
 """
 
 import argparse
-import itertools
 import json
 import os
 import shutil
@@ -16,48 +15,52 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import _results
+from penstock.cli.bandwidth import Course
 from penstock.core.units import MIB, parse_bytes
-from penstock.io.arena import Arena
 from penstock.io.engine import Priority, Request
-from penstock.io.files import filesystem_of, open_unlinked
+from penstock.io.files import filesystem_of
 from penstock.io.threads import ThreadEngine
 
 TARGET = 0.95
 
 
 class Bench:
-    """One file, one arena, one engine."""
+    """One file, as long a buffer, one engine: the course of ``penstock bench io``."""
 
     def __init__(self, options):
-        self.options = options
-        self.nbytes, self.piece = options.bytes, options.piece
-        self.file = open_unlinked(options.dir)
-        self.file.preallocate(self.nbytes)
-        self.arena = Arena(self.nbytes)
-        self.block = self.arena.allocate(self.nbytes)
-        self.memory = self.block.lend(0, self.nbytes)
-        self.memory[:] = 0x5A
         self.engine = ThreadEngine(options.threads, options.piece)
-        self.by_engine("write")  # a slab that was never written to is slower
+        request = min(options.request, options.bytes)
+        self.course = Course(
+            [options.dir],
+            options.bytes,
+            self.engine,
+            request_bytes=request,
+            buffer_bytes=options.bytes // request * request,  # every request under way at once
+        )
+        self.file, self.nbytes, self.piece = (
+            self.course.files[0],
+            self.course.file_bytes,
+            options.piece,
+        )
+        self.requests = {
+            op: list(self.course.requests(kind, self.nbytes, 0))
+            for op, kind in (("write", "overwrite"), ("read", "read"))
+        }
+        self.course.fill()  # a slab that was never written to is slower
 
     def by_engine(self, op):
         """Every request at once, as a tier submits them; bytes per second."""
-        step = self.options.request
-        start = time.perf_counter()
-        transfers = [
-            self.submit(op, offset, min(step, self.nbytes - offset))
-            for offset in range(0, self.nbytes, step)
-        ]
-        for transfer in transfers:
-            transfer.wait()
-        return self.nbytes / (time.perf_counter() - start)
+        return self.nbytes / self.course.engine_pass(self.requests[op])
+
+    def by_hand(self, op):
+        """Threads that take pieces from one queue; bytes per second."""
+        return self.nbytes / self.course.plain_pass(self.requests[op])
 
     def submit(self, op, offset, nbytes, priority=Priority.WRITE_BEHIND):
         return self.engine.submit(
@@ -65,34 +68,12 @@ class Bench:
                 op=op,
                 file=self.file,
                 offset_bytes=offset,
-                address=self.block.address + offset,
+                address=self.course.address + offset,
                 nbytes=nbytes,
                 keep_alive=None,
                 priority=priority,
             )
         )
-
-    def by_hand(self, op):
-        """Threads that share a counter of pieces; bytes per second."""
-        call = os.preadv if op == "read" else os.pwritev
-        view, fd, piece, nbytes = memoryview(self.memory), self.file.fd, self.piece, self.nbytes
-        next_piece = itertools.count().__next__
-        ready = threading.Barrier(self.options.threads + 1)
-
-        def work():
-            ready.wait()
-            while (offset := next_piece() * piece) < nbytes:
-                part = view[offset : offset + piece]
-                assert call(fd, [part], offset) == len(part)
-
-        threads = [threading.Thread(target=work) for _ in range(self.options.threads)]
-        for thread in threads:
-            thread.start()
-        ready.wait()
-        start = time.perf_counter()
-        for thread in threads:
-            thread.join()
-        return nbytes / (time.perf_counter() - start)
 
     def demand_latency_ms(self, count):
         """How long one piece takes that somebody waits for: alone, and beside queued writes."""
@@ -186,15 +167,15 @@ def main(arguments=None):
     config = {
         "quick": options.quick,
         "rounds": options.rounds,
-        "file_bytes": options.bytes,
+        "file_bytes": bench.nbytes,
         "threads": options.threads,
         "piece_bytes": options.piece,
         "request_bytes": options.request,
         "direct": bench.file.direct,
         "granule_bytes": bench.file.granule_bytes,
-        "buffers": f"arena, {options.bytes // (2 * MIB)} pages of 2 MiB",
+        "buffers": f"arena, {bench.nbytes // (2 * MIB)} pages of 2 MiB",
     }
-    bench.engine.close()
+    bench.course.close()
     path = _results.write(
         Path(__file__).stem, figures, config, directory=options.dir, into=options.results
     )

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from penstock.cli import system
 from penstock.cli.paths import spill_directory
 from penstock.core import knobs
 from penstock.core.errors import ConfigError, PenstockError, PenstockWarning, free_space_bytes
@@ -37,8 +38,6 @@ SLOW_BYTES_PER_S: Final = 500_000_000
 """Below this a disk is none of those that Penstock is for: a SATA SSD, a network."""
 _ARENA_BYTES: Final = 32 * MIB
 _PROBE_BYTES: Final = 64 * MIB
-_HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_NVIDIA: Final = Path("/proc/driver/nvidia/version")
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _EXTRAS: Final = {
     "matplotlib": ("matplotlib", "plot"),
@@ -121,7 +120,7 @@ def cuda() -> Check:
         lib: Any = importlib.import_module("torch")
     except Exception:  # noqa: BLE001
         return Check("cuda", Verdict.WARN, "unknown, for there is no torch")
-    driver = _driver_version()
+    driver = system.nvidia_driver()
     if lib.cuda.is_available():
         found = [lib.cuda.get_device_properties(i) for i in range(lib.cuda.device_count())]
         devices = ", ".join(f"{each.name} ({format_bytes(each.total_memory)})" for each in found)
@@ -149,9 +148,9 @@ def settings() -> Check:
     return Check("settings", Verdict.OK, value or "no PENSTOCK_ variable is set")
 
 
-def huge_pages(path: Path = _HUGE_PAGES) -> Check:
+def huge_pages(path: Path = system.HUGE_PAGES) -> Check:
     """Whether the kernel gives 2 MiB pages to those who ask."""
-    mode = _huge_page_mode(path)
+    mode = system.huge_page_mode(path)
     advice = f"as root: echo madvise > {path}; reads are up to three times slower without"
     if mode is None:
         return Check("huge pages", Verdict.WARN, "the kernel has none", "use another kernel")
@@ -163,13 +162,13 @@ def huge_pages(path: Path = _HUGE_PAGES) -> Check:
 def arena_pages() -> Check:
     """Whether memory for transfers really lies in huge pages."""
     arena = Arena(_ARENA_BYTES)
-    try:
-        arena.allocate(_ARENA_BYTES)
-        huge = _anon_huge_bytes(arena.address, Path("/proc/self/smaps").read_text())
-    except OSError as error:
-        return Check("buffers", Verdict.WARN, f"/proc/self/smaps cannot be read: {error.strerror}")
-    finally:
-        arena.close()
+    block = arena.allocate(_ARENA_BYTES)
+    assert block is not None  # an arena of that size, and nothing else in it
+    huge = system.anon_huge_bytes(arena.address)
+    block.free()
+    arena.close()
+    if huge is None:
+        return Check("buffers", Verdict.WARN, "unknown, for /proc/self/smaps cannot be read")
     value = f"{format_bytes(huge)} of {format_bytes(_ARENA_BYTES)} in huge pages"
     if huge < _ARENA_BYTES // 2:
         advice = "see `huge pages`; if that is ok, memory is fragmented: free some, or reboot"
@@ -177,12 +176,12 @@ def arena_pages() -> Check:
     return Check("buffers", Verdict.OK, value)
 
 
-def torch_pages(path: Path = _HUGE_PAGES) -> Check:
+def torch_pages(path: Path = system.HUGE_PAGES) -> Check:
     """Whether torch asks for huge pages under its large CPU tensors."""
     name = "THP_MEM_ALLOC_ENABLE"
     if os.environ.get(name) == "1":
         return Check("tensor pages", Verdict.OK, f"{name}=1")
-    if _huge_page_mode(path) == "always":
+    if system.huge_page_mode(path) == "always":
         return Check("tensor pages", Verdict.OK, "the kernel gives huge pages to all")
     return Check(
         "tensor pages",
@@ -194,10 +193,10 @@ def torch_pages(path: Path = _HUGE_PAGES) -> Check:
 
 def memory() -> Check:
     """How much there is, and what limits this process below that."""
-    sizes = _meminfo()
+    sizes = system.memory_sizes()
     total, available = sizes.get("MemTotal", 0), sizes.get("MemAvailable", 0)
     value = f"{format_bytes(total)}, {format_bytes(available)} available"
-    group = cgroup_limit_bytes(Path("/proc/self/cgroup"), _CGROUPS)
+    group = system.cgroup_limit_bytes(Path("/proc/self/cgroup"), _CGROUPS)
     if group is not None and group < total:
         value += f"; a cgroup limits it to {format_bytes(group)}"
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -210,27 +209,25 @@ def memory() -> Check:
 
 def disk(directory: str) -> list[Check]:
     """A directory: usable at all, direct I/O, free space, and a first bandwidth."""
-    try:
-        path = spill_directory(directory)
-    except ConfigError as error:
-        return [Check(f"{directory}", Verdict.FAIL, str(error), "name another directory")]
-    return [direct_io(path), free_space(path), quick_bandwidth(path)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PenstockWarning)  # a check says the same
+        try:
+            path = spill_directory(directory)
+        except ConfigError as error:
+            return [Check(directory, Verdict.FAIL, str(error))]
+        return [direct_io(path), free_space(path), quick_bandwidth(path)]
 
 
 def direct_io(path: str) -> Check:
     """Whether transfers can pass by the page cache, and how they must be aligned."""
     kind = filesystem_of(path).kind
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PenstockWarning)
-        file = open_unlinked(path)
+    file = open_unlinked(path)
     direct, granule = file.direct, file.granule_bytes
     file.close()
     if direct:
         return Check(f"{path}: direct I/O", Verdict.OK, f"{kind}, granule {granule} B")
-    if knobs.buffered_io():
-        advice = "unset PENSTOCK_BUFFERED_IO"
-    else:
-        advice = "name a directory on a local ext4 or xfs"
+    buffered = knobs.buffered_io()
+    advice = "unset PENSTOCK_BUFFERED_IO" if buffered else "name one on a local ext4 or xfs"
     return Check(f"{path}: direct I/O", Verdict.WARN, f"none on {kind}: slower", advice)
 
 
@@ -262,7 +259,7 @@ def quick_bandwidth(path: str) -> Check:
 
 def gpu_direct(available: Callable[[], gds.Availability] = gds.available) -> Check:
     """Whether transfers between GPU and SSD could leave host memory out."""
-    if _driver_version() is None:
+    if system.nvidia_driver() is None:
         return Check("GPU-direct", Verdict.OK, "not needed without a GPU")
     found = available()
     if found:
@@ -285,35 +282,6 @@ def extras() -> Check:
     return Check("optional", Verdict.OK, value, advice)
 
 
-def cgroup_limit_bytes(membership: Path, root: Path) -> int | None:
-    """The least memory limit of the cgroups that this process is in; ``None``: there is none.
-
-    Args:
-        membership: As ``/proc/self/cgroup``.
-        root: As ``/sys/fs/cgroup``.
-    """
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return None
-    limits = []
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        folder, name = (
-            (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
-        )
-        place = folder / group.lstrip("/")
-        limits += [
-            _number(each / name)
-            for each in (place, *place.parents)
-            if folder in (each, *each.parents)
-        ]
-    known = [limit for limit in limits if limit is not None and limit < 1 << 60]
-    return min(known, default=None)
-
-
 def _probed(path: str) -> Machine:
     engine = ThreadEngine()
     try:
@@ -324,49 +292,3 @@ def _probed(path: str) -> Machine:
             tier.close()
     finally:
         engine.close()
-
-
-def _huge_page_mode(path: Path) -> str | None:
-    try:
-        match = re.search(r"\[(\w+)\]", path.read_text())
-    except OSError:
-        return None
-    return match[1] if match else None
-
-
-def _anon_huge_bytes(address: int, smaps: str) -> int:
-    """``AnonHugePages`` of the mapping that ``address`` lies in."""
-    inside = False
-    for line in smaps.splitlines():
-        span = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
-        if span is not None:
-            inside = int(span[1], 16) <= address < int(span[2], 16)
-        elif inside and line.startswith("AnonHugePages:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
-def _meminfo() -> dict[str, int]:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return {}
-    return {
-        name: int(rest.split()[0]) * 1024 for name, _, rest in (x.partition(":") for x in lines)
-    }
-
-
-def _driver_version() -> str | None:
-    try:
-        match = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", _NVIDIA.read_text())
-    except OSError:
-        return None
-    return match[1] if match else "of unknown version"
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None

@@ -9,6 +9,7 @@ raises goes up through ``main``, so exit codes, messages of ``sys.exit``, death 
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import pkgutil
 import runpy
@@ -17,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from types import ModuleType, TracebackType
 from typing import Final, Protocol
+
+from penstock.cli import torch_import
 
 _OUR_FOLDER: Final = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _IMPORT_MACHINERY: Final = "<frozen importlib"
@@ -46,7 +49,7 @@ def find(target: str, arguments: Sequence[str], *, is_module: bool) -> Program:
     if is_module:
         return _Module(target, arguments)
     # as the interpreter makes it absolute: not normalized
-    path = os.path.join(os.getcwd(), target.removeprefix("./"))
+    path = os.path.join(os.getcwd(), target)
     if pkgutil.get_importer(path) is not None:
         return _Container(path, target, arguments)
     _check_readable(path)
@@ -183,25 +186,21 @@ def strip(tb: TracebackType | None) -> TracebackType | None:
     codes = [frame.tb_frame.f_code for frame in frames]
     if run_as_main.__code__ in codes:
         del frames[: codes.index(run_as_main.__code__) + 1]
-    ours = [frame for frame in frames if _is_ours(frame)]
-    kept = [frame for frame in frames if frame not in ours]
-    if len(ours) > 1:  # an import of torch that failed: the interpreter leaves its own frames out
-        kept = [frame for frame in kept if not _file(frame).startswith(_IMPORT_MACHINERY)]
+    hooked = any(_file(frame) == torch_import.__file__ for frame in frames)
+    # around an import that fails, the interpreter leaves out what is its own
+    left_out = (_OUR_FOLDER, _IMPORT_MACHINERY) if hooked else (_OUR_FOLDER,)
+    kept = [frame for frame in frames if not _file(frame).startswith(left_out)]
     if all(_file(frame).startswith(_IMPORT_MACHINERY) for frame in kept):
-        kept = []
-    for frame, following in zip(kept, [*kept[1:], None], strict=True):
+        return None
+    for frame, following in itertools.pairwise([*kept, None]):
         frame.tb_next = following
-    return kept[0] if kept else None
+    return kept[0]
 
 
 def _frames(tb: TracebackType | None) -> Iterator[TracebackType]:
     while tb is not None:
         yield tb
         tb = tb.tb_next
-
-
-def _is_ours(frame: TracebackType) -> bool:
-    return _file(frame).startswith(_OUR_FOLDER)
 
 
 def _file(frame: TracebackType) -> str:

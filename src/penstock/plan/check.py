@@ -20,8 +20,10 @@ from penstock.plan.slots import SlotKey
 class _Walk:
     machine: Machine
     limit_bytes: int
-    resident: int
-    """Kept, in use, and below the floor: what no wait can free."""
+    resident: int = 0
+    """Kept and in use: what no wait can free."""
+    small: int = 0
+    """Below the floor, beside the slot at hand."""
     peak: int = 0
     channel_free_s: float = 0.0
     writing: deque[tuple[float, int]] = field(default_factory=deque)
@@ -35,12 +37,16 @@ class _Walk:
         """
         while self.writing:
             done_s, written = self.writing[0]
-            full = self.resident + self.writing_bytes + nbytes > self.limit_bytes
+            full = self._now + nbytes > self.limit_bytes
             if done_s > at_s and not full:
                 break
             self.writing.popleft()
             self.writing_bytes -= written
-        self.peak = max(self.peak, self.resident + self.writing_bytes + nbytes)
+        self.peak = max(self.peak, self._now + nbytes)
+
+    @property
+    def _now(self) -> int:
+        return self.resident + self.small + self.writing_bytes
 
     def write(self, nbytes: int, tier: str, at_s: float) -> None:
         begin_s = max(self.channel_free_s, at_s)
@@ -50,19 +56,19 @@ class _Walk:
 
     def read_ahead(self, nbytes: int) -> None:
         """Reads ahead take what is free, up to ``nbytes``."""
-        free = self.limit_bytes - self.resident - self.writing_bytes
-        self.peak = max(self.peak, self.resident + self.writing_bytes + max(0, min(free, nbytes)))
+        free = self.limit_bytes - self._now
+        self.peak = max(self.peak, self._now + max(0, min(free, nbytes)))
 
 
 def peak_bytes(profile: Profile, plan: Plan, machine: Machine) -> int:
     """The most bytes resident at once under ``plan``; over its device budget if it fails."""
-    walk = _Walk(machine, plan.budgets.device_bytes, resident=profile.small_bytes)
-    walk.peak = profile.small_bytes
+    walk = _Walk(machine, plan.budgets.device_bytes, peak=profile.small_bytes)
     tiers = [_tier(plan, slot.key) for slot in profile.slots]
     in_use, to_come = 0, 0
     for when_ns, event, i in profile.steps:
         slot, tier = profile.slots[i], tiers[i]
         nbytes, returns = slot.key.nbytes, slot.needed_at_ns is not None
+        walk.small = profile.small_beside[i]
         if event is Event.SAVE:
             walk.need(nbytes, when_ns / 1e9)
             if tier:

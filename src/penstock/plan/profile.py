@@ -51,6 +51,9 @@ class SlotProfile:
     held_elsewhere: bool
     """Something else kept the storage alive, so offloading it would have freed nothing."""
     dtype: str
+    small_bytes: int | None = None
+    """Bytes below the floor that are alive beside it, when it is saved and, since the last saved is
+    the first needed, again when it is needed. None: taken to be all of the profile's."""
 
     @property
     def idle_ns(self) -> int | None:
@@ -112,14 +115,22 @@ class Profile:
     @cached_property
     def peak_saved_bytes(self) -> int:
         """The most bytes that would be resident at once if everything stayed."""
-        alive = peak = 0
+        alive, peak = 0, self.small_bytes
         for _, event, index in self.steps:
             if event is Event.SAVE:
                 alive += self.slots[index].key.nbytes
-                peak = max(peak, alive)
+                peak = max(peak, alive + self.small_beside[index])
             elif event is Event.FREE:
                 alive -= self.slots[index].key.nbytes
-        return peak + self.small_bytes
+        return peak
+
+    @cached_property
+    def small_beside(self) -> tuple[int, ...]:
+        """For each slot, the bytes below the floor that are alive beside it."""
+        return tuple(
+            self.small_bytes if slot.small_bytes is None else slot.small_bytes
+            for slot in self.slots
+        )
 
     @cached_property
     def needs(self) -> tuple[int, ...]:

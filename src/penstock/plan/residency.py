@@ -39,21 +39,22 @@ def residency(profile: Profile, offloaded: Mask) -> Residency:
     sizes = [slot.key.nbytes for slot in profile.slots]
     returns = [slot.needed_at_ns is not None for slot in profile.slots]
     save, use = Event.SAVE, Event.USE  # looked up once, not in every turn of the loop
-    kept, in_use = profile.small_bytes, 0
-    hard, worst, most_kept, most_used = kept, -1, kept, 0
+    kept = in_use = most_used = 0
+    hard, worst, most_kept = profile.small_bytes, -1, profile.small_bytes
+    small = profile.small_beside
     for _, event, i in profile.steps:
         nbytes = sizes[i]
         need = 0
         if event is save:
-            need = kept + in_use + nbytes
+            need = kept + in_use + nbytes + small[i]
             if not offloaded[i]:
                 kept += nbytes
         elif event is use:
-            most_kept = max(most_kept, kept)
+            most_kept = max(most_kept, kept + small[i])
             if offloaded[i]:
                 in_use += nbytes
                 most_used = max(most_used, in_use)
-            need = kept + in_use
+            need = kept + in_use + small[i]
         elif not offloaded[i]:
             kept -= nbytes
         elif returns[i]:

@@ -45,7 +45,8 @@ class Copy:
     landed: Callable[[Copy], None]
     """Called once, in the lane's thread, when nothing touches the memory any more, or with ``error``."""
     issued: Callable[[Copy], None] | None = None
-    """Called once when ``end`` is known, in the thread that issues; not if that fails."""
+    """Called once when ``end`` is known, in the thread that issues; not if that fails. May come after
+    ``landed`` if the copy is quick."""
     address: int = 0
     """The host's side."""
     start: Event | None = None
@@ -93,16 +94,18 @@ class Lane:
 
     def submit(self, copy: Copy) -> None:
         """Begin a copy; returns at once. Raises ClosedError after ``close``."""
-        if self._inline:
-            self._issue(copy)
         with self._wake:
             if self._stopping:
                 raise ClosedError(f"{self._name} is closed; a copy was submitted after it")
+            if self._inline:  # under the lock, so that copies end in the order of the queue
+                self._issue(copy)
             self._flying.append(copy)
             start_thread, self._start_thread = self._start_thread, None
             self._wake.notify_all()
         if start_thread is not None:
             start_thread(self._work, self._name)
+        if self._inline:
+            _tell_issued(copy)
 
     def await_landing(self) -> int:
         """Wait until the oldest copy that still holds its storage has landed: its bytes; 0 if none."""
@@ -139,6 +142,7 @@ class Lane:
             return False
         if not self._inline:
             self._issue(copy)
+            _tell_issued(copy)
         watched = self._see_end(copy)
         if copy.error is None:
             start_ns, end_ns = self._times(copy, watched=watched)
@@ -177,11 +181,8 @@ class Lane:
             copy.end = link.record(stream, timed=True)
         except Exception as error:  # noqa: BLE001  (landed tells whoever waits)
             copy.error = error
-            return
         finally:
             copy.after = ()
-        if copy.issued is not None:
-            _guarded(copy.issued, copy)
 
     def _see_end(self, copy: Copy) -> bool:
         """Wait for the copy; whether its end was seen as it came."""
@@ -209,6 +210,11 @@ class Lane:
 def start_daemon(work: Callable[[], None], name: str) -> None:
     """Run ``work`` in a daemon thread."""
     threading.Thread(target=work, name=name, daemon=True).start()
+
+
+def _tell_issued(copy: Copy) -> None:
+    if copy.issued is not None and copy.end is not None:
+        _guarded(copy.issued, copy)
 
 
 def _guarded(callback: Callable[[Copy], None], copy: Copy) -> None:

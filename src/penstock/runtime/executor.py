@@ -161,7 +161,7 @@ class Executor:
             weakref.ref(base),
             current,
             len(current.records),
-            SlotRecord(key, origin, self.compute_ns()),
+            SlotRecord(key, origin, self.compute_ns(), self._small_bytes),
             storage,
         )
         table[cdata] = saved
@@ -178,8 +178,8 @@ class Executor:
         nbytes = storage.nbytes()
         current = self._current_pass()
         current.small_count += 1
-        current.small_bytes += nbytes
         self._small_bytes += nbytes
+        current.small_bytes = max(current.small_bytes, self._small_bytes)
         if self._small_bytes > self._small_taken:
             self._take_for_small(current)
         small = self._small[cdata] = SmallStorage(cdata, nbytes, weakref.ref(storage), 1)

@@ -32,7 +32,7 @@ class Pass:
         backward_start_ns: When the first of its storages was needed.
         end_ns: When its backward was over.
         records: What was learnt about each slot, in the order of saving.
-        small_bytes: Bytes saved below the floor.
+        small_bytes: The most bytes below the floor that were alive at once.
         small_count: Storages saved below the floor.
         spilled: Whether any of its storages has been, or is being, written to a tier.
     """

@@ -36,6 +36,7 @@ class Planner:
         plan: The plan in force, or ``None`` before the first pass is over.
         profile: What it was made from.
         floor_bytes: Storages smaller than this always stay.
+        machine: The bandwidths that plans are made for.
         ranks: The plan's order of need by match key, for prefetching.
         replans: Plans made so far.
     """
@@ -59,7 +60,7 @@ class Planner:
         self.ranks: dict[MatchKey, int] = {}
         self.replans = 0
         self._policy = policies.get(policy)
-        self._machine = machine
+        self.machine = machine
         self._budgets = budgets
         self._budget = budget
         self._recorder = recorder
@@ -112,7 +113,7 @@ class Planner:
             self._remember(finished)
             start_ns = self._recorder.clock.now_ns()
             self.profile = self._make_profile()
-            self._adopt(self._policy(self.profile, self._machine, self._budgets))
+            self._adopt(self._policy(self.profile, self.machine, self._budgets))
             self._recorder.span(Stage.PLAN, start_ns, self._recorder.clock.now_ns())
             self.replans += 1
             if self.replans >= FREE_REPLANS:
@@ -162,6 +163,7 @@ class Planner:
                         kind=record.origin.kind,
                         held_elsewhere=held,
                         dtype=record.origin.dtype,
+                        small_bytes=record.small_bytes,
                     )
                 )
         return Profile(

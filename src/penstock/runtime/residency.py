@@ -68,6 +68,8 @@ class SlotRecord:
     key: SlotKey
     origin: Origin
     saved_at_ns: int
+    small_bytes: int
+    """Bytes below the floor that were alive then."""
     needed_at_ns: int | None = None
     held_elsewhere: bool = False
 

@@ -1,0 +1,275 @@
+"""Step time with activations on flash, beside the same step without, at equal batch.
+
+All modes train one network in one process, step by step in turn, so that a drifting machine drifts
+for all of them alike, and every figure is a ratio to the plain step of the same round:
+
+* ``plain``: PyTorch alone (Penstock's session is paused);
+* ``penstock``: policy ``auto`` under the stated budget;
+* ``checkpoint``: ``torch.utils.checkpoint`` around each block;
+* ``save_on_cpu``: ``torch.autograd.graph.save_on_cpu``;
+* ``torch_save``: a hook that writes each saved tensor with ``torch.save`` and loads it again.
+
+The bound is what flash bandwidth, measured in this run, allows on paper: no step can be faster than
+the plain one, nor its forward than the bytes written, nor its backward than the bytes read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as `penstock run` does; for every mode alike
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import _results
+import penstock
+from penstock import zoo
+from penstock.observe import Stage
+
+
+@dataclass(frozen=True)
+class Job:
+    network: str
+    batch: int
+    budget_share: float
+    """Of what autograd saves. VGG's largest single storage is a sixth of it, so a tenth cannot be."""
+    overrides: dict[str, Any]
+
+
+JOBS = {
+    "vgg16": Job("vgg16", 16, 0.4, {"image_size": 128}),
+    "resnet50": Job("resnet50", 16, 0.15, {"image_size": 160}),
+    "gpt2": Job("gpt2", 4, 0.15, {"sequence_length": 256, "dropout": 0.0}),
+}
+Times = tuple[float, float, float]
+"""Seconds of forward, backward, and the whole step with the optimizer."""
+
+
+def main() -> None:
+    args = parse()
+    results = {}
+    for name in args.networks:
+        results[name] = measure(JOBS[name], args)
+        show(name, results[name])
+    if not args.quick:
+        config = {"rounds": args.rounds, "threads": torch.get_num_threads(), "optimizer": "SGD"}
+        path = _results.write("activation_offload", results, config, directory=args.dir)
+        print(f"wrote {path.name}")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--networks", nargs="*", choices=JOBS, default=list(JOBS))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--dir", default=tempfile.gettempdir(), help="directory to spill to")
+    parser.add_argument("--quick", action="store_true", help="one round of a small size; no result")
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds = 1
+    return args
+
+
+def measure(job: Job, args: argparse.Namespace) -> dict[str, Any]:
+    torch.manual_seed(0)
+    network = zoo.build(job.network, **job.overrides)
+    batch = zoo.example_batch(network, 2 if args.quick else job.batch)
+    optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
+
+    def step() -> Times:
+        start = time.perf_counter()
+        loss = network(batch.inputs, batch.targets)
+        forward = time.perf_counter()
+        loss.backward()
+        backward = time.perf_counter()
+        optimizer.step()
+        optimizer.zero_grad()
+        return forward - start, backward - forward, time.perf_counter() - start
+
+    step()
+    saved_bytes = saved_by_autograd(network, step)
+    budget = int(saved_bytes * job.budget_share)
+    times: dict[str, list[Times]] = {}
+    with penstock.offload(network, optimizer, device_memory=budget, flash=args.dir) as session:
+        for _ in range(3):  # profile, plan, steady state
+            step()
+        session.budget.reset_peak()
+        before = session.recorder.snapshot()
+        modes = contexts(network, session, args.dir)
+        for _ in range(args.rounds):
+            for mode, context in modes.items():
+                with context():
+                    times.setdefault(mode, []).append(step())
+        after = session.recorder.snapshot()
+        figures = figures_of(times)
+        flash = {
+            stage: (after.flow(stage, "flash").nbytes - before.flow(stage, "flash").nbytes)
+            // args.rounds
+            for stage in (Stage.WRITE, Stage.READ)
+        }
+        machine = session.planner.machine
+        figures |= {
+            "saved_bytes": saved_bytes,
+            "budget_bytes": budget,
+            "peak_resident_bytes": session.budget.peak_bytes,
+            "written_bytes_per_step": flash[Stage.WRITE],
+            "read_bytes_per_step": flash[Stage.READ],
+            "flash_write_bytes_per_s": machine.flash_write_bytes_per_s,
+            "flash_read_bytes_per_s": machine.flash_read_bytes_per_s,
+            "stall_s_per_step": (after.stall_ns - before.stall_ns) / 1e9 / args.rounds,
+            "network": job.network,
+            "batch": job.batch,
+            "overrides": job.overrides,
+        }
+    figures["bound_ratio"] = bound(figures)
+    return figures
+
+
+def saved_by_autograd(network: zoo.Network, step: Callable[[], Times]) -> int:
+    with penstock.offload(network, policy="keep") as session:
+        step()
+        return session.budget.peak_bytes
+
+
+def contexts(
+    network: zoo.Network, session: penstock.Session, directory: str
+) -> dict[str, Callable[[], AbstractContextManager[None]]]:
+    return {
+        "plain": session.paused,
+        "penstock": nullcontext,
+        "checkpoint": lambda: checkpointed(network, session),
+        "save_on_cpu": lambda: hooked(session, torch.autograd.graph.save_on_cpu()),
+        "torch_save": lambda: hooked(session, torch_save(network, directory)),
+    }
+
+
+@contextmanager
+def hooked(session: penstock.Session, context: AbstractContextManager[Any]) -> Iterator[None]:
+    with session.paused(), context:
+        yield
+
+
+@contextmanager
+def checkpointed(network: zoo.Network, session: penstock.Session) -> Iterator[None]:
+    """Every block of the network is recomputed in backward."""
+    blocks = blocks_of(network)
+    wrapped = [recompute(block.forward) for block in blocks]
+    if not blocks:
+        blocks = [network.features]
+        wrapped = [recompute_segments(network.features)]
+    for block, forward in zip(blocks, wrapped, strict=True):
+        block.forward = forward
+    try:
+        with session.paused():
+            yield
+    finally:
+        for block in blocks:
+            del block.forward  # the class's own is back
+
+
+def recompute(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False)
+
+
+def recompute_segments(features: torch.nn.Sequential) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A VGG has no blocks: its layers up to each pooling are one, for in-place ReLUs stay inside."""
+    segments: list[list[torch.nn.Module]] = [[]]
+    for layer in features:
+        segments[-1].append(layer)
+        if isinstance(layer, torch.nn.MaxPool2d):
+            segments.append([])
+    parts = [torch.nn.Sequential(*segment) for segment in segments if segment]
+
+    def forward(images: torch.Tensor) -> torch.Tensor:
+        for part in parts:
+            images = checkpoint(part, images, use_reentrant=False)
+        return images
+
+    return forward
+
+
+def blocks_of(network: torch.nn.Module) -> list[torch.nn.Module]:
+    """The repeated parts: residual blocks, transformer layers."""
+    kinds: dict[str, list[torch.nn.Module]] = {}
+    for module in network.modules():
+        name = type(module).__name__
+        if "block" in name.lower() or "bottleneck" in name.lower():
+            kinds.setdefault(name, []).append(module)
+    return max(kinds.values(), key=len, default=[])
+
+
+def torch_save(network: torch.nn.Module, directory: str) -> AbstractContextManager[Any]:
+    weights = {parameter.data_ptr() for parameter in network.parameters()}
+
+    def pack(tensor: torch.Tensor) -> object:
+        if tensor.nbytes < 1 << 20 or tensor.data_ptr() in weights:
+            return tensor.detach()
+        file = tempfile.NamedTemporaryFile(dir=directory)  # noqa: SIM115  (lives with its tensor)
+        torch.save(tensor, file)
+        file.flush()
+        return file
+
+    def unpack(packed: Any) -> torch.Tensor:
+        return packed if isinstance(packed, torch.Tensor) else torch.load(packed.name)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def figures_of(times: dict[str, list[Times]]) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    for mode, rounds in times.items():
+        forward, backward, whole = (
+            statistics.median(column) for column in zip(*rounds, strict=True)
+        )
+        ratios = [mine[2] / plain[2] for mine, plain in zip(rounds, times["plain"], strict=True)]
+        figures[mode] = {
+            "forward_s": forward,
+            "backward_s": backward,
+            "step_s": whole,
+            "ratio_to_plain": statistics.median(ratios),
+            "ratio_min": min(ratios),
+            "ratio_max": max(ratios),
+        }
+    return figures
+
+
+def bound(figures: dict[str, Any]) -> float:
+    """The least ratio to the plain step that this flash allows for these bytes."""
+    plain = figures["plain"]
+    write_s = figures["written_bytes_per_step"] / figures["flash_write_bytes_per_s"]
+    read_s = figures["read_bytes_per_step"] / figures["flash_read_bytes_per_s"]
+    rest_s = plain["step_s"] - plain["forward_s"] - plain["backward_s"]
+    bound_s = max(plain["forward_s"], write_s) + max(plain["backward_s"], read_s) + rest_s
+    return bound_s / plain["step_s"]
+
+
+def show(name: str, figures: dict[str, Any]) -> None:
+    mib = 1 << 20
+    print(
+        f"{name}, batch {figures['batch']}: autograd saves {figures['saved_bytes'] / mib:.0f} MiB,"
+        f" budget {figures['budget_bytes'] / mib:.0f} MiB,"
+        f" peak {figures['peak_resident_bytes'] / mib:.0f} MiB,"
+        f" {figures['written_bytes_per_step'] / mib:.0f} MiB written a step;"
+        f" bound {figures['bound_ratio']:.3f}"
+    )
+    for mode, one in figures.items():
+        if isinstance(one, dict) and "step_s" in one:
+            print(
+                f"  {mode:<12} {one['step_s']:8.3f} s   {one['ratio_to_plain']:6.3f} x plain"
+                f"   ({one['ratio_min']:.3f} to {one['ratio_max']:.3f})"
+            )
+
+
+if __name__ == "__main__":
+    main()

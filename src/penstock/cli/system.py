@@ -1,0 +1,94 @@
+"""What the kernel says about this machine, from ``/proc`` and ``/sys``. Nothing here raises OSError."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_NVIDIA: Final = Path("/proc/driver/nvidia/version")
+_NO_LIMIT: Final = 1 << 60
+"""Cgroups of the first version write a number like this where there is no limit."""
+
+
+def huge_page_mode(path: Path = HUGE_PAGES) -> str | None:
+    """Who gets 2 MiB pages: ``"always"``, ``"madvise"``, ``"never"``; ``None``: there are none."""
+    try:
+        match = re.search(r"\[(\w+)\]", path.read_text())
+    except OSError:
+        return None
+    return match[1] if match else None
+
+
+def anon_huge_bytes(address: int, smaps: Path = Path("/proc/self/smaps")) -> int | None:
+    """``AnonHugePages`` of the mapping that ``address`` lies in; ``None``: it cannot be asked."""
+    try:
+        lines = smaps.read_text().splitlines()
+    except OSError:
+        return None
+    inside = False
+    for line in lines:
+        span = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if span is not None:
+            inside = int(span[1], 16) <= address < int(span[2], 16)
+        elif inside and line.startswith("AnonHugePages:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def memory_sizes() -> dict[str, int]:
+    """Sizes in bytes by their names in ``/proc/meminfo``."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return {}
+    return {
+        name: int(rest.split()[0]) * 1024 for name, _, rest in (x.partition(":") for x in lines)
+    }
+
+
+def nvidia_driver() -> str | None:
+    """Version of the loaded driver; ``None``: there is none."""
+    try:
+        match = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", _NVIDIA.read_text())
+    except OSError:
+        return None
+    return match[1] if match else "of unknown version"
+
+
+def cgroup_limit_bytes(membership: Path, root: Path) -> int | None:
+    """The least memory limit of the cgroups that this process is in; ``None``: there is none.
+
+    Args:
+        membership: As ``/proc/self/cgroup``.
+        root: As ``/sys/fs/cgroup``.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    limits: list[int] = []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if not controllers:
+            limits += _limits(root, group, "memory.max")
+        elif "memory" in controllers.split(","):
+            limits += _limits(root / "memory", group, "memory.limit_in_bytes")
+    return min(limits, default=None)
+
+
+def _limits(root: Path, group: str, name: str) -> list[int]:
+    """The limits of a group and of those above it; in a container, some are not to be seen."""
+    place = root / group.lstrip("/")
+    folders = [each for each in (place, *place.parents) if each.is_relative_to(root)]
+    found = (_number(folder / name) for folder in folders)
+    return [limit for limit in found if limit is not None and limit < _NO_LIMIT]
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

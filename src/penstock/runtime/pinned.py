@@ -1,0 +1,274 @@
+"""Pinned host memory: what the device's copies and O_DIRECT both go through.
+
+[Note: no waiting in vain]
+    Who finds no free memory waits in a queue: the highest priority first, then the oldest, and nobody
+    overtakes a larger one. Memory that *moves* (some transfer touches it) comes free, or comes to
+    rest, by itself, because a transfer waits for nothing but the device and the disk. If nothing moves
+    and the head of the queue still does not fit, it never will unless somebody discards something,
+    and that somebody may be the one who waits. So it is told that it waits in vain, and does without.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from penstock.core.budget import Budget
+from penstock.core.errors import ConfigError
+from penstock.core.locks import condition
+from penstock.core.units import format_bytes
+from penstock.io.arena import Arena, Block
+from penstock.io.engine import Priority
+from penstock.runtime.cuda_lanes import StartThread
+from penstock.runtime.cuda_link import Link
+
+
+@dataclass(slots=True, eq=False)
+class Buffer:
+    """A block of a slab. Guarded by the slab's lock; its memory belongs to whoever took it."""
+
+    slab: Slab
+    block: Block
+    moving: int = 1
+    """Transfers that touch it; whoever takes a buffer has begun one."""
+    wanted: bool = True
+    """Whether its bytes are needed when no transfer touches it; else it is freed then."""
+
+    @property
+    def address(self) -> int:
+        """Where it begins, a multiple of 4096."""
+        return self.block.address
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """Somebody in the queue for a buffer."""
+
+    nbytes: int
+    priority: Priority
+    begin: Callable[[Buffer | None], None]
+    """Called once, in the slab's thread, with the buffer, or with ``None`` if the wait is in vain."""
+
+
+class Slab:
+    """A capped piece of host memory, resident and registered with the driver once. Thread-safe.
+
+    Attributes:
+        arena: Whose blocks it hands out.
+        refusal: Why the driver did not pin it; ``""`` if it did.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        link: Link,
+        device: torch.device,
+        budget: Budget,
+        name: str,
+        start_thread: StartThread,
+    ) -> None:
+        """Take memory, touch it and pin it; takes about a second for 4 GiB.
+
+        Args:
+            nbytes: How much.
+            link: To the device.
+            device: Whose driver pins it, for all devices of its kind.
+            budget: The host memory that it is charged to, at once and as a whole.
+            name: As which it is charged.
+            start_thread: Starts its thread, at the first wait.
+
+        Raises:
+            ConfigError: The budget has not so much left.
+        """
+        self._link = link
+        self._device = device
+        self._name = name
+        self.arena = Arena(nbytes, budget=budget, owner=name)
+        if not self.arena.pretouch():
+            self.arena.close()
+            raise ConfigError(
+                f"{name}: {format_bytes(nbytes)} ({nbytes} bytes) do not fit the {budget.name}"
+                f" budget, which has {budget.free_bytes} bytes left"
+            )
+        self.refusal = link.pin(self.arena.address, self.arena.capacity_bytes, device)
+        self._wake = condition()
+        self._queues: dict[Priority, deque[Waiting]] = {priority: deque() for priority in Priority}
+        self._buffers: set[Buffer] = set()
+        self._moving = 0
+        self._start_thread: StartThread | None = start_thread
+        self._stopping = False
+        self._closed = False
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The longest buffer there can be."""
+        return self.arena.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """What buffers hold now."""
+        return self.arena.used_bytes
+
+    # -- taking -----------------------------------------------------------------------------------
+
+    def take(self, nbytes: int) -> Buffer | None:
+        """A buffer with a transfer begun, or ``None`` if there is no room now."""
+        with self._wake:
+            return self._allocate(nbytes)
+
+    def take_or_wait(self, waiting: Waiting) -> tuple[Buffer | None, bool]:
+        """A buffer with a transfer begun, now or later; returns at once.
+
+        Returns:
+            The buffer, if there is one now, and whether ``waiting`` has been queued. Neither: waiting
+            would be in vain.
+        """
+        with self._wake:
+            if not self._others_first(waiting.priority):
+                buffer = self._allocate(waiting.nbytes)
+                if buffer is not None or not self._moving:
+                    return buffer, False
+            if self._stopping:
+                return None, False
+            self._queues[waiting.priority].append(waiting)
+            start_thread, self._start_thread = self._start_thread, None
+        if start_thread is not None:
+            start_thread(self._work, f"penstock-{self._name}")
+        return None, True
+
+    def beyond(self, nbytes: int) -> Buffer:
+        """A buffer outside the slab, neither pinned nor charged: for a read that cannot do without."""
+        arena = Arena(nbytes, owner=f"{self._name}, beyond its size")
+        block = arena.allocate(nbytes)
+        assert block is not None, "a fresh arena has no room for its only block"
+        arena.close()  # as soon as the block is free again
+        with self._wake:
+            return self._add(block)
+
+    def withdraw(self, waiting: Waiting) -> bool:
+        """Leave the queue. False: too late, ``begin`` has been or is being called."""
+        with self._wake:
+            if waiting not in self._queues[waiting.priority]:
+                return False
+            self._queues[waiting.priority].remove(waiting)
+            self._wake.notify_all()
+            return True
+
+    def promote(self, waiting: Waiting, priority: Priority) -> None:
+        """Raise the priority of somebody in the queue; a lower one is ignored."""
+        with self._wake:
+            if priority < waiting.priority and waiting in self._queues[waiting.priority]:
+                self._queues[waiting.priority].remove(waiting)
+                waiting.priority = priority
+                self._queues[priority].append(waiting)
+                self._wake.notify_all()
+
+    # -- giving back ------------------------------------------------------------------------------
+
+    def join(self, buffer: Buffer) -> None:
+        """Another transfer begins that touches the buffer."""
+        with self._wake:
+            self._moving += not buffer.moving
+            buffer.moving += 1
+
+    def leave(self, buffer: Buffer) -> None:
+        """A transfer that touched the buffer has ended: it moves on, comes to rest, or is freed."""
+        with self._wake:
+            buffer.moving -= 1
+            self._moving -= not buffer.moving
+            self._free_unneeded(buffer)
+            self._wake.notify_all()
+
+    def release(self, buffer: Buffer) -> None:
+        """Nobody needs the bytes any more once the transfers that touch them have ended.
+
+        For finalizers, too, and harmless after ``close``.
+        """
+        with self._wake:
+            buffer.wanted = False
+            self._free_unneeded(buffer)
+            self._wake.notify_all()
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def stop(self) -> list[Waiting]:
+        """Queue nobody any more; returns who is in the queue: they are the caller's to tell."""
+        with self._wake:
+            self._stopping = True
+            waiting = [each for queue in self._queues.values() for each in queue]
+            for queue in self._queues.values():
+                queue.clear()
+            self._wake.notify_all()
+        return waiting
+
+    def close(self) -> None:
+        """Wait until nothing moves, then unpin and unmap. What rests there is lost. Idempotent."""
+        self.stop()
+        with self._wake:
+            self._wake.wait_for(lambda: not self._moving)
+            if self._closed:
+                return
+            self._closed = True
+            buffers, self._buffers = self._buffers, set()
+        if not self.refusal:
+            self._link.unpin(self.arena.address, self._device)
+        for buffer in buffers:
+            buffer.block.free()
+        self.arena.close()
+
+    def serve(self, *, wait: bool = True) -> bool:
+        """Serve the head of the queue. The slab's thread does it over and over.
+
+        Args:
+            wait: Until there is something to do.
+
+        Returns:
+            False if there is nothing to do; with ``wait``, if there will be nothing.
+        """
+        with self._wake:
+            while (served := self._next()) is None:
+                if self._stopping or not wait:
+                    return False
+                self._wake.wait()
+        waiting, buffer = served
+        waiting.begin(buffer)
+        return True
+
+    # -- inside; under the lock, but for the thread -----------------------------------------------
+
+    def _work(self) -> None:
+        while self.serve():
+            pass
+
+    def _next(self) -> tuple[Waiting, Buffer | None] | None:
+        queue = next((queue for queue in self._queues.values() if queue), None)
+        if queue is None:
+            return None
+        buffer = self._allocate(queue[0].nbytes)
+        if buffer is None and self._moving:
+            return None
+        return queue.popleft(), buffer
+
+    def _others_first(self, priority: Priority) -> bool:
+        return any(queue for other, queue in self._queues.items() if other <= priority)
+
+    def _allocate(self, nbytes: int) -> Buffer | None:
+        if self._stopping:
+            return None
+        block = self.arena.allocate(nbytes)
+        return None if block is None else self._add(block)
+
+    def _add(self, block: Block) -> Buffer:
+        buffer = Buffer(self, block)
+        self._buffers.add(buffer)
+        self._moving += 1
+        return buffer
+
+    def _free_unneeded(self, buffer: Buffer) -> None:
+        if not buffer.wanted and not buffer.moving and buffer in self._buffers:
+            self._buffers.remove(buffer)
+            buffer.block.free()

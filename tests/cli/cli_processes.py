@@ -1,0 +1,63 @@
+"""Running a script by ``python`` and under ``penstock run``, and comparing what the two leave."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+PENSTOCK = {
+    "command": [sys.executable, str(Path(sys.executable).with_name("penstock"))],
+    "module": [sys.executable, "-m", "penstock"],
+}
+NOTICE = "penstock: the script did not import torch: there was nothing to offload\n"
+TIMEOUT_S = 60
+
+
+@dataclass(frozen=True)
+class End:
+    """How a process ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def start(command, cwd, **environment):
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def end(process):
+    try:
+        out, err = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
+    return End(process.returncode, out, err)
+
+
+def start_plain(cwd, *words, **environment):
+    return start([sys.executable, *words], cwd, **environment)
+
+
+def start_under(cwd, *words, entry="command", options=(), **environment):
+    return start([*PENSTOCK[entry], "run", *options, *words], cwd, **environment)
+
+
+def both(cwd, *words, entry="command", **environment):
+    """Ends of the same script, without and with, run at the same time; the notice is taken off."""
+    processes = [
+        start_plain(cwd, *words, **environment),
+        start_under(cwd, *words, entry=entry, **environment),
+    ]
+    plain, under = [end(process) for process in processes]
+    if under.err.endswith(NOTICE):
+        under = End(under.code, under.out, under.err.removesuffix(NOTICE))
+    return plain, under
