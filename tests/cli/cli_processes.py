@@ -1,6 +1,7 @@
 """Running a script by ``python`` and under ``penstock run``, and comparing what the two leave."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ def end(process):
         out, err = process.communicate(timeout=TIMEOUT_S)
     finally:
         process.kill()
-    return End(process.returncode, out, err)
+    return End(process.returncode, *(re.sub("0x[0-9a-f]{8,}", "0x", text) for text in (out, err)))
 
 
 def start_plain(cwd, *words, **environment):

@@ -102,11 +102,13 @@ def test_cancelled_whole():
     death = weakref.ref(owner)
     joint = submit_all(engine, [request(keep_alive=owner), request(keep_alive=owner)])
     del owner
+    engine.requests.clear()
+    seen = []
+    joint.add_done_callback(lambda _: seen.append(death()))
     assert joint.cancel()
+    assert seen == [None]  # let go before anybody hears of it
     assert isinstance(joint.error, CancelledError)
     assert all(isinstance(part.error, CancelledError) for part in engine.transfers)
-    engine.requests.clear()
-    assert death() is None
     assert not joint.cancel()
 
 

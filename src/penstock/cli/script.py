@@ -192,7 +192,8 @@ def strip(tb: TracebackType | None) -> TracebackType | None:
     kept = [frame for frame in frames if not _file(frame).startswith(left_out)]
     if all(_file(frame).startswith(_IMPORT_MACHINERY) for frame in kept):
         return None
-    for frame, following in itertools.pairwise([*kept, None]):
+    kept[-1].tb_next = None
+    for frame, following in itertools.pairwise(kept):
         frame.tb_next = following
     return kept[0]
 

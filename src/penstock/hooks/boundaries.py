@@ -8,6 +8,7 @@ shows. A step ends when an optimizer has stepped.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -41,6 +42,7 @@ class Boundaries:
         self._tasks: set[int] = set()
         self._lock = Lock()
         self._handle: RemovableHandle | None = None
+        self._pid = os.getpid()
 
     def attach(self) -> None:
         """Begin to report."""
@@ -78,4 +80,5 @@ class Boundaries:
             self._on_backward_end()
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._on_step(optimizer)
+        if os.getpid() == self._pid:  # in a forked child the session is out of action
+            self._on_step(optimizer)

@@ -78,11 +78,19 @@ class ProtectedStorages:
 
     def _protect(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
+            if is_dtensor(tensor):
+                self._protect([tensor._local_tensor])  # type: ignore[attr-defined]
+                continue
             try:
                 storage = tensor.untyped_storage()
             except (NotImplementedError, RuntimeError):  # a subclass without a storage of its own
                 continue
             self._storages[storage._cdata] = weakref.ref(storage)
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor, without importing them: what it holds here is a tensor like any other."""
+    return type(tensor).__module__.startswith("torch.distributed.tensor")
 
 
 def leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:

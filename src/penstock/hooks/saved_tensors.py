@@ -22,7 +22,7 @@ from penstock.core.errors import InPlaceError
 from penstock.core.locks import defer
 from penstock.hooks.boundaries import Boundaries
 from penstock.hooks.modules import ModuleTracker
-from penstock.hooks.protected import ProtectedStorages, leaf_of
+from penstock.hooks.protected import ProtectedStorages, is_dtensor, leaf_of
 from penstock.observe.recorder import Recorder
 from penstock.runtime.executor import Executor, SmallStorage
 from penstock.runtime.residency import Origin, SavedStorage
@@ -84,7 +84,10 @@ class Flattened:
 
     def unpack(self) -> torch.Tensor:
         """The wrapper around its unpacked parts."""
-        parts = {name: packed.unpack() for name, packed in self.inner.items()}
+        parts = {
+            name: part.unpack() if isinstance(part, Packed) else part  # a mesh is no tensor
+            for name, part in self.inner.items()
+        }
         wrapped: torch.Tensor = self.type.__tensor_unflatten__(
             parts, self.context, self.outer_size, self.outer_stride
         )
@@ -224,7 +227,8 @@ class SavedTensorHooks:
 
     def unpack(self, packed: Packed) -> torch.Tensor:
         """The tensor again."""
-        self._boundaries.note_unpack()
+        if self.active:
+            self._boundaries.note_unpack()
         return packed.unpack()
 
     def _pack_storage(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Packed:
@@ -265,10 +269,14 @@ class SavedTensorHooks:
         return self._executor.save(storage, base, tensor._version, origin)
 
     def _pack_foreign(self, tensor: torch.Tensor) -> Packed:
-        if not type(tensor).__module__.startswith("torch.distributed."):
+        if not is_dtensor(tensor) or leaf_of(tensor) is not None:
             return Foreign(tensor)
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        inner = {name: self.pack(getattr(tensor, name)) for name in names}
+        parts = {name: getattr(tensor, name) for name in names}
+        inner = {
+            name: self.pack(part) if isinstance(part, torch.Tensor) else part
+            for name, part in parts.items()
+        }
         return Flattened(tensor, inner, context)
 
 

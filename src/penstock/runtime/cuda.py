@@ -232,9 +232,13 @@ class CudaMover(Mover):
         staging = self._staging
         nbytes = round_up(ticket.nbytes, GRANULE_BYTES)
         if staging is None or nbytes > staging.capacity_bytes:
-            raise _no_space(ticket, staging, "it does not fit the staging memory; raise host_memory")
+            raise _no_space(
+                ticket, staging, "it does not fit the staging memory; raise host_memory"
+            )
         self._promise(ticket)
-        waiting = Waiting(nbytes, Priority.WRITE_BEHIND, partial(self._staged_at_last, ticket, copy))
+        waiting = Waiting(
+            nbytes, Priority.WRITE_BEHIND, partial(self._staged_at_last, ticket, copy)
+        )
         ticket.written = Transfer(
             ticket.nbytes, cancel=lambda _: self._withdraw(staging, waiting, ticket, copy)
         )
@@ -417,7 +421,9 @@ class CudaMover(Mover):
             buffer, on_flash = ticket.buffer, ticket.on_flash
             if ticket.discarded or ticket.where not in (Where.STAGED, Where.ON_FLASH):
                 state = "was discarded" if ticket.discarded else f"is {ticket.where.value}"
-                raise ConfigError(f"{ticket.label}: read from tier {tier.spec.name}, but it {state}")
+                raise ConfigError(
+                    f"{ticket.label}: read from tier {tier.spec.name}, but it {state}"
+                )
             if buffer is not None:
                 buffer.slab.join(buffer)
         transfer = Transfer(ticket.nbytes)

@@ -21,11 +21,9 @@ from penstock.runtime.passes import Pass
 from penstock.runtime.planner import Planner
 from penstock.runtime.residency import Origin, Residency, SavedStorage, SlotRecord, View
 from penstock.runtime.room import Room
-from penstock.runtime.traffic import SAVED, Traffic, in_memory
+from penstock.runtime.traffic import SAVED, SMALL, Traffic, in_memory
 from penstock.tier.base import Tier
 
-SMALL = "small"
-"""Owner, in the device budget, of storages below the floor, which always stay."""
 SMALL_CREDIT_BYTES: Final = 256 * KIB
 """Taken from the budget at a time for them; so the charge is never below what they hold."""
 
@@ -223,6 +221,8 @@ class Executor:
             RestoreError: They cannot be read back.
             BudgetError: There can be no room for them.
         """
+        if os.getpid() != self._pid:
+            return self._in_child(saved)
         with self._lock:
             storage = self._note_need(saved)
             forwarded = saved.ticket if saved.state is Residency.WRITING else None
@@ -241,6 +241,16 @@ class Executor:
             saved.pending -= first
             if saved.pending <= 0 and saved.state is Residency.RESTORED:
                 self._traffic.retire(saved)
+        return storage
+
+    def _in_child(self, saved: SavedStorage) -> torch.UntypedStorage:
+        """What a forked child inherited; without the lock, whose holder did not come along."""
+        storage = in_memory(saved)
+        if storage is None:
+            raise RestoreError(
+                f"cannot restore {saved.label} in this process ({os.getpid()}): it was spilled by"
+                f" process {self._pid}, before that forked this one; only that can read it"
+            )
         return storage
 
     def _note_need(self, saved: SavedStorage) -> torch.UntypedStorage | None:

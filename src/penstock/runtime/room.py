@@ -19,7 +19,7 @@ from penstock.core.units import format_bytes
 from penstock.observe.recorder import Recorder, Stage, StallCause
 from penstock.runtime.passes import Pass
 from penstock.runtime.residency import Residency, SavedStorage
-from penstock.runtime.traffic import Traffic, strip
+from penstock.runtime.traffic import SMALL, Traffic, strip
 
 
 class Room:
@@ -147,10 +147,13 @@ class Room:
         used = self._budget.used_bytes
         least = used + nbytes
         limit = self._budget.limit_bytes
+        small = self._budget.used_by(SMALL)
         raise BudgetError(
             f"the {self._budget.name} budget of {limit} bytes ({format_bytes(limit)}) is too small"
-            f" for {name}: it needs {nbytes} bytes beside {used} that cannot be moved away now;"
-            f" give at least {least} bytes ({format_bytes(least)})"
+            f" for {name}: it needs {nbytes} bytes beside {used} that cannot be moved away now"
+            f" ({small} of them in tensors below the floor, which stay); give at least {least} bytes"
+            f" ({format_bytes(least)})"
+            + (", or a lower floor" if 4 * small > limit else "")
             + ("" if self._traffic.tiers else ", or name a flash directory to spill to"),
             slot=name,
             limit_bytes=limit,

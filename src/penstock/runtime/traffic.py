@@ -27,6 +27,8 @@ from penstock.tier.base import Tier
 
 SAVED = "saved"
 """Owner, in the device budget, of storages that are kept or await their write."""
+SMALL = "small"
+"""Owner, in the device budget, of storages below the floor, which always stay."""
 
 
 class Traffic:

@@ -1,0 +1,152 @@
+"""``penstock run`` with scripts that train. Loading torch takes long: few processes, many checks."""
+
+import json
+import signal
+import textwrap
+
+import pytest
+from cli_processes import NOTICE, end, start_plain, start_under
+
+TRAIN = """
+    import os
+    import sys
+
+    assert "torch" not in sys.modules and "numpy" not in sys.modules
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.chdir("elsewhere")  # what was named on the command line stays where it was
+
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, Dataset
+
+    class Noise(Dataset):
+        def __len__(self):
+            return 3 * 64
+
+        def __getitem__(self, index):
+            generator = torch.Generator().manual_seed(index)
+            return torch.randn(512, generator=generator), index % 10
+
+    print(torch.get_num_threads())
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.GELU(), nn.Dropout(0.1))]
+    model = nn.Sequential(*layers, nn.Linear(512, 10))
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = DataLoader(Noise(), batch_size=64, num_workers=1)
+    for inputs, labels in loader:
+        loss = nn.functional.cross_entropy(model(inputs.repeat(16, 1)), labels.repeat(16))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(repr(loss.item()), repr(sum(p.sum().item() for p in model.parameters())))
+        if "fail" in sys.argv:
+            loss.backward()
+    if "wait" in sys.argv:
+        print("waiting", flush=True)
+        import time; time.sleep(60)
+    """
+BUDGET = ("--device-memory", "6MiB", "--flash", "spill", "--flash-capacity", "1GiB")
+
+
+@pytest.fixture
+def work(disk_path):
+    for name in ("elsewhere", "spill"):
+        (disk_path / name).mkdir()
+    (disk_path / "train.py").write_text(textwrap.dedent(TRAIN))
+    return disk_path
+
+
+def test_an_unmodified_script_prints_the_same_bits(work):
+    outputs = ("--trace", "trace.json", "--event-log", "log.jsonl", "--tbw", "600TB")
+    processes = [
+        start_plain(work, "train.py"),
+        start_under(work, "train.py", options=BUDGET),
+        start_under(work, "-m", "train", options=[*BUDGET, *outputs, "--json"]),
+    ]
+    plain, under, as_json = [end(process) for process in processes]
+    assert (plain.code, plain.err) == (0, "")
+    assert plain.out.startswith("1\n")  # OMP_NUM_THREADS came in time
+    assert (under.code, under.out) == (0, plain.out)
+    assert "3 steps" in under.err
+    assert "written to the SSD" in under.err
+    assert (as_json.code, as_json.err) == (0, plain.out)
+    document = json.loads(as_json.out)
+    assert document["command"] == ["train"]
+    summary = document["summary"]
+    assert summary["steps"] == 3
+    assert summary["ssd_written_bytes"] > 0
+    assert summary["tbw_bytes"] == 600 * 10**12
+    (device,) = (line for line in summary["memory"] if line["memory"] == "device")
+    assert 0 < device["peak_bytes"] <= device["budget_bytes"] == 6 * 2**20
+    trace = json.loads((work / "trace.json").read_text())
+    assert {event["name"] for event in trace["traceEvents"] if event["ph"] == "C"} >= {"device"}
+    assert trace["otherData"]["command"] == "train"
+    records = [json.loads(line) for line in (work / "log.jsonl").read_text().splitlines()]
+    assert records[0]["kind"] == "header"
+    assert records[-1]["kind"] == "end"
+    assert list((work / "spill").iterdir()) == list((work / "elsewhere").iterdir()) == []
+
+
+def test_a_failing_script_fails_as_it_would_and_the_summary_comes_after(work):
+    processes = [
+        start_plain(work, "train.py", "fail"),
+        start_under(work, "train.py", "fail", options=BUDGET),
+    ]
+    plain, under = [end(process) for process in processes]
+    assert plain.code == under.code == 1
+    assert "Trying to backward through the graph a second time" in plain.err
+    assert under.out == plain.out
+    assert under.err.startswith(plain.err)
+    assert "Resident bytes" in under.err.removeprefix(plain.err)
+    assert list((work / "spill").iterdir()) == []
+
+
+def test_ctrl_c_ends_a_training_run_with_a_summary(work):
+    process = start_under(work, "train.py", "wait", options=BUDGET)
+    while process.stdout.readline() not in ("waiting\n", ""):
+        pass
+    process.send_signal(signal.SIGINT)
+    interrupted = end(process)
+    assert interrupted.code == -signal.SIGINT
+    assert "KeyboardInterrupt\n\nPenstock  3 steps" in interrupted.err
+    assert list((work / "spill").iterdir()) == []
+
+
+def test_what_cannot_be_opened_ends_the_script_at_its_import_of_torch(work):
+    text = "try:\n    import torch\nexcept Exception:\n    pass\nprint('never')"
+    (work / "script.py").write_text(text)
+    options = ("--device-memory", "6MiB", "--flash", "spill", "--flash-capacity", "1000TB")
+    refused = end(start_under(work, "script.py", options=options))
+    assert (refused.code, refused.out) == (1, "")
+    error, notice = refused.err.splitlines()
+    assert error.startswith("penstock: error: ")
+    assert "lower its capacity" in error
+    assert notice + "\n" == NOTICE
+
+
+def test_scripts_that_use_torch_otherwise(work):
+    """Huge pages under large tensors; no backward; an environment variable that was set before."""
+    (work / "script.py").write_text(
+        textwrap.dedent("""
+        import os, threading
+        import torch
+        from penstock.cli import system
+        print(os.environ["THP_MEM_ALLOC_ENABLE"])
+        tensor = torch.ones(1 << 23)
+        print(system.anon_huge_bytes(tensor.data_ptr()) > 1 << 23)
+        saved = torch.nn.Linear(1024, 1024)(torch.randn(1024, 1024)).relu()
+        """)
+    )
+    threaded = (
+        "import threading\nt = threading.Thread(target=__import__, args=['torch'], name='T')\n"
+    )
+    (work / "threaded.py").write_text(threaded + "t.start()\nt.join()\nimport torch\n")
+    processes = [
+        start_under(work, "script.py", options=BUDGET),
+        start_under(work, "threaded.py", options=BUDGET),
+    ]
+    script, thread = [end(process) for process in processes]
+    assert (script.code, script.out) == (0, "1\nTrue\n")
+    assert "0 steps" in script.err
+    assert (thread.code, thread.out) == (0, "")
+    assert "torch was imported first in thread 'T'" in thread.err
