@@ -44,7 +44,18 @@ def small_knobs(monkeypatch):
 
 
 @pytest.fixture
-def session_for(disk_path, small_knobs):
+def one_thread():
+    """Little tensors are computed quicker by one thread than by several that wait for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def session_for(disk_path, small_knobs, one_thread):
     """``session_for(model, optimizer, **settings)``: a session on a disk; see ``offload_runs``.
 
     Policy ``all`` and a floor of 8 KiB unless told otherwise. One that is left open is closed.

@@ -5,8 +5,10 @@ such a group may be made; the kernel kills it if it needs more. Elsewhere a tria
 resident set passed the limit. A trial is two training steps (three with Penstock: profile, plan,
 steady state) on real or generated batches; its last step is timed.
 
-The largest batch is found by doubling and bisection, to within a sixteenth. Both sides run with the
-same allocator settings (see ``ENVIRONMENT``), so that freed memory goes back to the system.
+Without Penstock the largest batch is found by doubling and bisection, to within a sixteenth; with it,
+multiples of that are tried until one fails, so the ratio is a lower bound. Both sides run with the same
+allocator settings (see ``ENVIRONMENT``), so that freed memory goes back to the system. A trial that
+takes longer than ``TIMEOUT_S`` has failed: near its limit the kernel can thrash instead of killing.
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 MIB = 1 << 20
 GIB = 1 << 30
+TIMEOUT_S = 600
 ENVIRONMENT = {
-    "MALLOC_MMAP_THRESHOLD_": "65536",  # large tensors are mapped, and unmapped when they are freed
-    "MALLOC_TRIM_THRESHOLD_": "65536",
-    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "1048576",  # larger tensors are mapped, and unmapped when freed
+    "MALLOC_TRIM_THRESHOLD_": "1048576",
+    "THP_MEM_ALLOC_ENABLE": "1",  # and lie in huge pages, or mapping them takes longer than the step
 }
 
 
@@ -42,13 +45,11 @@ class Job:
     limit_bytes: int
     budget_bytes: int
     overrides: dict[str, Any]
-    largest: int
-    """Where the search stops, in multiples of what fits without Penstock."""
 
 
 JOBS = {
-    "resnet1001": Job("resnet1001", 1280 * MIB, 96 * MIB, {}, 24),
-    "bert-large": Job("bert-large", 4096 * MIB, 160 * MIB, {"sequence_length": 128}, 24),
+    "resnet272": Job("resnet272", 1024 * MIB, 144 * MIB, {}),
+    "bert-large": Job("bert-large", 4096 * MIB, 160 * MIB, {"sequence_length": 128}),
 }
 
 
@@ -73,7 +74,13 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--networks", nargs="*", choices=JOBS, default=list(JOBS))
     parser.add_argument("--dir", default=tempfile.gettempdir(), help="directory to spill to")
-    parser.add_argument("--factor", type=int, default=0, help="try just this multiple, no search")
+    parser.add_argument(
+        "--multiples",
+        type=int,
+        nargs="*",
+        default=[14, 18, 22, 26],
+        help="of the largest batch without, tried with Penstock until one fails",
+    )
     parser.add_argument("--quick", action="store_true", help="no result file")
     parser.add_argument("--trial", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -123,19 +130,17 @@ def trial(spec: dict[str, Any]) -> None:
 
 
 def search(job: Job, args: argparse.Namespace) -> dict[str, Any]:
-    without, plain = largest(job, args, budget=0, start=1, stop=1 << 20)
+    without, plain = largest_without(job, args)
     if not without:
         raise SystemExit(
             f"{job.network}: not even a batch of 1 fits {job.limit_bytes} bytes without"
         )
-    if args.factor:
-        batch = args.factor * without
-        spilled = attempt(job, args, batch, job.budget_bytes)
-        within = batch if spilled else 0
-    else:
-        within, spilled = largest(
-            job, args, budget=job.budget_bytes, start=8 * without, stop=job.largest * without
-        )
+    within, spilled = 0, None
+    for multiple in args.multiples:
+        figures = attempt(job, args, multiple * without, job.budget_bytes)
+        if not figures:
+            break
+        within, spilled = multiple * without, figures
     same = attempt(job, args, without, job.budget_bytes)
     return {
         "limit_bytes": job.limit_bytes,
@@ -155,26 +160,16 @@ def search(job: Job, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def largest(
-    job: Job, args: argparse.Namespace, *, budget: int, start: int, stop: int
-) -> tuple[int, dict[str, Any] | None]:
-    """The largest batch that trains, found by doubling from ``start`` and then bisection."""
-    good, best, bad = 0, None, 0
-    batch = start
-    while not bad and batch <= stop:
-        figures = attempt(job, args, batch, budget)
-        if figures:
-            good, best = batch, figures
-            batch = min(2 * batch, stop) if batch < stop else stop + 1
-        else:
-            bad = batch
-    while bad and bad - good > max(1, good // 16):
-        batch = (good + bad) // 2
-        figures = attempt(job, args, batch, budget)
+def largest_without(job: Job, args: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
+    """The largest batch that trains without Penstock, found by doubling and then bisection."""
+    good, best, bad, batch = 0, None, 0, 1
+    while not bad or bad - good > max(1, good // 16):
+        figures = attempt(job, args, batch, budget=0)
         if figures:
             good, best = batch, figures
         else:
             bad = batch
+        batch = (good + bad) // 2 if bad else 2 * batch
     return good, best
 
 
@@ -188,14 +183,18 @@ def attempt(job: Job, args: argparse.Namespace, batch: int, budget: int) -> dict
     }
     command = [sys.executable, __file__, "--trial", json.dumps(spec)]
     with memory_limit(job.limit_bytes) as join:
-        done = subprocess.run(
-            command,
-            env=os.environ | ENVIRONMENT,
-            capture_output=True,
-            text=True,
-            check=False,
-            preexec_fn=join,
-        )
+        try:
+            done = subprocess.run(
+                command,
+                env=os.environ | ENVIRONMENT,
+                capture_output=True,
+                text=True,
+                check=False,
+                preexec_fn=join,
+                timeout=TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired as late:
+            done = subprocess.CompletedProcess(command, -9, "", str(late.stderr or "too slow"))
     figures = json.loads(done.stdout) if done.returncode == 0 else None
     if figures and figures["peak_rss_bytes"] > job.limit_bytes:
         figures = None

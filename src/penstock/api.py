@@ -320,8 +320,18 @@ class Session:
             slots=slots,
             saved_bytes_per_step=0 if self.profile is None else self.profile.peak_saved_bytes,
             tbw_bytes=config.tbw_bytes,
-            warnings=(*self._warnings, *(plan.notes if plan is not None else ())),
+            warnings=(*self._notes(), *(plan.notes if plan is not None else ())),
         )
+
+    def _notes(self) -> list[str]:
+        times = self._aside.times
+        if not times:
+            return self._warnings
+        return [
+            *self._warnings,
+            f"torch.func, which refuses saved-tensor hooks, ran {times} times: what it saved meanwhile"
+            " stayed in memory and was not counted",
+        ]
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self._protected.add_optimizer(optimizer)

@@ -12,7 +12,6 @@ from offload_runs import (
     GatedTier,
     assert_nothing_held,
     assert_within_budget,
-    counted,
     gradients,
     read_bytes,
     same_bits,
@@ -278,6 +277,10 @@ def dynamo():
     torch._dynamo.reset()
 
 
+EXTRA_HOOKS = pytest.mark.filterwarnings("ignore:.*when there are global hooks on modules")
+
+
+@EXTRA_HOOKS
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("what", ["each block", "whole model"])
 def test_trap_12_compiled_models_train_inside_a_session(session_for, dynamo, backend, what):
@@ -287,10 +290,12 @@ def test_trap_12_compiled_models_train_inside_a_session(session_for, dynamo, bac
     model = blocks(3)
     features = leaf(256, 64)
     if what == "each block":
-        compiled = [torch.compile(block, backend=backend) for block in model]
+        compiled = [torch.compile(block, backend=backend, fullgraph=True) for block in model]
         loss = partial(run_through, compiled, features)
     else:
-        loss = torch.compile(partial(run_through, model, features), backend=backend)
+        loss = torch.compile(
+            partial(run_through, model, features), backend=backend, fullgraph=True
+        )
     expected = gradients_of(loss, model, features)
     with session_for(model) as session:
         for _ in range(2):
@@ -306,13 +311,14 @@ def test_trap_12_compiled_models_train_inside_a_session(session_for, dynamo, bac
     assert keys
 
 
+@EXTRA_HOOKS
 def test_trap_12_compiled_inside_the_session_as_well(session_for, dynamo):
     """The first call, with all its tracing, falls into the session."""
     model = blocks(2)
     features = leaf(256, 64)
     expected = gradients_of(lambda: run_through(model, features), model, features)
     with session_for(model) as session:
-        compiled = [torch.compile(block, backend="aot_eager") for block in model]
+        compiled = [torch.compile(block, backend="aot_eager", fullgraph=True) for block in model]
         for _ in range(2):
             found = gradients_of(lambda: run_through(compiled, features), model, features)
             for mine, theirs in zip(found, expected, strict=True):
@@ -389,7 +395,7 @@ def test_trap_13_fully_sharded_weights_are_not_moved(session_for, one_rank):
     plain, sharded = blocks(3), blocks(3)
     for block in sharded:
         fully_shard(block, mesh=one_rank)
-    features = leaf(64, 64)
+    features = leaf(48, 64)
     expected = gradients_of(lambda: run_through(plain, features), plain, features)
     with session_for(sharded) as session:
         for _ in range(2):
@@ -792,9 +798,11 @@ def test_trap_25_after_the_session_torch_is_as_before(disk_path):
 
 @NO_JIT_WARNING
 def test_trap_25_that_we_stepped_aside_is_said(session_for):
-    """In words, where the user looks."""
+    """In words, where the user looks. A pause that the user asked for need not be told."""
     weight = leaf(LARGE)
     with session_for() as session:
+        with session.paused():
+            (weight * 2).pow(2).sum().backward()
+        assert "torch.func" not in str(session.summary())
         list(transforms(weight))
-        assert counted(session, "stepped_aside") > 0
-        assert "torch.func" in str(session.summary())
+        assert "torch.func, which refuses saved-tensor hooks, ran" in str(session.summary())

@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 from tier_builders import flash, outcome
 
-from penstock.core.errors import ConfigError, NoSpaceError, ShortTransferError, TransferError
+from penstock.core.errors import (
+    ClosedError,
+    ConfigError,
+    NoSpaceError,
+    ShortTransferError,
+    TransferError,
+)
 from penstock.core.units import GIB, KIB, MIB
 from penstock.io.engine import Priority
 from penstock.io.threads import ThreadEngine
@@ -294,6 +300,13 @@ class TestFaults:
         os.ftruncate(ticket.place.pieces[0].file.fd, 8192)
         error = outcome(read(tier, ticket, aligned(32 * KIB)))
         assert isinstance(error, ShortTransferError)
+
+    def test_an_engine_that_was_closed(self, tmp_path, stack):
+        tier = flash(stack, three(tmp_path))
+        tier._engine.close()
+        with pytest.raises(ClosedError):
+            write(tier, aligned(100_000), 0, 100_000)
+        assert tier.taken_bytes == tier.held_bytes == 0
 
     def test_a_disk_that_fills_up(self, tmp_path, stack, monkeypatch):
         """The write is refused as it is asked for; what was written stays."""

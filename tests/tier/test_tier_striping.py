@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+import threading
 
 import pytest
 from hypothesis import given
@@ -70,6 +71,37 @@ class TestSlabs:
         space.allocate(UNIT)
         assert space.claimed_bytes == 12 * UNIT
         assert directory.taken_bytes == space.taken_bytes == 9 * UNIT
+        space.close()
+
+    def test_claimed_once_for_all_who_wait_for_it(self, tmp_path, monkeypatch):
+        """Nor does claiming keep anybody from giving back, who may be a finalizer."""
+        space, _ = make_space(tmp_path)
+        one = space.allocate(4 * UNIT)
+        real, grow, go = os.posix_fallocate, space._grow, threading.Event()
+        came = threading.Semaphore(0)
+
+        def slow(*args):
+            assert go.wait(20)
+            real(*args)
+
+        def counted(*args):
+            came.release()
+            grow(*args)
+
+        monkeypatch.setattr(os, "posix_fallocate", slow)
+        monkeypatch.setattr(space, "_grow", counted)
+        threads = [threading.Thread(target=space.allocate, args=(UNIT,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for _ in threads:
+            assert came.acquire(timeout=20)
+        space.release(one)  # does not wait
+        assert space.taken_bytes == 0
+        go.set()
+        for thread in threads:
+            thread.join(20)
+        assert space.taken_bytes == 3 * UNIT
+        assert space.claimed_bytes == 8 * UNIT
         space.close()
 
     def test_reserved_on_the_disk(self, tmp_path):

@@ -176,7 +176,7 @@ class _Attendant:
             "penstock": __version__,
             "command": " ".join(self._words),
             "policy": self._config.policy,
-            "device_memory_bytes": self._config.device_bytes,
+            "device_memory_bytes": self._config.device_memory,
         }
         trace.write_trace(self._session.recorder, self._trace, about=about)
 

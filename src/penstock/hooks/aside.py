@@ -19,7 +19,11 @@ _autograd: Any = torch._C._autograd
 
 
 class StepAside:
-    """Replaces ``disable_saved_tensors_hooks`` while attached."""
+    """Replaces ``disable_saved_tensors_hooks`` while attached.
+
+    Attributes:
+        times: How often it had to step aside for somebody else.
+    """
 
     def __init__(self, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
         """For the hooks that ``pack`` and ``unpack`` were pushed as."""
@@ -35,6 +39,7 @@ class StepAside:
 
         @contextmanager
         def disable_saved_tensors_hooks(error_message: str) -> Iterator[None]:
+            self.times += self._on_top()
             with self.aside(), original(error_message):
                 yield
 
@@ -52,7 +57,6 @@ class StepAside:
         if not self._on_top():
             yield
             return
-        self.times += 1
         _autograd._pop_saved_tensors_default_hooks()
         try:
             yield

@@ -98,6 +98,8 @@ class ModuleTracker:
         return places[-1] if places else OUTSIDE
 
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():  # traced: inside, the compiled region is the place
+            return
         stack = self._stack
         place = self._places.get(module)
         if place is None:
@@ -107,7 +109,7 @@ class ModuleTracker:
             self._on_missed_thread(threading.current_thread().name)
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if self._stack.places:
+        if not torch.compiler.is_compiling() and self._stack.places:
             self._stack.places.pop()
 
     def _meet(self, module: torch.nn.Module) -> Place:

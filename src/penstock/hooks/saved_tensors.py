@@ -14,6 +14,7 @@ that shares the saved one's version counter and none of its memory.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Final
 
 import torch
@@ -73,17 +74,22 @@ class Foreign:
 class Flattened:
     """A DTensor: what it wraps is packed, the wrapper is made again (TRAPS rule 13)."""
 
-    __slots__ = ("context", "inner", "outer_size", "outer_stride", "type")
+    __slots__ = ("context", "inner", "outer_size", "outer_stride", "source", "type", "version")
 
     def __init__(self, tensor: Any, inner: dict[str, Any], context: Any) -> None:
         self.type = type(tensor)
+        self.source = weakref.ref(tensor)  # in-place operations raise its version, not its part's
+        self.version = tensor._version
         self.inner = inner
         self.context = context
         self.outer_size = tensor.size()
         self.outer_stride = tensor.stride()
 
     def unpack(self) -> torch.Tensor:
-        """The wrapper around its unpacked parts."""
+        """The wrapper around its unpacked parts, if nobody has modified it since."""
+        source = self.source()
+        if source is not None and source._version != self.version:
+            raise _modified(source, source.size(), self.version, "")
         parts = {
             name: part.unpack() if isinstance(part, Packed) else part  # a mesh is no tensor
             for name, part in self.inner.items()

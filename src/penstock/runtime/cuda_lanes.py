@@ -15,24 +15,25 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 
 from penstock.core.errors import ClosedError
-from penstock.core.locks import condition
+from penstock.core.locks import Lock, condition
 from penstock.observe.recorder import Recorder, Stage
 from penstock.runtime.cuda_link import Event, Link
 
-StartThread = Callable[[Callable[[], None], str], None]
+StartThread: TypeAlias = Callable[[Callable[[], None], str], None]
 """How to run something in a thread of a name."""
+Direction: TypeAlias = Literal["out", "in"]
+"""From the device to the host, or to the device."""
 
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """One copy. What keeps its memory alive: ``storage``, and whoever holds the host memory until
-    ``landed`` is called."""
+    """One copy. ``storage`` keeps the device's side alive; the host's is the submitter's to keep."""
 
     storage: torch.UntypedStorage | None
     """The device's side, all of it. The lane drops it just before ``landed``; whoever has otherwise
@@ -51,7 +52,7 @@ class Copy:
     """The host's side."""
     start: Event | None = None
     end: Event | None = None
-    error: BaseException | None = field(default=None)
+    error: BaseException | None = None
 
 
 class Lane:
@@ -61,7 +62,7 @@ class Lane:
         self,
         link: Link,
         device: torch.device,
-        direction: Literal["out", "in"],
+        direction: Direction,
         *,
         recorder: Recorder,
         inline: bool,
@@ -72,7 +73,7 @@ class Lane:
         Args:
             link: To the device.
             device: Which.
-            direction: ``"out"``, from the device to the host, or ``"in"``.
+            direction: Which way it copies.
             recorder: Gets a span for each copy.
             inline: Issue copies in the thread that submits them. Not for memory that is not pinned:
                 to enqueue such a copy takes as long as the copy.
@@ -93,17 +94,20 @@ class Lane:
         self._anchor: tuple[Event, int] | None = None
 
     def submit(self, copy: Copy) -> None:
-        """Begin a copy; returns at once. Raises ClosedError after ``close``."""
+        """Begin a copy; returns at once. Raises ClosedError after ``close``.
+
+        Whatever else it raises (Ctrl-C), ``landed`` is called all the same.
+        """
         with self._wake:
             if self._stopping:
                 raise ClosedError(f"{self._name} is closed; a copy was submitted after it")
+            if self._start_thread is not None:
+                self._start_thread(self._work, self._name)
+                self._start_thread = None
+            self._flying.append(copy)
+            self._wake.notify_all()
             if self._inline:  # under the lock, so that copies end in the order of the queue
                 self._issue(copy)
-            self._flying.append(copy)
-            start_thread, self._start_thread = self._start_thread, None
-            self._wake.notify_all()
-        if start_thread is not None:
-            start_thread(self._work, self._name)
         if self._inline:
             _tell_issued(copy)
 
@@ -179,20 +183,23 @@ class Lane:
             copy.start = link.record(stream, timed=True)
             self._enqueue(stream, storage, copy.address)
             copy.end = link.record(stream, timed=True)
-        except Exception as error:  # noqa: BLE001  (landed tells whoever waits)
-            copy.error = error
+        except BaseException as error:  # landed tells whoever waits
+            copy.error = error.with_traceback(None)  # whose frames would keep the storage alive
+            if not isinstance(error, Exception):
+                raise
         finally:
             copy.after = ()
 
     def _see_end(self, copy: Copy) -> bool:
         """Wait for the copy; whether its end was seen as it came."""
-        if copy.error is not None:
-            return False
         try:
+            if copy.end is None:  # it has failed, but the device may have been told of it before
+                self._link.synchronize(self._link.record(self._stream))
+                return False
             watched = not self._link.reached(copy.end)
             self._link.synchronize(copy.end)
         except Exception as error:  # noqa: BLE001  (the device is lost, and torch will say so, too)
-            copy.error = error
+            copy.error = copy.error or error.with_traceback(None)
             return False
         return watched
 
@@ -205,6 +212,59 @@ class Lane:
             event, at_ns = self._anchor
             end_ns = min(end_ns, at_ns + self._link.elapsed_ns(event, copy.end))
         return end_ns - self._link.elapsed_ns(copy.start, copy.end), end_ns
+
+
+class Lanes:
+    """The lanes of all devices, made as they are needed. Thread-safe."""
+
+    def __init__(
+        self, link: Link, recorder: Recorder, *, inline: bool, start_thread: StartThread
+    ) -> None:
+        """Make none yet. Arguments as for :class:`Lane`."""
+        self._link = link
+        self._recorder = recorder
+        self._inline = inline
+        self._start_thread = start_thread
+        self._lock = Lock()
+        self._lanes: dict[tuple[torch.device, Direction], Lane] = {}
+
+    def get(self, device: torch.device, direction: Direction) -> Lane:
+        """The lane of a device in one direction."""
+        lane = self._lanes.get((device, direction))
+        if lane is None:
+            with self._lock:
+                lane = self._lanes.get((device, direction)) or self._make(device, direction)
+        return lane
+
+    def all(self) -> tuple[Lane, ...]:
+        """Those that there are."""
+        return tuple(self._lanes.values())
+
+    def await_landing(self) -> int:
+        """See :meth:`Lane.await_landing`, of some device's lane inwards."""
+        inwards = [lane for (_, direction), lane in self._lanes.copy().items() if direction == "in"]
+        return next((nbytes for lane in inwards if (nbytes := lane.await_landing())), 0)
+
+    def stop(self) -> None:
+        """Let every thread end once all has landed. Does not wait."""
+        for lane in self.all():
+            lane.stop()
+
+    def close(self) -> None:
+        """Stop, and wait until all has landed."""
+        for lane in self.all():
+            lane.close()
+
+    def _make(self, device: torch.device, direction: Direction) -> Lane:
+        lane = self._lanes[device, direction] = Lane(
+            self._link,
+            device,
+            direction,
+            recorder=self._recorder,
+            inline=self._inline,
+            start_thread=self._start_thread,
+        )
+        return lane
 
 
 def start_daemon(work: Callable[[], None], name: str) -> None:

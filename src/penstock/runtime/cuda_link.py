@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
 from typing import Any, Final, Protocol, TypeAlias
 
 import torch
@@ -76,11 +77,11 @@ class CudaLink:
 
     def copy_stream(self, device: torch.device) -> Stream:
         """A stream from the high-priority pool, which few others use: torch hands streams out twice."""
-        return torch.cuda.Stream(device, priority=-1)
+        return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def record(self, stream: Stream, *, timed: bool = False) -> Event:
         """Record a new event; waiting for it sleeps and does not spin."""
-        event = torch.cuda.Event(enable_timing=timed, blocking=True)
+        event: Any = torch.cuda.Event(enable_timing=timed, blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
@@ -137,18 +138,18 @@ class CudaLink:
 
 def _pin(address: int, nbytes: int, device: torch.device) -> str:
     with torch.cuda.device(device):
-        runtime: Any = torch.cuda.cudart()
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
         return "" if int(code) == 0 else str(runtime.cudaGetErrorString(code))
 
 
 def _unpin(address: int, device: torch.device) -> str:
     with torch.cuda.device(device):
-        runtime: Any = torch.cuda.cudart()
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         return str(int(runtime.cudaHostUnregister(address)))
 
 
-def _in_thread(call: Any, *args: object) -> str:  # noqa: ANN401
+def _in_thread(call: Callable[..., str], *args: object) -> str:
     """What ``call`` returns, or its error in words."""
     results: list[str] = []
 

@@ -97,6 +97,7 @@ class Executor:
                 return None
             saved.handles += 1
             saved.pending += 1
+        self._mover.use(storage)
         return saved
 
     def save(
@@ -116,6 +117,7 @@ class Executor:
             BudgetError: It can never fit.
             ClosedError: The session is over.
         """
+        self._mover.use(storage)
         with self._lock:
             if self._closed:
                 raise ClosedError("the session is closed: it holds no more saved tensors")
@@ -241,6 +243,7 @@ class Executor:
             saved.pending -= first
             if saved.pending <= 0 and saved.state is Residency.RESTORED:
                 self._traffic.retire(saved)
+        self._mover.use(storage)
         return storage
 
     def _in_child(self, saved: SavedStorage) -> torch.UntypedStorage:

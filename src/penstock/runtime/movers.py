@@ -6,8 +6,9 @@ which memory may be touched or let go are carried by transfers:
 1. ``write(storage, ...)`` begins to spill. When ``ticket.written`` settles without an error the source
    is no longer needed; with an error the source is still the only copy.
 2. ``allocate(ticket)`` takes device memory for the way back, under the budget, or says ``None``.
-3. ``read(ticket, target)`` fills it. When the transfer settles, ``finish(target)`` makes it a storage
-   that the current stream may use.
+3. ``read(ticket, target)`` fills it. When the transfer settles, ``finish(target)`` makes it a storage;
+   in whichever thread that is. Where a device runs behind the interpreter, its copy may still be under
+   way then: whoever works with a storage, saved or restored, first says ``use`` in its own thread.
 4. ``discard(ticket)`` when no handle is left; ``drop(target)`` if a target is given up unread.
 """
 
@@ -56,6 +57,12 @@ class Mover(ABC):
     @abstractmethod
     def finish(self, target: Any) -> torch.UntypedStorage:
         """The filled target as a storage; its budget is given back when the storage dies."""
+
+    def use(self, storage: torch.UntypedStorage) -> None:  # noqa: B027  (only some devices need it)
+        """The current stream of the calling thread works with ``storage`` from now on; never waits.
+
+        Said of a storage whenever it is saved, and of what is restored just before it is handed out.
+        """
 
     @abstractmethod
     def drop(self, target: Any) -> None:

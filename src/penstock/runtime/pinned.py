@@ -13,17 +13,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from penstock.core.budget import Budget
 from penstock.core.errors import ConfigError
 from penstock.core.locks import condition
-from penstock.core.units import format_bytes
+from penstock.core.units import format_bytes, round_up
 from penstock.io.arena import Arena, Block
 from penstock.io.engine import Priority
-from penstock.runtime.cuda_lanes import StartThread
+from penstock.io.mapping import PAGE_BYTES
+from penstock.runtime.cuda_lanes import StartThread, start_daemon
 from penstock.runtime.cuda_link import Link
+
+PATIENCE_S: Final = 60.0
+_never_freed: Final[list[Arena]] = []
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +74,7 @@ class Slab:
         device: torch.device,
         budget: Budget,
         name: str,
-        start_thread: StartThread,
+        start_thread: StartThread = start_daemon,
     ) -> None:
         """Take memory, touch it and pin it; takes about a second for 4 GiB.
 
@@ -142,7 +147,7 @@ class Slab:
 
     def beyond(self, nbytes: int) -> Buffer:
         """A buffer outside the slab, neither pinned nor charged: for a read that cannot do without."""
-        arena = Arena(nbytes, owner=f"{self._name}, beyond its size")
+        arena = Arena(round_up(nbytes, PAGE_BYTES), owner=f"{self._name}, beyond its size")
         block = arena.allocate(nbytes)
         assert block is not None, "a fresh arena has no room for its only block"
         arena.close()  # as soon as the block is free again
@@ -206,14 +211,21 @@ class Slab:
         return waiting
 
     def close(self) -> None:
-        """Wait until nothing moves, then unpin and unmap. What rests there is lost. Idempotent."""
+        """Wait until nothing moves, then unpin and unmap. What rests there is lost. Idempotent.
+
+        If something still moves after a minute (a device that hangs, or a program that was
+        interrupted between taking a buffer and using it), the memory stays, because it may be in use.
+        """
         self.stop()
         with self._wake:
-            self._wake.wait_for(lambda: not self._moving)
+            still = self._wake.wait_for(lambda: not self._moving, PATIENCE_S)
             if self._closed:
                 return
             self._closed = True
             buffers, self._buffers = self._buffers, set()
+        if not still:
+            _never_freed.append(self.arena)
+            return
         if not self.refusal:
             self._link.unpin(self.arena.address, self._device)
         for buffer in buffers:

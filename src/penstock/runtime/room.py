@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import torch
+
 from penstock.core.budget import Budget
 from penstock.core.errors import BudgetError
 from penstock.core.units import format_bytes
@@ -118,15 +120,15 @@ class Room:
     def _victim(self, of_pass: Pass, wanted_for: SavedStorage | None) -> SavedStorage | None:
         if not self._traffic.tiers:
             return None
+        used = None
         for saved in self._last_first(of_pass, self._table.values()):
-            if (
-                saved.state is Residency.RESIDENT
-                and saved.pending > 0  # else autograd holds it, and spilling it frees nothing
-                and not saved.stuck
-                and saved is not wanted_for
-            ):
+            if saved.state is not Residency.RESIDENT or saved.stuck or saved is wanted_for:
+                continue
+            if saved.pending > 0:
                 return saved
-        return None
+            if used is None and not _in_use(saved):
+                used = saved  # its graph was walked, and is kept to be walked again
+        return used
 
     def _last_first(self, of_pass: Pass, others: Iterable[SavedStorage]) -> Iterator[SavedStorage]:
         """The pass's storages, the one needed last first; then those of other passes."""
@@ -159,3 +161,12 @@ class Room:
             limit_bytes=limit,
             least_bytes=least,
         )
+
+
+def _in_use(saved: SavedStorage) -> bool:
+    """Whether somebody beside us holds a RESIDENT storage, so that spilling it frees nothing."""
+    storage = saved.storage
+    if storage is None:
+        return True
+    ours = 1 + sum(view() is not None for view in saved.views)
+    return bool(torch._C._storage_Use_Count(storage._cdata) > ours)

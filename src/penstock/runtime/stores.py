@@ -1,8 +1,18 @@
-"""Opens what a session spills to: engine, tiers, and the mover of its device; closes them together."""
+"""Opens what a session spills to: engine, tiers, and the mover of its device; closes them together.
+
+[Note: host memory on CUDA]
+    Everything between a device and flash is staged in pinned host memory, so with ``host_memory=0``
+    there is no way out. Up to 512 MiB all of it is for staging; of more, half is, up to 16 GiB, and
+    the rest is the host tier. Without flash all of it is the host tier. It is taken, touched and pinned
+    when the session is opened, and given back as a whole.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
 
 import torch
 
@@ -11,14 +21,23 @@ from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError, free_space_bytes
 from penstock.core.units import GIB, MIB, format_bytes, round_down
 from penstock.io.arena import Arena
+from penstock.io.mapping import HUGE_PAGE_BYTES
 from penstock.io.threads import ThreadEngine
 from penstock.observe.recorder import Recorder
 from penstock.plan.machine import Machine
+from penstock.runtime.cuda import CudaMover
+from penstock.runtime.cuda_link import CudaLink, Link
 from penstock.runtime.movers import CpuMover, Mover
+from penstock.runtime.pinned import Slab
 from penstock.runtime.probe import measure
 from penstock.tier.base import Tier
 from penstock.tier.flash import FlashTier
 from penstock.tier.host import HostTier
+
+LEAST_STAGING_BYTES: Final = 64 * MIB
+"""Less would make every transfer wait for another."""
+ALL_STAGING_BYTES: Final = 512 * MIB
+MOST_STAGING_BYTES: Final = 16 * GIB
 
 
 class Stores:
@@ -26,7 +45,6 @@ class Stores:
 
     Attributes:
         tiers: ``"flash"`` and ``"host"``, those that the configuration asks for.
-        mover: Moves storages between the device and the tiers.
     """
 
     def __init__(
@@ -47,17 +65,27 @@ class Stores:
         self.tiers: dict[str, Tier] = {}
         self._engine: ThreadEngine | None = None
         self._host_arena: Arena | None = None
-        self.mover: Mover = _mover(device, budget)
+        self._recorder = recorder
+        self._mover: Mover | None = None
         wrap = wrap_tier or (lambda tier: tier)
         try:
             if config.directories:
                 self._engine = ThreadEngine()
-                self.tiers["flash"] = wrap(self._flash(config, self._engine, recorder))
-            if config.host_bytes:
-                self.tiers["host"] = wrap(self._host(config, recorder))
+                self.tiers["flash"] = wrap(self._flash(config, self._engine))
+            self._mover, arena = self._open_mover(config, device, budget)
+            if arena is not None:
+                self._host_arena = arena
+                host = HostTier(arena, capacity_bytes=arena.capacity_bytes, recorder=recorder)
+                self.tiers["host"] = wrap(host)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def mover(self) -> Mover:
+        """Moves storages between the device and the tiers."""
+        assert self._mover is not None, "stores that could not be opened have no mover"
+        return self._mover
 
     def capacity_bytes(self, name: str) -> int:
         """What a tier can hold; 0 if there is none of this name."""
@@ -66,7 +94,13 @@ class Stores:
 
     def measure(self) -> Machine:
         """The bandwidths of these tiers, measured now."""
-        return measure(self.tiers)
+        if not isinstance(self.mover, CudaMover):
+            return measure(self.tiers)
+        machine = measure({name: tier for name, tier in self.tiers.items() if name != "host"})
+        out, back = self.mover.measure()
+        if not out:
+            return machine
+        return replace(machine, host_write_bytes_per_s=out, host_read_bytes_per_s=back)
 
     def close(self) -> None:
         """Close everything; what is still in flight is waited for. Idempotent."""
@@ -74,32 +108,93 @@ class Stores:
             tier.close()
         if self._engine is not None:
             self._engine.close()
-        self.mover.close()
+        if self._mover is not None:
+            self._mover.close()
         if self._host_arena is not None:
             self._host_arena.close()
 
-    def _flash(self, config: OffloadConfig, engine: ThreadEngine, recorder: Recorder) -> Tier:
+    def _flash(self, config: OffloadConfig, engine: ThreadEngine) -> Tier:
         capacity = config.capacity_bytes or _default_capacity(config.directories)
         return FlashTier(
-            config.directories, capacity_bytes=capacity, engine=engine, recorder=recorder
+            config.directories, capacity_bytes=capacity, engine=engine, recorder=self._recorder
         )
 
-    def _host(self, config: OffloadConfig, recorder: Recorder) -> Tier:
+    def _open_mover(
+        self, config: OffloadConfig, device: torch.device, budget: Budget
+    ) -> tuple[Mover, Arena | None]:
+        """The mover, and what the host tier's bytes rest in, if there is one."""
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError(
+                f"tensors on device {str(device)!r} cannot be offloaded; use 'cpu' or 'cuda'"
+            )
         host = Budget(
             config.host_bytes,
             name="host",
-            on_change=lambda nbytes: recorder.level("host", nbytes),
+            on_change=lambda nbytes: self._recorder.level("host", nbytes),
         )
-        self._host_arena = Arena(config.host_bytes, budget=host, owner="host tier")
-        return HostTier(
-            self._host_arena, capacity_bytes=self._host_arena.capacity_bytes, recorder=recorder
-        )
+        if _runs_behind(device):
+            return self._open_cuda(config, device, budget, host)
+        mover = CpuMover(budget=budget)
+        if not config.host_bytes:
+            return mover, None
+        return mover, Arena(config.host_bytes, budget=host, owner="host tier")
+
+    def _open_cuda(
+        self, config: OffloadConfig, device: torch.device, budget: Budget, host: Budget
+    ) -> tuple[Mover, Arena | None]:
+        link: Link = CudaLink()
+        slabs: dict[str, Slab] = {}
+        try:
+            for name, nbytes in _host_parts(config).items():
+                slabs[name] = Slab(nbytes, link=link, device=device, budget=host, name=name)
+            tier = slabs.get("host tier")
+            mover = CudaMover(
+                device=device,
+                budget=budget,
+                recorder=self._recorder,
+                link=link,
+                staging=slabs.get("staging"),
+                host=tier,
+            )
+        except BaseException:
+            for slab in slabs.values():
+                slab.close()
+            raise
+        return mover, None if tier is None else tier.arena
 
 
-def _mover(device: torch.device, budget: Budget) -> Mover:
-    if device.type == "cpu":
-        return CpuMover(budget=budget)
-    raise ConfigError(f"tensors on device {str(device)!r} cannot be offloaded; use 'cpu' or 'cuda'")
+def _runs_behind(device: torch.device) -> bool:
+    """Whether the device runs behind the interpreter, with memory of its own."""
+    return device.type == "cuda"
+
+
+def _host_parts(config: OffloadConfig) -> dict[str, int]:
+    """Bytes of host memory by use; see [Note: host memory on CUDA]."""
+    total = config.host_bytes
+    if not config.has_tier:
+        return {}
+    physical = physical_bytes()
+    if total > physical:
+        raise ConfigError(
+            f"host_memory is {format_bytes(total)} ({total} bytes), but this machine has"
+            f" {format_bytes(physical)}, and on CUDA all of host_memory is taken at once; lower it"
+        )
+    if not config.directories:
+        return {"host tier": total}
+    if total < LEAST_STAGING_BYTES:
+        raise ConfigError(
+            f"host_memory is {total} bytes: on CUDA all that goes to flash passes through it; give at"
+            f" least {format_bytes(LEAST_STAGING_BYTES)}, and better some times the largest tensor"
+        )
+    if total <= ALL_STAGING_BYTES:
+        return {"staging": total}
+    staging = min(round_down(total // 2, HUGE_PAGE_BYTES), MOST_STAGING_BYTES)
+    return {"staging": staging, "host tier": total - staging}
+
+
+def physical_bytes() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _default_capacity(directories: tuple[str, ...]) -> int:

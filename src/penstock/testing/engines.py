@@ -19,6 +19,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -88,7 +89,8 @@ class EngineTests:
     @pytest.fixture
     def build(self) -> Iterator[Build]:
         """Build engines that are closed at the end."""
-        engines = []
+        engines: list[Engine] = []
+        gates: list[GatedSyscalls] = []
 
         def build(
             *, threads: int = 2, piece_bytes: int = PIECE_BYTES, syscalls: Syscalls | None = None
@@ -97,9 +99,13 @@ class EngineTests:
                 pytest.skip("this engine does not take injected system calls")
             engine = self.make_engine(threads=threads, piece_bytes=piece_bytes, syscalls=syscalls)
             engines.append(engine)
+            if isinstance(syscalls, GatedSyscalls):
+                gates.append(syscalls)
             return engine
 
         yield build
+        for gate in gates:  # a test that failed may have left it closed
+            gate.open()
         for engine in engines:
             engine.close()
 
@@ -525,6 +531,8 @@ def run_in_fork(action: Callable[[], object]) -> None:
         try:
             action()
             code = 0
+        except BaseException:  # noqa: BLE001  (nothing of pytest's may run in the child)
+            traceback.print_exc()
         finally:
             os._exit(code)
     deadline = time.monotonic() + PATIENCE_S

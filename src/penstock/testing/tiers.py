@@ -42,7 +42,6 @@ from penstock.testing.tier_machine import (
     fill,
     read,
     settled,
-    wait_until,
     write,
 )
 from penstock.tier.base import Ticket, Tier
@@ -159,13 +158,13 @@ class TierTests:
         ticket = tier.write(source.ctypes.data, 50_000, keep_alive=owner, label="x")
         del owner
         ticket.written.wait(PATIENCE_S)
-        wait_until(lambda: death() is None)
+        assert death() is None  # at once: a budget counts on it
         owner = Owner()
         death = weakref.ref(owner)
         transfer = tier.read(ticket, target.ctypes.data, keep_alive=owner)
         del owner
         transfer.wait(PATIENCE_S)
-        wait_until(lambda: death() is None)
+        assert death() is None  # at once: a budget counts on it
 
     # -- room -------------------------------------------------------------------------------------
 

@@ -94,9 +94,8 @@ class StripedSpace:
     def release(self, place: FlashPlace) -> None:
         """Take a place back. Waits for nothing but the lock, which is never held for long."""
         with self._lock:
-            if not self._closed:
-                for directory, extent in place.extents:
-                    directory.give(extent)
+            for directory, extent in place.extents:
+                directory.give(extent)
 
     def close(self) -> None:
         """Close the files, which frees their space."""

@@ -1,0 +1,255 @@
+"""From a device to host memory, and on to flash. Why it is safe: [Note: streams] in ``cuda``.
+
+[Note: the way through flash]
+    A tensor is *staged* in a pinned buffer between device and flash. ``written`` is settled when it is
+    there, so the write to flash may still fail. Then the buffer is where it rests, and nothing is lost
+    but the room for other transfers: what finds none goes to another tier, or stays on the device.
+"""
+
+from __future__ import annotations
+
+import warnings
+from concurrent.futures import CancelledError
+from functools import partial
+from typing import Final
+
+import torch
+
+from penstock.core.errors import ClosedError, NoSpaceError, PenstockWarning
+from penstock.core.locks import Lock
+from penstock.core.units import round_up
+from penstock.io.engine import Priority, Transfer
+from penstock.observe.recorder import Recorder
+from penstock.runtime.cuda_lanes import Copy, Lanes
+from penstock.runtime.cuda_link import Event
+from penstock.runtime.cuda_tickets import CudaTicket, Where, no_space
+from penstock.runtime.pinned import Buffer, Slab, Waiting
+from penstock.tier.base import Ticket, Tier
+
+GRANULE_BYTES: Final = 4096
+"""Buffers are whole multiples of this, so that a tier may widen what it writes."""
+_STAGING_TAKEN: Final = "what flash has refused takes all staging memory; raise host_memory"
+
+
+class Outbound:
+    """Spills storages. Thread-safe; waits for nothing."""
+
+    def __init__(
+        self,
+        *,
+        lock: Lock,
+        lanes: Lanes,
+        recorder: Recorder,
+        staging: Slab | None,
+        host: Slab | None,
+    ) -> None:
+        """Spill nothing yet.
+
+        Args:
+            lock: Guards tickets.
+            lanes: To copy on.
+            recorder: Gets counters and marks.
+            staging: What goes to flash passes through it.
+            host: The host tier's bytes rest there.
+        """
+        self.closing = False
+        self._lock = lock
+        self._lanes = lanes
+        self._recorder = recorder
+        self._staging = staging
+        self._host = host
+        self._promised: dict[str, int] = {}
+        self._room: dict[str, int] = {}
+        self._warned: set[str] = set()
+
+    def write(
+        self, storage: torch.UntypedStorage, tier: Tier, label: str, after: tuple[Event, ...]
+    ) -> CudaTicket:
+        """Begin to spill a storage that is complete after some events. Raises NoSpaceError."""
+        nbytes = storage.nbytes()
+        ticket = CudaTicket(label, nbytes, storage.device, tier, Transfer(nbytes))
+        landed = partial(self._copied, ticket)
+        copy = Copy(storage, nbytes, after, label, tier.spec.name, landed)
+        if tier.spec.kind == "host":
+            self._begin_copy(ticket, copy, self._take_host(ticket))
+        else:
+            self._stage(ticket, copy)
+        return ticket
+
+    # -- to a buffer ------------------------------------------------------------------------------
+
+    def _take_host(self, ticket: CudaTicket) -> Buffer:
+        buffer = None if self._host is None else self._host.take(ticket.nbytes)
+        if buffer is None:
+            raise no_space(ticket, self._host, "the host tier is full; raise host_memory")
+        return buffer
+
+    def _stage(self, ticket: CudaTicket, copy: Copy) -> None:
+        """Begin the copy to a buffer, or queue it for one."""
+        staging, nbytes = self._staging, round_up(ticket.nbytes, GRANULE_BYTES)
+        if staging is None or nbytes > staging.capacity_bytes:
+            advice = "it is longer than the staging memory; raise host_memory"
+            raise no_space(ticket, staging, advice)
+        self._promise(ticket)
+        begin = partial(self._staged_at_last, ticket, copy)
+        waiting = Waiting(nbytes, Priority.WRITE_BEHIND, begin)
+        withdraw = partial(self._withdraw, staging, waiting, ticket, copy)
+        ticket.written = Transfer(ticket.nbytes, cancel=withdraw)
+        buffer, queued = staging.take_or_wait(waiting)
+        if buffer is not None:
+            self._begin_copy(ticket, copy, buffer)
+        elif not queued:
+            self._give_up(ticket, copy)
+            raise no_space(ticket, staging, _STAGING_TAKEN)
+
+    def _withdraw(
+        self, staging: Slab, waiting: Waiting, ticket: CudaTicket, copy: Copy, transfer: Transfer
+    ) -> bool:
+        if not staging.withdraw(waiting):
+            return False
+        self._give_up(ticket, copy)
+        return True
+
+    def _give_up(self, ticket: CudaTicket, copy: Copy) -> None:
+        copy.storage = None
+        ticket.where = Where.NOWHERE
+        self._fulfil(ticket)
+
+    def _staged_at_last(self, ticket: CudaTicket, copy: Copy, buffer: Buffer | None) -> None:
+        """In the slab's thread, or when the session ends."""
+        if buffer is not None:
+            self._begin_copy(ticket, copy, buffer)
+            return
+        self._give_up(ticket, copy)
+        if self.closing:
+            ticket.written.settle(CancelledError())
+        else:
+            ticket.written.settle(no_space(ticket, self._staging, _STAGING_TAKEN))
+
+    def _begin_copy(self, ticket: CudaTicket, copy: Copy, buffer: Buffer) -> None:
+        with self._lock:
+            ticket.where = Where.COPYING
+            ticket.buffer = buffer
+        copy.address = buffer.address
+        self._lanes.get(ticket.device, "out").submit(copy)
+
+    def _copied(self, ticket: CudaTicket, copy: Copy) -> None:
+        """In the lane's thread: the source is not needed any more, or is still the only copy."""
+        with self._lock:
+            buffer = ticket.buffer
+            wanted = copy.error is None and not ticket.discarded
+            ticket.where = Where.STAGED if wanted else Where.NOWHERE
+        assert buffer is not None, "a copy without a buffer has landed"
+        if not wanted:
+            buffer.slab.release(buffer)
+        ticket.written.settle(copy.error)
+        if ticket.tier.spec.kind == "host":
+            buffer.slab.leave(buffer)
+        else:
+            self._on_to_flash(ticket, buffer)
+
+    # -- from the buffer to flash -----------------------------------------------------------------
+
+    def _on_to_flash(self, ticket: CudaTicket, buffer: Buffer) -> None:
+        """The buffer is the caller's to ``leave``, and from here on the write's."""
+        try:
+            on_flash = self._begin_write(ticket, buffer)
+        except Exception as error:  # noqa: BLE001  (whatever it is, the bytes are safe where they are)
+            self._rests(ticket, buffer, error)
+            return
+        finally:
+            self._fulfil(ticket)
+        if on_flash is None:
+            buffer.slab.leave(buffer)
+            return
+        with self._lock:
+            unwanted = ticket.discarded
+            if not unwanted:
+                ticket.on_flash = on_flash
+        if unwanted:
+            ticket.tier.discard(on_flash)
+        on_flash.written.add_done_callback(partial(self._flashed, ticket, buffer))
+
+    def _begin_write(self, ticket: CudaTicket, buffer: Buffer) -> Ticket | None:
+        if ticket.where is not Where.STAGED or ticket.discarded or self.closing:
+            return None
+        address, nbytes = buffer.address, ticket.nbytes
+        return ticket.tier.write(address, nbytes, keep_alive=buffer, label=ticket.label)
+
+    def _flashed(self, ticket: CudaTicket, buffer: Buffer, transfer: Transfer) -> None:
+        """In a worker of the engine: the bytes are on flash, or stay in the buffer."""
+        refused: Ticket | None = None
+        with self._lock:
+            if not ticket.discarded:
+                if transfer.error is None:
+                    ticket.where, ticket.buffer = Where.ON_FLASH, None
+                else:
+                    refused, ticket.on_flash = ticket.on_flash, None
+        if refused is not None:
+            ticket.tier.discard(refused)
+            self._rests(ticket, buffer, transfer.error)
+            return
+        buffer.slab.release(buffer)
+        buffer.slab.leave(buffer)
+
+    def _rests(self, ticket: CudaTicket, buffer: Buffer, error: BaseException | None) -> None:
+        """Flash has not taken the bytes: the buffer keeps them until they are discarded."""
+        tier, full = ticket.tier, isinstance(error, NoSpaceError)
+        if full:
+            with self._lock:
+                self._room[tier.spec.name] = tier.held_bytes
+        buffer.slab.leave(buffer)
+        if isinstance(error, ClosedError | CancelledError):  # the session is ending
+            return
+        counter = f"spill.{'full' if full else 'failed'}.{tier.spec.name}"
+        self._recorder.count(counter)
+        self._recorder.mark("spill_failed", slot=ticket.label, error=str(error))
+        self.warn(
+            counter,
+            f"{ticket.label} cannot be written to tier {tier.spec.name!r} and stays in pinned host"
+            f" memory: {error}; further failures of this kind are only counted",
+        )
+
+    # -- room on flash ----------------------------------------------------------------------------
+
+    def _promise(self, ticket: CudaTicket) -> None:
+        """Refuse what would surely find the tier full, counting all that is on the way there.
+
+        The tier itself is asked only when the bytes are staged, which is too late to say no.
+        """
+        tier = ticket.tier
+        name = tier.spec.name
+        with self._lock:
+            promised = self._promised.get(name, 0) + round_up(ticket.nbytes, GRANULE_BYTES)
+            room = self._room.get(name, tier.spec.capacity_bytes)
+            if tier.held_bytes + promised > room:
+                raise no_space(ticket, None, f"tier {name!r} is full; raise its capacity")
+            self._promised[name] = promised
+
+    def _fulfil(self, ticket: CudaTicket) -> None:
+        """What was promised is held by the tier now, or will never be."""
+        with self._lock:
+            self._promised[ticket.tier.spec.name] -= round_up(ticket.nbytes, GRANULE_BYTES)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def discard(self, tier: Tier, ticket: CudaTicket) -> None:
+        """Free what holds the bytes, once no transfer touches it. Also after the end."""
+        with self._lock:
+            if ticket.discarded:
+                return
+            ticket.discarded = True
+            queued = ticket.where is Where.QUEUED
+            buffer, on_flash = ticket.buffer, ticket.on_flash
+        if queued:
+            ticket.written.cancel()
+        if buffer is not None:
+            buffer.slab.release(buffer)
+        if on_flash is not None:
+            tier.discard(on_flash)
+
+    def warn(self, topic: str, message: str) -> None:
+        """Warn once about each topic."""
+        if topic not in self._warned:
+            self._warned.add(topic)
+            warnings.warn(message, PenstockWarning, stacklevel=3)

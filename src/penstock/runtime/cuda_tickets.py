@@ -1,0 +1,85 @@
+"""What the two directions of a CUDA mover hand each other: tickets, targets, and how far they are."""
+
+from __future__ import annotations
+
+import enum
+import errno as errnos
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.core.errors import NoSpaceError
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.io.engine import Transfer
+    from penstock.runtime.cuda_lanes import Copy
+    from penstock.runtime.cuda_link import Event, Stream
+    from penstock.runtime.pinned import Buffer, Slab
+    from penstock.tier.base import Ticket, Tier
+
+
+class Where(enum.Enum):
+    """Where the bytes of a ticket are."""
+
+    QUEUED = "queued"
+    """In the source, which is held; there is no buffer for them yet."""
+    COPYING = "being copied"
+    """In the source, which is held; a buffer is being filled from it."""
+    STAGED = "staged"
+    """In a buffer: on the way to flash, or at rest in the host tier or because flash has failed."""
+    ON_FLASH = "on flash"
+    """On flash alone."""
+    NOWHERE = "gone"
+    """Cancelled, failed, or discarded."""
+
+
+@dataclass(slots=True, eq=False)
+class CudaTicket:
+    """A claim on the bytes of a device's storage. Guarded by the mover's lock; for reading only."""
+
+    label: str
+    nbytes: int
+    device: torch.device
+    tier: Tier
+    written: Transfer
+    """Settled when the source is no longer needed."""
+    where: Where = Where.QUEUED
+    buffer: Buffer | None = None
+    on_flash: Ticket | None = None
+    """The flash tier's own ticket, from the begin of the write."""
+    discarded: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Fill:
+    """How far a target is on its way. It has no reference to the memory, so a table may keep it."""
+
+    stream: Stream
+    """What the memory is allocated on."""
+    copy: Copy | None = None
+    """The copy that fills it, from its issue until it has landed."""
+    landed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class CudaTarget:
+    """Device memory on its way to becoming a restored storage."""
+
+    storage: torch.UntypedStorage
+    ready: Event
+    """Reached when what used the memory before is done with it."""
+    fill: Fill
+
+
+def no_space(ticket: CudaTicket, slab: Slab | None, advice: str) -> NoSpaceError:
+    """The error for a ticket that finds no room in ``slab``, or in its tier if that is ``None``."""
+    return NoSpaceError(
+        errno=errnos.ENOSPC,
+        op="allocate",
+        path=ticket.tier.spec.where if slab is None else "pinned host memory",
+        offset_bytes=0,
+        nbytes=ticket.nbytes,
+        free_bytes=-1 if slab is None else slab.capacity_bytes - slab.used_bytes,
+        advice=advice,
+    )

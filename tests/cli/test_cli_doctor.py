@@ -1,0 +1,220 @@
+"""``penstock doctor``: on this machine nothing fails; elsewhere each check says what to do."""
+
+import json
+import resource
+from types import SimpleNamespace
+
+import pytest
+
+from penstock.cli import checks, main, paths, system
+from penstock.cli.checks import Check, Verdict
+from penstock.io.files import FileSystem
+from penstock.io.gds import Availability
+
+NAMES = ["python", "torch", "cuda", "settings", "huge pages", "buffers", "tensor pages", "memory"]
+
+
+def test_this_machine_passes_and_json_is_one_document(disk_path, capsys):
+    assert main(["doctor", "--dir", str(disk_path), "--json"]) == 0
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    assert captured.err == ""
+    assert document["ok"] is True
+    names = [check["name"] for check in document["checks"]]
+    of_disk = [f"{disk_path}: {what}" for what in ("direct I/O", "free space", "bandwidth")]
+    assert names == [*NAMES, *of_disk, "GPU-direct", "optional"]
+    assert {check["verdict"] for check in document["checks"]} <= {"ok", "warn"}
+    assert all(check["advice"] for check in document["checks"] if check["verdict"] == "warn")
+    assert list(disk_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_used_fails_and_the_others_go_on(disk_path, capsys, monkeypatch):
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
+    missing = str(disk_path / "none")
+    assert main(["doctor", "--dir", missing, "--dir", str(disk_path)]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "cannot be spilled to: No such file or directory" in out
+    assert "1 failed" in out
+    assert "B/s, write " in out
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "code", "conclusion"),
+    [
+        ("ok ok", 0, "Penstock works here\n"),
+        ("ok warn", 0, "here; 1 to look"),
+        ("warn fail", 1, "1 failed, 1"),
+    ],
+)
+def test_only_a_failure_is_one(monkeypatch, capsys, verdicts, code, conclusion):
+    found = [Check(f"[{word}]", Verdict(word), "value", "do this") for word in verdicts.split()]
+    monkeypatch.setattr("penstock.cli.doctor.all_checks", lambda directories: found)
+    assert main(["doctor"]) == code
+    out = capsys.readouterr().out
+    assert conclusion in out
+    assert out.count("→ do this") == 2
+    assert "[ok]" in out or "[warn]" in out  # no markup
+
+
+def test_python_and_torch_that_are_too_old(monkeypatch):
+    monkeypatch.setattr(checks, "LEAST_PYTHON", (9, 0))
+    assert checks.python().verdict is Verdict.FAIL
+    for version, verdict in (
+        ("2.7.1", "fail"),
+        ("2.8.0", "ok"),
+        ("2.13.0+cpu", "ok"),
+        ("3.0a1", "ok"),
+    ):
+        monkeypatch.setattr(
+            checks.importlib, "import_module", lambda _, v=version: SimpleNamespace(__version__=v)
+        )
+        assert checks.torch().verdict == verdict
+
+    def broken(name):
+        raise OSError("libtorch.so: cannot open shared object file")
+
+    monkeypatch.setattr(checks.importlib, "import_module", broken)
+    assert checks.torch().verdict is Verdict.FAIL
+    assert "libtorch.so" in checks.torch().value
+    assert checks.cuda().verdict is Verdict.WARN
+
+
+def fake_torch(devices, built="12.8"):
+    properties = SimpleNamespace(name="GPU", total_memory=80 << 30)
+    return SimpleNamespace(
+        version=SimpleNamespace(cuda=built),
+        cuda=SimpleNamespace(
+            is_available=lambda: devices > 0,
+            device_count=lambda: devices,
+            get_device_properties=lambda index: properties,
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("torch", "driver", "verdict", "words"),
+    [
+        (fake_torch(2), "570.1", "ok", "CUDA 12.8, driver 570.1: GPU (80.00 GiB), GPU (80.00 GiB)"),
+        (fake_torch(0, None), "570.1", "warn", "a build for CPUs"),
+        (fake_torch(0), "570.1", "warn", "sees no device (its CUDA: 12.8)"),
+        (fake_torch(0, None), None, "ok", "the device is host memory"),
+    ],
+)
+def test_cuda(monkeypatch, torch, driver, verdict, words):
+    monkeypatch.setattr(checks.importlib, "import_module", lambda _: torch)
+    monkeypatch.setattr(system, "nvidia_driver", lambda: driver)
+    check = checks.cuda()
+    assert check.verdict == verdict
+    assert words in check.value
+
+
+def test_gpu_direct_matters_only_with_a_gpu(monkeypatch):
+    monkeypatch.setattr(system, "nvidia_driver", lambda: None)
+    assert checks.gpu_direct(lambda: Availability(False, "no")).verdict is Verdict.OK
+    monkeypatch.setattr(system, "nvidia_driver", lambda: "570.1")
+    assert checks.gpu_direct(lambda: Availability(False, "why")).value == "why"
+    assert checks.gpu_direct(lambda: Availability(False, "why")).verdict is Verdict.WARN
+    assert checks.gpu_direct(lambda: Availability(True, "how")).verdict is Verdict.OK
+
+
+def test_variables_of_ours_that_make_no_sense(monkeypatch):
+    monkeypatch.setenv("PENSTOCK_IO_PIECE", "8MiB")
+    assert "PENSTOCK_IO_PIECE=8MiB" in checks.settings().value
+    monkeypatch.setenv("PENSTOCK_IO_THREADS", "many")
+    assert checks.settings().verdict is Verdict.FAIL
+    assert "'many'" in checks.settings().value
+
+
+def test_huge_pages(tmp_path, monkeypatch):
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    setting = tmp_path / "enabled"
+    assert checks.huge_pages(setting).verdict is Verdict.WARN
+    cases = (
+        ("always madvise [never]", "warn", "warn"),
+        ("always [madvise] never", "ok", "warn"),
+        ("[always] madvise never", "ok", "ok"),
+    )
+    for text, kernel, tensors in cases:
+        setting.write_text(text)
+        assert checks.huge_pages(setting).verdict == kernel
+        assert checks.torch_pages(setting).verdict == tensors
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
+    assert checks.torch_pages(tmp_path / "none").verdict is Verdict.OK
+
+
+def test_pages_are_counted_in_the_mapping_that_is_meant(tmp_path):
+    smaps = tmp_path / "smaps"
+    smaps.write_text(
+        "1000-3000 rw-p 0 00:00 0\nAnonHugePages:   8 kB\n"
+        "3000-5000 rw-p 0 00:00 0 [heap]\nRss: 1 kB\nAnonHugePages:   2048 kB\nVmFlags: rd\n"
+    )
+    assert system.anon_huge_bytes(0x3000, smaps) == 2 << 20
+    assert system.anon_huge_bytes(0x2FFF, smaps) == 8 << 10
+    assert system.anon_huge_bytes(0x5000, smaps) == 0
+    assert system.anon_huge_bytes(0x3000, tmp_path / "none") is None
+
+
+def test_buffers_without_huge_pages(monkeypatch):
+    for huge, verdict in ((32 << 20, "ok"), (2 << 20, "warn"), (None, "warn")):
+        monkeypatch.setattr(system, "anon_huge_bytes", lambda address, huge=huge: huge)
+        assert checks.arena_pages().verdict == verdict
+
+
+def test_cgroup_limits_of_both_versions(tmp_path):
+    membership = tmp_path / "cgroup"
+    assert system.cgroup_limit_bytes(membership, tmp_path) is None
+    root = tmp_path / "fs"
+    for folder, name, text in (
+        ("a/b", "memory.max", "max\n"),
+        ("a", "memory.max", "3000\n"),
+        ("memory/x", "memory.limit_in_bytes", "2000\n"),
+        ("memory", "memory.limit_in_bytes", "9223372036854771712\n"),
+    ):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+        (root / folder / name).write_text(text)
+    (tmp_path / "memory.max").write_text("1\n")  # above the root: not a cgroup's
+    for text, limit in (
+        ("0::/a/b\n", 3000),
+        ("0::/\n", None),
+        ("5:cpu,memory:/x\n4:cpu:/a\n", 2000),
+        ("5:memory:/x\n0::/a/b/gone\n", 2000),
+    ):
+        membership.write_text(text)
+        assert system.cgroup_limit_bytes(membership, root) == limit
+
+
+def test_memory_tells_what_limits_it(monkeypatch):
+    monkeypatch.setattr(system, "cgroup_limit_bytes", lambda *_: 1 << 30)
+    assert "a cgroup limits it to 1.00 GiB" in checks.memory().value
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 31, -1))
+    assert "limited to 2.00 GiB" in checks.memory().value
+    assert checks.memory().verdict is Verdict.WARN
+
+
+def test_disks(disk_path, monkeypatch):
+    path = str(disk_path)
+    for free, verdict in ((1 << 40, "ok"), (5 << 30, "warn"), (1 << 20, "fail"), (-1, "fail")):
+        monkeypatch.setattr(checks, "free_space_bytes", lambda _, free=free: free)
+        assert checks.free_space(path).verdict == verdict
+    monkeypatch.setattr(checks, "SLOW_BYTES_PER_S", 10**15)
+    assert checks.quick_bandwidth(path).verdict is Verdict.WARN
+    monkeypatch.setenv("PENSTOCK_BUFFERED_IO", "1")
+    assert checks.direct_io(path).verdict is Verdict.WARN
+    assert "PENSTOCK_BUFFERED_IO" in checks.direct_io(path).advice
+    monkeypatch.setattr(paths, "filesystem_of", lambda _: FileSystem("tmpfs", True))
+    (refused,) = checks.disk(path)
+    assert refused.verdict is Verdict.FAIL
+    assert "tmpfs" in refused.value
+
+
+def test_a_disk_too_full_for_a_probe_fails_in_words(disk_path, monkeypatch):
+    monkeypatch.setattr(checks, "_PROBE_BYTES", 1 << 50)
+    check = checks.quick_bandwidth(str(disk_path))
+    assert check.verdict is Verdict.FAIL
+    assert "lower its capacity" in check.value
+
+
+def test_missing_packages_are_named_with_what_installs_them(monkeypatch):
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    assert checks.extras().value == "no matplotlib, no scikit-learn, no pillow"
+    assert "pip install 'penstock[data,plot]'" in checks.extras().advice

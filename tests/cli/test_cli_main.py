@@ -1,0 +1,125 @@
+"""The command line itself: help, errors in one line, exit codes."""
+
+import pytest
+
+import penstock
+from penstock.cli import main
+
+COMMANDS = (["run"], ["bench"], ["bench", "io"], ["doctor"])
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_has_examples_and_the_common_options(command, capsys):
+    with pytest.raises(SystemExit) as left:
+        main([*command, "--help"])
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    assert f"  penstock {' '.join(command)} " in text
+    if command != ["bench"]:
+        assert "--json" in text
+        assert "--debug" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_help_and_version_of_the_whole(capsys):
+    for option, expected in (
+        ("--help", "commands:\n  run     "),
+        ("--version", penstock.__version__),
+    ):
+        with pytest.raises(SystemExit) as left:
+            main([option])
+        assert left.value.code == 0
+        assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["rnu"], ["run", "--no-such", "x.py"], ["bench"], ["doctor", "x"]]
+)
+def test_what_cannot_be_parsed_is_2(argv, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(argv)
+    assert left.value.code == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def refusal(argv, capsys):
+    """The exit code, and the one line on standard error."""
+    code = main(argv)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("penstock: error: ")
+    return code, line
+
+
+def test_settings_that_make_no_sense_are_refused_before_the_script_runs(
+    disk_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(disk_path)
+    ran = disk_path / "ran"
+    (disk_path / "x.py").write_text(f"open({str(ran)!r}, 'w')")
+    (disk_path / "bad.toml").write_text("[offload]\ndevice_memroy = '1GiB'\n")
+    (disk_path / "file").touch()
+    flash = ["--flash", "."]
+    cases = {
+        "nothing to run": [],
+        "'2G' is ambiguous": ["--device-memory", "2G", *flash, "x.py"],
+        "needs somewhere to spill to": ["--device-memory", "2GiB", "x.py"],
+        "unknown policy 'best'": [*flash, "--policy", "best", "x.py"],
+        "device_memroy": ["--config", "bad.toml", "x.py"],
+        "No such file": ["--config", "none.toml", "x.py"],
+        "'/proc/none' cannot be spilled to": ["--flash", "/proc/none", "x.py"],
+        "Not a directory": ["--flash", "file", "x.py"],
+        "names a directory twice": [*flash, *flash, "x.py"],
+        "--trace: ": ["--trace", "no/such/trace.json", "x.py"],
+        "event_log: ": ["--event-log", ".", "x.py"],
+    }
+    for expected, words in cases.items():
+        code, line = refusal(["run", *words], capsys)
+        assert expected in line
+        assert code == 2
+    assert not ran.exists()
+
+
+def test_a_directory_in_memory_is_refused(monkeypatch, capsys):
+    from penstock.cli import paths
+    from penstock.io.files import FileSystem
+
+    monkeypatch.setattr(paths, "filesystem_of", lambda path: FileSystem("tmpfs", True))
+    for argv in (["run", "--flash", "/x", "script.py"], ["bench", "io", "--dir", "/x"]):
+        code, line = refusal(argv, capsys)
+        assert code == 2
+        assert "is on tmpfs" in line
+
+
+def test_debug_shows_the_traceback(capsys):
+    with pytest.raises(penstock.SizeError, match="ambiguous"):
+        main(["run", "--debug", "--device-memory", "2G", "x.py"])
+    assert capsys.readouterr().err == ""
+
+
+def test_options_overrule_the_file_and_paths_become_absolute(disk_path, monkeypatch):
+    from penstock.cli import run
+
+    monkeypatch.chdir(disk_path)
+    (disk_path / "spill").mkdir()
+    text = (
+        "[offload]\ndevice_memory = '1GiB'\nflash = ['spill']\nfloor = '2MiB'\nevent_log = 'log'\n"
+    )
+    (disk_path / "offload.toml").write_text(text)
+    words = ["--config", "offload.toml", "--device-memory", "4096", "x.py", "--floor", "9MiB"]
+    config = run._config(run.parser().parse_args(words))
+    assert (config.device_bytes, config.floor_bytes) == (4096, 2 << 20)
+    assert config.directories == (str(disk_path / "spill"),)
+    assert config.event_log == str(disk_path / "log")
+
+
+def test_ctrl_c_ends_a_command_of_ours_without_a_traceback(monkeypatch, capsys, disk_path):
+    from penstock.cli import bandwidth
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bandwidth, "measure", interrupt)
+    assert main(["bench", "io", "--dir", str(disk_path)]) == 130
+    assert "Traceback" not in capsys.readouterr().err

@@ -1,0 +1,98 @@
+"""What becomes of a request: settled once, told to all, whatever callbacks do."""
+
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+
+from penstock.io.engine import Priority, Transfer
+
+
+def test_unsettled():
+    transfer = Transfer(10)
+    assert not transfer.done
+    assert transfer.error is None
+    with pytest.raises(TimeoutError, match=r"10 bytes is not done after 0\.001 s"):
+        transfer.wait(0.001)
+    assert not transfer.cancel()  # nobody could withdraw it
+    transfer.promote(Priority.DEMAND)
+
+
+def test_settled_once():
+    transfer = Transfer(10)
+    transfer.settle()
+    assert transfer.done
+    assert transfer.wait() == 10
+    with pytest.raises(AssertionError, match="settled twice"):
+        transfer.settle()
+
+
+def test_an_error_reaches_every_waiter():
+    transfer, seen, error = Transfer(10), [], OSError(5, "injected")
+
+    def wait():
+        try:
+            transfer.wait(20)
+        except OSError as found:
+            seen.append(found)
+
+    threads = [threading.Thread(target=wait) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    transfer.settle(error)
+    for thread in threads:
+        thread.join()
+    assert seen == [error] * 3
+    assert transfer.error is error
+
+
+def test_a_callback_that_raises_is_reported_and_stops_nobody(monkeypatch):
+    reported, seen = [], []
+    monkeypatch.setattr(threading, "excepthook", reported.append)
+    transfer = Transfer(10)
+
+    def fail(_):
+        raise RuntimeError("a callback must not raise")
+
+    transfer.add_done_callback(fail)
+    transfer.add_done_callback(seen.append)
+    transfer.settle()
+    assert transfer.wait(0) == 10
+    assert seen == [transfer]
+    assert [str(details.exc_value) for details in reported] == ["a callback must not raise"]
+    assert reported[0].thread is threading.current_thread()
+
+
+def test_cancelled_by_whoever_holds_the_request():
+    asked, answers = [], [False, True]
+
+    def withdraw(transfer):
+        asked.append(transfer)
+        return answers.pop(0)
+
+    transfer = Transfer(10, cancel=withdraw)
+    assert not transfer.cancel()
+    assert not transfer.done
+    assert transfer.cancel()
+    assert not transfer.cancel()
+    assert asked == [transfer] * 2
+    with pytest.raises(CancelledError):
+        transfer.wait(0)
+
+
+def test_settling_lets_go_of_the_engine():
+    promoted = []
+    transfer = Transfer(10, promote=lambda _, priority: promoted.append(priority))
+    transfer.promote(Priority.PREFETCH)
+    transfer.settle()
+    transfer.promote(Priority.DEMAND)
+    assert promoted == [Priority.PREFETCH]
+    assert transfer._promote is transfer._cancel is None
+
+
+def test_a_transfer_that_follows_another_is_settled_once():
+    inner = Transfer(10, cancel=lambda _: True)
+    outer = Transfer(10, cancel=lambda _: inner.cancel())
+    inner.add_done_callback(lambda transfer: outer.settle(transfer.error))
+    assert outer.cancel()
+    assert isinstance(outer.error, CancelledError)

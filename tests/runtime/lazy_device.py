@@ -1,0 +1,111 @@
+"""A device of which only the copies run behind the interpreter, late, in threads of their own.
+
+Operators of torch run at once, on the CPU. So a whole session trains on it, and what is used before it
+was copied, or freed before it was copied, shows as wrong gradients.
+"""
+
+import ctypes
+import queue
+import random
+import threading
+import time
+
+import torch
+
+
+class LazyStream(threading.Thread):
+    def __init__(self, name, seed, most_delay_s):
+        super().__init__(name=name, daemon=True)
+        self.work = queue.SimpleQueue()
+        self._random = random.Random(seed)
+        self._most_delay_s = most_delay_s
+        self.start()
+
+    def run(self):
+        while (what := self.work.get()) is not None:
+            time.sleep(self._random.random() * self._most_delay_s)
+            what()
+
+
+class LazyLink:
+    """The link that a CUDA mover uses."""
+
+    NOW = "the interpreter itself"
+
+    def __init__(self, *, refusal="", most_delay_s=0.001, seed=0):
+        self.refusal = refusal
+        self.copied_bytes = {"out": 0, "in": 0}
+        self.pinned = set()
+        self.waits = 0
+        self._most_delay_s = most_delay_s
+        self._seed = seed
+        self._streams = []
+
+    def end(self):
+        for stream in self._streams:
+            stream.work.put(None)
+            stream.join(5)
+
+    def current_stream(self, device):
+        return self.NOW
+
+    def copy_stream(self, device):
+        self._seed += 1
+        self._streams.append(LazyStream(f"lazy-{self._seed}", self._seed, self._most_delay_s))
+        return self._streams[-1]
+
+    def record(self, stream, *, timed=False):
+        event = threading.Event()
+        self._enqueue(stream, event.set)
+        return event
+
+    def wait(self, stream, event):
+        if stream is self.NOW:
+            self.waits += not event.is_set()
+            assert event.wait(10), "a copy does not end"
+        else:
+            stream.work.put(lambda: event.wait(10))
+
+    def reached(self, event):
+        return event.is_set()
+
+    def synchronize(self, event):
+        assert event.wait(10), "a copy does not end"
+
+    def elapsed_ns(self, start, end):
+        return 1000
+
+    def empty(self, nbytes, device):
+        storage = torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+        ctypes.memset(storage.data_ptr(), 0xFF, nbytes)  # a NaN in every floating-point type
+        return storage
+
+    def keep(self, storage, stream):
+        pass
+
+    def copy_out(self, stream, source, address):
+        self._copy("out", stream, address, source.data_ptr(), source.nbytes())
+
+    def copy_in(self, stream, target, address):
+        self._copy("in", stream, target.data_ptr(), address, target.nbytes())
+
+    def capturing(self):
+        return False
+
+    def pin(self, address, nbytes, device):
+        if not self.refusal:
+            self.pinned.add(address)
+        return self.refusal
+
+    def unpin(self, address, device):
+        self.pinned.remove(address)
+
+    def _copy(self, direction, stream, target, source, nbytes):
+        self.copied_bytes[direction] += nbytes
+        self._enqueue(stream, lambda: ctypes.memmove(target, source, nbytes))
+
+    def _enqueue(self, stream, what):
+        if stream is self.NOW:
+            what()
+        else:
+            stream.work.put(what)

@@ -1,0 +1,263 @@
+"""A device that runs behind the interpreter, in one thread and as unluckily as a schedule says.
+
+Its memory is host memory that is never unmapped, and its copies know addresses, not tensors. So what
+is forgotten in the order of things shows as wrong bytes: a copy that does not wait reads what has not
+been written yet, memory that is freed too soon belongs to the next tensor at once. ``broken`` leaves
+one thing out, to see that the tests notice.
+"""
+
+import ctypes
+import errno
+import weakref
+from collections import deque
+from functools import partial
+
+import numpy as np
+import torch
+
+from penstock.core.errors import NoSpaceError, TransferError
+from penstock.io.engine import Transfer
+from penstock.tier.base import Tier, TierSpec
+
+DEVICE = torch.device("cpu")
+
+
+class Schedule:
+    """Decisions from a string of bytes; when it has run out, always the first choice."""
+
+    def __init__(self, decisions=b""):
+        self._decisions = iter(decisions)
+        self.spent = False
+
+    def pick(self, choices):
+        choices = list(choices)
+        byte = next(self._decisions, None)
+        self.spent = byte is None
+        return choices[(byte or 0) % len(choices)]
+
+
+class SimEvent:
+    def __init__(self):
+        self.reached = False
+
+
+class SimStream:
+    def __init__(self, name):
+        self.name = name
+        self.queue = deque()
+
+    def __repr__(self):
+        return self.name
+
+    @property
+    def runnable(self):
+        """Whether the device can do what is at the head of the queue."""
+        if not self.queue:
+            return False
+        kind, what = self.queue[0]
+        return kind != "wait" or what.reached
+
+    def step(self):
+        kind, what = self.queue.popleft()
+        if kind == "run":
+            what()
+        elif kind == "record":
+            what.reached = True
+
+
+class SimLink:
+    """See the module; the link that movers use, and ``launch`` and ``step`` for the test's own."""
+
+    def __init__(self, schedule=None, *, broken="", refusal=""):
+        self.schedule = schedule or Schedule()
+        self.broken = broken
+        self.refusal = refusal
+        self.current = SimStream("compute-0")
+        self.streams = [self.current]
+        self.is_capturing = False
+        self.out_of_memory = False
+        self.pinned = {}
+        self.live = 0
+        self._memory = []
+        self._pools = {}
+        self._kept = {}
+        self._limbo = []
+
+    # -- for the test -----------------------------------------------------------------------------
+
+    def stream(self, name):
+        self.streams.append(SimStream(name))
+        return self.streams[-1]
+
+    def launch(self, kernel):
+        """Enqueue a kernel on the current stream."""
+        self.current.queue.append(("run", kernel))
+
+    def step(self):
+        """Let the device do one thing; False if there is none that it can do."""
+        runnable = [stream for stream in self.streams if stream.runnable]
+        if not runnable:
+            return False
+        self.schedule.pick(runnable).step()
+        return True
+
+    def finish(self):
+        """Let the device do all there is."""
+        while self.step():
+            pass
+        assert not any(stream.queue for stream in self.streams), "the device is deadlocked"
+
+    # -- for the mover ----------------------------------------------------------------------------
+
+    def current_stream(self, device):
+        assert device == DEVICE
+        return self.current
+
+    def copy_stream(self, device):
+        return self.stream(f"copy-{len(self.streams)}")
+
+    def record(self, stream, *, timed=False):
+        event = SimEvent()
+        stream.queue.append(("record", event))
+        return event
+
+    def wait(self, stream, event):
+        kind = stream.name.split("-")[0]
+        if self.broken != f"{kind} streams do not wait":
+            stream.queue.append(("wait", event))
+
+    def reached(self, event):
+        return event.reached
+
+    def synchronize(self, event):
+        while not event.reached:
+            if self.broken == "the host does not wait":
+                return
+            assert self.step(), "the device is deadlocked"
+
+    def elapsed_ns(self, start, end):
+        return 1000
+
+    def empty(self, nbytes, device):
+        if self.out_of_memory:
+            raise torch.OutOfMemoryError("simulated")
+        self._reclaim()
+        pool = self._pools.setdefault((self.current, nbytes), [])
+        memory = pool.pop() if pool else np.zeros(nbytes, np.uint8)
+        self._memory.append(memory)
+        self.live += 1
+        array = memory[:]
+        weakref.finalize(array, self._freed, memory, self.current)
+        return torch.from_numpy(array).untyped_storage()
+
+    def keep(self, storage, stream):
+        if self.broken != "nothing is kept":
+            self._kept.setdefault(storage.data_ptr(), set()).add(stream)
+
+    def copy_out(self, stream, source, address):
+        move = partial(ctypes.memmove, address, source.data_ptr(), source.nbytes())
+        stream.queue.append(("run", move))
+
+    def copy_in(self, stream, target, address):
+        move = partial(ctypes.memmove, target.data_ptr(), address, target.nbytes())
+        stream.queue.append(("run", move))
+
+    def capturing(self):
+        return self.is_capturing
+
+    def pin(self, address, nbytes, device):
+        if not self.refusal:
+            self.pinned[address] = nbytes
+        return self.refusal
+
+    def unpin(self, address, device):
+        del self.pinned[address]
+
+    # -- the allocator ----------------------------------------------------------------------------
+
+    def _freed(self, memory, stream):
+        """As torch's: at once free for the stream it was allocated on, later if others were named."""
+        self.live -= 1
+        others = self._kept.pop(memory.ctypes.data, set()) - {stream}
+        events = [self.record(other) for other in others]
+        self._limbo.append((events, memory, stream))
+        self._reclaim()
+
+    def _reclaim(self):
+        waiting = []
+        for events, memory, stream in self._limbo:
+            if all(event.reached for event in events):
+                self._pools.setdefault((stream, memory.nbytes), []).append(memory)
+            else:
+                waiting.append((events, memory, stream))
+        self._limbo = waiting
+
+
+class SimFlash(Tier):
+    """A tier whose transfers end when the test says so, in any order, and then move their bytes."""
+
+    def __init__(self, recorder, *, capacity_bytes=1 << 30):
+        spec = TierSpec(
+            name="flash",
+            kind="flash",
+            capacity_bytes=capacity_bytes,
+            granule_bytes=512,
+            where="a simulated disk",
+        )
+        super().__init__(spec, recorder=recorder)
+        self.pending = []
+        self.fails = lambda op: None
+        self.full = False
+        self.places = 0
+
+    def _write(self, address, nbytes, keep_alive, priority):
+        if self.full:
+            raise NoSpaceError(
+                errno=errno.ENOSPC, op="write", path="sim", offset_bytes=0, nbytes=nbytes
+            )
+        place = np.zeros(nbytes, np.uint8)
+        self.places += 1
+        return place, self._enqueue("write", place.ctypes.data, address, nbytes, priority)
+
+    def _read(self, place, address, nbytes, keep_alive, priority):
+        return self._enqueue("read", address, place.ctypes.data, nbytes, priority)
+
+    def _discard(self, place):
+        self.places -= 1
+
+    def _close(self):
+        pass
+
+    def _enqueue(self, op, target, source, nbytes, priority):
+        transfer = Transfer(nbytes, cancel=self._cancel, promote=self._promote)
+        self.pending.append([transfer, op, target, source, nbytes, priority])
+        return transfer
+
+    def _cancel(self, transfer):
+        found = [entry for entry in self.pending if entry[0] is transfer]
+        for entry in found:
+            self.pending.remove(entry)
+        return bool(found)
+
+    def _promote(self, transfer, priority):
+        for entry in self.pending:
+            if entry[0] is transfer:
+                entry[5] = min(entry[5], priority)
+
+    def end(self, entry=None):
+        """End a transfer: the first one, or the one given."""
+        entry = entry or self.pending[0]
+        self.pending.remove(entry)
+        transfer, op, target, source, nbytes, _ = entry
+        error = self.fails(op)
+        if error is None:
+            ctypes.memmove(target, source, nbytes)
+        transfer.settle(error)
+
+    def finish(self):
+        while self.pending:
+            self.end()
+
+
+def io_error(op):
+    return TransferError(errno=errno.EIO, op=op, path="sim", offset_bytes=0, nbytes=0)

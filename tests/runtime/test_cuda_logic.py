@@ -1,0 +1,600 @@
+"""The CUDA mover on a simulated device: one story a test. Races are in ``test_cuda_races``."""
+
+import gc
+import os
+import threading
+import weakref
+
+import pytest
+import torch
+from cuda_rig import Rig, check_all_given_back, pattern_of
+from simulated_device import DEVICE, SimLink, io_error
+
+from penstock.core.errors import (
+    ClosedError,
+    ConfigError,
+    HookError,
+    NoSpaceError,
+    PenstockWarning,
+    TransferError,
+)
+from penstock.core.units import KIB
+from penstock.io.engine import Priority
+from penstock.observe.recorder import Stage
+from penstock.runtime import pinned
+from penstock.runtime.cuda_tickets import Where
+from penstock.runtime.movers import RESTORED
+
+NBYTES = 16 * KIB
+
+
+@pytest.fixture
+def rig():
+    rig = Rig()
+    yield rig
+    rig.close()
+    assert not rig.link.pinned
+
+
+def small_rig(**settings):
+    """With room to stage one tensor at a time."""
+    return Rig(staging=NBYTES, host=0, **settings)
+
+
+# -- out ------------------------------------------------------------------------------------------
+
+
+def test_what_is_spilled_comes_back_through_flash_and_through_the_host_tier(rig):
+    for number, tier in enumerate((rig.flash, rig.host_tier)):
+        ticket = rig.spill(number, NBYTES, tier)
+        rig.settle()
+        assert ticket.where is (Where.ON_FLASH if tier is rig.flash else Where.STAGED)
+        assert rig.bytes_of(ticket) == pattern_of(number, NBYTES).tobytes()
+        rig.mover.discard(tier, ticket)
+    check_all_given_back(rig)
+
+
+def test_writing_only_enqueues(rig):
+    ticket = rig.spill(1, NBYTES)
+    assert not ticket.written.done
+    assert ticket.where is Where.COPYING
+    assert rig.link.current.queue  # the device has done nothing yet
+
+
+def test_trap_15_the_source_is_released_only_after_its_copy_has_been_reached(rig):
+    source = rig.tensor(1, NBYTES)
+    alive = weakref.ref(source)
+    ticket = rig.mover.write(source, rig.flash, "slot")
+    seen = []
+    ticket.written.add_done_callback(lambda done: seen.append(alive()))
+    del source
+    assert alive() is not None
+    rig.link.finish()  # reached, but the host has not seen it
+    assert alive() is not None
+    rig.serve()
+    assert seen == [None]  # nobody who hears of the end finds it alive
+    assert alive() is None
+
+
+def test_trap_15_the_stream_is_the_one_current_at_the_call(rig):
+    other = rig.link.stream("compute-1")
+    rig.spill(1, NBYTES)
+    rig.link.current = other
+    ticket = rig.spill(2, NBYTES)
+    copies = next(stream for stream in rig.link.streams if stream.name.startswith("copy"))
+    for stream in (rig.link.streams[0], copies):
+        while stream.runnable:
+            stream.step()
+    assert not copies.runnable  # although the first stream is done with everything
+    rig.settle()
+    assert rig.bytes_of(ticket) == pattern_of(2, NBYTES).tobytes()
+
+
+def test_what_is_spilled_late_waits_for_the_stream_that_produced_it(rig):
+    source = rig.tensor(1, NBYTES)
+    rig.link.current = other = rig.link.stream("compute-1")
+    ticket = rig.mover.write(
+        source, rig.flash, "slot"
+    )  # an eviction, while another stream is current
+    while any(stream.runnable for stream in rig.link.streams[1:]):
+        next(stream for stream in rig.link.streams[1:] if stream.runnable).step()
+    assert not other.queue
+    assert not ticket.written.done
+    del source
+    rig.settle()
+    assert rig.bytes_of(ticket) == pattern_of(1, NBYTES).tobytes()
+
+
+@pytest.mark.parametrize("known_before", [True, False])
+def test_a_source_is_not_reused_while_another_stream_reads_it(rig, known_before):
+    """Without us autograd would have held it until backward."""
+    first = rig.link.current
+    other = rig.link.stream("compute-1")
+    if known_before:
+        rig.link.current = other
+        rig.tensor(0, 4096)
+        rig.link.current = first
+    source = rig.tensor(1, NBYTES)
+    address = source.data_ptr()
+    ticket = rig.mover.write(source, rig.flash, "slot")
+    rig.link.current = other
+    if not known_before:
+        rig.mover.use(source)
+    other.queue.append(("wait", stuck := rig.link.record(rig.link.stream("never"))))
+    del source
+    ticket.written.add_done_callback(lambda done: None)
+    while rig.link.streams[0].runnable:
+        rig.link.streams[0].step()
+    rig.serve()
+    assert ticket.written.done
+    rig.link.current = first
+    assert rig.link.empty(NBYTES, DEVICE).data_ptr() != address
+    stuck.reached = True
+    rig.link.finish()
+    assert rig.link.empty(NBYTES, DEVICE).data_ptr() == address
+
+
+def test_a_spill_that_finds_no_buffer_waits_in_a_queue_and_its_source_with_it():
+    rig = small_rig()
+    tickets = [rig.spill(number, NBYTES) for number in range(3)]
+    assert [ticket.where for ticket in tickets] == [Where.COPYING, Where.QUEUED, Where.QUEUED]
+    assert rig.link.live == 3
+    rig.settle()
+    assert [ticket.where for ticket in tickets] == [Where.ON_FLASH] * 3
+    assert rig.link.live == 0
+    for number, ticket in enumerate(tickets):
+        assert rig.bytes_of(ticket) == pattern_of(number, NBYTES).tobytes()
+    rig.close()
+
+
+def test_trap_17_a_spill_in_the_queue_can_be_cancelled():
+    rig = small_rig()
+    first, second = rig.spill(1, NBYTES), rig.spill(2, NBYTES)
+    assert not first.written.cancel()  # its copy is under way
+    assert second.written.cancel()
+    assert rig.link.live == 1
+    rig.mover.discard(rig.flash, second)
+    rig.settle()
+    assert rig.flash.places == 1
+    rig.mover.discard(rig.flash, first)
+    check_all_given_back(rig)
+    rig.close()
+
+
+@pytest.mark.parametrize("steps", range(5))
+def test_a_ticket_may_be_discarded_in_every_state(steps):
+    rig = small_rig()
+    blocker = rig.spill(0, NBYTES) if steps == 0 else None
+    ticket = rig.spill(1, NBYTES)
+    reached = [Where.QUEUED, Where.COPYING, Where.STAGED, Where.STAGED, Where.ON_FLASH][steps]
+    if steps >= 2:
+        rig.serve()  # the write to flash has begun
+    if steps == 3:
+        rig.fetch(ticket)  # and a copy back from the buffer
+    if steps >= 4:
+        rig.settle()
+    assert ticket.where is reached
+    rig.mover.discard(rig.flash, ticket)
+    rig.mover.discard(rig.flash, ticket)  # once more is harmless
+    rig.settle()
+    assert ticket.written.done
+    if blocker is not None:
+        rig.mover.discard(rig.flash, blocker)
+    check_all_given_back(rig)
+    with pytest.raises(ConfigError, match="was discarded"):
+        rig.mover.read(rig.flash, ticket, None, Priority.DEMAND)
+    rig.close()
+
+
+def test_a_full_host_tier_says_so_at_once(rig):
+    tickets = [rig.spill(number, NBYTES, rig.host_tier) for number in range(4)]
+    with pytest.raises(NoSpaceError, match="raise host_memory"):
+        rig.spill(5, NBYTES, rig.host_tier)
+    rig.mover.discard(rig.host_tier, tickets[0])
+    rig.settle()
+    rig.spill(6, NBYTES, rig.host_tier)
+
+
+def test_what_is_longer_than_the_staging_memory_is_refused_at_once(rig):
+    with pytest.raises(NoSpaceError, match="longer than the staging memory"):
+        rig.spill(1, 65 * KIB)
+
+
+def test_flash_is_full_already_when_all_that_is_on_the_way_there_would_fill_it():
+    rig = small_rig()
+    rig.flash.spec = rig.flash.spec.__class__(
+        name="flash", kind="flash", capacity_bytes=2 * NBYTES, granule_bytes=512, where="sim"
+    )
+    tickets = [rig.spill(number, NBYTES) for number in range(2)]
+    with pytest.raises(NoSpaceError, match="is full"):
+        rig.spill(3, NBYTES)
+    rig.settle()
+    with pytest.raises(NoSpaceError, match="is full"):
+        rig.spill(3, NBYTES)
+    rig.mover.discard(rig.flash, tickets[0])
+    rig.spill(4, NBYTES)
+    rig.close()
+
+
+def test_no_tensor_is_spilled_while_a_graph_is_captured(rig):
+    rig.link.is_capturing = True
+    with pytest.raises(HookError, match="captured"):
+        rig.spill(1, NBYTES)
+
+
+# -- flash that fails -----------------------------------------------------------------------------
+
+
+def test_trap_23_what_flash_refuses_stays_in_its_buffer():
+    rig = Rig()
+    rig.flash.fails = lambda op: io_error(op) if op == "write" else None
+    tickets = [rig.spill(number, NBYTES) for number in range(2)]
+    with pytest.warns(PenstockWarning, match="stays in pinned host memory") as warned:
+        rig.settle()
+    assert len(warned) == 1
+    assert rig.counters()["spill.failed.flash"] == 2
+    assert rig.flash.places == 0
+    for number, ticket in enumerate(tickets):
+        assert ticket.written.error is None
+        assert ticket.where is Where.STAGED
+        assert rig.bytes_of(ticket) == pattern_of(number, NBYTES).tobytes()
+        rig.mover.discard(rig.flash, ticket)
+    check_all_given_back(rig)
+    rig.close()
+
+
+def test_flash_that_turns_out_to_be_full_is_not_asked_again():
+    rig = Rig()
+    first = rig.spill(1, NBYTES)
+    rig.settle()
+    rig.flash.full = True
+    second = rig.spill(2, NBYTES)
+    with pytest.warns(PenstockWarning, match="stays in pinned host memory"):
+        rig.settle()
+    assert rig.counters()["spill.full.flash"] == 1
+    assert rig.bytes_of(second) == pattern_of(2, NBYTES).tobytes()
+    with pytest.raises(NoSpaceError, match="is full"):
+        rig.spill(3, NBYTES)
+    rig.flash.full = False
+    rig.mover.discard(rig.flash, first)
+    ticket = rig.spill(3, NBYTES)
+    rig.settle()
+    assert ticket.where is Where.ON_FLASH
+    rig.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*stays in pinned host memory")
+def test_nobody_waits_in_vain_for_a_buffer_that_holds_what_flash_refused():
+    rig = small_rig()
+    rig.flash.fails = io_error
+    first = rig.spill(1, NBYTES)
+    second = rig.spill(2, NBYTES)
+    assert second.where is Where.QUEUED
+    rig.settle()
+    assert isinstance(second.written.error, NoSpaceError)
+    with pytest.raises(NoSpaceError, match="what flash has refused"):
+        rig.spill(3, NBYTES)
+    assert rig.bytes_of(first) == pattern_of(1, NBYTES).tobytes()
+    for ticket in (first, second):
+        rig.mover.discard(rig.flash, ticket)
+    check_all_given_back(rig)
+    rig.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*stays in pinned host memory")
+@pytest.mark.parametrize("queued", [False, True])
+def test_a_read_does_without_the_slab_if_waiting_for_it_is_in_vain(queued):
+    rig = small_rig()
+    on_flash = rig.spill(1, NBYTES)
+    rig.settle()
+    rig.flash.fails = lambda op: io_error(op) if op == "write" else None
+    rig.spill(2, NBYTES)
+    if not queued:
+        rig.settle()
+    assert rig.bytes_of(on_flash) == pattern_of(1, NBYTES).tobytes()
+    assert rig.counters()["staging.beyond"] == 1
+    rig.close()
+
+
+def test_a_read_that_fails_tells_who_waits_and_frees_its_buffer(rig):
+    ticket = rig.spill(1, NBYTES)
+    rig.settle()
+    rig.flash.fails = io_error
+    target, transfer = rig.fetch(ticket)
+    rig.settle()
+    with pytest.raises(TransferError):
+        transfer.wait(1)
+    rig.mover.drop(target)
+    del target
+    rig.mover.discard(rig.flash, ticket)
+    check_all_given_back(rig)
+
+
+# -- back -----------------------------------------------------------------------------------------
+
+
+def test_a_reload_is_taken_from_the_buffer_while_flash_is_being_written(rig):
+    ticket = rig.spill(1, NBYTES)
+    rig.serve()
+    assert ticket.written.done
+    assert len(rig.flash.pending) == 1  # the write, which has not ended
+    _, transfer = rig.fetch(ticket)
+    assert transfer.done
+    assert [entry[1] for entry in rig.flash.pending] == ["write"]
+    rig.settle()
+    assert rig.staging.used_bytes == 0
+
+
+def test_a_reload_of_what_is_not_written_yet_is_a_mistake(rig):
+    ticket = rig.spill(1, NBYTES)
+    with pytest.raises(ConfigError, match="being copied"):
+        rig.mover.read(rig.flash, ticket, rig.mover.allocate(ticket), Priority.DEMAND)
+
+
+def test_a_read_settles_when_its_copy_is_enqueued_and_a_user_waits_on_the_device(rig):
+    ticket = rig.spill(1, NBYTES, rig.host_tier)
+    rig.settle()
+    rig.scratch(NBYTES)  # else the right bytes might still lie there
+    rig.settle()
+    target, transfer = rig.fetch(ticket)
+    storage = rig.mover.finish(target)
+    assert transfer.done
+    assert bytes(storage) != pattern_of(1, NBYTES).tobytes()
+    wrong = []
+    rig.check(storage, 1, wrong)  # returns at once
+    rig.link.finish()
+    assert wrong == []
+
+
+def test_targets_are_charged_until_they_die():
+    rig = Rig(budget=NBYTES)
+    ticket = rig.spill(1, NBYTES, rig.host_tier)
+    rig.settle()
+    storage = rig.restored(ticket)
+    assert rig.mover.used_bytes() == rig.budget.used_by(RESTORED) == NBYTES
+    assert rig.mover.allocate(ticket) is None
+    beyond = rig.mover.allocate(ticket, force=True)
+    assert rig.mover.used_bytes() == 2 * NBYTES == 2 * rig.mover.target_bytes(ticket)
+    del storage, beyond
+    assert rig.mover.used_bytes() == 0
+    rig.close()
+
+
+def test_a_device_without_memory_is_like_a_full_budget_unless_forced(rig):
+    ticket = rig.spill(1, NBYTES, rig.host_tier)
+    rig.settle()
+    rig.link.out_of_memory = True
+    assert rig.mover.allocate(ticket) is None
+    assert rig.counters()["device.out_of_memory"] == 1
+    with pytest.raises(torch.OutOfMemoryError):
+        rig.mover.allocate(ticket, force=True)
+    assert rig.mover.used_bytes() == 0
+
+
+def test_an_unused_target_is_held_until_its_copy_has_landed_and_a_used_one_is_not(rig):
+    tickets = [rig.spill(number, NBYTES, rig.host_tier) for number in range(2)]
+    rig.settle()
+    for ticket, is_used in zip(tickets, (False, True), strict=True):
+        storage = rig.mover.finish(rig.fetch(ticket)[0])
+        if is_used:
+            rig.mover.use(storage)
+        del storage
+        assert rig.mover.used_bytes() == (0 if is_used else NBYTES)
+        rig.settle()
+        assert rig.mover.used_bytes() == 0
+
+
+def test_a_demand_overtakes_prefetches_that_wait_for_a_buffer():
+    rig = small_rig()
+    tickets = [rig.spill(number, NBYTES) for number in range(4)]
+    rig.settle()
+    reads = [rig.fetch(ticket, Priority.PREFETCH)[1] for ticket in tickets]
+    assert len(rig.flash.pending) == 1
+    reads[3].promote(Priority.DEMAND)
+    rig.flash.end()
+    rig.link.finish()
+    rig.serve()
+    rig.serve()
+    assert rig.flash.pending[0][5] is Priority.DEMAND
+    rig.flash.end()
+    assert [transfer.done for transfer in reads] == [True, False, False, True]
+    rig.settle()
+    assert all(transfer.error is None for transfer in reads)
+    rig.close()
+
+
+def test_a_demand_raises_the_priority_of_a_read_from_flash_under_way(rig):
+    ticket = rig.spill(1, NBYTES)
+    rig.settle()
+    _, transfer = rig.fetch(ticket, Priority.PREFETCH)
+    assert rig.flash.pending[0][5] is Priority.PREFETCH
+    transfer.promote(Priority.DEMAND)
+    assert rig.flash.pending[0][5] is Priority.DEMAND
+
+
+def test_making_room_waits_for_what_was_read_ahead_and_given_up():
+    rig = Rig(threaded=True)
+    ticket = rig.spill(1, NBYTES, rig.host_tier)
+    ticket.written.wait(5)
+    assert rig.mover.trim(1) == 0
+    gate = threading.Event()
+    rig.link.launch(lambda: gate.wait(5))
+    target, _ = rig.fetch(ticket)
+    rig.mover.drop(target)
+    del target
+    assert rig.mover.used_bytes() == NBYTES
+    threading.Timer(0.05, gate.set).start()
+    assert rig.mover.trim(1) == NBYTES
+    assert rig.mover.used_bytes() == 0
+    rig.mover.close()
+
+
+# -- pinning, accounts, the end -------------------------------------------------------------------
+
+
+def test_trap_16_memory_is_pinned_once_as_a_whole_and_unpinned_at_the_end():
+    rig = Rig()
+    assert sorted(rig.link.pinned.values()) == [64 * KIB, 64 * KIB]
+    assert rig.host_budget.used_bytes == 128 * KIB
+    pinned = dict(rig.link.pinned)
+    for number in range(5):
+        rig.spill(number, NBYTES)
+    rig.settle()
+    assert rig.link.pinned == pinned
+    rig.close()
+    assert not rig.link.pinned
+    assert rig.host_budget.used_bytes == 0
+
+
+def test_trap_16_a_refused_pin_is_said_once_and_copies_do_not_hold_up_the_program():
+    with pytest.warns(PenstockWarning, match=r"refuses to pin 128.00 KiB .* \(out of luck\)"):
+        rig = Rig(SimLink(refusal="out of luck"))
+    assert rig.counters()["pin.failed"] == 1
+    ticket = rig.spill(1, NBYTES)
+    copies = next(stream for stream in rig.link.streams if stream.name.startswith("copy"))
+    assert not copies.queue  # such a copy takes as long to enqueue as to do
+    rig.settle()
+    assert rig.bytes_of(ticket) == pattern_of(1, NBYTES).tobytes()
+    rig.close()
+
+
+def test_a_slab_that_does_not_fit_the_host_budget_is_refused():
+    rig = Rig()
+    rig.host_budget.limit_bytes = rig.host_budget.used_bytes + 4096
+    with pytest.raises(ConfigError, match="do not fit the host budget"):
+        rig._slab(64 * KIB, "staging", None)
+    rig.close()
+
+
+def test_copies_are_recorded_with_the_time_that_the_device_took(rig):
+    ticket = rig.spill(1, NBYTES, rig.host_tier)
+    rig.settle()
+    rig.restored(ticket)
+    totals = rig.recorder.snapshot()
+    for stage in (Stage.COPY_OUT, Stage.COPY_IN):
+        flow = totals.flow(stage, "host")
+        assert (flow.count, flow.nbytes, flow.busy_ns) == (1, NBYTES, 1000)
+
+
+def test_the_link_is_measured_without_leaving_anything_behind(rig):
+    out, back = rig.mover.measure()
+    assert out == back == 64 * KIB * 1e9 / 1000
+    check_all_given_back(rig)
+    assert Rig(staging=0, host=0).mover.measure() == (0.0, 0.0)
+
+
+def test_after_the_end_nothing_is_begun_and_discarding_is_harmless():
+    rig = Rig()
+    ticket = rig.spill(1, NBYTES)
+    rig.settle()
+    target = rig.mover.allocate(ticket)
+    rig.close()
+    rig.mover.close()
+    with pytest.raises(ClosedError):
+        rig.spill(2, NBYTES)
+    with pytest.raises(ClosedError):
+        rig.mover.read(rig.flash, ticket, target, Priority.DEMAND)
+    rig.mover.discard(rig.flash, ticket)
+
+
+def test_the_end_waits_for_what_is_under_way_and_cancels_what_is_queued():
+    rig = small_rig(threaded=True)
+    gate = threading.Event()
+    rig.link.launch(lambda: gate.wait(5))
+    under_way, queued = rig.spill(1, NBYTES), rig.spill(2, NBYTES)
+    threading.Timer(0.05, gate.set).start()
+    rig.mover.close()
+    assert under_way.written.done
+    assert under_way.written.error is None
+    assert "Cancelled" in repr(queued.written.error)
+    assert not rig.link.pinned
+    assert not any(stream.queue for stream in rig.link.streams)
+
+
+def test_a_mover_that_is_dropped_unpins_its_memory():
+    rig = Rig(threaded=True)
+    link = rig.link
+    rig.spill(1, NBYTES, rig.host_tier).written.wait(5)
+    del rig
+    gc.collect()
+    assert not link.pinned
+
+
+def test_trap_24_a_forked_process_is_told_to_spawn_and_touches_nothing(rig):
+    ticket = rig.spill(1, NBYTES)
+    rig.settle()
+    rig.mover._pid = os.getpid() + 1
+    try:
+        with pytest.raises(ClosedError, match="'spawn'"):
+            rig.spill(2, NBYTES)
+        rig.mover.discard(rig.flash, ticket)
+        rig.mover.close()
+        assert not ticket.discarded
+    finally:
+        rig.mover._pid = os.getpid()
+
+
+def test_a_copy_that_fails_leaves_the_source_where_it_is(rig):
+    def fail(stream, source, address):
+        raise RuntimeError("no such luck")
+
+    rig.link.copy_out = fail
+    source = rig.tensor(1, NBYTES)
+    ticket = rig.mover.write(source, rig.flash, "slot")
+    rig.settle()
+    with pytest.raises(RuntimeError, match="no such luck"):
+        ticket.written.wait(1)
+    rig.mover.discard(rig.flash, ticket)
+    del source
+    check_all_given_back(rig)
+
+
+def test_a_copy_back_that_fails_is_told_to_who_waits(rig):
+    ticket = rig.spill(1, NBYTES, rig.host_tier)
+    rig.settle()
+
+    def fail(stream, target, address):
+        raise RuntimeError("no such luck")
+
+    rig.link.copy_in = fail
+    target, transfer = rig.fetch(ticket)
+    rig.settle()
+    with pytest.raises(RuntimeError, match="no such luck"):
+        transfer.wait(1)
+    del target
+    rig.mover.discard(rig.host_tier, ticket)
+    check_all_given_back(rig)
+
+
+def test_an_interrupt_in_the_middle_of_a_copy_frees_nothing_too_early(rig):
+    """Ctrl-C in a notebook, where the session goes on."""
+    enqueue = rig.link.copy_in
+
+    def interrupted(stream, target, address):
+        enqueue(stream, target, address)
+        raise KeyboardInterrupt
+
+    ticket = rig.spill(1, NBYTES, rig.host_tier)
+    rig.settle()
+    rig.link.copy_in = interrupted
+    target = rig.mover.allocate(ticket)
+    with pytest.raises(KeyboardInterrupt):
+        rig.mover.read(rig.host_tier, ticket, target, Priority.DEMAND)
+    rig.link.copy_in = enqueue
+    rig.mover.drop(target)
+    del target
+    rig.mover.discard(rig.host_tier, ticket)
+    assert rig.mover.used_bytes() == rig.host.used_bytes == NBYTES
+    rig.settle()
+    check_all_given_back(rig)
+
+
+def test_memory_that_may_be_in_use_is_never_given_back(monkeypatch):
+    monkeypatch.setattr(pinned, "PATIENCE_S", 0.01)
+    rig = Rig()
+    rig.staging.take(4096)  # by somebody who was interrupted
+    rig.close()
+    assert list(rig.link.pinned) == [rig.staging.arena.address]
+    assert pinned._never_freed == [rig.staging.arena]
+    pinned._never_freed.clear()
+    rig.link.unpin(rig.staging.arena.address, DEVICE)

@@ -1,0 +1,205 @@
+"""Whole sessions through the CUDA mover, on a device whose copies run late (see ``lazy_device``)."""
+
+import gc
+
+import pytest
+import torch
+from lazy_device import LazyLink
+from torch import nn
+
+from offload_runs import Trace, session_in, wait_until
+from penstock.core.config import OffloadConfig
+from penstock.core.errors import ConfigError, PenstockWarning
+from penstock.core.units import GIB, KIB, MIB
+from penstock.runtime import stores
+from penstock.runtime.cuda import CudaMover
+from penstock.tier.wrappers import FaultyTier
+
+HOST = "8MiB"
+"""All of it for staging, with flash; all of it the host tier, without."""
+MORE_HOST = "20MiB"
+"""Half for staging, and half the host tier."""
+BATCH = 64
+"""Autograd then saves 6.6 MiB a step, at most 1 MiB of it at once."""
+BUDGET = "4MiB"
+
+
+@pytest.fixture
+def link(monkeypatch, small_knobs, one_thread):
+    """Every device counts as one that runs behind, and its parts of host memory are small."""
+    link = LazyLink()
+    monkeypatch.setattr(stores, "_runs_behind", lambda device: True)
+    monkeypatch.setattr(stores, "CudaLink", lambda: link)
+    monkeypatch.setattr(stores, "LEAST_STAGING_BYTES", 256 * KIB)
+    monkeypatch.setattr(stores, "ALL_STAGING_BYTES", 10 * MIB)
+    yield link
+    link.end()
+    assert not link.pinned
+
+
+class Network(nn.Module):
+    """Saves inputs, outputs, indices, and views of one storage."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.norm = nn.BatchNorm2d(16)
+        self.second = nn.Conv2d(16, 16, 3, padding=1)
+        self.qkv = nn.Linear(16, 48)
+        self.out = nn.Linear(16, 10)
+
+    def forward(self, x):
+        x = torch.relu_(self.norm(self.first(x)))
+        x = nn.functional.max_pool2d(x, 2)
+        x = (x + torch.tanh(self.second(x))).flatten(2).transpose(1, 2)
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        x = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(x.mean(1) * x.amax(1))
+
+
+def trained(steps=3, session_of=None, **backward):
+    """Losses and gradients of some steps, under a session or none; the session, closed."""
+    torch.manual_seed(0)
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trace = Trace()
+    session = None if session_of is None else session_of(model, optimizer).__enter__()
+    try:
+        for step in range(steps):
+            x = torch.randn(BATCH, 3, 16, 16)
+            loss = nn.functional.cross_entropy(model(x), torch.arange(BATCH) % 10)
+            loss.backward(**backward)
+            if backward:
+                loss.backward()
+            trace.note(f"step {step}, loss", loss)
+            trace.note_gradients(step, model)
+            optimizer.step()
+            optimizer.zero_grad()
+        del x, loss
+        if session is not None:
+            assert_nothing_held(session)
+    finally:
+        if session is not None:
+            session.close()
+    return trace, session
+
+
+def assert_nothing_held(session):
+    gc.collect()
+    mover = session._stores.mover
+    assert isinstance(mover, CudaMover)
+    wait_until(lambda: not any(slab.used_bytes for slab in mover._slabs), "no buffer is in use")
+    wait_until(lambda: session.budget.used_bytes == 0, "nothing is charged")
+    for tier in session._stores.tiers.values():
+        wait_until(lambda tier=tier: tier.held_bytes == 0, "the tier holds nothing")
+
+
+@pytest.mark.parametrize("policy", ["all", "auto"])
+@pytest.mark.parametrize("host_memory", [HOST, MORE_HOST])
+@pytest.mark.parametrize("on_flash", [True, False])
+def test_gradients_are_the_same_to_the_last_bit(link, disk_path, policy, host_memory, on_flash):
+    settings = {"policy": policy, "host_memory": host_memory, "device_memory": BUDGET}
+    if not on_flash:
+        settings |= {"flash": (), "flash_capacity": None}
+    with_us, session = trained(session_of=lambda m, o: session_in(disk_path, m, o, **settings))
+    without, _ = trained()
+    with_us.assert_same_bits(without)
+    assert session.budget.peak_bytes <= 4 * MIB
+    assert min(link.copied_bytes.values()) > 4 * MIB
+    tiers = ["flash"] if on_flash and host_memory == HOST else ["host"]
+    tiers = ["flash", "host"] if on_flash and host_memory == MORE_HOST else tiers
+    assert list(session._stores.tiers) == tiers
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.005])
+def test_the_pace_of_copies_changes_no_bit(link, disk_path, delay_s):
+    link._most_delay_s = delay_s
+    settings = {"host_memory": HOST, "device_memory": BUDGET}
+    with_us, _ = trained(session_of=lambda m, o: session_in(disk_path, m, o, **settings))
+    with_us.assert_same_bits(trained()[0])
+
+
+def test_trap_06_a_graph_that_is_walked_twice_comes_back_twice(link, disk_path):
+    settings = {"host_memory": HOST, "device_memory": BUDGET}
+    with_us, _ = trained(
+        session_of=lambda m, o: session_in(disk_path, m, o, **settings), retain_graph=True
+    )
+    with_us.assert_same_bits(trained(retain_graph=True)[0])
+
+
+def test_without_pinned_memory_it_is_slower_and_the_same(link, disk_path):
+    link.refusal = "not today"
+    with pytest.warns(PenstockWarning, match="refuses to pin"):
+        with_us, session = trained(
+            session_of=lambda m, o: session_in(disk_path, m, o, host_memory=HOST)
+        )
+    with_us.assert_same_bits(trained()[0])
+    assert "pin.failed 1" in str(session.summary())
+
+
+def test_with_flash_that_fails_it_is_the_same(link, disk_path):
+    def faulty(tier):
+        return (
+            FaultyTier(tier, fail_at={"write": 3}, times=4) if tier.spec.name == "flash" else tier
+        )
+
+    with pytest.warns(PenstockWarning, match="stays in pinned host memory"):
+        with_us, session = trained(
+            session_of=lambda m, o: session_in(
+                disk_path, m, o, host_memory=HOST, device_memory=BUDGET, wrap_tier=faulty
+            )
+        )
+    with_us.assert_same_bits(trained()[0])
+    assert session.recorder.snapshot().counted("spill.failed.flash") == 4
+
+
+def test_the_session_measures_the_link_for_the_host_tier(link, disk_path):
+    with session_in(disk_path, host_memory=MORE_HOST) as session:
+        machine = session._stores.measure()
+    assert machine.host_write_bytes_per_s == machine.host_read_bytes_per_s == 10 * MIB * 1e9 / 1000
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"host_memory": 0}, "all that goes to flash passes through it"),
+        ({"host_memory": "128KiB"}, "give at least 256.00 KiB"),
+        ({"host_memory": 1 << 50}, "but this machine has"),
+    ],
+)
+def test_host_memory_that_cannot_do_is_refused(link, disk_path, settings, message):
+    with pytest.raises(ConfigError, match=message), session_in(disk_path, **settings):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("host_memory", "flash", "parts"),
+    [
+        (512 * MIB, True, {"staging": 512 * MIB}),
+        (513 * MIB, True, {"staging": 256 * MIB, "host tier": 257 * MIB}),
+        (2 * GIB, True, {"staging": GIB, "host tier": GIB}),
+        (2 * GIB, False, {"host tier": 2 * GIB}),
+    ],
+)
+def test_host_memory_is_shared_out_as_documented(tmp_path, host_memory, flash, parts):
+    config = OffloadConfig(host_memory=host_memory, flash=tmp_path if flash else ())
+    assert stores._host_parts(config) == parts
+
+
+def test_without_a_tier_no_host_memory_is_taken():
+    assert stores._host_parts(OffloadConfig(policy="keep")) == {}
+
+
+def test_a_device_that_nobody_knows_is_refused(disk_path, tmp_path):
+    config = OffloadConfig(policy="keep")
+    with pytest.raises(ConfigError, match="'xpu'"):
+        stores.Stores(config, budget=None, recorder=None, device=torch.device("xpu"))
+
+
+def test_a_tensor_too_long_to_be_staged_stays(link, disk_path):
+    with pytest.warns(PenstockWarning, match="longer than the staging memory"):
+        with_us, session = trained(
+            session_of=lambda m, o: session_in(disk_path, m, o, host_memory="512KiB")
+        )
+    with_us.assert_same_bits(trained()[0])
+    assert session.recorder.snapshot().counted("spill.full.flash") > 0
