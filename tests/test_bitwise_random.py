@@ -138,12 +138,16 @@ def train(graph, rows, passes):
     max_examples=60,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(graph=steps, rows=st.sampled_from([33, 256, 1000]), passes=st.integers(1, 4), options=sessions)
+@given(
+    graph=steps, rows=st.sampled_from([33, 256, 1000]), passes=st.integers(1, 4), options=sessions
+)
 def test_random_graphs_are_the_same_to_the_last_bit(session_for, graph, rows, passes, options):
     expected = train(graph, rows, passes)
     with session_for(**options) as session:
         found = train(graph, rows, passes)
-        assert [same_bits(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(found)
+        assert [same_bits(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(
+            found
+        )
         if session.budget.peak_bytes:
             assert_within_budget(session)
         assert_nothing_held(session)

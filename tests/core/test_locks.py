@@ -207,7 +207,6 @@ def test_the_collector_inside_a_critical_section():
     assert freed == [1]
 
 
-@pytest.mark.xfail(strict=True, reason="locks.py does not clear what is deferred in a forked child")
 def test_a_forked_child_gives_nothing_of_its_parents_back():
     lock, seen = Lock(), []
     with lock:

@@ -9,6 +9,9 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
+
 from offload_runs import (
     arena,
     assert_nothing_held,
@@ -20,9 +23,6 @@ from offload_runs import (
     wait_until,
     written_bytes,
 )
-from torch import nn
-from torch.nn import functional as F
-
 from penstock.core.errors import HookError, InPlaceError
 from penstock.observe.recorder import Stage
 
@@ -250,7 +250,9 @@ def test_trap_02_a_leaf_of_no_module_is_not_moved(session_for):
         features = leaf(2, 64)
         for weight in weights:
             features = F.linear(features, weight.t().contiguous().t()[:, :64])
-        assert flow_count(session, Stage.WRITE) == 3  # the contiguous copies are tensors of their own
+        assert (
+            flow_count(session, Stage.WRITE) == 3
+        )  # the contiguous copies are tensors of their own
         features = features @ weights[0] @ weights[1].transpose(0, 1).unsqueeze(0).squeeze(0)
         wait_for_writes(session)
         assert flow_count(session, Stage.WRITE) == 3

@@ -8,6 +8,8 @@ import weakref
 
 import pytest
 import torch
+from torch import nn
+
 from offload_runs import (
     GatedTier,
     arena,
@@ -22,9 +24,7 @@ from offload_runs import (
     wait_until,
     written_bytes,
 )
-from torch import nn
-
-from penstock.core.errors import PenstockWarning, RestoreError, TransferError
+from penstock.core.errors import BudgetError, PenstockWarning, RestoreError, TransferError
 from penstock.core.units import KIB, MIB
 from penstock.observe.recorder import Stage, StallCause
 from penstock.plan import Action
@@ -745,6 +745,95 @@ def test_trap_29_prefetched_copies_give_way(session_for):
             assert all(map(same_bits, step(), expected))
         assert_within_budget(session)
         assert_nothing_held(session)
+
+
+@pytest.mark.parametrize("policy", ["keep", "all", "auto"])
+def test_trap_29_a_refusal_names_a_budget_that_helps(session_for, policy):
+    """What is restored takes whole pages of 2 MiB, so a budget may be too small although the bytes
+    would fit. Each refusal names a larger budget, and whoever follows it soon has one that works.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(96, 96), nn.GELU()) for _ in range(5)))
+    features = leaf(2000, 96)
+    budgets = [100 * KIB]
+    for _ in range(8):
+        try:
+            with session_for(model, policy=policy, device_memory=budgets[-1]) as session:
+                for _ in range(3):
+                    model(features).pow(2).mean().backward()
+                assert_within_budget(session)
+            break
+        except BudgetError as error:
+            assert error.limit_bytes == budgets[-1]
+            assert error.least_bytes > budgets[-1]
+            assert f"give at least {error.least_bytes} bytes" in str(error)
+            budgets.append(error.least_bytes)
+    else:
+        pytest.fail(f"no end to it: {budgets}")
+    assert 1 < len(budgets)
+    assert budgets[-1] <= 8 * MIB
+
+
+class Weighted(torch.autograd.Function):
+    """Saves a mask that needs no gradient, and then a tensor that does."""
+
+    @staticmethod
+    def forward(ctx, features, mask):
+        ctx.save_for_backward(mask, features)
+        return (features * features * mask).sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        mask, features = ctx.saved_tensors
+        return gradient * 2 * features * mask, None
+
+
+def test_trap_29_what_was_handed_over_stays_whole_when_it_is_evicted(session_for):
+    """A node has got its mask and wants the next tensor, for which there is no room. The mask's
+    storage is chosen to go, since another node is yet to ask for it. But this node goes on with it,
+    and autograd hands over what needs no gradient as it came from us.
+    """
+    weight = leaf(64 * LARGE)  # 1 MiB
+    mask = torch.rand(64 * LARGE, generator=torch.Generator().manual_seed(5))
+    expected = (weight * 3).detach() * 2 * mask * 3
+    with session_for(policy="keep", device_memory="5MiB") as session:
+        features = weight * 3
+        others = [features.pow(2).sum()]  # the features are saved first, and so evicted first
+        mask = mask.clone()
+        loss = Weighted.apply(features, mask)
+        others += [Weighted.apply(weight * 4, mask), (weight * 5).pow(2).sum()]
+        del features, mask
+        others += [(weight * n).pow(2).sum() for n in (6, 7)]
+        assert counted(session, "evicted") == 1
+        loss.backward()
+        assert same_bits(weight.grad, expected)
+        assert counted(session, "evicted") > 1
+        assert read_bytes(session) > 0
+        assert_within_budget(session)
+
+
+def test_trap_29_a_retained_graph_may_be_evicted_unless_it_is_in_use(session_for):
+    """All of its tensors have been unpacked, and any may be again. What a node is using at the moment
+    would stay in memory all the same, so it is no way to make room.
+    """
+    weight = leaf(64 * LARGE)
+    with session_for(policy="keep", device_memory="5MiB") as session:
+        loss = (weight * 2).pow(2).sum()
+        loss.backward(retain_graph=True)
+        (saved,) = session.executor._by_storage.values()
+        used = loss.grad_fn.next_functions[0][0]._saved_self
+        room = session.executor._room
+        with pytest.raises(BudgetError, match=f"beside {MIB} that cannot be moved away now"):
+            room.make(5 * MIB, name="a test", of_pass=saved.of_pass, saved=None)
+        del used
+        assert room.make(5 * MIB, name="a test", of_pass=saved.of_pass, saved=None)
+        wait_for_writes(session)
+        assert saved.state is Residency.SPILLED
+        assert session.budget.used_bytes == 0
+        weight.grad = None
+        loss.backward()
+        assert same_bits(weight.grad, 8 * weight.detach())
+        assert_within_budget(session)
 
 
 def test_trap_29_evicted_while_its_graph_dies(session_for):

@@ -8,6 +8,14 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
 from offload_runs import (
     GatedTier,
     assert_nothing_held,
@@ -21,14 +29,6 @@ from offload_runs import (
     wait_until,
     written_bytes,
 )
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
-
 from penstock.core.errors import PenstockWarning
 from penstock.core.units import MIB
 from penstock.observe.recorder import Stage
@@ -293,9 +293,7 @@ def test_trap_12_compiled_models_train_inside_a_session(session_for, dynamo, bac
         compiled = [torch.compile(block, backend=backend, fullgraph=True) for block in model]
         loss = partial(run_through, compiled, features)
     else:
-        loss = torch.compile(
-            partial(run_through, model, features), backend=backend, fullgraph=True
-        )
+        loss = torch.compile(partial(run_through, model, features), backend=backend, fullgraph=True)
     expected = gradients_of(loss, model, features)
     with session_for(model) as session:
         for _ in range(2):
@@ -619,7 +617,9 @@ def in_child(work):
     """Run ``work`` in a forked child; what it raised, as text, or ``""``."""
     readable, writable = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, from 3.12 on
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of forking beside threads, from 3.12 on
         pid = os.fork()
     if pid == 0:
         try:

@@ -1,18 +1,16 @@
 """Whole sessions through the CUDA mover, on a device whose copies run late (see ``lazy_device``)."""
 
-import gc
-
 import pytest
 import torch
 from lazy_device import LazyLink
 from torch import nn
 
-from offload_runs import Trace, session_in, wait_until
+from cuda_runs import assert_nothing_held
+from offload_runs import Trace, session_in
 from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError, PenstockWarning
 from penstock.core.units import GIB, KIB, MIB
 from penstock.runtime import stores
-from penstock.runtime.cuda import CudaMover
 from penstock.tier.wrappers import FaultyTier
 
 HOST = "8MiB"
@@ -82,16 +80,6 @@ def trained(steps=3, session_of=None, **backward):
         if session is not None:
             session.close()
     return trace, session
-
-
-def assert_nothing_held(session):
-    gc.collect()
-    mover = session._stores.mover
-    assert isinstance(mover, CudaMover)
-    wait_until(lambda: not any(slab.used_bytes for slab in mover._slabs), "no buffer is in use")
-    wait_until(lambda: session.budget.used_bytes == 0, "nothing is charged")
-    for tier in session._stores.tiers.values():
-        wait_until(lambda tier=tier: tier.held_bytes == 0, "the tier holds nothing")
 
 
 @pytest.mark.parametrize("policy", ["all", "auto"])

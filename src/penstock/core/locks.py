@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -24,6 +25,8 @@ class _Held(threading.local):
 
 _held = _Held()
 _deferred: deque[tuple[Callable[..., None], tuple[object, ...]]] = deque()
+if hasattr(os, "register_at_fork"):  # a forked child has nothing of its parent's to give back
+    os.register_at_fork(after_in_child=_deferred.clear)
 
 
 class Lock:

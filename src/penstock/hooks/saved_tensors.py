@@ -160,6 +160,7 @@ class Moved:
         self.stride = view.stride()
         self.offset = view.storage_offset()
         self.view = None
+        self.probe = view.detach()  # a new one: another thread may be handing out the view
         self.probe.data = _empty(view.dtype, view.device)
 
     def unpack(self) -> torch.Tensor:
@@ -171,7 +172,7 @@ class Moved:
         self.unpacked = True
         view = self.view
         if view is not None:
-            return view
+            return view.detach()  # autograd may use what it gets as it is, also after a ``strip``
         view = torch.empty(0, dtype=self.dtype, device=storage.device)
         return view.set_(storage, self.offset, self.size, self.stride)
 

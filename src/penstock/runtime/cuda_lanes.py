@@ -183,10 +183,11 @@ class Lane:
             copy.start = link.record(stream, timed=True)
             self._enqueue(stream, storage, copy.address)
             copy.end = link.record(stream, timed=True)
-        except BaseException as error:  # landed tells whoever waits
+        except Exception as error:  # noqa: BLE001  (landed tells whoever waits)
             copy.error = error.with_traceback(None)  # whose frames would keep the storage alive
-            if not isinstance(error, Exception):
-                raise
+        except BaseException:
+            copy.error = InterruptedError(f"the copy of {copy.label} was interrupted")
+            raise
         finally:
             copy.after = ()
 

@@ -302,7 +302,7 @@ class Executor:
         if self._traffic.fetch(saved, Priority.DEMAND):
             self._prefetch(saved, again=False)
             return
-        needed = self._mover.target_bytes(saved.ticket)
+        needed = self._mover.charge_bytes(saved.ticket)
         if not self._room.make(needed, name=saved.label, of_pass=saved.of_pass, saved=saved):
             self._traffic.fetch(saved, Priority.DEMAND, force=True)
 

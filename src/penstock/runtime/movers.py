@@ -25,7 +25,7 @@ from penstock.core.budget import Budget
 from penstock.core.units import round_up
 from penstock.io.arena import Arena, Block
 from penstock.io.engine import Priority, Transfer
-from penstock.io.mapping import PAGE_BYTES
+from penstock.io.mapping import HUGE_PAGE_BYTES, PAGE_BYTES
 from penstock.tier.base import Tier
 
 RESTORED = "restored"
@@ -79,6 +79,10 @@ class Mover(ABC):
     @abstractmethod
     def target_bytes(self, ticket: Any) -> int:
         """What ``allocate`` would charge at most."""
+
+    def charge_bytes(self, ticket: Any) -> int:
+        """What ``allocate`` may have to take from the budget for it."""
+        return self.target_bytes(ticket)
 
     @abstractmethod
     def used_bytes(self) -> int:
@@ -166,6 +170,10 @@ class CpuMover(Mover):
     def target_bytes(self, ticket: Any) -> int:
         """The window, and what lies before it in its cache line."""
         return int(ticket.window.nbytes + ticket.window.address % CACHE_LINE_BYTES)
+
+    def charge_bytes(self, ticket: Any) -> int:
+        """That in whole pages of the arena."""
+        return round_up(self.target_bytes(ticket), HUGE_PAGE_BYTES)
 
     def used_bytes(self) -> int:
         """Blocks in use."""

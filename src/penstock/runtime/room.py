@@ -17,7 +17,8 @@ import torch
 
 from penstock.core.budget import Budget
 from penstock.core.errors import BudgetError
-from penstock.core.units import format_bytes
+from penstock.core.units import format_bytes, round_up
+from penstock.io.mapping import HUGE_PAGE_BYTES
 from penstock.observe.recorder import Recorder, Stage, StallCause
 from penstock.runtime.passes import Pass
 from penstock.runtime.residency import Residency, SavedStorage
@@ -147,8 +148,11 @@ class Room:
 
     def _refuse(self, nbytes: int, name: str) -> None:
         used = self._budget.used_bytes
-        least = used + nbytes
         limit = self._budget.limit_bytes
+        least = used + nbytes
+        if least <= limit:  # the bytes would fit, but what is restored takes whole pages
+            pages = used + round_up(nbytes, HUGE_PAGE_BYTES)
+            least = max(pages, round_up(limit + 1, HUGE_PAGE_BYTES))
         small = self._budget.used_by(SMALL)
         raise BudgetError(
             f"the {self._budget.name} budget of {limit} bytes ({format_bytes(limit)}) is too small"

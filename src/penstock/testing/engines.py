@@ -15,14 +15,10 @@
 from __future__ import annotations
 
 import errno as errnos
-import os
-import signal
 import threading
 import time
-import traceback
-import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +28,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from penstock.core.errors import (
     ClosedError,
@@ -41,14 +36,22 @@ from penstock.core.errors import (
     ShortTransferError,
     TransferError,
 )
-from penstock.io.engine import Engine, File, Op, Priority, Request, Transfer
+from penstock.io.engine import Engine, File, Op, Priority, Transfer
 from penstock.io.threads import Syscalls
 from penstock.testing.faults import Crash, Fail, Fault, FaultySyscalls, GatedSyscalls, Short
+from penstock.testing.moving import (
+    PATIENCE_S,
+    PIECE_BYTES,
+    Bytes,
+    aligned,
+    move,
+    move_from_threads,
+    request,
+    roundtrip,
+    run_in_fork,
+)
 
-PIECE_BYTES = 8192
-PATIENCE_S = 20.0
-
-Bytes = NDArray[np.uint8]
+__all__ = ["PATIENCE_S", "PIECE_BYTES", "Bytes", "EngineTests", "aligned", "move", "run_in_fork"]
 
 
 class Build(Protocol):
@@ -58,16 +61,6 @@ class Build(Protocol):
         self, *, threads: int = 2, piece_bytes: int = PIECE_BYTES, syscalls: Syscalls | None = None
     ) -> Engine:
         """Build an engine that is closed at the end of the test."""
-
-
-def aligned(nbytes: int, *, seed: int | None = None) -> Bytes:
-    """Memory at a multiple of 4096: zeroes, or random bytes."""
-    room = np.zeros(nbytes + 4096, np.uint8)
-    skew = -room.ctypes.data % 4096
-    memory = room[skew : skew + nbytes]
-    if seed is not None:
-        memory[:] = np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
-    return memory
 
 
 class EngineTests:
@@ -123,7 +116,7 @@ class EngineTests:
             for extra in (-granule, 0, granule):
                 nbytes = pieces * PIECE_BYTES + extra
                 if nbytes > 0:
-                    _roundtrip(engine, file, 0, nbytes)
+                    roundtrip(engine, file, 0, nbytes)
 
     @settings(
         max_examples=25,
@@ -156,7 +149,7 @@ class EngineTests:
         targets = [aligned(nbytes) for _ in range(count)]
         plan: tuple[tuple[Op, list[Bytes]], ...] = (("write", sources), ("read", targets))
         for op, buffers in plan:
-            transfers = _move_from_threads(engine, op, file, buffers)
+            transfers = move_from_threads(engine, op, file, buffers)
             assert [transfer.wait(PATIENCE_S) for transfer in transfers] == [nbytes] * count
         for source, target in zip(sources, targets, strict=True):
             assert np.array_equal(source, target)
@@ -178,19 +171,17 @@ class EngineTests:
 
         gate = GatedSyscalls() if self.takes_syscalls else None
         owner, buffer = Owner(), aligned(PIECE_BYTES, seed=0)
-        alive = weakref.ref(owner)
-        transfer = build(syscalls=gate).submit(_request("write", file, 0, buffer, keep_alive=owner))
+        alive, seen = weakref.ref(owner), list[object]()
+        transfer = build(syscalls=gate).submit(request("write", file, 0, buffer, keep_alive=owner))
         del owner
         if gate is not None:
             gate.wait_for_call()
             assert alive() is not None
-            seen: list[object] = []
             transfer.add_done_callback(lambda _: seen.append(alive()))
             gate.open()
-            transfer.wait(PATIENCE_S)
-            assert seen == [None]
         transfer.wait(PATIENCE_S)
         assert alive() is None
+        assert gate is None or seen == [None]
 
     def test_callbacks_run_before_waiters_wake(self, build: Build, file: File) -> None:
         """Also those that are added by a callback; one that comes late runs at once."""
@@ -216,7 +207,7 @@ class EngineTests:
     def test_misaligned_requests_are_refused(self, build: Build, file: File, field: str) -> None:
         """At once, naming the field; nothing is moved."""
         buffer, granule = aligned(2 * PIECE_BYTES), file.granule_bytes
-        good = _request("read", file, 0, buffer)
+        good = request("read", file, 0, buffer)
         bad = [-granule] if field == "offset_bytes" else [-granule, 0]
         bad += [getattr(good, field) + odd for odd in {1, granule // 2} if odd % granule]
         engine = build()
@@ -359,7 +350,7 @@ class EngineTests:
         assert error.offset_bytes in range(0, 5 * PIECE_BYTES, PIECE_BYTES)
         assert (error.nbytes, error.moved_bytes) == (PIECE_BYTES, 0)
         assert error.free_bytes > 0
-        _roundtrip(engine, file, 0, 5 * PIECE_BYTES)
+        roundtrip(engine, file, 0, 5 * PIECE_BYTES)
 
     @pytest.mark.parametrize("op", ["write", "read"])
     @pytest.mark.parametrize("index", range(5))
@@ -404,7 +395,7 @@ class EngineTests:
     def test_always_short_still_arrives(self, build: Build, file: File) -> None:
         """However little each call moves, as long as it moves something."""
         engine = build(syscalls=FaultySyscalls(every=Short(file.granule_bytes + 1000)))
-        _roundtrip(engine, file, 0, 3 * PIECE_BYTES)
+        roundtrip(engine, file, 0, 3 * PIECE_BYTES)
 
     def test_an_unforeseen_exception_reaches_the_waiter(self, build: Build, file: File) -> None:
         """No request is lost with its worker, and no worker with its request."""
@@ -412,7 +403,7 @@ class EngineTests:
         engine = build(threads=1, syscalls=FaultySyscalls({1: Crash(crash)}))
         with pytest.raises(RuntimeError, match="no system call"):
             move(engine, "write", file, 0, aligned(3 * PIECE_BYTES)).wait(PATIENCE_S)
-        _roundtrip(engine, file, 0, 3 * PIECE_BYTES)
+        roundtrip(engine, file, 0, 3 * PIECE_BYTES)
 
     def test_a_failure_settles_when_no_piece_is_running(self, build: Build, file: File) -> None:
         """Memory is not touched after the waiter was told; pieces after a failure never begin.
@@ -493,7 +484,7 @@ class EngineTests:
     def test_an_idle_engine_costs_nothing(self, build: Build, file: File) -> None:
         """Workers wait; they do not look."""
         engine = build(threads=4)
-        _roundtrip(engine, file, 0, 8 * PIECE_BYTES)
+        roundtrip(engine, file, 0, 8 * PIECE_BYTES)
 
         def spent_ns() -> int:
             before = time.process_time_ns()
@@ -506,88 +497,3 @@ class EngineTests:
         content = aligned(pieces * PIECE_BYTES, seed=7)
         move(build(), "write", file, 0, content).wait(PATIENCE_S)
         return content
-
-
-def move(
-    engine: Engine,
-    op: Op,
-    file: File,
-    offset: int,
-    buffer: Bytes,
-    *,
-    priority: Priority = Priority.WRITE_BEHIND,
-) -> Transfer:
-    """Submit the transfer of a whole buffer."""
-    return engine.submit(_request(op, file, offset, buffer, priority=priority))
-
-
-def run_in_fork(action: Callable[[], object]) -> None:
-    """Run ``action`` in a forked child; fail if it raises there or does not end."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: the point
-        pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            action()
-            code = 0
-        except BaseException:  # noqa: BLE001  (nothing of pytest's may run in the child)
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            assert status == 0, f"the child ended with status {status}"
-            return
-        time.sleep(0.005)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    raise AssertionError("the child hangs")
-
-
-def _request(
-    op: Op,
-    file: File,
-    offset: int,
-    buffer: Bytes,
-    *,
-    keep_alive: object = None,
-    priority: Priority = Priority.WRITE_BEHIND,
-) -> Request:
-    return Request(
-        op=op,
-        file=file,
-        offset_bytes=offset,
-        address=buffer.ctypes.data,
-        nbytes=len(buffer),
-        keep_alive=buffer if keep_alive is None else keep_alive,
-        priority=priority,
-    )
-
-
-def _roundtrip(engine: Engine, file: File, offset: int, nbytes: int) -> None:
-    source, target = aligned(nbytes, seed=nbytes), aligned(nbytes)
-    assert move(engine, "write", file, offset, source).wait(PATIENCE_S) == nbytes
-    assert move(engine, "read", file, offset, target).wait(PATIENCE_S) == nbytes
-    assert np.array_equal(source, target)
-
-
-def _move_from_threads(
-    engine: Engine, op: Op, file: File, buffers: list[Bytes], *, count: int = 4
-) -> list[Transfer]:
-    """Move buffers of one length to or from consecutive places; several threads submit."""
-    transfers: list[Transfer] = []
-
-    def submit(which: int) -> None:
-        for index in range(which, len(buffers), count):
-            offset = index * len(buffers[index])
-            transfers.append(move(engine, op, file, offset, buffers[index]))
-
-    threads = [threading.Thread(target=submit, args=(which,)) for which in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return transfers

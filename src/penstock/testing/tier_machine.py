@@ -147,6 +147,7 @@ def write(tier: Tier, source: Bytes, start: int, nbytes: int) -> Ticket:
 
 def read(tier: Tier, ticket: Ticket, target: Bytes) -> Transfer:
     """Begin to read a ticket's window to the start of ``target``."""
+    assert len(target) >= ticket.window.nbytes, "the target is shorter than the window"
     return tier.read(ticket, target.ctypes.data, keep_alive=target)
 
 

@@ -31,7 +31,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from penstock.core.errors import ChecksumError, ClosedError, ConfigError, NoSpaceError
 from penstock.core.units import KIB, MIB
-from penstock.io.engine import Priority
+from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Stage
 from penstock.testing.engines import aligned, run_in_fork
 from penstock.testing.tier_machine import (
@@ -152,19 +152,25 @@ class TierTests:
 
     def test_sources_and_targets_are_let_go(self, tier: Tier) -> None:
         """``keep_alive`` is held until the transfer is settled, and not a moment longer."""
-        source, target = aligned(64 * KIB, seed=5), aligned(64 * KIB)
+        nbytes = self.long_bytes
+        source, target = aligned(nbytes, seed=5), aligned(nbytes + 4096)
+        seen: list[object] = []
+
+        def watch(transfer: Transfer, death: weakref.ref[Owner]) -> None:
+            transfer.add_done_callback(lambda _: seen.append(death()))
+            transfer.wait(PATIENCE_S)
+
         owner = Owner()
+        ticket = tier.write(source.ctypes.data, nbytes, keep_alive=owner, label="x")
         death = weakref.ref(owner)
-        ticket = tier.write(source.ctypes.data, 50_000, keep_alive=owner, label="x")
         del owner
-        ticket.written.wait(PATIENCE_S)
-        assert death() is None  # at once: a budget counts on it
+        watch(ticket.written, death)
         owner = Owner()
-        death = weakref.ref(owner)
         transfer = tier.read(ticket, target.ctypes.data, keep_alive=owner)
+        death = weakref.ref(owner)
         del owner
-        transfer.wait(PATIENCE_S)
-        assert death() is None  # at once: a budget counts on it
+        watch(transfer, death)
+        assert seen == [None, None]
 
     # -- room -------------------------------------------------------------------------------------
 
@@ -263,7 +269,7 @@ class TierTests:
 
     def test_promoted_transfers(self, tier: Tier) -> None:
         """Promotion changes the order and nothing else."""
-        source, target = aligned(self.long_bytes, seed=14), aligned(self.long_bytes)
+        source, target = aligned(self.long_bytes, seed=14), aligned(self.long_bytes + 4096)
         ticket = write(tier, source, 0, self.long_bytes)
         ticket.written.promote(Priority.DEMAND)
         ticket.written.wait(PATIENCE_S)

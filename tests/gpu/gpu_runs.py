@@ -1,0 +1,93 @@
+"""Training on a GPU with and without a session, for the tests beside this file."""
+
+import torch
+
+from cuda_runs import assert_nothing_held
+from offload_runs import Trace, counted, session_in
+from penstock import zoo
+from penstock.observe.recorder import Stage
+
+DEVICE = "cuda"
+HOST = "64MiB"
+"""All of it for staging, with flash; all of it the host tier, without."""
+BATCHES = {
+    "alexnet": 120,
+    "vgg16": 48,
+    "googlenet": 26,
+    "resnet18": 200,
+    "resnet272": 32,
+    "densenet121": 51,
+    "bert-base": 16,
+    "gpt2": 16,
+}
+REPRODUCIBLE = ("resnet18", "gpt2")
+"""Of these torch has deterministic kernels for everything; of others it may not, on this device."""
+
+
+def settings_for(places, **settings):
+    """Of a session that spills to ``"flash"``, to ``"host"``, or to both."""
+    settings = {"host_memory": "1GiB" if places == "both" else HOST} | settings
+    if places == "host":
+        settings = {"flash": (), "flash_capacity": None} | settings
+    return settings
+
+
+def train(model, optimizer, batch_size, *, steps=3, dtype=torch.float32, micro_batches=1):
+    """Every loss, gradient and weight of some steps, from fixed seeds."""
+    trace = Trace()
+    for step in range(steps):
+        optimizer.zero_grad()
+        for micro in range(micro_batches):
+            batch = zoo.example_batch(model, batch_size, seed=10 * step + micro, device=DEVICE)
+            torch.manual_seed(1000 + step)
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype is torch.bfloat16):
+                loss = model(*batch)
+            loss.backward()
+            trace.note(f"step {step}, loss {micro}", loss)
+        trace.note_gradients(step, model)
+        optimizer.step()
+        trace.note_weights(step, model)
+    return trace
+
+
+def prepare(family):
+    torch.manual_seed(0)
+    model = zoo.build(family, size="tiny").to(DEVICE)
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def run(family, path=None, *, wrap_tier=None, session_settings=None, **how):
+    """The trace of a training; with a path under a session, which is returned closed."""
+    model, optimizer = prepare(family)
+    if path is None:
+        return train(model, optimizer, BATCHES[family], **how), None
+    settings = session_settings or {}
+    with session_in(path, model, optimizer, wrap_tier=wrap_tier, **settings) as session:
+        trace = train(model, optimizer, BATCHES[family], **how)
+        assert_nothing_held(session)
+    return trace, session
+
+
+def saved_bytes(family, path):
+    """What autograd holds at most, without offloading."""
+    _, session = run(family, path, steps=1, session_settings=settings_for("host", policy="keep"))
+    return session.budget.peak_bytes
+
+
+def copied_bytes(session):
+    """Bytes out and in, over the link."""
+    totals = session.recorder.snapshot()
+    return tuple(
+        sum(flow.nbytes for (stage, _), flow in totals.flows.items() if stage is wanted)
+        for wanted in (Stage.COPY_OUT, Stage.COPY_IN)
+    )
+
+
+def assert_moved(session, places):
+    """Bytes really went over the link and back, and to flash if that was asked for."""
+    out, back = copied_bytes(session)
+    assert out > 0
+    assert back > 0
+    assert counted(session, "pin.failed") == 0
+    if places == "flash":
+        assert session.recorder.snapshot().flow(Stage.WRITE, "flash").nbytes > 0

@@ -1,0 +1,178 @@
+"""The thin layer over ``torch.cuda``, on a real device: what its interface promises."""
+
+import time
+
+import pytest
+import torch
+from gpu_runs import settings_for
+
+from offload_runs import session_in
+from penstock.core.budget import Budget
+from penstock.core.units import MIB
+from penstock.io.arena import Arena
+from penstock.observe.recorder import Recorder, Stage
+from penstock.runtime.cuda import CudaMover
+from penstock.runtime.cuda_link import CudaLink
+from penstock.runtime.pinned import Slab
+
+pytestmark = pytest.mark.gpu
+
+NBYTES = 32 * MIB
+LONG = 1_000_000_000
+"""Cycles of the device that take about half a second."""
+
+
+@pytest.fixture
+def device():
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture
+def link():
+    return CudaLink()
+
+
+@pytest.fixture
+def mover(link, device):
+    budget = Budget(256 * MIB, name="host")
+    slabs = [
+        Slab(64 * MIB, link=link, device=device, budget=budget, name=name)
+        for name in ("staging", "host tier")
+    ]
+    mover = CudaMover(
+        device=device,
+        budget=Budget(1 << 40),
+        recorder=Recorder(),
+        link=link,
+        staging=slabs[0],
+        host=slabs[1],
+    )
+    yield mover
+    mover.close()
+    assert budget.used_bytes == 0
+
+
+class HostTier:
+    """All that the mover asks of the host tier."""
+
+    class spec:
+        name, kind, where = "host", "host", "host memory"
+
+
+def test_trap_16_registered_memory_is_pinned_until_it_is_unregistered(link, device):
+    arena = Arena(8 * MIB)
+    assert arena.pretouch()
+    block = arena.allocate(4 * MIB)
+    tensor = torch.from_numpy(block.lend(0, 4 * MIB))
+    assert not tensor.is_pinned()
+    assert link.pin(arena.address, arena.capacity_bytes, device) == ""
+    assert tensor.is_pinned()
+    link.unpin(arena.address, device)
+    assert not tensor.is_pinned()
+    del tensor
+    arena.close()
+
+
+def test_a_refused_registration_says_why_and_is_not_blamed_on_the_next_kernel(link, device):
+    arena = Arena(8 * MIB)
+    assert arena.pretouch()
+    assert link.pin(arena.address, arena.capacity_bytes, device) == ""
+    assert link.pin(arena.address, arena.capacity_bytes, device)  # twice is a mistake
+    assert torch.ones(8, device=device).add_(1).sum().item() == 16
+    link.unpin(arena.address, device)
+    link.unpin(arena.address, device)  # also a mistake
+    assert torch.ones(8, device=device).add_(1).sum().item() == 16
+    arena.close()
+
+
+def test_bytes_survive_the_way_out_and_back(mover, device):
+    source = torch.randint(0, 255, (NBYTES,), dtype=torch.uint8, device=device)
+    expected = source.cpu()
+    ticket = mover.write(source.untyped_storage(), HostTier, "slot")
+    ticket.written.wait(10)
+    del source
+    target = mover.allocate(ticket)
+    mover.read(HostTier, ticket, target, 0).wait(10)
+    storage = mover.finish(target)
+    mover.use(storage)
+    found = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    assert torch.equal(found.cpu(), expected)
+    mover.discard(HostTier, ticket)
+
+
+def test_nothing_waits_for_a_busy_device(mover, device):
+    source = torch.ones(NBYTES, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    start = time.perf_counter()
+    ticket = mover.write(source.untyped_storage(), HostTier, "slot")
+    took_s = time.perf_counter() - start
+    assert not ticket.written.done
+    assert took_s < 0.1
+    ticket.written.wait(10)
+    torch.cuda._sleep(LONG)
+    start = time.perf_counter()
+    target = mover.allocate(ticket)
+    mover.read(HostTier, ticket, target, 0).wait(10)
+    mover.use(mover.finish(target))
+    assert time.perf_counter() - start < 0.1
+    torch.cuda.synchronize()
+    mover.discard(HostTier, ticket)
+
+
+def test_pinned_copies_run_at_the_pace_of_the_link_and_are_recorded_so(mover, device):
+    out, back = mover.measure()
+    assert min(out, back) > 3e9  # a pageable copy is slower, the slowest link is not
+    source = torch.ones(NBYTES, dtype=torch.uint8, device=device)
+    torch.cuda._sleep(LONG)  # does not count as slow copying
+    ticket = mover.write(source.untyped_storage(), HostTier, "slot")
+    ticket.written.wait(10)
+    flow = mover._lanes._recorder.snapshot().flow(Stage.COPY_OUT, "host")
+    assert flow.nbytes == NBYTES
+    assert out / 3 < flow.bytes_per_s < out * 3
+    mover.discard(HostTier, ticket)
+
+
+def test_a_used_target_is_free_for_its_stream_at_once(mover, device):
+    source = torch.ones(NBYTES, dtype=torch.uint8, device=device)
+    ticket = mover.write(source.untyped_storage(), HostTier, "slot")
+    ticket.written.wait(10)
+    del source
+    torch.cuda._sleep(LONG)
+    before = torch.cuda.memory_allocated()
+    target = mover.allocate(ticket)
+    mover.read(HostTier, ticket, target, 0).wait(10)
+    storage = mover.finish(target)
+    mover.use(storage)
+    assert torch.cuda.memory_allocated() == before + NBYTES
+    del storage, target
+    assert torch.cuda.memory_allocated() == before  # although the copy has not even begun
+    torch.cuda.synchronize()
+    mover.discard(HostTier, ticket)
+
+
+def test_it_is_known_whether_a_graph_is_being_captured(link):
+    assert not link.capturing()
+    x = torch.ones(8, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        x.add_(1)
+        assert link.capturing()
+
+
+@pytest.mark.parametrize("index", range(8))
+def test_each_device_has_lanes_of_its_own(disk_path, index):
+    if index >= torch.cuda.device_count():
+        pytest.skip(f"there is no device {index}")
+    device = torch.device("cuda", index)
+    weight = torch.randn(1024, 1024, device=device, requires_grad=True)
+    x = torch.randn(4096, 1024, device=device)
+
+    def gradient():
+        weight.grad = None
+        (x @ weight).tanh().square().mean().backward()
+        return weight.grad.clone()
+
+    expected = gradient()
+    with session_in(disk_path, **settings_for("flash")):
+        assert torch.equal(gradient(), expected)
