@@ -3,7 +3,7 @@
 import gc
 
 from offload_runs import wait_until
-from penstock.runtime.cuda import CudaMover
+from penstock.runtime.cuda.mover import CudaMover
 
 
 def assert_nothing_held(session):

@@ -28,7 +28,7 @@ def settings_for(places, **settings):
     """Of a session that spills to ``"flash"``, to ``"host"``, or to both."""
     settings = {"host_memory": "1GiB" if places == "both" else HOST} | settings
     if places == "host":
-        settings = {"flash": (), "flash_capacity": None} | settings
+        settings |= {"flash": (), "flash_capacity": None}
     return settings
 
 

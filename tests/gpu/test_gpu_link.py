@@ -11,9 +11,9 @@ from penstock.core.budget import Budget
 from penstock.core.units import MIB
 from penstock.io.arena import Arena
 from penstock.observe.recorder import Recorder, Stage
-from penstock.runtime.cuda import CudaMover
-from penstock.runtime.cuda_link import CudaLink
-from penstock.runtime.pinned import Slab
+from penstock.runtime.cuda.link import CudaLink
+from penstock.runtime.cuda.mover import CudaMover
+from penstock.runtime.cuda.pinned import Slab
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 WIDTH, ROWS, LAYERS = 1024, 8192, 24
 SAVED_EACH = WIDTH * ROWS * 4
-"""Bytes of the input of a Linear, which autograd saves; 32 MiB."""
+"""Bytes of what a layer saves, 32 MiB: the output of its Tanh, which is the input of the next Linear."""
 BUDGET = 6 * SAVED_EACH
 SLACK = 64 * MIB
 """What torch's allocator rounds up, cuBLAS takes, and a dropped tensor holds until its copy ends."""
@@ -41,15 +41,18 @@ def peak_bytes(model, steps=3):
     return torch.cuda.max_memory_allocated() - before
 
 
+def settings(places, **more):
+    """Room for two steps, so that nothing goes elsewhere because a slow disk is still busy."""
+    return settings_for(places, host_memory="4GiB", **({"flash_capacity": "4GiB"} | more))
+
+
 @pytest.mark.parametrize("places", ["flash", "host"])
 def test_the_peak_falls_to_the_budget(disk_path, places):
     model = network()
     without = peak_bytes(model)
-    assert without >= 2 * LAYERS * SAVED_EACH  # inputs of Linear and outputs of Tanh: the same ones
-    settings = settings_for(places, host_memory="4GiB", flash_capacity="4GiB", policy="auto")
-    if places == "host":
-        settings["flash_capacity"] = None
-    with session_in(disk_path, model, device_memory=BUDGET, **settings) as session:
+    assert without >= LAYERS * SAVED_EACH
+    more = {"policy": "auto", "device_memory": BUDGET}
+    with session_in(disk_path, model, **settings(places, **more)) as session:
         with_us = peak_bytes(model)
         assert session.budget.peak_bytes <= BUDGET
     transient = 4 * SAVED_EACH  # what a node makes beside what is saved: outputs and gradients
@@ -63,8 +66,7 @@ def test_nothing_is_left_on_the_device_or_pinned(disk_path, places):
     gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    settings = settings_for(places, host_memory="2GiB")
-    with session_in(disk_path, model, **settings) as session:
+    with session_in(disk_path, model, **settings(places)) as session:
         peak_bytes(model, steps=2)
         assert_nothing_held(session)
         slabs = session._stores.mover._slabs
@@ -76,25 +78,7 @@ def test_nothing_is_left_on_the_device_or_pinned(disk_path, places):
 
 def test_trap_07_a_graph_that_is_dropped_gives_everything_back(disk_path):
     model = network()
-    with session_in(disk_path, model, **settings_for("flash", host_memory="512MiB")) as session:
+    with session_in(disk_path, model, **settings("flash")) as session:
         for _ in range(3):
             model(torch.randn(ROWS, WIDTH, device=DEVICE))
         assert_nothing_held(session)
-
-
-def test_a_device_without_memory_makes_reading_ahead_stop(disk_path):
-    """What is read ahead takes what there is, and no more; the step goes on."""
-    model = network()
-    expected = model(torch.ones(ROWS, WIDTH, device=DEVICE)).square().mean().item()
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    limit = (total - free + 16 * SAVED_EACH) / total
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit))
-    try:
-        settings = settings_for("host", host_memory="4GiB", policy="all")
-        with session_in(disk_path, model, **settings):
-            loss = model(torch.ones(ROWS, WIDTH, device=DEVICE)).square().mean()
-            loss.backward()
-            assert loss.item() == expected
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)

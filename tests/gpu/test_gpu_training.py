@@ -4,6 +4,7 @@ Where torch has no deterministic kernel for something in a network, two runs wit
 already; such a network is skipped, in words.
 """
 
+import ctypes
 import threading
 from functools import lru_cache, partial
 
@@ -26,8 +27,8 @@ from cuda_runs import assert_nothing_held
 from offload_runs import Trace, counted, session_in
 from penstock import zoo
 from penstock.core.errors import PenstockWarning
-from penstock.runtime.cuda_link import CudaLink
-from penstock.runtime.pinned import Slab
+from penstock.runtime.cuda.link import CudaLink
+from penstock.runtime.cuda.pinned import Slab
 from penstock.tier.wrappers import FaultyTier
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*determinis")]
@@ -138,7 +139,7 @@ class TwoStreams(nn.Module):
 
 @pytest.mark.parametrize("places", ["flash", "host"])
 def test_trap_15_on_two_streams(disk_path, small_knobs, places):
-    def gradients(session):
+    def gradients():
         torch.manual_seed(0)
         model = TwoStreams().to(DEVICE)
         trace = Trace()
@@ -152,10 +153,10 @@ def test_trap_15_on_two_streams(disk_path, small_knobs, places):
         torch.cuda.synchronize()
         return trace
 
-    expected = gradients(None)
-    expected.assert_same_bits(gradients(None))
+    expected = gradients()
+    expected.assert_same_bits(gradients())
     with session_in(disk_path, **settings_for(places)) as session:
-        found = gradients(session)
+        found = gradients()
         assert_nothing_held(session)
     found.assert_same_bits(expected)
     assert_moved(session, places)
@@ -218,7 +219,7 @@ def test_trap_15_with_freed_memory_poisoned_and_streams_held_up(
 
     def poisoned(slab, buffer):
         if not buffer.wanted and not buffer.moving and buffer in slab._buffers:
-            buffer.slab.arena._mapping.array(buffer.block._offset, buffer.block.nbytes)[:] = 0xA5
+            ctypes.memset(buffer.address, 0xA5, buffer.block.nbytes)
         free(slab, buffer)
 
     monkeypatch.setattr(Slab, "_free_unneeded", poisoned)
@@ -229,7 +230,8 @@ def test_trap_15_with_freed_memory_poisoned_and_streams_held_up(
     if slow in ("compute", "all"):
         for module in model.modules():
             module.register_forward_hook(lambda *_: torch.cuda._sleep(200_000))
-            module.register_full_backward_pre_hook(lambda *_: torch.cuda._sleep(200_000))
+        for parameter in model.parameters():
+            parameter.register_hook(lambda _: torch.cuda._sleep(200_000))
     with session_in(disk_path, model, optimizer, **settings_for(places)) as session:
         found = train(model, optimizer, BATCHES["resnet18"])
         assert_nothing_held(session)

@@ -377,6 +377,28 @@ def test_trap_17_a_graph_dropped_while_it_is_written_is_charged_until_then(sessi
         assert_nothing_held(session)
 
 
+def test_trap_17_a_tensor_can_be_read_the_moment_it_is_written(session_for):
+    """The worker that ends a write first tells us, and its source is freed; then it wakes those who
+    wait. Backward may come in between, and has to read what has been written by then.
+    """
+    weight = leaf(LARGE)
+    session, made = gated(session_for, "write")
+    with session:
+        loss = (weight * 2).pow(2).sum()
+        (saved,) = session.executor._by_storage.values()
+        over = threading.Event()
+        saved.ticket.written.add_done_callback(lambda _: over.wait(20))  # runs after ours
+        opener = threading.Thread(target=made[0].open, args=["write"])
+        opener.start()
+        wait_until(lambda: saved.state is Residency.SPILLED, "the write has ended")
+        try:
+            loss.backward()
+        finally:
+            over.set()
+            opener.join()
+        assert same_bits(weight.grad, 8 * weight.detach())
+
+
 # -- 18: somebody else holds it -------------------------------------------------------------------
 
 
@@ -770,7 +792,7 @@ def test_trap_29_a_refusal_names_a_budget_that_helps(session_for, policy):
             budgets.append(error.least_bytes)
     else:
         pytest.fail(f"no end to it: {budgets}")
-    assert 1 < len(budgets)
+    assert len(budgets) > 1
     assert budgets[-1] <= 8 * MIB
 
 

@@ -9,9 +9,9 @@ from penstock.core.budget import Budget
 from penstock.core.units import KIB
 from penstock.io.engine import Priority
 from penstock.observe.recorder import Recorder
-from penstock.runtime.cuda import CudaMover
+from penstock.runtime.cuda.mover import CudaMover
+from penstock.runtime.cuda.pinned import Slab
 from penstock.runtime.movers import RESTORED
-from penstock.runtime.pinned import Slab
 from penstock.tier.base import TierSpec
 
 

@@ -21,8 +21,8 @@ from penstock.core.errors import (
 from penstock.core.units import KIB
 from penstock.io.engine import Priority
 from penstock.observe.recorder import Stage
-from penstock.runtime import pinned
-from penstock.runtime.cuda_tickets import Where
+from penstock.runtime.cuda import pinned
+from penstock.runtime.cuda.tickets import Where
 from penstock.runtime.movers import RESTORED
 
 NBYTES = 16 * KIB

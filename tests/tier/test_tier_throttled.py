@@ -191,6 +191,14 @@ class TestThrottledTier:
             tier.discard(ticket)
         assert tier.held_bytes == 0
 
+    def test_promotion_reaches_the_tier_inside(self, stack):
+        tier = throttled(stack, write_bytes_per_s=10**9, read_bytes_per_s=10**9)
+        promoted = []
+        work = Transfer(1, promote=lambda _, priority: promoted.append(priority))
+        tier._queue(work, "read", Priority.PREFETCH).promote(Priority.DEMAND)
+        work.settle()
+        assert promoted == [Priority.DEMAND]
+
     def test_errors_come_through(self, stack):
         failure = OSError("EIO")
         inner = FaultyTier(host(stack), fail_at={"read": 0}, error=failure)

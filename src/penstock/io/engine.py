@@ -79,7 +79,16 @@ class Request:
 class Transfer:
     """What becomes of a request. Settled once, by the engine. Thread-safe."""
 
-    __slots__ = ("_callbacks", "_cancel", "_error", "_event", "_lock", "_promote", "nbytes")
+    __slots__ = (
+        "_callbacks",
+        "_cancel",
+        "_error",
+        "_event",
+        "_lock",
+        "_promote",
+        "_settled",
+        "nbytes",
+    )
 
     def __init__(
         self,
@@ -99,14 +108,15 @@ class Transfer:
         self._cancel = cancel
         self._promote = promote
         self._lock = Lock()
-        self._event = threading.Event()
+        self._event = threading.Event()  # set when waiters may go on
+        self._settled = False
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[Transfer], None]] = []
 
     @property
     def done(self) -> bool:
-        """Whether it is settled, in whichever way."""
-        return self._event.is_set()
+        """Whether it is settled, in whichever way; true before the callbacks run."""
+        return self._settled
 
     @property
     def error(self) -> BaseException | None:
@@ -160,8 +170,9 @@ class Transfer:
     def settle(self, error: BaseException | None = None) -> None:
         """For engines and tiers: the transfer is over. Waiters wake after the callbacks ran."""
         with self._lock:
-            assert not self._event.is_set(), "a transfer was settled twice"
+            assert not self._settled, "a transfer was settled twice"
             self._error = error
+            self._settled = True
             self._cancel = self._promote = None
         while True:
             with self._lock:

@@ -25,10 +25,10 @@ from penstock.io.mapping import HUGE_PAGE_BYTES
 from penstock.io.threads import ThreadEngine
 from penstock.observe.recorder import Recorder
 from penstock.plan.machine import Machine
-from penstock.runtime.cuda import CudaMover
-from penstock.runtime.cuda_link import CudaLink, Link
+from penstock.runtime.cuda.link import CudaLink, Link
+from penstock.runtime.cuda.mover import CudaMover
+from penstock.runtime.cuda.pinned import Slab
 from penstock.runtime.movers import CpuMover, Mover
-from penstock.runtime.pinned import Slab
 from penstock.runtime.probe import measure
 from penstock.tier.base import Tier
 from penstock.tier.flash import FlashTier

@@ -148,6 +148,7 @@ class Tier(ABC):
 
         Raises:
             NoSpaceError: The tier, or the file system under it, has no room for them.
+            TransferError: It could not make room, for another reason: no file can be made, say.
             ClosedError: The tier is closed.
         """
         if nbytes <= 0:

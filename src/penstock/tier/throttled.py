@@ -64,10 +64,10 @@ class Channel:
 
     def _head(self) -> Turn | None:
         while self._queue:
-            priority, _, turn = self._queue[0]
-            if turn.waiting and turn.priority == priority:
+            turn = self._queue[0][2]
+            if turn.waiting:
                 return turn
-            heapq.heappop(self._queue)  # withdrawn, or queued again with a better priority
+            heapq.heappop(self._queue)  # withdrawn, or begun by its entry with a better priority
         return None
 
 

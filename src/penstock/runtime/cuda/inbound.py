@@ -12,11 +12,11 @@ from penstock.core.errors import ClosedError, ConfigError
 from penstock.core.locks import Lock, defer
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
-from penstock.runtime.cuda_lanes import Copy, Lanes
-from penstock.runtime.cuda_link import Link, Stream
-from penstock.runtime.cuda_tickets import CudaTarget, CudaTicket, Fill, Where
+from penstock.runtime.cuda.lanes import Copy, Lanes
+from penstock.runtime.cuda.link import Link, Stream
+from penstock.runtime.cuda.pinned import Buffer, Slab, Waiting
+from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket, Fill, Where
 from penstock.runtime.movers import RESTORED
-from penstock.runtime.pinned import Buffer, Slab, Waiting
 from penstock.tier.base import Ticket
 
 

@@ -24,8 +24,8 @@ from penstock.core.units import format_bytes, round_up
 from penstock.io.arena import Arena, Block
 from penstock.io.engine import Priority
 from penstock.io.mapping import PAGE_BYTES
-from penstock.runtime.cuda_lanes import StartThread, start_daemon
-from penstock.runtime.cuda_link import Link
+from penstock.runtime.cuda.lanes import StartThread, start_daemon
+from penstock.runtime.cuda.link import Link
 
 PATIENCE_S: Final = 60.0
 _never_freed: Final[list[Arena]] = []

@@ -20,10 +20,10 @@ from penstock.core.locks import Lock
 from penstock.core.units import round_up
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
-from penstock.runtime.cuda_lanes import Copy, Lanes
-from penstock.runtime.cuda_link import Event
-from penstock.runtime.cuda_tickets import CudaTicket, Where, no_space
-from penstock.runtime.pinned import Buffer, Slab, Waiting
+from penstock.runtime.cuda.lanes import Copy, Lanes
+from penstock.runtime.cuda.link import Event
+from penstock.runtime.cuda.pinned import Buffer, Slab, Waiting
+from penstock.runtime.cuda.tickets import CudaTicket, Where, no_space
 from penstock.tier.base import Ticket, Tier
 
 GRANULE_BYTES: Final = 4096

@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeAlias
 
 import torch
@@ -23,7 +24,7 @@ import torch
 from penstock.core.errors import ClosedError
 from penstock.core.locks import Lock, condition
 from penstock.observe.recorder import Recorder, Stage
-from penstock.runtime.cuda_link import Event, Link
+from penstock.runtime.cuda.link import Event, Link
 
 StartThread: TypeAlias = Callable[[Callable[[], None], str], None]
 """How to run something in a thread of a name."""
@@ -149,10 +150,7 @@ class Lane:
             _tell_issued(copy)
         watched = self._see_end(copy)
         if copy.error is None:
-            start_ns, end_ns = self._times(copy, watched=watched)
-            self._recorder.span(
-                self._stage, start_ns, end_ns, nbytes=copy.nbytes, tier=copy.tier, slot=copy.label
-            )
+            _guarded(partial(self._record, watched=watched), copy)
         copy.storage = None  # first: who hears of the end may look whether the storage is dead
         _guarded(copy.landed, copy)
         with self._wake:
@@ -186,7 +184,7 @@ class Lane:
         except Exception as error:  # noqa: BLE001  (landed tells whoever waits)
             copy.error = error.with_traceback(None)  # whose frames would keep the storage alive
         except BaseException:
-            copy.error = InterruptedError(f"the copy of {copy.label} was interrupted")
+            copy.error = InterruptedError(f"copying {copy.label} was interrupted")
             raise
         finally:
             copy.after = ()
@@ -195,6 +193,7 @@ class Lane:
         """Wait for the copy; whether its end was seen as it came."""
         try:
             if copy.end is None:  # it has failed, but the device may have been told of it before
+                copy.error = copy.error or InterruptedError(f"copying {copy.label} was interrupted")
                 self._link.synchronize(self._link.record(self._stream))
                 return False
             watched = not self._link.reached(copy.end)
@@ -204,15 +203,18 @@ class Lane:
             return False
         return watched
 
-    def _times(self, copy: Copy, *, watched: bool) -> tuple[int, int]:
-        """When the copy began and ended, in ns of the recorder's clock."""
-        end_ns = self._recorder.clock.now_ns()
+    def _record(self, copy: Copy, *, watched: bool) -> None:
+        """See [Note: when copies happened]."""
+        link, end_ns = self._link, self._recorder.clock.now_ns()
         if watched or self._anchor is None:
             self._anchor = (copy.end, end_ns)
         else:
             event, at_ns = self._anchor
-            end_ns = min(end_ns, at_ns + self._link.elapsed_ns(event, copy.end))
-        return end_ns - self._link.elapsed_ns(copy.start, copy.end), end_ns
+            end_ns = min(end_ns, at_ns + link.elapsed_ns(event, copy.end))
+        start_ns = end_ns - link.elapsed_ns(copy.start, copy.end)
+        self._recorder.span(
+            self._stage, start_ns, end_ns, nbytes=copy.nbytes, tier=copy.tier, slot=copy.label
+        )
 
 
 class Lanes:

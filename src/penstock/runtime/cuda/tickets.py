@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.io.engine import Transfer
-    from penstock.runtime.cuda_lanes import Copy
-    from penstock.runtime.cuda_link import Event, Stream
-    from penstock.runtime.pinned import Buffer, Slab
+    from penstock.runtime.cuda.lanes import Copy
+    from penstock.runtime.cuda.link import Event, Stream
+    from penstock.runtime.cuda.pinned import Buffer, Slab
     from penstock.tier.base import Ticket, Tier
 
 

@@ -39,13 +39,13 @@ from penstock.core.locks import Lock, defer
 from penstock.core.units import MIB, format_bytes
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
-from penstock.runtime.cuda_in import Inbound
-from penstock.runtime.cuda_lanes import Lanes, StartThread, start_daemon
-from penstock.runtime.cuda_link import Link, Stream
-from penstock.runtime.cuda_out import Outbound
-from penstock.runtime.cuda_tickets import CudaTarget, CudaTicket
+from penstock.runtime.cuda.inbound import Inbound
+from penstock.runtime.cuda.lanes import Lanes, StartThread, start_daemon
+from penstock.runtime.cuda.link import Link, Stream
+from penstock.runtime.cuda.outbound import Outbound
+from penstock.runtime.cuda.pinned import Buffer, Slab
+from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket
 from penstock.runtime.movers import RESTORED, Mover
-from penstock.runtime.pinned import Buffer, Slab
 from penstock.tier.base import Tier
 
 PROBE_BYTES: Final = 64 * MIB
