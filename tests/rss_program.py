@@ -15,9 +15,9 @@ from torch import nn
 
 import penstock
 
-ROWS, WIDTH, DEPTH = 8192, 256, 22
+ROWS, WIDTH, DEPTH = 4096, 256, 18
 STORAGE_BYTES = ROWS * WIDTH * 4
-"""Of what each layer saves, 8 MiB; a block saves two of these."""
+"""Of what each layer saves, 4 MiB; a block saves two of these."""
 
 
 def status_bytes(key):

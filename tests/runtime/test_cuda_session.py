@@ -138,7 +138,7 @@ def test_with_flash_that_fails_it_is_the_same(link, disk_path):
             )
         )
     with_us.assert_same_bits(trained()[0])
-    assert session.recorder.snapshot().counted("spill.failed.flash") == 4
+    assert 1 <= session.recorder.snapshot().counted("spill.failed.flash") <= 4  # or cancelled
 
 
 def test_the_session_measures_the_link_for_the_host_tier(link, disk_path):
