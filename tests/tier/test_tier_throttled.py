@@ -177,7 +177,8 @@ class TestThrottledTier:
         assert order == ["begun", "promoted", "prefetch"]
 
     def test_what_waits_can_be_cancelled(self, stack):
-        tier = throttled(stack, write_bytes_per_s=5 * MIB, read_bytes_per_s=1)
+        inner = host(stack, 4 * MIB)
+        tier = throttled(stack, inner, write_bytes_per_s=5 * MIB, read_bytes_per_s=1)
         source = aligned(MIB, seed=5)
         start = time.perf_counter()
         tickets = [write(tier, source, 0, MIB // 2) for _ in range(6)]  # 0.1 s each

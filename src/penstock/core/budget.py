@@ -8,10 +8,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 from penstock.core.errors import ConfigError
-from penstock.core.locks import condition
+from penstock.core.locks import Lock
 
 
 class Budget:
@@ -42,7 +43,8 @@ class Budget:
             raise ConfigError(f"a {name} budget of {limit_bytes} bytes is negative")
         self.name = name
         self.limit_bytes = limit_bytes
-        self.changed = condition()
+        self._lock = Lock()
+        self.changed = threading.Condition(self._lock)  # type: ignore[arg-type]
         self._used: dict[str, int] = {}
         self._total = 0
         self._peak = 0
@@ -69,7 +71,7 @@ class Budget:
 
     def try_take(self, nbytes: int, owner: str) -> bool:
         """Take ``nbytes`` for ``owner`` if they fit under the limit; say whether they did."""
-        with self.changed:
+        with self._lock:
             if self._total + nbytes > self.limit_bytes:
                 return False
             self._add(nbytes, owner)
@@ -77,12 +79,12 @@ class Budget:
 
     def force(self, nbytes: int, owner: str) -> None:
         """Take ``nbytes`` even over the limit: the last resort of a disk that failed."""
-        with self.changed:
+        with self._lock:
             self._add(nbytes, owner)
 
     def give(self, nbytes: int, owner: str) -> None:
         """Return ``nbytes`` of ``owner``'s."""
-        with self.changed:
+        with self._lock:
             held = self._used.get(owner, 0)
             assert nbytes <= held, f"{owner} returns {nbytes} bytes but holds {held}"
             self._add(-nbytes, owner)
@@ -90,7 +92,7 @@ class Budget:
 
     def move(self, nbytes: int, source: str, target: str) -> None:
         """Hand ``nbytes`` from one owner to another; the total does not change."""
-        with self.changed:
+        with self._lock:
             held = self._used.get(source, 0)
             assert nbytes <= held, f"{source} hands on {nbytes} bytes but holds {held}"
             self._used[source] = held - nbytes
@@ -98,7 +100,7 @@ class Budget:
 
     def reset_peak(self) -> None:
         """Begin a new measurement of the peak at what is taken now."""
-        with self.changed:
+        with self._lock:
             self._peak = self._total
 
     def _add(self, nbytes: int, owner: str) -> None:

@@ -32,6 +32,8 @@ from penstock.observe.totals import Flow, MemoryUse, Stall, StepTotals, Totals, 
 
 __all__ = ["MAX_STEPS", "Recorder", "Stage", "StallCause"]
 
+MAX_PENDING_LEVELS: Final = 1024
+"""Levels that are put aside before they are settled."""
 MAX_STEPS: Final = 1024
 """Steps whose totals are kept one by one; the oldest go first."""
 
@@ -81,6 +83,7 @@ class Recorder:
         self._stalls: dict[str, _Sum] = {}
         self._counters: dict[str, int] = {}
         self._meters: dict[str, LevelMeter] = {}
+        self._levels: deque[tuple[int, str, int]] = deque()
         self._steps: deque[StepTotals] = deque(maxlen=MAX_STEPS)
         self._open_step: tuple[int, Totals] | None = None
         self._start_ns = self._now_ns()
@@ -119,13 +122,12 @@ class Recorder:
 
     def level(self, memory: str, nbytes: int) -> None:
         """From now on ``memory`` (``"device"``, ``"host"``, ``"flash"``, ...) holds ``nbytes``."""
-        with self._lock:
-            now_ns = self._now_ns()  # under the lock: samples must be in the order of their times
-            meter = self._meters.get(memory)
-            if meter is None:
-                meter = self._meters[memory] = LevelMeter(now_ns)
-            meter.sample(now_ns, nbytes)
-            self._keep((LEVEL, now_ns, memory, nbytes))
+        # two for every tensor that is saved: put aside without the lock, and settled by the next
+        # other event or reader
+        self._levels.append((self._now_ns(), memory, nbytes))
+        if self.log is not None or len(self._levels) > MAX_PENDING_LEVELS:
+            with self._lock:
+                self._settle_levels()
 
     def mark(self, name: str, /, **fields: object) -> None:
         """Something happened now: a new plan, a fallback, a warning.
@@ -143,6 +145,7 @@ class Recorder:
         """Training step ``index`` begins now; one that is still open ends first."""
         self.end_step()
         with self._lock:
+            self._settle_levels()
             for meter in self._meters.values():
                 meter.open_window()
             self._open_step = index, self._totals(self._now_ns())
@@ -156,6 +159,7 @@ class Recorder:
         with self._lock:
             if self._open_step is None:
                 return None
+            self._settle_levels()
             index, start = self._open_step
             self._open_step = None
             end_ns = self._now_ns()
@@ -172,6 +176,7 @@ class Recorder:
     def snapshot(self) -> Totals:
         """Totals over everything since the recorder was made."""
         with self._lock:
+            self._settle_levels()
             return self._totals(self._now_ns())
 
     def steps(self) -> tuple[StepTotals, ...]:
@@ -182,12 +187,29 @@ class Recorder:
     def events(self) -> list[Event]:
         """The events that are still kept, in the order in which they were recorded."""
         with self._lock:
+            self._settle_levels()
             raw = list(self._events)
         return [typed(event) for event in raw]
 
     # -- inside, under the lock ---------------------------------------------------------------
 
+    def _settle_levels(self) -> None:
+        levels = self._levels
+        while levels:
+            now_ns, memory, nbytes = levels.popleft()
+            meter = self._meters.get(memory)
+            if meter is None:
+                meter = self._meters[memory] = LevelMeter(now_ns)
+            now_ns = max(now_ns, meter.last_ns)  # threads may have overtaken each other
+            meter.sample(now_ns, nbytes)
+            self._append((LEVEL, now_ns, memory, nbytes))
+
     def _keep(self, event: RawEvent) -> None:
+        if self._levels:
+            self._settle_levels()
+        self._append(event)
+
+    def _append(self, event: RawEvent) -> None:
         self._events.append(event)
         if self.log is not None:
             self.log.append(event)
