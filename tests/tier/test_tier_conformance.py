@@ -35,6 +35,7 @@ class TestFlashInTinySlabs(TestFlashInThreeDirectories):
 
     capacity_bytes = 480 * KIB
     long_bytes = 100_003
+    examples = 15
 
     @pytest.fixture(autouse=True)
     def tiny_slabs(self, small_slabs, monkeypatch):

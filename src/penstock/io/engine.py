@@ -137,7 +137,7 @@ class Transfer:
         if not self._event.wait(timeout_s):
             raise TimeoutError(f"a transfer of {self.nbytes} bytes is not done after {timeout_s} s")
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # else it would keep every waiter's frame alive
         return self.nbytes
 
     def cancel(self) -> bool:

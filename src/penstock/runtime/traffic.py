@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from penstock.core.budget import Budget
-from penstock.core.errors import NoSpaceError, PenstockWarning
+from penstock.core.errors import PenstockWarning, TransferError
 from penstock.core.locks import Lock
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
@@ -74,7 +74,7 @@ class Traffic:
         for tier in self._order(first_tier):
             try:
                 ticket = self.mover.write(storage, tier, saved.label)
-            except NoSpaceError as error:
+            except TransferError as error:  # full, most often; or the file cannot even be made
                 self._note_failure(f"spill.full.{tier.spec.name}", saved, error)
                 continue
             with self.lock:

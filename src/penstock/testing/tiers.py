@@ -61,6 +61,8 @@ class TierTests:
     """What a ticket takes of the capacity is its window, rounded up to this."""
     long_bytes: ClassVar[int] = 300_001
     """A size that the tier has to cut up, if it ever does; a fourth of the capacity at most."""
+    examples: ClassVar[int] = 40
+    """How often hypothesis begins anew."""
 
     def build(self, stack: ExitStack, directory: Path, capacity_bytes: int) -> Tier:
         """Build a tier; what it needs is closed by ``stack``. To be overridden."""
@@ -401,7 +403,7 @@ class TierTests:
         run_state_machine_as_test(
             cast("type[TierMachine]", machine),  # a factory will do, whatever the annotation says
             settings=settings(
-                max_examples=40,
+                max_examples=self.examples,
                 stateful_step_count=30,
                 deadline=None,
                 database=None,

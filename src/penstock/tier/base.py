@@ -164,6 +164,7 @@ class Tier(ABC):
         ticket = Ticket(label, nbytes, window, _follow(inner), place, in_flight=1)
         with self._lock:
             self._held_bytes += window.nbytes
+            self._note_level()
             self._moving.add(inner)
 
         def finish(transfer: Transfer) -> None:
@@ -295,6 +296,10 @@ class Tier(ABC):
             return
         raise ConfigError(f"{ticket.label}: read from tier {self.spec.name} {problem}")
 
+    def _note_level(self) -> None:
+        if self.spec.kind == "flash":  # host memory is on its budget's line already
+            self.recorder.level(self.spec.name, self._held_bytes)
+
     def _landed(self, ticket: Ticket) -> None:
         with self._lock:
             ticket.in_flight -= 1
@@ -305,6 +310,7 @@ class Tier(ABC):
     def _give_back(self, ticket: Ticket) -> None:
         with self._lock:
             self._held_bytes -= ticket.window.nbytes
+            self._note_level()
             closed = self._closed
         if not closed:
             self._discard(ticket.place)
