@@ -138,11 +138,11 @@ class Trace:
             assert same_bits(mine, theirs), f"differs: {name}"
 
 
-def gradients(loss_of, inputs):
-    """Clones of the gradients of ``loss_of()`` with respect to ``inputs``."""
+def gradients(loss, inputs):
+    """Clones of the gradients of a loss, or of what a function returns, with respect to ``inputs``."""
     for each in inputs:
         each.grad = None
-    loss_of().backward()
+    (loss() if callable(loss) else loss).backward()
     return [None if each.grad is None else each.grad.clone() for each in inputs]
 
 

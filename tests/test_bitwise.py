@@ -132,6 +132,15 @@ def test_everything_offloaded_trains_bit_for_bit(session_for, family):
     check_family(session_for, family, "all", steps=FAST_STEPS)
 
 
+@pytest.mark.parametrize("family", ["resnet272", "gpt2"])
+def test_several_threads_train_bit_for_bit(session_for, family):
+    """Kernels cut their work by the number of threads, and partial sums with it."""
+    torch.set_num_threads(2)
+    without_penstock.cache_clear()
+    check_family(session_for, family, "auto", steps=2)
+    without_penstock.cache_clear()
+
+
 @pytest.mark.parametrize("family", ["vgg116", "resnet272", "bert-base", "gpt2"])
 def test_bfloat16_autocast_trains_bit_for_bit(session_for, family):
     check_family(session_for, family, "auto", steps=FAST_STEPS, dtype=torch.bfloat16)
@@ -169,10 +178,13 @@ def batch_of(step, rows=512, width=64):
     return torch.randn(rows, width, generator=generator)
 
 
+ADAM = partial(torch.optim.AdamW, lr=1e-3)
+
+
 class Recipe:
     """A training script that writes down all that it makes."""
 
-    def __init__(self, *models, steps=ALL_STEPS, make=partial(torch.optim.AdamW, lr=1e-3)):
+    def __init__(self, *models, steps=ALL_STEPS, make=ADAM):
         self.trace = Trace()
         self.model = nn.ModuleList(models)
         trained = [each for each in self.model.parameters() if each.requires_grad]

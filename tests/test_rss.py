@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from rss_program import STORAGE_BYTES
 
 from penstock.core.units import MIB
+from rss_program import STORAGE_BYTES
 
 PROGRAM = Path(__file__).with_name("rss_program.py")
 WORKING_SET_BYTES = 4 * STORAGE_BYTES

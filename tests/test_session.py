@@ -100,7 +100,9 @@ def test_log_and_trace_tell_the_same_story(session_for, tmp_path):
     assert len(logged) >= len(kept)
     trace = json.loads((tmp_path / "trace.json").read_text())
     complete = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    writes = [event for event in complete if event["args"].get("nbytes") and "write" in event["name"]]
+    writes = [
+        event for event in complete if event["args"].get("nbytes") and event["cat"] == "write"
+    ]
     assert len(writes) == sum(e.stage == Stage.WRITE for e in kept if isinstance(e, Span))
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from offload_runs import assert_nothing_held, same_bits, wait_for_writes
 from torch import nn
 
+from offload_runs import assert_nothing_held, same_bits, wait_for_writes
 from penstock.hooks.saved_tensors import (
     COMPACT_SHARE,
     TINY_BYTES,
@@ -133,7 +133,9 @@ def test_aliases_that_are_no_views_come_back_too(session_for, policy):
         expected = [alias.clone() for alias in aliases]
         del base, aliases
         wait_for_writes(session)
-        assert all(same_bits(session.hooks.unpack(p), e) for p, e in zip(packed, expected, strict=True))
+        assert all(
+            same_bits(session.hooks.unpack(p), e) for p, e in zip(packed, expected, strict=True)
+        )
         del packed
         assert_nothing_held(session)
 

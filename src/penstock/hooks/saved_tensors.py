@@ -3,7 +3,7 @@
 Four kinds of handle stand for a saved tensor until autograd is done with it:
 
 * ``Kept``: a protected, tiny or foreign tensor. It stays, re-wrapped, and is not counted.
-* ``Small``: a tensor whose storage is below the floor. It stays, and counts.
+* ``Small``: a tensor whose storage is below the floor, or sure to stay. It only counts.
 * ``Moved``: a view of a storage that the executor holds, wherever that is now.
 * ``Flattened``: a DTensor, whose local tensor is one of the above.
 
@@ -15,6 +15,7 @@ that shares the saved one's version counter and none of its memory.
 from __future__ import annotations
 
 import weakref
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -101,7 +102,7 @@ class Flattened:
 
 
 class Small:
-    """A view of a storage below the floor."""
+    """A view of a storage that stays and counts."""
 
     __slots__ = ("executor", "small", "tensor", "version")
 
@@ -217,11 +218,15 @@ class SavedTensorHooks:
             return self._pack_foreign(tensor)
         if self._is_uncounted(tensor, storage):
             return Kept(tensor)
-        if storage.nbytes() < self._floor_bytes:
+        nbytes = storage.nbytes()
+        stays = nbytes < self._floor_bytes
+        if not stays:
+            if leaf_of(tensor) is not None:
+                self._recorder.count("kept.weights")
+                return Kept(tensor)
+            stays = self._executor.planner.moves_nothing
+        if stays:
             return Small(tensor, self._executor, self._executor.save_small(storage))
-        if leaf_of(tensor) is not None:
-            self._recorder.count("kept.weights")
-            return Kept(tensor)
         return self._pack_storage(tensor, storage)
 
     def _is_uncounted(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
@@ -272,7 +277,7 @@ class SavedTensorHooks:
         self, storage: torch.UntypedStorage, base: torch.Tensor, tensor: torch.Tensor
     ) -> SavedStorage:
         place = self._modules.here
-        origin = Origin(place.path, place.kind, str(tensor.dtype).removeprefix("torch."))
+        origin = Origin(place.path, place.kind, _dtype_name(tensor.dtype))
         return self._executor.save(storage, base, tensor._version, origin)
 
     def _pack_foreign(self, tensor: torch.Tensor) -> Packed:
@@ -310,6 +315,11 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
         return first, tensor.numel() * size
     reach = sum((n - 1) * stride for n, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return first, (reach + 1) * size
+
+
+@lru_cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -169,7 +169,7 @@ class Executor:
         return saved
 
     def save_small(self, storage: torch.UntypedStorage) -> SmallStorage:
-        """Count a storage below the floor; once, however many handles it gets."""
+        """Count a storage that stays; once, however many handles it gets."""
         cdata = storage._cdata
         small = self._small.get(cdata)
         if small is not None and small.source() is storage and small.handles > 0:
@@ -201,14 +201,13 @@ class Executor:
 
     def attach(self, saved: SavedStorage, view: View) -> None:
         """A handle has a view of the storage: it is stripped now, or before the storage is spilled."""
-        if saved.state is Residency.RESIDENT and not saved.of_pass.backward_start_ns:
-            saved.views.append(weakref.ref(view))
-            return
         with self._lock:
-            if saved.state is Residency.RESIDENT:
-                saved.views.append(weakref.ref(view))
-            else:
+            if saved.state is not Residency.RESIDENT:
                 view.strip()
+            elif saved.views is None:
+                saved.views = [weakref.ref(view)]
+            else:
+                saved.views.append(weakref.ref(view))
 
     # -- restoring --------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Final
 
 from penstock.core.budget import Budget
+from penstock.core.config import UNLIMITED
 from penstock.core.locks import Lock
 from penstock.observe.recorder import Recorder, Stage
 from penstock.plan import policies
@@ -39,6 +40,8 @@ class Planner:
         machine: The bandwidths that plans are made for.
         ranks: The plan's order of need by match key, for prefetching.
         replans: Plans made so far.
+        moves_nothing: Whether nothing will ever be moved: there is a plan, it keeps everything, and
+            no budget could make it necessary to depart from it.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Planner:
         self._kinds: list[Pass] = []
         self._held: set[MatchKey] = set()
         self._next_replan = 0
+        self.moves_nothing = False
         self._by_module: dict[tuple[str, int], Decision] = {}
         self._decided: dict[SlotKey, Decision | None] = {}
 
@@ -182,3 +186,5 @@ class Planner:
         self.ranks = {key.match_key: rank for rank, key in enumerate(plan.need_order)}
         self.plan = plan
         self._decided = {}
+        unlimited = self._budget.limit_bytes >= UNLIMITED
+        self.moves_nothing = not plan.offloaded_bytes and (unlimited or self.policy_name == "keep")

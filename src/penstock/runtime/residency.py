@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class SavedStorage:
     read: Any = None
     """The transfer that fills it."""
     handles: int = 1
-    views: list[weakref.ref[View]] = field(default_factory=list)
+    views: list[weakref.ref[View]] | None = None
     """Handles that keep a view of the storage, to be stripped before it is spilled."""
     pending: int = 1
     """Handles that were never unpacked: while there are any, RESTORED memory is held for them."""

@@ -172,5 +172,5 @@ def _in_use(saved: SavedStorage) -> bool:
     storage = saved.storage
     if storage is None:
         return True
-    ours = 1 + sum(view() is not None for view in saved.views)
+    ours = 1 + sum(view() is not None for view in saved.views or ())
     return bool(torch._C._storage_Use_Count(storage._cdata) > ours)

@@ -230,8 +230,8 @@ class Traffic:
 
 def strip(saved: SavedStorage) -> None:
     """Have every handle let go of the storage. Under the lock."""
-    views, saved.views = saved.views, []
-    for ref in views:
+    views, saved.views = saved.views, None
+    for ref in views or ():
         view = ref()
         if view is not None:
             view.strip()
