@@ -657,9 +657,11 @@ def held(*locks):
     thread = threading.Thread(target=hold)
     thread.start()
     taken.wait()
-    yield
-    release.set()
-    thread.join()
+    try:
+        yield
+    finally:
+        release.set()
+        thread.join()
 
 
 def test_trap_24_a_forked_child_trains_without_the_parents_engine(session_for):

@@ -390,6 +390,8 @@ class Executor:
 
     def close(self) -> None:
         """Save nothing more. A graph that is still alive keeps what of it is in memory."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             self._closed = True
 

@@ -41,7 +41,7 @@ class Planner:
         ranks: The plan's order of need by match key, for prefetching.
         replans: Plans made so far.
         moves_nothing: Whether nothing will ever be moved: there is a plan, it keeps everything, and
-            no budget could make it necessary to depart from it.
+            there is no budget, or no tier, that it could be departed from for.
     """
 
     def __init__(
@@ -186,5 +186,7 @@ class Planner:
         self.ranks = {key.match_key: rank for rank, key in enumerate(plan.need_order)}
         self.plan = plan
         self._decided = {}
-        unlimited = self._budget.limit_bytes >= UNLIMITED
-        self.moves_nothing = not plan.offloaded_bytes and (unlimited or self.policy_name == "keep")
+        budgets = self._budgets
+        self.moves_nothing = not plan.offloaded_bytes and (
+            budgets.device_bytes >= UNLIMITED or not (budgets.flash_bytes or budgets.host_bytes)
+        )
