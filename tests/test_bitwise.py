@@ -132,7 +132,7 @@ def test_everything_offloaded_trains_bit_for_bit(session_for, family):
     check_family(session_for, family, "all", steps=FAST_STEPS)
 
 
-@pytest.mark.parametrize("family", ["resnet272", "gpt2"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("resnet272", marks=pytest.mark.slow)])
 def test_several_threads_train_bit_for_bit(session_for, family):
     """Kernels cut their work by the number of threads, and partial sums with it."""
     torch.set_num_threads(2)

@@ -5,6 +5,7 @@ that share storages, edit in place, gather, or save their outputs; each is chose
 it works on. Shrinking leaves the fewest operations that still differ.
 """
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -134,14 +135,7 @@ def train(graph, rows, passes):
     return found
 
 
-@settings(
-    max_examples=60,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(
-    graph=steps, rows=st.sampled_from([33, 256, 1000]), passes=st.integers(1, 4), options=sessions
-)
-def test_random_graphs_are_the_same_to_the_last_bit(session_for, graph, rows, passes, options):
+def check(session_for, graph, rows, passes, options):
     expected = train(graph, rows, passes)
     with session_for(**options) as session:
         found = train(graph, rows, passes)
@@ -151,3 +145,23 @@ def test_random_graphs_are_the_same_to_the_last_bit(session_for, graph, rows, pa
         if session.budget.peak_bytes:
             assert_within_budget(session)
         assert_nothing_held(session)
+
+
+arguments = given(
+    graph=steps, rows=st.sampled_from([33, 256, 1000]), passes=st.integers(1, 4), options=sessions
+)
+UNHEALTHY = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+
+
+@settings(max_examples=40, suppress_health_check=UNHEALTHY)
+@arguments
+def test_random_graphs_are_the_same_to_the_last_bit(session_for, graph, rows, passes, options):
+    check(session_for, graph, rows, passes, options)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@settings(max_examples=300, suppress_health_check=UNHEALTHY)
+@arguments
+def test_many_random_graphs(session_for, graph, rows, passes, options):
+    check(session_for, graph, rows, passes, options)

@@ -1,8 +1,4 @@
-"""Rules 1 to 5 and 26 to 28: what a saved tensor is, and that it comes back as what it was.
-
-One storage above the floor of 8 KiB is 4096 floats here (``LARGE``); ``SMALL`` ones are counted but
-never move, ``TINY`` ones are not even counted.
-"""
+"""Rules 4, 5, 26 to 28: a storage moves once, is known while it lives, and returns as it was."""
 
 import weakref
 
@@ -11,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from trap_runs import ITEM, LARGE, SMALL, flow_count, leaf, storage_key
 
 from offload_runs import (
     arena,
     assert_nothing_held,
-    counted,
     gradients,
     read_bytes,
     same_bits,
@@ -23,291 +19,9 @@ from offload_runs import (
     wait_until,
     written_bytes,
 )
-from penstock.core.errors import HookError, InPlaceError
 from penstock.observe.recorder import Stage
 
-LARGE, SMALL, TINY = 4096, 1536, 16
-ITEM = 4
-
-
-def leaf(*shape, seed=0, **options):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, **options).requires_grad_()
-
-
-def storage_key(tensor):
-    return tensor.untyped_storage()._cdata
-
-
-def taken_keys(session):
-    """Keys of the storages that the executor is in charge of."""
-    return set(session.executor._by_storage)
-
-
-def flow_count(session, stage, tier="flash"):
-    return session.recorder.snapshot().flow(stage, tier).count
-
-
-# -- 1: the version check -------------------------------------------------------------------------
-
-HANDLES = [
-    pytest.param(TINY, "all", id="kept"),
-    pytest.param(SMALL, "all", id="small"),
-    pytest.param(LARGE, "keep", id="resident"),
-    pytest.param(LARGE, "all", id="spilled"),
-]
-
-
-@pytest.mark.parametrize(("size", "policy"), HANDLES)
-def test_trap_01_in_place_edit_of_a_kept_tensor_raises(session_for, size, policy):
-    """Hooks switch off autograd's own check. A kept tensor that is edited after it was saved then
-    gives a wrong gradient in silence: 24 instead of 4 in the first offloader we looked at. Where
-    autograd raises without us, it must raise with us, whatever became of the tensor.
-    """
-    weight = leaf(size)
-
-    def edited():
-        activation = weight * 2
-        square = activation * activation
-        activation.add_(1)
-        square.sum().backward()
-
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        edited()
-    with session_for(policy=policy), pytest.raises(InPlaceError, match="inplace") as caught:
-        edited()
-    assert isinstance(caught.value, HookError)
-    assert f"[{size}]" in str(caught.value)
-    assert "is at version 1; expected version 0" in str(caught.value)
-
-
-@pytest.mark.parametrize(("size", "policy"), HANDLES)
-def test_trap_01_edit_through_a_view_raises(session_for, size, policy):
-    """A view shares its base's version: writing one element through it counts."""
-    weight = leaf(size)
-    with session_for(policy=policy):
-        activation = weight * 2
-        square = activation * activation
-        activation.view(2, -1)[0, :3] = 7
-        with pytest.raises(InPlaceError):
-            square.sum().backward()
-
-
-@pytest.mark.parametrize(("size", "policy"), HANDLES)
-def test_trap_01_edit_of_an_output_after_it_was_saved_raises(session_for, size, policy):
-    """``exp`` saves its own output, and that is what the user gets hold of."""
-    weight = leaf(size)
-    with session_for(policy=policy):
-        result = weight.exp()
-        result.mul_(2)
-        with pytest.raises(InPlaceError):
-            result.sum().backward()
-
-
-def test_trap_01_edit_of_a_kept_parameter_raises(session_for):
-    """An optimizer step between forward and backward."""
-    layer = nn.Linear(64, 64, bias=False)
-    with session_for(layer):
-        loss = layer(leaf(8, 64)).sum()
-        with torch.no_grad():
-            layer.weight.mul_(0.9)
-        with pytest.raises(InPlaceError):
-            loss.backward()
-
-
-def test_trap_01_edit_of_a_tensor_of_a_foreign_kind_raises(session_for):
-    """A conjugate is no plain strided tensor, so it stays as it is; it can be edited all the same."""
-    weight = leaf(LARGE, dtype=torch.complex64)
-
-    def edited():
-        activation = weight * 2
-        product = activation.conj() * weight
-        activation.mul_(3)
-        torch.view_as_real(product).sum().backward()
-
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        edited()
-    with session_for(), pytest.raises(InPlaceError):
-        edited()
-
-
-def test_trap_01_a_copy_is_right_by_itself(session_for):
-    """A small view of a large storage is copied out when it is saved, so what becomes of the original
-    is of no matter: the gradient is that of the values that were saved.
-    """
-    weight = leaf(64 * LARGE)
-    with session_for():
-        activation = weight * 2
-        part = activation[:LARGE]
-        square = part * part
-        activation.add_(1)
-        square.sum().backward()
-    assert same_bits(weight.grad[:LARGE], 8 * weight.detach()[:LARGE])
-
-
-@pytest.mark.parametrize("policy", ["keep", "all"])
-def test_trap_01_saves_at_two_versions_are_two(session_for, policy):
-    """One storage, saved, edited, and saved again. Its second save must not be taken for the first:
-    then the second graph's gradient would be made of the values before the edit.
-    """
-    weight = leaf(LARGE)
-
-    def second_graph(written=lambda: None):
-        activation = weight * 2
-        first = activation.sin()
-        written()
-        activation.add_(1)
-        return first, activation.sin()
-
-    expected = gradients(second_graph()[1].sum, [weight])
-    with session_for(policy=policy) as session:
-        first, second = second_graph(lambda: wait_for_writes(session))
-        wait_for_writes(session)
-        weight.grad = None
-        second.sum().backward()
-        assert same_bits(weight.grad, expected[0])
-        with pytest.raises(InPlaceError):
-            first.sum().backward()
-
-
-def test_trap_01_an_edit_before_the_save_is_none(session_for):
-    """In-place ReLU edits its input, and what is saved is the edited tensor. Nothing is wrong."""
-    weight = leaf(LARGE)
-
-    def loss():
-        return F.relu(weight * 2, inplace=True).pow(2).sum()
-
-    expected = gradients(loss, [weight])
-    for policy in ("keep", "all"):
-        with session_for(policy=policy):
-            assert same_bits(gradients(loss, [weight])[0], expected[0])
-
-
-# -- 2 and 3: weights are never moved -------------------------------------------------------------
-
-
-class FlatLinear(nn.Module):
-    """A layer whose weight is a slice of a flat parameter, as FSDP1 makes them."""
-
-    def __init__(self):
-        super().__init__()
-        self.flat = nn.Parameter(torch.randn(2 * LARGE))
-
-    def forward(self, features):
-        return F.linear(features, self.flat[LARGE:].view(64, 64))
-
-
-def tied():
-    embedding = nn.Linear(64, 64, bias=False)
-    other = nn.Linear(64, 64, bias=False)
-    other.weight = embedding.weight
-    return nn.Sequential(embedding, other)
-
-
-def frozen():
-    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64).requires_grad_(False))
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: nn.Linear(64, 64),
-        lambda: nn.Conv2d(16, 64, 3),
-        FlatLinear,
-        tied,
-        frozen,
-        lambda: nn.BatchNorm1d(LARGE).eval(),
-        lambda: nn.Embedding(64, 64),
-    ],
-    ids=["linear", "conv", "flat", "tied", "frozen", "batchnorm", "embedding"],
-)
-@pytest.mark.parametrize("told", [True, False], ids=["given", "found"])
-def test_trap_02_weights_and_buffers_are_not_moved(session_for, build, told):
-    """``Linear`` saves ``weight.t()``, which is no ``Parameter``; ``BatchNorm`` saves its running
-    mean. An offloader that asks ``isinstance(tensor, Parameter)`` writes the whole model each step.
-    Here the model is known, or is met when it is called first.
-    """
-    torch.manual_seed(0)
-    model = build()
-    state = [*model.parameters(), *model.buffers()]
-    if isinstance(model, nn.Embedding):
-        features = torch.arange(8)
-    elif isinstance(model, nn.Conv2d):
-        features = leaf(1, 16, 4, 4)
-    else:
-        features = leaf(2, LARGE if isinstance(model, nn.BatchNorm1d) else 64)
-    with session_for(model if told else None) as session:
-        loss = model(features).pow(2).sum()
-        assert taken_keys(session).isdisjoint(map(storage_key, state))
-        loss.backward()
-
-
-def test_trap_02_a_leaf_of_no_module_is_not_moved(session_for):
-    """Functional code keeps its weights in a list. What requires a gradient and has no history is
-    one, also behind views.
-    """
-    weights = [leaf(64, 64, seed=seed) for seed in range(3)]
-    with session_for() as session:
-        features = leaf(2, 64)
-        for weight in weights:
-            features = F.linear(features, weight.t().contiguous().t()[:, :64])
-        wait_for_writes(session)
-        assert (
-            flow_count(session, Stage.WRITE) == 3
-        )  # the contiguous copies are tensors by themselves
-        features = features @ weights[0] @ weights[1].transpose(0, 1).unsqueeze(0).squeeze(0)
-        wait_for_writes(session)
-        assert flow_count(session, Stage.WRITE) == 3
-        assert taken_keys(session).isdisjoint(map(storage_key, weights))
-
-
-def test_trap_02_weights_replaced_in_training_are_known_after_the_step(session_for):
-    """``model.half()``, an unshard, or a loaded checkpoint give parameters new storages."""
-    model = nn.Linear(64, 64).requires_grad_(False)
-    features = leaf(2, 64)
-    with session_for(model) as session:
-        model(features).sum().backward()
-        model.weight.data = model.weight.data.clone()
-        session.step()
-        model(features).sum().backward()
-        assert flow_count(session, Stage.WRITE) == 0
-
-
-def test_trap_02_optimizer_state_is_not_moved(session_for):
-    """A differentiable use of a momentum buffer, as meta-learning makes it."""
-    weight = leaf(LARGE)
-    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
-    with session_for(optimizer=optimizer) as session:
-        weight.pow(2).sum().backward()
-        optimizer.step()
-        momentum = optimizer.state[weight]["momentum_buffer"]
-        loss = (weight * 2 * momentum).sum()
-        assert storage_key(momentum) not in taken_keys(session)
-        loss.backward()
-
-
-def test_trap_03_copies_of_weights_under_autocast_are_not_moved(session_for):
-    """Under autocast ``Linear`` saves a bfloat16 copy of its weight: a new storage, in no set of
-    parameters. Moving those would write the model once more each step.
-    """
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128), nn.Linear(128, 1))
-    features = leaf(2, 128)
-
-    def loss():
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(features).float().sum()
-
-    leaves = [features, *model.parameters()]
-    expected = gradients(loss, leaves)
-    with session_for(model) as session:
-        found = gradients(loss, leaves)
-        assert flow_count(session, Stage.WRITE) == 0
-        assert counted(session, "kept.weights") >= 2
-    assert all(map(same_bits, found, expected))
-
-
-# -- 4: a storage is transferred once, and aliases alias again ------------------------------------
+# -- 4: a storage is transferred once, and aliases alias again -------------------------------------
 
 
 def test_trap_04_fused_qkv_is_one_storage(session_for):
@@ -430,7 +144,7 @@ def test_trap_04_a_gathered_view_is_aligned_as_before(session_for, offset, count
         assert square.grad_fn._saved_self.data_ptr() % 64 == skew
 
 
-# -- 5 and 27: addresses come back ----------------------------------------------------------------
+# -- 5 and 27: addresses come back -----------------------------------------------------------------
 
 
 def test_trap_05_a_reused_address_is_another_storage(session_for):
@@ -457,6 +171,20 @@ def test_trap_05_a_reused_address_is_another_storage(session_for):
             factor = float(round_ + 1)
             activation = (weight * factor).detach()
             assert same_bits(weight.grad, (activation + activation) * factor)
+
+
+def test_trap_05_a_key_alone_proves_nothing(session_for):
+    """Should an entry ever be found under a key that came back, its storage is compared as well."""
+    with session_for(policy="keep") as session:
+        old, new = torch.ones(LARGE), torch.ones(LARGE)
+        packed = session.hooks.pack(old)
+        find, table = session.executor.find, session.executor._by_storage
+        table[storage_key(new)] = packed.saved
+        assert find(new.untyped_storage(), old, old._version) is None
+        assert find(old.untyped_storage(), old, old._version) is packed.saved
+        packed.saved.handles -= 1  # ``find`` has made the caller another handle
+        packed.saved.pending -= 1
+        del table[storage_key(new)]
 
 
 def test_trap_27_a_key_never_outlives_its_storage(session_for):
@@ -488,7 +216,7 @@ def test_trap_27_three_steps_that_release_while_writing(session_for):
     sizes = [96, 128, 96, 160, 128, 96, 192, 128]
     layers = [nn.Linear(n, m) for n, m in zip(sizes, sizes[1:] + sizes[:1], strict=True)]
     model = nn.Sequential(*(part for layer in layers for part in (layer, nn.GELU()))).double()
-    features = torch.randn(128, 96, dtype=torch.float64)
+    features = torch.randn(600, 96, dtype=torch.float64)
 
     def step():
         model.zero_grad()
@@ -502,7 +230,7 @@ def test_trap_27_three_steps_that_release_while_writing(session_for):
         assert written_bytes(session) > 0
 
 
-# -- 26 and 28: offsets, skews, alignment ---------------------------------------------------------
+# -- 26 and 28: offsets, skews, alignment ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["flash", "host"])
