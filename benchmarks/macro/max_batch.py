@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 MIB = 1 << 20
 GIB = 1 << 30
-TIMEOUT_S = 600
+TIMEOUT_S = 300
 ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": "1048576",  # larger tensors are mapped, and unmapped when freed
     "MALLOC_TRIM_THRESHOLD_": "1048576",
@@ -78,7 +78,7 @@ def parse() -> argparse.Namespace:
         "--multiples",
         type=int,
         nargs="*",
-        default=[14, 18, 22, 26],
+        default=[14, 20],
         help="of the largest batch without, tried with Penstock until one fails",
     )
     parser.add_argument("--quick", action="store_true", help="no result file")
