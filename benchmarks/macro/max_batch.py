@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 MIB = 1 << 20
 GIB = 1 << 30
-TIMEOUT_S = 300
+TIMEOUT_S = 900
 ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": "1048576",  # larger tensors are mapped, and unmapped when freed
     "MALLOC_TRIM_THRESHOLD_": "1048576",
@@ -49,7 +49,7 @@ class Job:
 
 JOBS = {
     "resnet272": Job("resnet272", 1024 * MIB, 144 * MIB, {}),
-    "bert-large": Job("bert-large", 4096 * MIB, 160 * MIB, {"sequence_length": 128}),
+    "bert-48": Job("bert-base", 4096 * MIB, 224 * MIB, {"depth": 48, "sequence_length": 128}),
 }
 
 
@@ -60,7 +60,9 @@ def main() -> None:
         return
     import _results  # noqa: PLC0415  (a trial must not pay for it)
 
-    results = {}
+    earlier = _results.RESULTS / "max_batch.json"
+    results = json.loads(earlier.read_text())["figures"] if earlier.exists() else {}
+    results = {name: figures for name, figures in results.items() if name in JOBS}
     for name in args.networks:
         results[name] = search(JOBS[name], args)
         print(json.dumps(results[name], indent=1), flush=True)
