@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -175,7 +176,7 @@ class Session:
         self.budget = Budget(
             config.device_bytes,
             name="device",
-            on_change=lambda nbytes: self.recorder.level("device", nbytes),
+            on_change=partial(self.recorder.level, "device"),
         )
         stores = self._stores = Stores(
             config,

@@ -48,7 +48,7 @@ def test_sizes_decide_between_kept_small_and_moved(session):
         (lambda: nn.Parameter(torch.ones(LARGE)), Kept),
         (lambda: torch.ones(LARGE, requires_grad=True)[5:], Kept),
         (lambda: torch.ones(LARGE)[:0], Kept),
-        (lambda: torch.ones(LARGE, device="meta"), Foreign),
+        (lambda: torch.ones(LARGE, device="meta"), Kept),
         (lambda: torch.ones(64, 64).to_sparse(), Foreign),
         (lambda: torch.ones(LARGE, dtype=torch.complex64).conj(), Foreign),
         (lambda: torch.ones(LARGE, dtype=torch.complex64).conj().imag, Foreign),

@@ -180,8 +180,8 @@ def test_trap_05_a_key_alone_proves_nothing(session_for):
         packed = session.hooks.pack(old)
         find, table = session.executor.find, session.executor._by_storage
         table[storage_key(new)] = packed.saved
-        assert find(new.untyped_storage(), old, old._version) is None
-        assert find(old.untyped_storage(), old, old._version) is packed.saved
+        assert find(new.untyped_storage(), old, old._version, packed) is None
+        assert find(old.untyped_storage(), old, old._version, packed) is packed.saved
         packed.saved.handles -= 1  # ``find`` has made the caller another handle
         packed.saved.pending -= 1
         del table[storage_key(new)]

@@ -208,16 +208,16 @@ def test_the_host_tier_takes_what_comes_back_soonest():
 
 
 def test_full_tiers_keep_the_rest_and_the_plan_says_that_it_does_not_fit():
-    plan = policies.get("all")(stack([10] * 4), MACHINE, Budgets(15 * MB, 0, 20 * MB))
+    plan = policies.get("all")(stack([10] * 4), MACHINE, Budgets(15 * MB, 0, 21 * MB))
     assert actions(plan) == {f"layer.{i}": "flash" if i < 2 else "keep" for i in range(4)}
-    assert plan.decisions[3].reason == "no room: host tier 0 B, flash tier 19.07 MiB"
+    assert plan.decisions[3].reason == "no room: host tier 0 B, flash tier 20.03 MiB"
     assert not plan.feasible
     assert offloaded_bytes(stack([10] * 4), auto(stack([10] * 4), MACHINE, Budgets(15 * MB))) == 0
 
 
 def test_equal_passes_share_their_decisions_and_their_room_in_a_tier():
-    once = auto(stack([10] * 10), MACHINE, Budgets(60 * MB, 20 * MB, 40 * MB))
-    thrice = auto(stack([10] * 10, passes=3), MACHINE, Budgets(60 * MB, 20 * MB, 40 * MB))
+    once = auto(stack([10] * 10), MACHINE, Budgets(60 * MB, 21 * MB, 42 * MB))
+    thrice = auto(stack([10] * 10, passes=3), MACHINE, Budgets(60 * MB, 21 * MB, 42 * MB))
     assert thrice.decisions == once.decisions
     assert thrice.need_order == once.need_order
     assert thrice.window_bytes == once.window_bytes
@@ -312,3 +312,13 @@ def test_ten_thousand_slots_are_planned_in_half_a_second():
         auto(fresh, MACHINE, budgets)
         took.append(time.process_time() - start)
     assert min(took) < 0.5
+
+
+def test_tiers_are_filled_by_whole_pages():
+    """Two slots that would fit a tier byte by byte, but not page by page, do not both go there."""
+    profile = stack([0.25, 0.25])
+    nbytes = profile.slots[0].key.nbytes
+    exact = policies.get("all")(profile, MACHINE, Budgets(1, 2 * nbytes, 0))
+    assert sorted(decision.tier for decision in exact.decisions) == ["", "host"]
+    pages = policies.get("all")(profile, MACHINE, Budgets(1, 2 * -(-nbytes // 4096) * 4096, 0))
+    assert [decision.tier for decision in pages.decisions] == ["host", "host"]

@@ -72,9 +72,14 @@ class Budget:
     def try_take(self, nbytes: int, owner: str) -> bool:
         """Take ``nbytes`` for ``owner`` if they fit under the limit; say whether they did."""
         with self._lock:
-            if self._total + nbytes > self.limit_bytes:
+            total = self._total + nbytes
+            if total > self.limit_bytes:
                 return False
-            self._add(nbytes, owner)
+            self._used[owner] = self._used.get(owner, 0) + nbytes  # as _add, without a call: hot
+            self._total = total
+            self._peak = max(self._peak, total)
+            if self._on_change is not None:
+                self._on_change(total)
             return True
 
     def force(self, nbytes: int, owner: str) -> None:
@@ -85,9 +90,12 @@ class Budget:
     def give(self, nbytes: int, owner: str) -> None:
         """Return ``nbytes`` of ``owner``'s."""
         with self._lock:
-            held = self._used.get(owner, 0)
-            assert nbytes <= held, f"{owner} returns {nbytes} bytes but holds {held}"
-            self._add(-nbytes, owner)
+            left = self._used.get(owner, 0) - nbytes
+            assert left >= 0, f"{owner} returns {nbytes} bytes but holds {left + nbytes}"
+            self._used[owner] = left
+            self._total -= nbytes
+            if self._on_change is not None:
+                self._on_change(self._total)
             self.changed.notify_all()
 
     def move(self, nbytes: int, source: str, target: str) -> None:

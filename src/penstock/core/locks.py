@@ -55,6 +55,10 @@ class Lock:
         if _deferred and not _held.count:
             run_deferred()
 
+    def _is_owned(self) -> bool:
+        """For ``threading.Condition``, which otherwise tries to take the lock to find out."""
+        return self._lock.locked()
+
     def __enter__(self) -> None:
         _held.count += 1
         try:

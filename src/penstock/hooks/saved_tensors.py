@@ -143,14 +143,13 @@ class Moved:
         "view",
     )
 
-    def __init__(self, tensor: torch.Tensor, executor: Executor, saved: SavedStorage) -> None:
+    def __init__(self, tensor: torch.Tensor, executor: Executor) -> None:
         self.version = tensor._version
         self.executor = executor
-        self.saved = saved
+        self.saved: SavedStorage | None = None  # until the executor has taken charge
         self.unpacked = False
-        self.probe = tensor.detach()
-        self.view: torch.Tensor | None = self.probe
-        executor.attach(saved, self)
+        self.view: torch.Tensor | None = tensor.detach()
+        self.probe: torch.Tensor = self.view
 
     def strip(self) -> None:
         """Let go of the storage, remembering the view. Once; under the runtime's lock."""
@@ -166,10 +165,12 @@ class Moved:
 
     def unpack(self) -> torch.Tensor:
         """The same view of the same bytes, wherever they are now. May be called again and again."""
+        saved = self.saved
+        assert saved is not None
         if self.probe._version != self.version:
             size = self.size if self.view is None else self.view.size()
-            raise _modified(self.probe, size, self.version, self.saved.label)
-        storage = self.executor.restore(self.saved, first=not self.unpacked)
+            raise _modified(self.probe, size, self.version, saved.label)
+        storage = self.executor.restore(saved, first=not self.unpacked)
         self.unpacked = True
         view = self.view
         if view is not None:
@@ -178,7 +179,8 @@ class Moved:
         return view.set_(storage, self.offset, self.size, self.stride)
 
     def __del__(self) -> None:
-        defer(self.executor.release, self.saved, self.unpacked)
+        if self.saved is not None:
+            defer(self.executor.release, self.saved, self.unpacked)
 
 
 Packed = Kept | Foreign | Flattened | Small | Moved
@@ -216,9 +218,14 @@ class SavedTensorHooks:
         storage = _storage_of(tensor)
         if storage is None:
             return self._pack_foreign(tensor)
-        if self._is_uncounted(tensor, storage):
-            return Kept(tensor)
         nbytes = storage.nbytes()
+        if (
+            nbytes <= TINY_BYTES
+            or tensor.numel() == 0
+            or storage.device.type != self._device_type  # rule 14: it returns to where it came from
+            or self._protected.holds(storage)
+        ):
+            return Kept(tensor)
         stays = nbytes < self._floor_bytes
         if not stays:
             if leaf_of(tensor) is not None:
@@ -227,15 +234,7 @@ class SavedTensorHooks:
             stays = self._executor.planner.moves_nothing
         if stays:
             return Small(tensor, self._executor, self._executor.save_small(storage))
-        return self._pack_storage(tensor, storage)
-
-    def _is_uncounted(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-        return (
-            storage.nbytes() <= TINY_BYTES
-            or tensor.numel() == 0
-            or tensor.device.type != self._device_type  # rule 14: it returns to where it came from
-            or self._protected.holds(storage)
-        )
+        return self._pack_storage(tensor, storage, nbytes)
 
     def unpack(self, packed: Packed) -> torch.Tensor:
         """The tensor again."""
@@ -243,17 +242,19 @@ class SavedTensorHooks:
             self._boundaries.note_unpack()
         return packed.unpack()
 
-    def _pack_storage(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Packed:
+    def _pack_storage(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, whole_bytes: int
+    ) -> Packed:
         first, nbytes = _span(tensor)
-        if nbytes * COMPACT_SHARE < storage.nbytes():
+        if nbytes * COMPACT_SHARE < whole_bytes:
             return self._pack_span(tensor, storage, first, nbytes)
         executor = self._executor
         base = tensor._base if tensor._is_view() else tensor
         assert base is not None
-        saved = executor.find(storage, base, tensor._version)
-        if saved is None:
-            saved = self._save(storage, base, tensor)
-        return Moved(tensor, executor, saved)
+        moved = Moved(tensor, executor)
+        saved = executor.find(storage, base, moved.version, moved)
+        moved.saved = saved or self._save(storage, base, tensor, moved)
+        return moved
 
     def _pack_span(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, first: int, nbytes: int
@@ -270,15 +271,16 @@ class SavedTensorHooks:
         if nbytes < self._floor_bytes:
             small = self._executor.save_small(copy.untyped_storage())
             return Small(view, self._executor, small)
-        saved = self._save(copy.untyped_storage(), copy, view)
-        return Moved(view, self._executor, saved)
+        moved = Moved(view, self._executor)
+        moved.saved = self._save(copy.untyped_storage(), copy, view, moved)
+        return moved
 
     def _save(
-        self, storage: torch.UntypedStorage, base: torch.Tensor, tensor: torch.Tensor
+        self, storage: torch.UntypedStorage, base: torch.Tensor, tensor: torch.Tensor, moved: Moved
     ) -> SavedStorage:
-        place = self._modules.here
-        origin = Origin(place.path, place.kind, _dtype_name(tensor.dtype))
-        return self._executor.save(storage, base, tensor._version, origin)
+        path, kind = self._modules.here
+        origin = Origin(path, kind, _dtype_name(tensor.dtype))
+        return self._executor.save(storage, base, moved.version, origin, moved)
 
     def _pack_foreign(self, tensor: torch.Tensor) -> Packed:
         if not is_dtensor(tensor) or leaf_of(tensor) is not None:
@@ -301,10 +303,9 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
         return None
     try:
-        storage = tensor.untyped_storage()
+        return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # functorch wrappers have none
         return None
-    return storage if storage.device.type != "meta" else None
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

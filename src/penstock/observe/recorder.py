@@ -83,7 +83,7 @@ class Recorder:
         self._stalls: dict[str, _Sum] = {}
         self._counters: dict[str, int] = {}
         self._meters: dict[str, LevelMeter] = {}
-        self._levels: deque[tuple[int, str, int]] = deque()
+        self._levels: deque[tuple[int, int, str, int]] = deque()
         self._steps: deque[StepTotals] = deque(maxlen=MAX_STEPS)
         self._open_step: tuple[int, Totals] | None = None
         self._start_ns = self._now_ns()
@@ -124,8 +124,9 @@ class Recorder:
         """From now on ``memory`` (``"device"``, ``"host"``, ``"flash"``, ...) holds ``nbytes``."""
         # two for every tensor that is saved: put aside without the lock, and settled by the next
         # other event or reader
-        self._levels.append((self._now_ns(), memory, nbytes))
-        if self.log is not None or len(self._levels) > MAX_PENDING_LEVELS:
+        levels = self._levels
+        levels.append((LEVEL, self._now_ns(), memory, nbytes))
+        if self.log is not None or len(levels) > MAX_PENDING_LEVELS:
             with self._lock:
                 self._settle_levels()
 
@@ -194,15 +195,21 @@ class Recorder:
     # -- inside, under the lock ---------------------------------------------------------------
 
     def _settle_levels(self) -> None:
-        levels = self._levels
+        levels, meters, log = self._levels, self._meters, self.log
+        keep = self._events.append
         while levels:
-            now_ns, memory, nbytes = levels.popleft()
-            meter = self._meters.get(memory)
+            event = levels.popleft()
+            _, now_ns, memory, nbytes = event
+            meter = meters.get(memory)
             if meter is None:
-                meter = self._meters[memory] = LevelMeter(now_ns)
-            now_ns = max(now_ns, meter.last_ns)  # threads may have overtaken each other
+                meter = meters[memory] = LevelMeter(now_ns)
+            if now_ns < meter.last_ns:  # threads may have overtaken each other
+                now_ns = meter.last_ns
+                event = LEVEL, now_ns, memory, nbytes
             meter.sample(now_ns, nbytes)
-            self._append((LEVEL, now_ns, memory, nbytes))
+            keep(event)
+            if log is not None:
+                log.append(event)
 
     def _keep(self, event: RawEvent) -> None:
         if self._levels:

@@ -7,9 +7,13 @@ decision for all of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
+from penstock.core.units import round_up
 from penstock.plan.profile import PassProfile, Profile
 from penstock.plan.slots import MatchKey, SlotKey
+
+PAGE_BYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +25,7 @@ class Group:
     indices: tuple[int, ...]
     """Which of the profile's slots they are."""
     nbytes: int
-    """The most bytes of them that can be at rest in a tier at once."""
+    """The most bytes of them that can be at rest in a tier at once: whole pages, as tiers hold them."""
     idle_ns: int | None
     """The shortest time from save to need among them; None: none was ever needed."""
     held_elsewhere: bool
@@ -47,7 +51,8 @@ def _group(profile: Profile, indices: list[int], overlap: int) -> Group:
     slots = [profile.slots[i] for i in indices]
     per_pass: dict[int, int] = {}
     for slot in slots:
-        per_pass[slot.pass_index] = per_pass.get(slot.pass_index, 0) + slot.key.nbytes
+        pages_bytes = round_up(slot.key.nbytes, PAGE_BYTES)
+        per_pass[slot.pass_index] = per_pass.get(slot.pass_index, 0) + pages_bytes
     idle = [slot.idle_ns for slot in slots if slot.idle_ns is not None]
     return Group(
         key=slots[0].key,

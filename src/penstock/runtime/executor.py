@@ -60,15 +60,13 @@ class Executor:
         self.planner = planner
         self._recorder = recorder
         self._mover = mover
-        self._by_storage: dict[int, SavedStorage] = {}
         self._small: dict[int, SmallStorage] = {}
         self._small_bytes = 0
         self._small_taken = 0
         self._traffic = Traffic(budget=budget, tiers=tiers, mover=mover, recorder=recorder)
         self._lock = self._traffic.lock
-        self._room = Room(
-            budget=budget, traffic=self._traffic, recorder=recorder, table=self._by_storage
-        )
+        self._by_storage = self._traffic.table
+        self._room = Room(budget=budget, traffic=self._traffic, recorder=recorder)
         self._closed = False
         self._pid = os.getpid()
         self._pass = Pass(1, self.compute_ns())
@@ -76,13 +74,13 @@ class Executor:
     # -- saving -----------------------------------------------------------------------------------
 
     def find(
-        self, storage: torch.UntypedStorage, base: torch.Tensor, version: int
+        self, storage: torch.UntypedStorage, base: torch.Tensor, version: int, view: View
     ) -> SavedStorage | None:
         """The entry of a storage that was saved before, at the same version of the same tensor.
 
-        The caller has another handle to it then. A storage's address may be used again after its
-        death (TRAPS rules 5 and 27), so an entry counts only if its weak reference leads to this
-        very storage.
+        ``view`` is another handle to it then, as with ``save``. A storage's address may be used again
+        after its death (TRAPS rules 5 and 27), so an entry counts only if its weak reference leads to
+        this very storage.
         """
         saved = self._by_storage.get(storage._cdata)
         if (
@@ -97,21 +95,32 @@ class Executor:
                 return None
             saved.handles += 1
             saved.pending += 1
+            if saved.state is not Residency.RESIDENT:
+                view.strip()
+            elif saved.views is None:
+                saved.views = [weakref.ref(view)]
+            else:
+                saved.views.append(weakref.ref(view))
         self._mover.use(storage)
         return saved
 
     def save(
-        self, storage: torch.UntypedStorage, base: torch.Tensor, version: int, origin: Origin
+        self,
+        storage: torch.UntypedStorage,
+        base: torch.Tensor,
+        version: int,
+        origin: Origin,
+        view: View,
     ) -> SavedStorage:
         """Take charge of a storage that autograd saves; waits while the budget is full.
-
-        The caller has one handle to it, and says ``release`` when that dies.
 
         Args:
             storage: What to hold.
             base: The tensor whose version counter guards it: the saved one, or what it is a view of.
             version: That counter's value.
             origin: Who saves it.
+            view: The handle to it, which says ``release`` when it dies. It has a view of the storage,
+                and is stripped before that is spilled.
 
         Raises:
             BudgetError: It can never fit.
@@ -122,16 +131,10 @@ class Executor:
             if self._closed:
                 raise ClosedError("the session is closed: it holds no more saved tensors")
             saved = self._register(storage, base, version, origin)
+            saved.views = [weakref.ref(view)]
         decision = self.planner.decide(saved.record.key)
-        try:
-            self._take(saved)
-        except BaseException:
-            with self._lock:
-                saved.storage, saved.state = None, Residency.DEAD
-                saved.of_pass.remove(saved)
-                if self._by_storage.get(saved.cdata) is saved:
-                    del self._by_storage[saved.cdata]
-            raise
+        if not self.budget.try_take(saved.nbytes, SAVED):
+            self._wait_for_room(saved)
         if decision.action is Action.OFFLOAD:
             start_ns = self._recorder.clock.now_ns()
             self._traffic.spill(saved, decision.tier)
@@ -139,11 +142,21 @@ class Executor:
             self._recorder.span(Stage.PACK, start_ns, now_ns, nbytes=saved.nbytes, slot=saved.label)
         return saved
 
-    def _take(self, saved: SavedStorage) -> None:
-        if not self.budget.try_take(saved.nbytes, SAVED):
+    def _wait_for_room(self, saved: SavedStorage) -> None:
+        try:
             self._room.take(
                 saved.nbytes, SAVED, name=saved.label, of_pass=saved.of_pass, saved=saved
             )
+        except BaseException:
+            with self._lock:
+                saved.storage, saved.state = None, Residency.DEAD
+                saved.of_pass.remove(saved)
+                self._forget(saved)
+            raise
+
+    def _forget(self, saved: SavedStorage) -> None:
+        if self._by_storage.get(saved.cdata) is saved:
+            del self._by_storage[saved.cdata]
 
     def _register(
         self, storage: torch.UntypedStorage, base: torch.Tensor, version: int, origin: Origin
@@ -152,19 +165,17 @@ class Executor:
         nbytes = storage.nbytes()
         key = current.new_key(origin.module, nbytes)
         cdata = storage._cdata
-        table = self._by_storage
-        saved = SavedStorage(
+        saved = self._by_storage[cdata] = SavedStorage(
             cdata,
             nbytes,
             version,
-            weakref.ref(storage, lambda ref: _remove(table, cdata, ref)),
+            weakref.ref(storage),
             weakref.ref(base),
             current,
             len(current.records),
             SlotRecord(key, origin, self.compute_ns(), self._small_bytes),
             storage,
         )
-        table[cdata] = saved
         current.add(saved)
         return saved
 
@@ -198,16 +209,6 @@ class Executor:
                 self._small_bytes -= missing
                 raise
         self._small_taken += nbytes
-
-    def attach(self, saved: SavedStorage, view: View) -> None:
-        """A handle has a view of the storage: it is stripped now, or before the storage is spilled."""
-        with self._lock:
-            if saved.state is not Residency.RESIDENT:
-                view.strip()
-            elif saved.views is None:
-                saved.views = [weakref.ref(view)]
-            else:
-                saved.views.append(weakref.ref(view))
 
     # -- restoring --------------------------------------------------------------------------------
 
@@ -344,8 +345,7 @@ class Executor:
                 if saved.pending <= 0 and saved.state is Residency.RESTORED:
                     self._traffic.retire(saved)
                 return
-            if self._by_storage.get(saved.cdata) is saved:
-                del self._by_storage[saved.cdata]
+            self._forget(saved)
             ticket = self._traffic.bury(saved)
         if ticket is not None:
             self._traffic.discard(saved, ticket)
@@ -398,12 +398,3 @@ class Executor:
 
 def _restore_error(saved: SavedStorage, error: BaseException) -> RestoreError:
     return RestoreError(f"cannot restore {saved.label} for its backward: {error}")
-
-
-def _remove(
-    table: dict[int, SavedStorage], cdata: int, dead: weakref.ref[torch.UntypedStorage]
-) -> None:
-    """A source has died: its address may be reused, so the key goes now (TRAPS rule 27)."""
-    saved = table.get(cdata)
-    if saved is not None and saved.source is dead:
-        del table[cdata]

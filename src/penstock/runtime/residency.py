@@ -87,7 +87,7 @@ class SavedStorage:
     """
 
     cdata: int
-    """Key in the executor's table, valid only while ``source`` is alive."""
+    """Key in the executor's table; whose it is, ``source`` tells, for addresses are used again."""
     nbytes: int
     version: int
     """Version counter when it was saved; saves at another version are another SavedStorage."""

@@ -38,14 +38,12 @@ class Room:
         budget: Budget,
         traffic: Traffic,
         recorder: Recorder,
-        table: dict[int, SavedStorage],
     ) -> None:
-        """For one executor; ``table`` has every storage whose source is alive."""
+        """For one executor."""
         self.stalled_ns = 0
         self._budget = budget
         self._traffic = traffic
         self._recorder = recorder
-        self._table = table
 
     def take(
         self, nbytes: int, owner: str, *, name: str, of_pass: Pass, saved: SavedStorage | None
@@ -122,7 +120,7 @@ class Room:
         if not self._traffic.tiers:
             return None
         used = None
-        for saved in self._last_first(of_pass, self._table.values()):
+        for saved in self._last_first(of_pass, self._traffic.table.values()):
             if saved.state is not Residency.RESIDENT or saved.stuck or saved is wanted_for:
                 continue
             if saved.pending > 0:

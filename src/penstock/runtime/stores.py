@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import torch
@@ -130,7 +131,7 @@ class Stores:
         host = Budget(
             config.host_bytes,
             name="host",
-            on_change=lambda nbytes: self._recorder.level("host", nbytes),
+            on_change=partial(self._recorder.level, "host"),
         )
         if _runs_behind(device):
             return self._open_cuda(config, device, budget, host)

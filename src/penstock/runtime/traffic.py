@@ -41,6 +41,8 @@ class Traffic:
         reading: Reads under way.
         restored: Storages in the state RESTORED.
         failed: Whether a tier has refused or lost a write.
+        table: Saved storages whose source is alive, by its address: an entry goes before that can be
+            used again (TRAPS rule 27).
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Traffic:
         self.reading = 0
         self.restored: dict[SavedStorage, None] = {}
         self.failed = False
+        self.table: dict[int, SavedStorage] = {}
         self.tiers = tiers
         self.mover = mover
         self._budget = budget
@@ -68,6 +71,8 @@ class Traffic:
             if saved.state is not Residency.RESIDENT or storage is None or saved.writing:
                 return
             strip(saved)
+            # from here on the source may die before the handles do
+            saved.source = weakref.ref(storage, partial(_forget_key, self.table, saved.cdata))
             saved.state = Residency.WRITING
             saved.writing = True
             self.writing += 1
@@ -76,6 +81,9 @@ class Traffic:
                 ticket = self.mover.write(storage, tier, saved.label)
             except TransferError as error:  # full, most often; or the file cannot even be made
                 self._note_failure(f"spill.full.{tier.spec.name}", saved, error)
+                error.__traceback__ = (
+                    None  # its frames hold the handle, and a tier may hold the error
+                )
                 continue
             with self.lock:
                 saved.ticket, saved.tier = ticket, tier
@@ -235,6 +243,14 @@ def strip(saved: SavedStorage) -> None:
         view = ref()
         if view is not None:
             view.strip()
+
+
+def _forget_key(
+    table: dict[int, SavedStorage], cdata: int, dead: weakref.ref[torch.UntypedStorage]
+) -> None:
+    saved = table.get(cdata)
+    if saved is not None and saved.source is dead:
+        del table[cdata]
 
 
 def in_memory(saved: SavedStorage) -> torch.UntypedStorage | None:
