@@ -1,7 +1,8 @@
 """Step time with activations on flash, beside the same step without, at equal batch.
 
-All modes train one network in one process, step by step in turn, so that a drifting machine drifts
-for all of them alike, and every figure is a ratio to the plain step of the same round:
+All modes train one network in one process, step by step in turn and every other round in reverse, so
+that a drifting machine drifts for all of them alike, and every figure is a ratio to the plain step of
+the same round. Peers take part in the first ``--peer-rounds`` only. The modes:
 
 * ``plain``: PyTorch alone (Penstock's session is paused);
 * ``penstock``: policy ``auto`` under the stated budget;
@@ -64,7 +65,12 @@ def main() -> None:
         results[name] = measure(JOBS[name], args)
         show(name, results[name])
     if not args.quick:
-        config = {"rounds": args.rounds, "threads": torch.get_num_threads(), "optimizer": "SGD"}
+        config = {
+            "rounds": args.rounds,
+            "peer_rounds": args.peer_rounds,
+            "threads": torch.get_num_threads(),
+            "optimizer": "SGD",
+        }
         path = _results.write("activation_offload", results, config, directory=args.dir)
         print(f"wrote {path.name}")
 
@@ -72,12 +78,13 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--networks", nargs="*", choices=JOBS, default=list(JOBS))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--peer-rounds", type=int, default=4)
     parser.add_argument("--dir", default=tempfile.gettempdir(), help="directory to spill to")
     parser.add_argument("--quick", action="store_true", help="one round of a small size; no result")
     args = parser.parse_args()
     if args.quick:
-        args.rounds = 1
+        args.rounds = args.peer_rounds = 1
     return args
 
 
@@ -106,14 +113,15 @@ def measure(job: Job, args: argparse.Namespace) -> dict[str, Any]:
             step()
         session.budget.reset_peak()
         before = session.recorder.snapshot()
-        modes = contexts(network, session, args.dir)
-        for _ in range(args.rounds):
-            for mode, context in modes.items():
+        modes = list(contexts(network, session, args.dir).items())
+        for turn in range(args.rounds):
+            present = modes if turn < args.peer_rounds else modes[:2]
+            for mode, context in present if turn % 2 else reversed(present):
                 with context():
                     step()  # what the mode before left in memory is gone after this one
                     times.setdefault(mode, []).append(step())
         after = session.recorder.snapshot()
-        figures = figures_of(times)
+        figures = figures_of({mode: times[mode] for mode, _ in modes})
         flash = {
             stage: (after.flow(stage, "flash").nbytes - before.flow(stage, "flash").nbytes)
             // (2 * args.rounds)
@@ -233,14 +241,15 @@ def figures_of(times: dict[str, list[Times]]) -> dict[str, Any]:
         forward, backward, whole = (
             statistics.median(column) for column in zip(*rounds, strict=True)
         )
-        ratios = [mine[2] / plain[2] for mine, plain in zip(rounds, times["plain"], strict=True)]
+        ratios = [mine[2] / plain[2] for mine, plain in zip(rounds, times["plain"], strict=False)]
+        low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         figures[mode] = {
             "forward_s": forward,
             "backward_s": backward,
             "step_s": whole,
             "ratio_to_plain": statistics.median(ratios),
-            "ratio_min": min(ratios),
-            "ratio_max": max(ratios),
+            "ratio_quartiles": [low, high],
+            "rounds": len(rounds),
         }
     return figures
 
@@ -268,7 +277,8 @@ def show(name: str, figures: dict[str, Any]) -> None:
         if isinstance(one, dict) and "step_s" in one:
             print(
                 f"  {mode:<12} {one['step_s']:8.3f} s   {one['ratio_to_plain']:6.3f} x plain"
-                f"   ({one['ratio_min']:.3f} to {one['ratio_max']:.3f})"
+                f"   (quartiles {one['ratio_quartiles'][0]:.3f} to {one['ratio_quartiles'][1]:.3f},"
+                f" {one['rounds']} rounds)"
             )
 
 
