@@ -17,6 +17,7 @@ the plain one, nor its forward than the bytes written, nor its backward than the
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -60,7 +61,8 @@ Times = tuple[float, float, float]
 
 def main() -> None:
     args = parse()
-    results = {}
+    earlier = _results.RESULTS / "activation_offload.json"
+    results = json.loads(earlier.read_text())["figures"] if earlier.exists() else {}
     for name in args.networks:
         results[name] = measure(JOBS[name], args)
         show(name, results[name])
