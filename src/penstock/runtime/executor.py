@@ -132,8 +132,9 @@ class Executor:
                 raise ClosedError("the session is closed: it holds no more saved tensors")
             saved = self._register(storage, base, version, origin)
             saved.views = [weakref.ref(view)]
-        decision = self.planner.decide(saved.record.key)
-        if not self.budget.try_take(saved.nbytes, SAVED):
+            charged = self._traffic.take_spare(saved.nbytes)
+        decision = self.planner.decide(saved.record)
+        if not charged and not self._traffic.take(saved.nbytes):
             self._wait_for_room(saved)
         if decision.action is Action.OFFLOAD:
             start_ns = self._recorder.clock.now_ns()

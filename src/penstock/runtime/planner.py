@@ -21,6 +21,7 @@ from penstock.plan.plan import Action, Decision, Plan
 from penstock.plan.profile import PassProfile, Profile, SlotProfile
 from penstock.plan.slots import MatchKey, SlotKey
 from penstock.runtime.passes import Pass
+from penstock.runtime.residency import SlotRecord
 
 DRIFT: Final = 0.05
 """Share of a pass's bytes that may be unknown to the plan before it is made anew."""
@@ -81,14 +82,18 @@ class Planner:
         """What prefetching may hold; ``None`` (as much as the budget) while there is no plan."""
         return None if self.plan is None else self.plan.window_bytes
 
-    def decide(self, key: SlotKey) -> Decision:
-        """What to do with a slot that has just been saved."""
+    def decide(self, record: SlotRecord) -> Decision:
+        """What to do with a slot that has just been saved; notes in ``record`` if the plan knows it."""
+        key = record.key
         decided = self._decided  # belongs to one plan: a new plan brings a new one
         try:
             known = decided[key]
         except KeyError:
             known = decided[key] = self._look_up(key)
-        return self._guess(key) if known is None else known
+        if known is None:
+            return self._guess(key)
+        record.planned = True
+        return known
 
     def _look_up(self, key: SlotKey) -> Decision | None:
         if self.plan is None:
@@ -130,7 +135,7 @@ class Planner:
         newly_held = False
         for record in finished.records:
             total += record.key.nbytes
-            if self._look_up(record.key) is None:
+            if not record.planned:
                 unknown += record.key.nbytes
             if record.held_elsewhere and record.key.match_key not in self._held:
                 self._held.add(record.key.match_key)

@@ -72,6 +72,8 @@ class SlotRecord:
     """Bytes below the floor that were alive then."""
     needed_at_ns: int | None = None
     held_elsewhere: bool = False
+    planned: bool = False
+    """Whether the plan of then knew it."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

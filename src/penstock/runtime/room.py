@@ -3,10 +3,11 @@
 [Note: room]
     Everything held counts against one budget: storages that are kept or await their write, restored
     ones, and touched but idle pages of the arena. When something new does not fit, room is made in
-    this order: idle pages are given back; writes under way are waited for; prefetched copies are
-    dropped, the one needed last first; kept storages are spilled, the one needed last first. Only
-    when none of these is left is the budget too small, and the error says what would do. If a tier
-    has failed, bytes have nowhere to go: then, and only then, the budget is exceeded, with a warning.
+    this order: idle pages, and what was taken in advance, are given back; writes under way are waited
+    for; prefetched copies are dropped, the one needed last first; kept storages are spilled, the one
+    needed last first. Only when none of these is left is the budget too small, and the error says what
+    would do. If a tier has failed, bytes have nowhere to go: then, and only then, the budget is
+    exceeded, with a warning.
 """
 
 from __future__ import annotations
@@ -82,10 +83,7 @@ class Room:
         if traffic.mover.trim(nbytes) > 0:
             return True
         with traffic.lock:
-            if traffic.writing:
-                traffic.changed.wait()
-                return True
-            if self._drop_prefetched(of_pass, saved):
+            if traffic.give_spare() or self._drop_behind_writes(of_pass, saved):
                 return True
             if traffic.reading:
                 traffic.changed.wait()
@@ -101,6 +99,12 @@ class Room:
         )
         self._recorder.count("budget.overflow")
         return False
+
+    def _drop_behind_writes(self, of_pass: Pass, saved: SavedStorage | None) -> bool:
+        if self._traffic.writing:
+            self._traffic.changed.wait()
+            return True
+        return self._drop_prefetched(of_pass, saved)
 
     def stalled(self, start_ns: int, cause: StallCause, name: str) -> None:
         """Account for a wait that ends now."""

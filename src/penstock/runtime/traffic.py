@@ -12,13 +12,15 @@ import threading
 import warnings
 import weakref
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from penstock.core.budget import Budget
+from penstock.core.config import UNLIMITED
 from penstock.core.errors import PenstockWarning, TransferError
 from penstock.core.locks import Lock
+from penstock.core.units import MIB
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
 from penstock.runtime.movers import Mover
@@ -27,6 +29,10 @@ from penstock.tier.base import Tier
 
 SAVED = "saved"
 """Owner, in the device budget, of storages that are kept or await their write."""
+CREDIT_SHARE: Final = 256
+"""Part of a large budget that is taken at a time for storages that are small beside it."""
+LEAST_CREDIT_BYTES: Final = 1 * MIB
+MOST_CREDIT_BYTES: Final = 4 * MIB
 SMALL = "small"
 """Owner, in the device budget, of storages below the floor, which always stay."""
 
@@ -59,8 +65,49 @@ class Traffic:
         self.tiers = tiers
         self.mover = mover
         self._budget = budget
+        self._credit_bytes = _credit_bytes(budget.limit_bytes)
+        self._spare_bytes = 0
         self._recorder = recorder
         self._warned: set[str] = set()
+
+    # -- the charge of what is held ---------------------------------------------------------------
+
+    def take_spare(self, nbytes: int) -> bool:
+        """Charge a storage to what was taken in advance, if that is enough. Under the lock.
+
+        The budget is an account shared with other threads, with a timeline. To turn to it twice for
+        every tensor would cost more than everything else, so it is charged for some at once, where
+        they are small beside it. The charge is never below what they hold.
+        """
+        if nbytes > self._spare_bytes:
+            return False
+        self._spare_bytes -= nbytes
+        return True
+
+    def take(self, nbytes: int) -> bool:
+        """Charge a storage to the budget, and a few more in advance if there is room."""
+        if 4 * nbytes <= self._credit_bytes and self._budget.try_take(self._credit_bytes, SAVED):
+            with self.lock:
+                self._spare_bytes += self._credit_bytes - nbytes
+            return True
+        return self._budget.try_take(nbytes, SAVED)
+
+    def give(self, nbytes: int) -> None:
+        """Give back the charge of a storage. Under the lock."""
+        if 4 * nbytes > self._credit_bytes:
+            self._budget.give(nbytes, SAVED)
+            nbytes = 0
+        self._spare_bytes += nbytes
+        spare = self._spare_bytes
+        if spare > 2 * self._credit_bytes or spare == self._budget.used_by(SAVED):
+            self.give_spare()
+
+    def give_spare(self) -> int:
+        """Give back what was taken in advance; how much that was. Under the lock."""
+        spare, self._spare_bytes = self._spare_bytes, 0
+        if spare:
+            self._budget.give(spare, SAVED)
+        return spare
 
     # -- out --------------------------------------------------------------------------------------
 
@@ -105,7 +152,7 @@ class Traffic:
         with self.lock:
             if saved.state is Residency.DEAD:  # whoever let it die left charge and ticket to us
                 ticket, saved.ticket = saved.ticket, None
-                self._budget.give(saved.nbytes, SAVED)
+                self.give(saved.nbytes)
                 self._over(saved)
             elif error is not None:
                 ticket, saved.ticket = saved.ticket, None
@@ -136,7 +183,7 @@ class Traffic:
     def let_go(self, saved: SavedStorage) -> None:
         """Drop the strong reference to a source, and its charge. Under the lock."""
         saved.storage = None
-        self._budget.give(saved.nbytes, SAVED)
+        self.give(saved.nbytes)
 
     # -- back -------------------------------------------------------------------------------------
 
@@ -200,7 +247,7 @@ class Traffic:
         if saved.state in (Residency.RESIDENT, Residency.WRITING):
             saved.storage = None
             if not saved.writing:
-                self._budget.give(saved.nbytes, SAVED)
+                self.give(saved.nbytes)
         elif saved.state is Residency.RESTORED:
             self.retire(saved)
         saved.state = Residency.DEAD
@@ -234,6 +281,13 @@ class Traffic:
         if topic not in self._warned:
             self._warned.add(topic)
             warnings.warn(message, PenstockWarning, stacklevel=2)
+
+
+def _credit_bytes(limit_bytes: int) -> int:
+    """How much to take at a time: nothing of a small budget, for its user counts every byte."""
+    if limit_bytes >= UNLIMITED or limit_bytes < CREDIT_SHARE * LEAST_CREDIT_BYTES:
+        return 0
+    return min(limit_bytes // CREDIT_SHARE, MOST_CREDIT_BYTES)
 
 
 def strip(saved: SavedStorage) -> None:
