@@ -17,12 +17,14 @@ NAMES = {
     "PENSTOCK_SLAB": knobs.slab_bytes,
     "PENSTOCK_STRIPE": knobs.stripe_bytes,
     "PENSTOCK_VERIFY": knobs.verify_checksums,
+    "PENSTOCK_GPU_DIRECT": knobs.gpu_direct,
     "PENSTOCK_FLOOR": knobs.floor_bytes,
     "PENSTOCK_MAX_EVENTS": knobs.max_events,
 }
 SIZES = [name for name in NAMES if re.search("PIECE|SLAB|STRIPE|FLOOR", name)]
 COUNTS = [name for name in NAMES if re.search("THREADS|EVENTS", name)]
 SWITCHES = [name for name in NAMES if re.search("BUFFERED|VERIFY", name)]
+CHOICES = {"PENSTOCK_GPU_DIRECT": ("auto", "off", "on")}
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +43,7 @@ def public():
 
 def test_this_file_knows_all():
     assert public() == set(NAMES.values())
-    assert set(NAMES) == {*SIZES, *COUNTS, *SWITCHES}
+    assert set(NAMES) == {*SIZES, *COUNTS, *SWITCHES, *CHOICES}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -51,6 +53,8 @@ def test_the_docstring_states_name_and_default(name):
     value = NAMES[name]()
     if name in SIZES:
         assert value == parse_bytes(stated[2])
+    elif name in CHOICES:
+        assert value == stated[2]
     else:
         assert int(value) == int(stated[2])
 
@@ -81,6 +85,17 @@ def test_switches(monkeypatch, name):
     for text, value in (("0", False), ("", False), ("1", True), ("yes", True)):
         monkeypatch.setenv(name, text)
         assert NAMES[name]() is value
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_choices(monkeypatch, name):
+    for text in CHOICES[name]:
+        monkeypatch.setenv(name, text)
+        assert NAMES[name]() == text
+    for text in ("", "1", "ON", "always"):
+        monkeypatch.setenv(name, text)
+        with pytest.raises(ConfigError, match=f"{name}={text!r} is none of auto, off, on"):
+            NAMES[name]()
 
 
 def test_there_are_no_others():

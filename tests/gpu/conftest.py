@@ -23,3 +23,9 @@ def deterministic():
     backends.cudnn.benchmark = before[1]
     for enable in ("flash", "mem_efficient", "cudnn"):
         getattr(backends.cuda, f"enable_{enable}_sdp")(True)
+
+
+@pytest.fixture(autouse=True)
+def staged(monkeypatch):
+    """Through host memory, also where it need not be; ``test_gpu_direct`` says otherwise."""
+    monkeypatch.setenv("PENSTOCK_GPU_DIRECT", "off")

@@ -9,6 +9,7 @@ from penstock.core.budget import Budget
 from penstock.core.units import KIB
 from penstock.io.engine import Priority
 from penstock.observe.recorder import Recorder
+from penstock.runtime.cuda.direct import DirectMover
 from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.cuda.pinned import Slab
 from penstock.runtime.movers import RESTORED
@@ -24,10 +25,20 @@ class HostSpec:
 
 
 class Rig:
-    """Mover, tiers and device; threads only if ``threaded``, else ``settle`` does their work."""
+    """Mover, tiers and device; threads only if ``threaded``, else ``settle`` does their work.
+
+    If it is ``direct``, flash is GPU-direct, and there is no staging.
+    """
 
     def __init__(
-        self, link=None, *, staging=64 * KIB, host=64 * KIB, budget=1 << 30, threaded=False
+        self,
+        link=None,
+        *,
+        staging=64 * KIB,
+        host=64 * KIB,
+        budget=1 << 30,
+        threaded=False,
+        direct=False,
     ):
         self.link = link or SimLink()
         self.recorder = Recorder()
@@ -35,11 +46,11 @@ class Rig:
         self.works = []
         start = self._start if threaded else lambda work, name: self.works.append(work)
         self.host_budget = Budget(1 << 30, name="host")
-        self.staging = self._slab(staging, "staging", start)
+        self.staging = self._slab(0 if direct else staging, "staging", start)
         self.host = self._slab(host, "host tier", start)
-        self.flash = SimFlash(self.recorder)
+        self.flash = SimFlash(self.recorder, gpu_direct=direct)
         self.host_tier = HostSpec()
-        self.mover = CudaMover(
+        self.mover = (DirectMover if direct else CudaMover)(
             device=DEVICE,
             budget=self.budget,
             recorder=self.recorder,
@@ -142,6 +153,15 @@ class Rig:
         for work in self.works:
             work_ends = threading.Thread(target=work, daemon=True)
             work_ends.start()
+        self.mover.close()
+
+    def close_flash_first(self):
+        """As a session does, in the middle of things."""
+        for entry in list(self.flash.pending):
+            entry[0].cancel()
+        self.flash.close()
+        for work in self.works:
+            threading.Thread(target=work, daemon=True).start()
         self.mover.close()
 
 

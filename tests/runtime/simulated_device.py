@@ -17,6 +17,7 @@ import torch
 
 from penstock.core.errors import NoSpaceError, TransferError
 from penstock.io.engine import Transfer
+from penstock.runtime.cuda.digest import DIGEST_BYTES, digest_of
 from penstock.tier.base import Tier, TierSpec
 
 DEVICE = torch.device("cpu")
@@ -162,6 +163,19 @@ class SimLink:
         move = partial(ctypes.memmove, target.data_ptr(), address, target.nbytes())
         stream.queue.append(("run", move))
 
+    def digest(self, stream, source, address):
+        """Of what is at the storage's address when the stream comes to it."""
+        memory, nbytes = source.data_ptr(), source.nbytes()
+
+        def make():
+            found = digest_of(
+                torch.frombuffer(bytearray(ctypes.string_at(memory, nbytes)), dtype=torch.uint8)
+            )
+            ctypes.memmove(address, found.data_ptr(), DIGEST_BYTES)
+
+        stream.queue.append(("run", make))
+        self.synchronize(self.record(stream))
+
     def capturing(self):
         return self.is_capturing
 
@@ -194,15 +208,20 @@ class SimLink:
 
 
 class SimFlash(Tier):
-    """A tier whose transfers end when the test says so, in any order, and then move their bytes."""
+    """A tier whose transfers end when the test says so, in any order, and then move their bytes.
 
-    def __init__(self, recorder, *, capacity_bytes=1 << 30):
+    If it is GPU-direct, addresses are those of the simulated device's memory, and what the device does
+    with that meanwhile shows.
+    """
+
+    def __init__(self, recorder, *, capacity_bytes=1 << 30, gpu_direct=False):
         spec = TierSpec(
             name="flash",
             kind="flash",
             capacity_bytes=capacity_bytes,
-            granule_bytes=512,
+            granule_bytes=1 if gpu_direct else 512,
             where="a simulated disk",
+            gpu_direct=gpu_direct,
         )
         super().__init__(spec, recorder=recorder)
         self.pending = []

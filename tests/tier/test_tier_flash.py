@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,40 @@ def make(directories, capacity_bytes=MIB, **options):
         recorder=Recorder(),
         **options,
     )
+
+
+class TestGpuDirect:
+    class Engine(ThreadEngine):
+        """In place of one that moves device memory."""
+
+        @property
+        def spec(self):
+            return replace(super().spec, gpu_direct=True)
+
+    @pytest.mark.parametrize("nbytes", [1, 5000, 100_001])
+    def test_exactly_the_data_are_moved_and_never_looked_at(self, tmp_path, stack, nbytes):
+        engine = self.Engine()
+        stack.callback(engine.close)
+        tier = FlashTier(
+            three(tmp_path),
+            capacity_bytes=MIB,
+            engine=engine,
+            recorder=Recorder(),
+            allow_memory_filesystem=True,
+        )
+        stack.callback(tier.close)
+        assert tier.spec.gpu_direct
+        source, target = aligned(nbytes + 9, seed=1), aligned(nbytes + 9, seed=2)
+        around = bytes(target)
+        ticket = tier.write(source.ctypes.data + 3, nbytes, keep_alive=source, label="odd")
+        ticket.written.wait(10)
+        assert (ticket.window.nbytes, ticket.window.skew, ticket.checksum) == (nbytes, 0, None)
+        tier.read(ticket, target.ctypes.data + 5, keep_alive=target).wait(10)
+        assert bytes(target[5 : 5 + nbytes]) == bytes(source[3 : 3 + nbytes])
+        assert bytes(target[:5]) == around[:5]
+        assert bytes(target[5 + nbytes :]) == around[5 + nbytes :]
+        tier.discard(ticket)
+        assert (tier.held_bytes, tier.taken_bytes) == (0, 0)
 
 
 class TestDirectories:

@@ -49,6 +49,7 @@ _KNOBS: Final = (
     knobs.io_piece_bytes,
     knobs.slab_bytes,
     knobs.stripe_bytes,
+    knobs.gpu_direct,
     knobs.floor_bytes,
     knobs.max_events,
 )

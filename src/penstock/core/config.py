@@ -25,7 +25,8 @@ class OffloadConfig:
     the device is host memory."""
 
     host_memory: int | str = 0
-    """How much the host tier may hold; 0: there is none. On CUDA also what transfers are staged in."""
+    """How much the host tier may hold; 0: there is none. On CUDA also what transfers are staged in,
+    unless they are GPU-direct."""
 
     flash: str | Path | tuple[str | Path, ...] = ()
     """Directories to spill to, best on different SSDs: they make one striped tier. Empty: none."""

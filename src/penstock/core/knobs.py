@@ -7,9 +7,12 @@ does (budgets, directories, policies) is configuration, in :mod:`penstock.core.c
 from __future__ import annotations
 
 import os
+from typing import Final, Literal
 
 from penstock.core.errors import ConfigError
 from penstock.core.units import MIB, parse_bytes
+
+_GPU_DIRECT: Final[tuple[Literal["auto", "off", "on"], ...]] = ("auto", "off", "on")
 
 
 def io_threads() -> int:
@@ -40,6 +43,15 @@ def stripe_bytes() -> int:
 def verify_checksums() -> bool:
     """``PENSTOCK_VERIFY`` (1): checksum every buffer written and compare it when it is read."""
     return os.environ.get("PENSTOCK_VERIFY", "1") not in ("", "0")
+
+
+def gpu_direct() -> Literal["auto", "off", "on"]:
+    """``PENSTOCK_GPU_DIRECT`` (auto): GPU to flash without host memory: if it works, never, or must."""
+    text = os.environ.get("PENSTOCK_GPU_DIRECT", "auto")
+    for choice in _GPU_DIRECT:
+        if text == choice:
+            return choice
+    raise ConfigError(f"PENSTOCK_GPU_DIRECT={text!r} is none of {', '.join(_GPU_DIRECT)}")
 
 
 def floor_bytes() -> int:

@@ -135,11 +135,13 @@ def open_unlinked(directory: str | os.PathLike[str]) -> DirectFile:
         TransferError: The directory is missing, not a directory, not writable, ...
     """
     where = os.fspath(directory)
-    try:
-        fd = _open_unlinked(where)
-    except OSError as error:
-        raise _open_error(error, where) from error
-    return _direct(fd, where, where)
+    return _direct(_open_unlinked(where), where, where)
+
+
+def open_unlinked_buffered(directory: str | os.PathLike[str]) -> DirectFile:
+    """The same without O_DIRECT, for an engine that opens it once more in its own way, as cuFile."""
+    where = os.fspath(directory)
+    return DirectFile(_open_unlinked(where), where, 0)
 
 
 def open_path(path: str | os.PathLike[str], mode: Mode) -> DirectFile:
@@ -204,6 +206,13 @@ def _unescape(mount: str) -> str:
 
 
 def _open_unlinked(directory: str) -> int:
+    try:
+        return _open_nameless(directory)
+    except OSError as error:
+        raise _open_error(error, directory) from error
+
+
+def _open_nameless(directory: str) -> int:
     try:
         return os.open(directory, os.O_TMPFILE | os.O_RDWR, _OWNER_ONLY)
     except OSError as error:

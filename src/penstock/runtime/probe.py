@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeAlias
 
 from penstock.core.budget import Budget
 from penstock.core.units import MIB
@@ -16,14 +19,37 @@ PROBE_BYTES = 16 * MIB
 ASSUMED_BYTES_PER_S = 1e9
 """For a tier that the session has not got: no plan uses it."""
 
+Lend: TypeAlias = Callable[[int], AbstractContextManager[int]]
+"""Lends so many bytes of memory, by their address."""
 
-def measure(tiers: dict[str, Tier], *, probe_bytes: int = PROBE_BYTES) -> Machine:
+
+@contextmanager
+def host_memory(nbytes: int) -> Iterator[int]:
+    """Memory as transfers use it."""
+    arena = Arena(2 * nbytes, budget=Budget(2 * nbytes, name="probe"))
+    block = arena.allocate(nbytes)
+    assert block is not None
+    try:
+        yield block.address
+    finally:
+        block.free()
+        arena.close()
+
+
+def measure(
+    tiers: dict[str, Tier], *, probe_bytes: int = PROBE_BYTES, lend: Lend = host_memory
+) -> Machine:
     """Write and read a little through every tier; the better of two rounds counts.
+
+    Args:
+        tiers: By name.
+        probe_bytes: How much at a time.
+        lend: Memory to write from and to read to, such as the tiers take addresses of.
 
     Raises:
         TransferError: A tier cannot be written or read: the session would not get far.
     """
-    speeds = {name: _measure(tier, probe_bytes) for name, tier in tiers.items()}
+    speeds = {name: _measure(tier, probe_bytes, lend) for name, tier in tiers.items()}
     none = (ASSUMED_BYTES_PER_S, ASSUMED_BYTES_PER_S, 0.0)
     flash, host = speeds.get("flash", none), speeds.get("host", none)
     return Machine(
@@ -36,14 +62,10 @@ def measure(tiers: dict[str, Tier], *, probe_bytes: int = PROBE_BYTES) -> Machin
     )
 
 
-def _measure(tier: Tier, probe_bytes: int) -> tuple[float, float, float]:
+def _measure(tier: Tier, probe_bytes: int, lend: Lend) -> tuple[float, float, float]:
     nbytes = min(probe_bytes, tier.spec.capacity_bytes)
-    arena = Arena(2 * nbytes, budget=Budget(2 * nbytes, name="probe"))
-    block = arena.allocate(nbytes)
-    assert block is not None
-    rounds = [_round(tier, block.address, nbytes) for _ in range(2)]
-    block.free()
-    arena.close()
+    with lend(nbytes) as address:
+        rounds = [_round(tier, address, nbytes) for _ in range(2)]
     return max(w for w, _, _ in rounds), max(r for _, r, _ in rounds), min(t for _, _, t in rounds)
 
 

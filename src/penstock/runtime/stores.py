@@ -3,8 +3,9 @@
 [Note: host memory on CUDA]
     Everything between a device and flash is staged in pinned host memory, so with ``host_memory=0``
     there is no way out. Up to 512 MiB all of it is for staging; of more, half is, up to 16 GiB, and
-    the rest is the host tier. Without flash all of it is the host tier. It is taken, touched and pinned
-    when the session is opened, and given back as a whole.
+    the rest is the host tier. Without flash, or if flash is GPU-direct, all of it is the host tier, and
+    there may be none. It is taken, touched and pinned when the session is opened, and given back as a
+    whole.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError, free_space_bytes
 from penstock.core.units import GIB, MIB, format_bytes, round_down
 from penstock.io.arena import Arena
+from penstock.io.engine import Engine
 from penstock.io.mapping import HUGE_PAGE_BYTES
 from penstock.io.threads import ThreadEngine
 from penstock.observe.recorder import Recorder
 from penstock.plan.machine import Machine
+from penstock.runtime.cuda import gpu_direct
+from penstock.runtime.cuda.direct import DirectMover
 from penstock.runtime.cuda.link import CudaLink, Link
 from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.cuda.pinned import Slab
 from penstock.runtime.movers import CpuMover, Mover
-from penstock.runtime.probe import measure
+from penstock.runtime.probe import host_memory, measure
 from penstock.tier.base import Tier
 from penstock.tier.flash import FlashTier
 from penstock.tier.host import HostTier
@@ -64,16 +68,16 @@ class Stores:
             NoSpaceError: A file system has not the space that ``flash_capacity`` asks for.
         """
         self.tiers: dict[str, Tier] = {}
-        self._engine: ThreadEngine | None = None
+        self._engine: Engine | None = None
         self._host_arena: Arena | None = None
         self._recorder = recorder
         self._mover: Mover | None = None
         wrap = wrap_tier or (lambda tier: tier)
+        link: Link | None = CudaLink() if _runs_behind(device) else None
         try:
             if config.directories:
-                self._engine = ThreadEngine()
-                self.tiers["flash"] = wrap(self._flash(config, self._engine))
-            self._mover, arena = self._open_mover(config, device, budget)
+                self.tiers["flash"] = wrap(self._open_flash(config, device, link))
+            self._mover, arena = self._open_mover(config, device, budget, link)
             if arena is not None:
                 self._host_arena = arena
                 host = HostTier(arena, capacity_bytes=arena.capacity_bytes, recorder=recorder)
@@ -97,7 +101,9 @@ class Stores:
         """The bandwidths of these tiers, measured now."""
         if not isinstance(self.mover, CudaMover):
             return measure(self.tiers)
-        machine = measure({name: tier for name, tier in self.tiers.items() if name != "host"})
+        flash = {name: tier for name, tier in self.tiers.items() if name != "host"}
+        lend = self.mover.lend if isinstance(self.mover, DirectMover) else host_memory
+        machine = measure(flash, lend=lend)
         out, back = self.mover.measure()
         if not out:
             return machine
@@ -114,42 +120,54 @@ class Stores:
         if self._host_arena is not None:
             self._host_arena.close()
 
-    def _flash(self, config: OffloadConfig, engine: ThreadEngine) -> Tier:
+    def _open_flash(self, config: OffloadConfig, device: torch.device, link: Link | None) -> Tier:
+        """The flash tier over the engine that fits the device; see :mod:`.cuda.gpu_direct`."""
         capacity = config.capacity_bytes or _default_capacity(config.directories)
-        return FlashTier(
-            config.directories, capacity_bytes=capacity, engine=engine, recorder=self._recorder
-        )
+
+        def open_tier(engine: Engine) -> Tier:
+            return FlashTier(
+                config.directories, capacity_bytes=capacity, engine=engine, recorder=self._recorder
+            )
+
+        direct = gpu_direct.open_flash(open_tier, device, link, self._recorder)
+        if direct is not None:
+            self._engine, tier = direct
+            return tier
+        self._engine = ThreadEngine()
+        return open_tier(self._engine)
 
     def _open_mover(
-        self, config: OffloadConfig, device: torch.device, budget: Budget
+        self, config: OffloadConfig, device: torch.device, budget: Budget, link: Link | None
     ) -> tuple[Mover, Arena | None]:
         """The mover, and what the host tier's bytes rest in, if there is one."""
-        if device.type not in ("cpu", "cuda"):
-            raise ConfigError(
-                f"tensors on device {str(device)!r} cannot be offloaded; use 'cpu' or 'cuda'"
-            )
         host = Budget(
             config.host_bytes,
             name="host",
             on_change=partial(self._recorder.level, "host"),
         )
-        if _runs_behind(device):
-            return self._open_cuda(config, device, budget, host)
+        if link is not None:
+            return self._open_cuda(config, device, budget, host, link)
         mover = CpuMover(budget=budget)
         if not config.host_bytes:
             return mover, None
         return mover, Arena(config.host_bytes, budget=host, owner="host tier")
 
     def _open_cuda(
-        self, config: OffloadConfig, device: torch.device, budget: Budget, host: Budget
+        self,
+        config: OffloadConfig,
+        device: torch.device,
+        budget: Budget,
+        host: Budget,
+        link: Link,
     ) -> tuple[Mover, Arena | None]:
-        link: Link = CudaLink()
+        flash = self.tiers.get("flash")
+        direct = flash is not None and flash.spec.gpu_direct
         slabs: dict[str, Slab] = {}
         try:
-            for name, nbytes in _host_parts(config).items():
+            for name, nbytes in _host_parts(config, staged=not direct).items():
                 slabs[name] = Slab(nbytes, link=link, device=device, budget=host, name=name)
             tier = slabs.get("host tier")
-            mover = CudaMover(
+            mover = (DirectMover if direct else CudaMover)(
                 device=device,
                 budget=budget,
                 recorder=self._recorder,
@@ -165,12 +183,21 @@ class Stores:
 
 
 def _runs_behind(device: torch.device) -> bool:
-    """Whether the device runs behind the interpreter, with memory of its own."""
+    """Whether the device runs behind the interpreter, with memory of its own. Raises ConfigError."""
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"tensors on device {str(device)!r} cannot be offloaded; use 'cpu' or 'cuda'"
+        )
     return device.type == "cuda"
 
 
-def _host_parts(config: OffloadConfig) -> dict[str, int]:
-    """Bytes of host memory by use; see [Note: host memory on CUDA]."""
+def _host_parts(config: OffloadConfig, *, staged: bool = True) -> dict[str, int]:
+    """Bytes of host memory by use; see [Note: host memory on CUDA].
+
+    Args:
+        config: Asks for so much.
+        staged: Whether what goes to flash passes through it.
+    """
     total = config.host_bytes
     if not config.has_tier:
         return {}
@@ -180,8 +207,8 @@ def _host_parts(config: OffloadConfig) -> dict[str, int]:
             f"host_memory is {format_bytes(total)} ({total} bytes), but this machine has"
             f" {format_bytes(physical)}, and on CUDA all of host_memory is taken at once; lower it"
         )
-    if not config.directories:
-        return {"host tier": total}
+    if not config.directories or not staged:
+        return {"host tier": total} if total else {}
     if total < LEAST_STAGING_BYTES:
         raise ConfigError(
             f"host_memory is {total} bytes: on CUDA all that goes to flash passes through it; give at"

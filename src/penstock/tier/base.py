@@ -47,6 +47,9 @@ class TierSpec:
     """Sources are widened to multiples of this; targets of reads must be aligned to it."""
     where: str
     """For error messages: directories, or what memory."""
+    gpu_direct: bool = False
+    """Whether addresses are those of device memory. The host cannot read that, so the tier makes no
+    checksums; whoever writes there makes its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ class Tier(ABC):
     def __init__(self, spec: TierSpec, *, recorder: Recorder) -> None:
         self.spec = spec
         self.recorder = recorder
-        self._verify = knobs.verify_checksums()
+        self._verify = knobs.verify_checksums() and not spec.gpu_direct
         self._pid = os.getpid()
         self._lock = condition()  # notified when nothing is in flight any more
         self._closed = False

@@ -13,7 +13,7 @@ from penstock.core import knobs
 from penstock.core.errors import ConfigError, NoSpaceError, TransferError, free_space_bytes
 from penstock.core.units import format_bytes
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
-from penstock.io.files import filesystem_of
+from penstock.io.files import filesystem_of, open_unlinked, open_unlinked_buffered
 from penstock.observe.recorder import Recorder
 from penstock.tier.base import Tier, TierSpec
 from penstock.tier.joint import submit_all
@@ -48,7 +48,8 @@ class FlashTier(Tier):
             directories: Where to spill: one directory, or several to spread every write over.
             capacity_bytes: The most to hold; each directory gets an equal part of it. What is
                 written takes multiples of 4 KiB.
-            engine: Moves the bytes. It is not closed with the tier.
+            engine: Moves the bytes. It is not closed with the tier. If it is GPU-direct, so is the
+                tier: addresses are those of device memory, and there is no granule.
             recorder: Gets counters and spans.
             name: As in plans, logs and traces.
             allow_memory_filesystem: Accept directories on tmpfs, where spilling saves no memory.
@@ -61,13 +62,14 @@ class FlashTier(Tier):
         paths = _check_directories(directories, allow_memory_filesystem)
         quotas = _quotas(capacity_bytes, paths)
         _check_space(paths, quotas)
-        slabs = _open_all(paths, quotas)
+        slabs = _open_all(paths, quotas, gpu_direct=engine.spec.gpu_direct)
         spec = TierSpec(
             name=name,
             kind="flash",
             capacity_bytes=sum(quotas),
             granule_bytes=math.lcm(*(each.granule_bytes for each in slabs)),
             where=", ".join(paths),
+            gpu_direct=engine.spec.gpu_direct,
         )
         super().__init__(spec, recorder=recorder)
         self._engine = engine
@@ -218,11 +220,17 @@ def _check_space(paths: Sequence[str], quotas: Sequence[int]) -> None:
             )
 
 
-def _open_all(paths: Sequence[str], quotas: Sequence[int]) -> list[SlabDirectory]:
+def _open_all(
+    paths: Sequence[str], quotas: Sequence[int], *, gpu_direct: bool
+) -> list[SlabDirectory]:
+    open_file = open_unlinked_buffered if gpu_direct else open_unlinked
+    slab_bytes = knobs.slab_bytes()
     slabs: list[SlabDirectory] = []
     try:
         for path, quota in zip(paths, quotas, strict=True):
-            slabs.append(SlabDirectory(path, quota_bytes=quota, slab_bytes=knobs.slab_bytes()))
+            slabs.append(
+                SlabDirectory(path, quota_bytes=quota, slab_bytes=slab_bytes, open_file=open_file)
+            )
     except TransferError as error:
         for each in slabs:
             each.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -54,13 +54,21 @@ class SlabDirectory:
         granule_bytes: Of its files.
     """
 
-    def __init__(self, path: str, *, quota_bytes: int, slab_bytes: int) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        quota_bytes: int,
+        slab_bytes: int,
+        open_file: Callable[[str], DirectFile] = open_unlinked,
+    ) -> None:
         """Open a first file, which shows what the directory can do; claim no space yet.
 
         Args:
             path: The directory.
             quota_bytes: The most to claim, a multiple of the unit.
             slab_bytes: How much to claim at a time; made a multiple of the unit.
+            open_file: Makes a file there.
 
         Raises:
             TransferError: No file can be made there.
@@ -71,7 +79,8 @@ class SlabDirectory:
         self.slab_bytes = min(quota_bytes, round_up(enough, UNIT_BYTES))
         self.space = ExtentAllocator()
         self._files: list[DirectFile] = []
-        self._next_file: DirectFile | None = open_unlinked(path)
+        self._open_file = open_file
+        self._next_file: DirectFile | None = open_file(path)
         self.granule_bytes = self._next_file.granule_bytes
 
     @property
@@ -112,7 +121,7 @@ class SlabDirectory:
                 free_bytes=free,
                 advice="free some space or name another directory",
             )
-        file = self._next_file or open_unlinked(self.path)
+        file = self._next_file or self._open_file(self.path)
         self._next_file = file  # if what follows fails, the next attempt has it
         file.preallocate(nbytes)
         self._next_file = None

@@ -1,4 +1,4 @@
-"""Lanes: copies between a device and host memory, one direction each, and what waits for their end.
+"""Lanes: copies between a device and host memory, one kind each, and what waits for their end.
 
 A copy is *issued* when it has been enqueued on the lane's stream, and has *landed* when the device is
 done with it, which the lane's thread waits for. Only then may its memory be let go of.
@@ -28,8 +28,9 @@ from penstock.runtime.cuda.link import Event, Link
 
 StartThread: TypeAlias = Callable[[Callable[[], None], str], None]
 """How to run something in a thread of a name."""
-Direction: TypeAlias = Literal["out", "in"]
-"""From the device to the host, or to the device."""
+Direction: TypeAlias = Literal["out", "in", "fence-out", "fence-in", "digest"]
+"""From the device to the host, or to the device; or what comes before and after I/O that needs no copy:
+the host waits for what uses the memory, or makes a digest of it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,14 +77,13 @@ class Lane:
             device: Which.
             direction: Which way it copies.
             recorder: Gets a span for each copy.
-            inline: Issue copies in the thread that submits them. Not for memory that is not pinned:
-                to enqueue such a copy takes as long as the copy.
+            inline: Issue copies in the thread that submits them. Not for digests, nor for memory
+                that is not pinned: to enqueue such a copy takes as long as the copy.
             start_thread: Starts the lane's thread, at the first copy.
         """
         self._link = link
         self._stream = link.copy_stream(device)
-        self._enqueue = link.copy_out if direction == "out" else link.copy_in
-        self._stage = Stage.COPY_OUT if direction == "out" else Stage.COPY_IN
+        self._enqueue, self._stage = _work_of(link, direction)
         self._recorder = recorder
         self._inline = inline
         self._start_thread: StartThread | None = start_thread
@@ -149,8 +149,8 @@ class Lane:
             self._issue(copy)
             _tell_issued(copy)
         watched = self._see_end(copy)
-        if copy.error is None:
-            _guarded(partial(self._record, watched=watched), copy)
+        if copy.error is None and self._stage is not None:
+            _guarded(partial(self._record, self._stage, watched=watched), copy)
         copy.storage = None  # first: who hears of the end may look whether the storage is dead
         _guarded(copy.landed, copy)
         with self._wake:
@@ -203,7 +203,7 @@ class Lane:
             return False
         return watched
 
-    def _record(self, copy: Copy, *, watched: bool) -> None:
+    def _record(self, stage: Stage, copy: Copy, *, watched: bool) -> None:
         """See [Note: when copies happened]."""
         link, end_ns = self._link, self._recorder.clock.now_ns()
         if watched or self._anchor is None:
@@ -213,7 +213,7 @@ class Lane:
             end_ns = min(end_ns, at_ns + link.elapsed_ns(event, copy.end))
         start_ns = end_ns - link.elapsed_ns(copy.start, copy.end)
         self._recorder.span(
-            self._stage, start_ns, end_ns, nbytes=copy.nbytes, tier=copy.tier, slot=copy.label
+            stage, start_ns, end_ns, nbytes=copy.nbytes, tier=copy.tier, slot=copy.label
         )
 
 
@@ -264,10 +264,19 @@ class Lanes:
             device,
             direction,
             recorder=self._recorder,
-            inline=self._inline,
+            inline=self._inline and direction != "digest",
             start_thread=self._start_thread,
         )
         return lane
+
+
+def _work_of(link: Link, direction: Direction) -> tuple[Callable[..., None], Stage | None]:
+    """What a lane enqueues, and as what it is recorded."""
+    if direction == "out":
+        return link.copy_out, Stage.COPY_OUT
+    if direction == "in":
+        return link.copy_in, Stage.COPY_IN
+    return (link.digest if direction == "digest" else lambda *_: None), None
 
 
 def start_daemon(work: Callable[[], None], name: str) -> None:

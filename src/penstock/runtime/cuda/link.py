@@ -13,6 +13,8 @@ from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 
+from penstock.runtime.cuda.digest import DIGEST_BYTES, digest_of
+
 Stream: TypeAlias = Any
 """A queue of device work; hashable, equal if it is the same queue."""
 Event: TypeAlias = Any
@@ -23,7 +25,7 @@ _PORTABLE: Final = 1
 
 
 class Link(Protocol):
-    """Streams, events, memory and copies of devices. Thread-safe; waits only in ``synchronize``."""
+    """Streams, events, memory and copies of devices. Thread-safe; waits only where said."""
 
     def current_stream(self, device: torch.device) -> Stream:
         """The stream that the calling thread enqueues work of ``device`` on at this moment."""
@@ -57,6 +59,9 @@ class Link(Protocol):
 
     def copy_in(self, stream: Stream, target: torch.UntypedStorage, address: int) -> None:
         """Enqueue a copy of host memory to a whole storage. Keeps neither alive."""
+
+    def digest(self, stream: Stream, source: torch.UntypedStorage, address: int) -> None:
+        """Put a :mod:`.digest` of a whole storage at ``address``; waits until ``stream`` has done it."""
 
     def capturing(self) -> bool:
         """Whether the current stream records a CUDA graph."""
@@ -118,6 +123,11 @@ class CudaLink:
         """``cudaMemcpyAsync`` to the device."""
         with torch.cuda.stream(stream):
             _bytes_of(target).copy_(_host_bytes(address, target.nbytes()), non_blocking=True)
+
+    def digest(self, stream: Stream, source: torch.UntypedStorage, address: int) -> None:
+        """Some reductions, and 40 bytes to the host."""
+        with torch.cuda.stream(stream):
+            _host_bytes(address, DIGEST_BYTES).copy_(digest_of(_bytes_of(source)))
 
     def capturing(self) -> bool:
         """``torch.cuda.is_current_stream_capturing``."""

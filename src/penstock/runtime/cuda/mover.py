@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 
@@ -57,6 +57,9 @@ class CudaMover(Mover):
     Attributes:
         device: Where the pinned memory was registered; storages of others are moved as well.
     """
+
+    _outbound: ClassVar[type[Outbound]] = Outbound
+    _inbound: ClassVar[type[Inbound]] = Inbound
 
     def __init__(
         self,
@@ -91,10 +94,10 @@ class CudaMover(Mover):
         refusals = [slab.refusal for slab in self._slabs if slab.refusal]
         lanes = Lanes(link, recorder, inline=not refusals, start_thread=start_thread)
         self._lanes = lanes
-        self._out = Outbound(
+        self._out = self._outbound(
             lock=self._lock, lanes=lanes, recorder=recorder, staging=staging, host=host
         )
-        self._in = Inbound(
+        self._in = self._inbound(
             link=link,
             lock=self._lock,
             lanes=lanes,

@@ -194,13 +194,14 @@ class Outbound:
 
     def _rests(self, ticket: CudaTicket, buffer: Buffer, error: BaseException | None) -> None:
         """Flash has not taken the bytes: the buffer keeps them until they are discarded."""
-        tier, full = ticket.tier, isinstance(error, NoSpaceError)
-        if full:
-            with self._lock:
-                self._room[tier.spec.name] = tier.held_bytes
+        if isinstance(error, NoSpaceError):
+            self._note_full(ticket.tier)
         buffer.slab.leave(buffer)
-        if isinstance(error, ClosedError | CancelledError):  # the session is ending
-            return
+        if not isinstance(error, ClosedError | CancelledError):  # else the session is ending
+            self._report(ticket, error)
+
+    def _report(self, ticket: CudaTicket, error: BaseException | None) -> None:
+        tier, full = ticket.tier, isinstance(error, NoSpaceError)
         counter = f"spill.{'full' if full else 'failed'}.{tier.spec.name}"
         self._recorder.count(counter)
         self._recorder.mark("spill_failed", slot=ticket.label, error=str(error))
@@ -211,6 +212,11 @@ class Outbound:
         )
 
     # -- room on flash ----------------------------------------------------------------------------
+
+    def _note_full(self, tier: Tier) -> None:
+        """It cannot hold more than it does now, whatever its capacity is."""
+        with self._lock:
+            self._room[tier.spec.name] = tier.held_bytes
 
     def _promise(self, ticket: CudaTicket) -> None:
         """Refuse what would surely find the tier full, counting all that is on the way there.

@@ -23,9 +23,9 @@ class Where(enum.Enum):
     """Where the bytes of a ticket are."""
 
     QUEUED = "queued"
-    """In the source, which is held; there is no buffer for them yet."""
+    """In the source, which is held; there is no buffer for them yet, or no write."""
     COPYING = "being copied"
-    """In the source, which is held; a buffer is being filled from it."""
+    """In the source, which is held; a buffer, or flash, is being filled from it."""
     STAGED = "staged"
     """In a buffer: on the way to flash, or at rest in the host tier or because flash has failed."""
     ON_FLASH = "on flash"
