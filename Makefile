@@ -33,7 +33,7 @@ format: $(VENV)/.lint ## let ruff format and mend what it can
 	$(PY) -m ruff check --fix
 	$(PY) -m ruff format
 
-bench: $(VENV)/.base ## every benchmark; writes benchmarks/results (long)
+bench: $(VENV)/.base $(VENV)/.bench ## every benchmark; writes benchmarks/results (long)
 	@set -e; for script in benchmarks/micro/[!_]*.py benchmarks/macro/[!_]*.py; do \
 		[ -e "$$script" ] || continue; echo "== $$script"; $(PY) "$$script"; \
 	done
@@ -64,8 +64,12 @@ $(VENV)/.lint: $(VENV)/lint.txt constraints.txt
 	$(PIP) -r $<
 	@touch $@
 
+$(VENV)/.bench: $(VENV)/bench.txt constraints.txt
+	$(PIP) -r $<
+	@touch $@
+
 $(VENV)/.docs: $(VENV)/docs.txt constraints.txt
 	$(PIP) -r $<
 	@touch $@
 
-.SECONDARY: $(VENV)/test.txt $(VENV)/lint.txt $(VENV)/docs.txt
+.SECONDARY: $(VENV)/test.txt $(VENV)/bench.txt $(VENV)/lint.txt $(VENV)/docs.txt

@@ -15,6 +15,7 @@ EXPORTS = [
     "BudgetError",
     "ChecksumError",
     "ClosedError",
+    "CodecError",
     "ConfigError",
     "HookError",
     "InPlaceError",

@@ -10,6 +10,7 @@
     │   ├── NoSpaceError                    the file system, or a tier's capacity, is full
     │   └── ShortTransferError              the file ended before the request did
     ├── ChecksumError                       bytes that came back are not the bytes that left
+    ├── CodecError (ValueError)             encoded bytes that do not decode
     ├── RestoreError (RuntimeError)         a saved tensor that cannot be brought back
     ├── ClosedError (RuntimeError)          use after close, or in a forked child
     ├── PlanError (ValueError)              a plan or profile that does not parse or does not match
@@ -108,6 +109,10 @@ class ShortTransferError(TransferError):
 
 class ChecksumError(PenstockError):
     """Bytes that came back from a tier are not the bytes that went in."""
+
+
+class CodecError(PenstockError, ValueError):
+    """Encoded bytes that are damaged, truncated, or another codec's."""
 
 
 class RestoreError(PenstockError, RuntimeError):

@@ -1,0 +1,300 @@
+"""Tensor to bytes and back: the seam between those who move bytes and the ways to make them fewer.
+
+1. Who wants to encode asks ``codec.accepts(dtype)``, then ``codec.spec(dtype, nbytes)``: how much room
+   the output and the scratch memory may need, and what may be lost. Nothing is discovered by trying.
+2. ``codec.encode(source, out, dtype=...)`` fills the front of ``out`` with a frame and says how long
+   that is. A lossless codec whose output would not be shorter than its input stores that input as it is.
+3. ``codec.decode(frame, out)`` fills ``out``, which is exactly as long as the source was. A frame that is
+   damaged, or not this codec's, raises CodecError: no input makes it crash, or read or write elsewhere.
+
+Everything here works on bytes of host memory, as one-dimensional ``numpy.uint8`` arrays, and takes the
+elements for words of their width: -0.0 is not 0, and every NaN keeps its payload. Encoding and decoding
+run in the calling thread, on one core, without the GIL in their hot part. Codecs hold no state: one
+instance serves every thread.
+
+[Note: frames]
+    A frame is a header of 64 bytes and a payload. Little-endian: magic ``PNSC``; u8 format version; u8
+    codec; u8 dtype; u8 flags (1: the payload is the source as it was); u64 bytes of the source; u64 bytes
+    of the payload; the rest MUST be zero. The payload ends with the source's last ``nbytes % itemsize``
+    bytes, as they were: a storage need not be a whole number of the elements that a view of it has.
+    Frames have no checksum, because tiers and checkpoints checksum what they hold.
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.core.errors import CodecError, ConfigError
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+"""Memory: one-dimensional, contiguous; writeable where it is filled."""
+Words: TypeAlias = npt.NDArray[Any]
+"""The same memory as unsigned integers of the element's width."""
+
+HEADER_BYTES: Final = 64
+VERSION: Final = 1
+_MAGIC: Final = b"PNSC"
+_HEADER: Final = struct.Struct("<4sBBBBQQ40x")
+_RAW: Final = 1
+_PADDING: Final = bytes(40)
+
+DTYPES: Final = (
+    "bool",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+)
+"""Element types, by torch's names. The position in this tuple is what a frame's header says."""
+ITEMSIZE: Final = dict(zip(DTYPES, (1, 1, 1, 2, 4, 8, 2, 2, 4, 8), strict=True))
+_WORD: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+class Fidelity(Enum):
+    """What decoding gives back."""
+
+    EXACT = "exact"
+    """Every bit."""
+    POSITIVE = "positive"
+    """For every element whether it is greater than zero or NaN, as 1 or 0: a ReLU asks no more."""
+    BOUNDED = "bounded"
+    """Values within a stated bound."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorBound:
+    """How far a decoded value may be from a finite source value ``x``; NaN stays NaN, infinities stay.
+
+    ``|decoded - x| <= max(relative * |x|, absolute)``, and beyond ``largest`` the decoded value is
+    ``largest`` with the sign of ``x``. With ``block`` the bound is ``relative`` times the largest
+    magnitude in the block of so many elements that ``x`` lies in.
+    """
+
+    relative: float
+    absolute: float
+    largest: float
+    block: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CodecSpec:
+    """What encoding a source of one dtype and size takes, known beforehand."""
+
+    bound_bytes: int
+    """The longest that a frame of it can be: ``out`` must have so many."""
+    scratch_bytes: int
+    """Working memory that ``encode`` and ``decode`` each allocate at most, beside ``out``."""
+    fidelity: Fidelity
+    error_bound: ErrorBound | None = None
+    """For BOUNDED."""
+
+
+class Codec(ABC):
+    """One way to make bytes fewer. Thread-safe.
+
+    A codec gives its constants and overrides ``_spec``, ``_encode`` and ``_decode``.
+
+    Attributes:
+        name: As in plans and knobs: ``"zero-value"``.
+        id: What a frame's header says. Never reused.
+        dtypes: What it accepts.
+        fidelity: What it gives back.
+    """
+
+    name: str
+    id: int
+    dtypes: frozenset[str]
+    fidelity: Fidelity
+
+    # -- primitives, for subclasses ---------------------------------------------------------------
+
+    def _spec(self, dtype: str, count: int) -> tuple[int, int, ErrorBound | None]:
+        """Most payload bytes, most scratch bytes, and the bound, for ``count`` elements.
+
+        An EXACT codec's payload is bounded by the source's size whatever it says here: where it would
+        not be shorter, ``_encode`` gives up.
+        """
+        return count * ITEMSIZE[dtype], 0, None
+
+    @abstractmethod
+    def _encode(self, words: Words, payload: Bytes, dtype: str) -> int | None:
+        """Encode all of ``words`` to the front of ``payload``.
+
+        Returns:
+            How many bytes that is; ``None``, when ``payload`` is too short for it.
+        """
+
+    @abstractmethod
+    def _decode(self, payload: Bytes, words: Words, dtype: str) -> None:
+        """Fill all of ``words``. Raises CodecError if ``payload`` is not what ``_encode`` makes."""
+
+    # -- what everybody calls ---------------------------------------------------------------------
+
+    def accepts(self, dtype: str) -> bool:
+        """Whether it encodes elements of this type."""
+        return dtype in self.dtypes
+
+    def spec(self, dtype: str, nbytes: int) -> CodecSpec:
+        """What a source of ``nbytes`` takes. Raises ConfigError if ``dtype`` is not accepted."""
+        self._check_dtype(dtype)
+        if nbytes < 0:
+            raise ConfigError(f"codec {self.name}: {nbytes} bytes cannot be encoded")
+        count, tail = divmod(nbytes, ITEMSIZE[dtype])
+        payload, scratch, bound = self._spec(dtype, count)
+        if self.fidelity is Fidelity.EXACT:
+            payload = nbytes - tail  # whatever encoding takes: where it gives up, that is stored
+        return CodecSpec(
+            bound_bytes=HEADER_BYTES + payload + tail,
+            scratch_bytes=scratch,
+            fidelity=self.fidelity,
+            error_bound=bound,
+        )
+
+    def encode(self, source: Bytes, out: Bytes, *, dtype: str) -> int:
+        """Encode ``source`` to a frame at the front of ``out``, which must not overlap it.
+
+        Args:
+            source: Bytes of elements of ``dtype``; aligned to them.
+            out: At least ``spec(dtype, source.size).bound_bytes`` long.
+            dtype: The elements' type, by torch's name.
+
+        Returns:
+            The frame's length in bytes.
+
+        Raises:
+            ConfigError: The dtype is not accepted, or a buffer is not what it must be.
+        """
+        spec = self.spec(dtype, source.size)
+        _check_buffer(source, "source", self.name)
+        _check_buffer(out, "out", self.name, writeable=True)
+        if out.size < spec.bound_bytes:
+            raise ConfigError(
+                f"codec {self.name}: out has {out.size} bytes; {source.size} bytes of {dtype} may"
+                f" take {spec.bound_bytes}"
+            )
+        words, tail = _words(source, dtype, self.name)
+        room = spec.bound_bytes - HEADER_BYTES - tail.size
+        body = out[HEADER_BYTES : HEADER_BYTES + room]
+        length = self._encode(words, body, dtype)
+        raw = False
+        if length is None or (self.fidelity is Fidelity.EXACT and length >= body.size > 0):
+            assert self.fidelity is Fidelity.EXACT, f"{self.name} exceeded its bound"
+            raw, length = True, body.size
+            body[:] = source[:length]
+        end = HEADER_BYTES + length + tail.size
+        out[HEADER_BYTES + length : end] = tail
+        header = Header(self.id, dtype, raw, source.size, length + tail.size)
+        out[:HEADER_BYTES] = np.frombuffer(header.pack(), np.uint8)
+        return end
+
+    def decode(self, frame: Bytes, out: Bytes) -> None:
+        """Decode ``frame`` to all of ``out``; bytes behind the frame are ignored.
+
+        Raises:
+            CodecError: The frame is damaged, another codec's, or of another length than ``out``.
+            ConfigError: A buffer is not what it must be.
+        """
+        _check_buffer(frame, "frame", self.name)
+        _check_buffer(out, "out", self.name, writeable=True)
+        header = read_header(frame)
+        if header.codec != self.id:
+            raise CodecError(f"codec {self.name} (id {self.id}): a frame of codec {header.codec}")
+        if not self.accepts(header.dtype):
+            raise CodecError(f"codec {self.name}: a frame of {header.dtype}, which it never makes")
+        if header.source_bytes != out.size:
+            raise CodecError(
+                f"codec {self.name}: a frame of {header.source_bytes} bytes for {out.size} bytes"
+            )
+        payload = frame[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
+        words, tail = _words(out, header.dtype, self.name)
+        if payload.size < tail.size:
+            raise CodecError(f"codec {self.name}: a payload of {payload.size} bytes is too short")
+        body = payload[: payload.size - tail.size]
+        tail[:] = payload[body.size :]
+        if not header.raw:
+            self._decode(body, words, header.dtype)
+            return
+        if self.fidelity is not Fidelity.EXACT or body.size != words.nbytes:
+            raise CodecError(
+                f"codec {self.name}: {body.size} raw bytes for {words.nbytes}: the frame is damaged"
+            )
+        out[: body.size] = body
+
+    def _check_dtype(self, dtype: str) -> None:
+        if not self.accepts(dtype):
+            raise ConfigError(
+                f"codec {self.name} does not encode {dtype}; it does {', '.join(sorted(self.dtypes))}"
+            )
+
+    def __repr__(self) -> str:
+        return f"<codec {self.name}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a frame says of itself."""
+
+    codec: int
+    dtype: str
+    raw: bool
+    """Whether the payload is the source as it was."""
+    source_bytes: int
+    payload_bytes: int
+
+    def pack(self) -> bytes:
+        """The 64 bytes that ``read_header`` reads."""
+        code, flags = DTYPES.index(self.dtype), _RAW if self.raw else 0
+        lengths = self.source_bytes, self.payload_bytes
+        return _HEADER.pack(_MAGIC, VERSION, self.codec, code, flags, *lengths)
+
+
+def read_header(frame: Bytes) -> Header:
+    """Parse and check a frame's header. Raises CodecError."""
+    if frame.size < HEADER_BYTES:
+        raise CodecError(
+            f"a frame of {frame.size} bytes is shorter than its header, {HEADER_BYTES}"
+        )
+    magic, version, codec, code, flags, source, payload = _HEADER.unpack_from(frame.data)
+    if magic != _MAGIC:
+        raise CodecError(f"not a frame: it begins with {magic!r}, not {_MAGIC!r}")
+    if version != VERSION:
+        raise CodecError(f"a frame of format {version}; this Penstock reads format {VERSION}")
+    if code >= len(DTYPES) or flags & ~_RAW or frame[24:HEADER_BYTES].tobytes() != _PADDING:
+        raise CodecError(
+            f"a damaged frame: dtype {code}, flags {flags:#x}, or padding that is not 0"
+        )
+    if payload > frame.size - HEADER_BYTES:
+        raise CodecError(
+            f"a truncated frame: its payload has {payload} bytes, {frame.size - HEADER_BYTES} are there"
+        )
+    return Header(codec, DTYPES[code], bool(flags & _RAW), source, payload)
+
+
+def _words(memory: Bytes, dtype: str, codec: str) -> tuple[Words, Bytes]:
+    """Memory as words of the element's width, and the bytes left over."""
+    size = ITEMSIZE[dtype]
+    whole = memory.size - memory.size % size
+    if whole and memory.ctypes.data % size:
+        raise ConfigError(
+            f"codec {codec}: memory at {memory.ctypes.data:#x} is no place for {dtype}"
+        )
+    return memory[:whole].view(_WORD[size]), memory[whole:]
+
+
+def _check_buffer(memory: Bytes, name: str, codec: str, *, writeable: bool = False) -> None:
+    if memory.dtype != np.uint8 or memory.ndim != 1 or not memory.flags.c_contiguous:
+        raise ConfigError(f"codec {codec}: {name} is not a contiguous row of bytes")
+    if writeable and not memory.flags.writeable:
+        raise ConfigError(f"codec {codec}: {name} cannot be written to")

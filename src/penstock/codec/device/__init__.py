@@ -1,0 +1,43 @@
+"""Codecs in torch operations, for tensors that should shrink before they leave their device.
+
+Each module is one codec: ``CODEC``, the one on the host, and two functions that make and take the same
+bytes as it does:
+
+- ``encode(words, dtype) -> payload``: ``words`` is one-dimensional, integers of the element's width
+  (uint8, int16, int32, int64); ``payload`` is uint8, on the same device. ``None`` where the payload of a
+  lossless codec would not be shorter.
+- ``decode(payload, count, dtype) -> words``. Raises CodecError for a damaged payload.
+
+They wait for the device where a size or a check depends on the data, and nowhere else; they run on the
+current stream. :mod:`penstock.codec.device.base` adds frames.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Final
+
+from penstock.codec.device import (
+    bfloat16,
+    byteplane,
+    csr,
+    float8,
+    float16,
+    int8,
+    narrow,
+    positive,
+    zero_value,
+)
+
+FORMS: Final[dict[str, ModuleType]] = {
+    "zero-value": zero_value,
+    "csr": csr,
+    "positive": positive,
+    "narrow": narrow,
+    "byteplane": byteplane,
+    "float16": float16,
+    "bfloat16": bfloat16,
+    "float8": float8,
+    "int8": int8,
+}
+"""The codecs that have a device form, by name."""

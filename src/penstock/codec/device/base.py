@@ -1,0 +1,138 @@
+"""Frames on the device: ``encode`` and ``decode`` of :class:`penstock.codec.base.Codec`, for tensors.
+
+A frame made here is, to the byte, what the codec on the host makes of the same bytes, and each decodes
+what the other made. Tensors are uint8, one-dimensional and contiguous, on any device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from penstock.codec.base import (
+    HEADER_BYTES,
+    ITEMSIZE,
+    Fidelity,
+    Header,
+    read_header,
+)
+from penstock.codec.device import FORMS
+from penstock.codec.device.words import as_bytes, as_type, word_type
+from penstock.core.errors import CodecError, ConfigError
+
+
+def encode_tensor(codec_name: str, memory: Tensor, dtype: str) -> Tensor:
+    """Encode bytes of elements of ``dtype`` to a frame on the same device.
+
+    Runs on the current stream; waits for the device where the frame's length depends on the data. Takes
+    memory from the caching allocator: the frame, and temporaries of a few times the source.
+
+    Args:
+        codec_name: One of ``FORMS``.
+        memory: uint8[n], contiguous.
+        dtype: The elements' type, by torch's name.
+
+    Returns:
+        The frame, uint8[m].
+
+    Raises:
+        ConfigError: The codec has no device form or does not take the dtype, or the memory is no row of
+            bytes.
+    """
+    form = _form(codec_name)
+    if not form.CODEC.accepts(dtype):
+        raise ConfigError(f"codec {codec_name} does not encode {dtype}")
+    _check_row(memory, "memory")
+    whole = memory.numel() - memory.numel() % ITEMSIZE[dtype]
+    payload = form.encode(as_type(memory[:whole], word_type(dtype)), dtype)
+    raw = payload is None
+    assert not raw or form.CODEC.fidelity is Fidelity.EXACT, f"{codec_name} exceeded its bound"
+    body = memory[:whole] if payload is None else payload
+    tail = memory[whole:]
+    header = Header(form.CODEC.id, dtype, raw, memory.numel(), body.numel() + tail.numel())
+    return torch.cat([_pack_header(header).to(memory.device), body, tail])
+
+
+def decode_tensor(frame: Tensor, nbytes: int, *, header: Header | None = None) -> Tensor:
+    """Decode a frame of any codec in ``FORMS``; bytes behind it are ignored.
+
+    Runs on the current stream; waits for the device where a check depends on the data, and for the
+    header, unless the caller has it.
+
+    Args:
+        frame: uint8[m], contiguous.
+        nbytes: How long the source was.
+        header: What ``read_header`` says of this frame, where it was on the host anyway.
+
+    Returns:
+        The source's bytes, uint8[nbytes], on the same device.
+
+    Raises:
+        CodecError: The frame is damaged, or of another length or of a codec without a device form.
+        ConfigError: The frame is no row of bytes.
+    """
+    _check_row(frame, "frame")
+    header = header or _header_of(frame)
+    form = _form_of(header)
+    if header.source_bytes != nbytes:
+        raise CodecError(
+            f"codec {form.CODEC.name}: a frame of {header.source_bytes} bytes for {nbytes}"
+        )
+    payload = frame[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
+    count, tail = divmod(nbytes, ITEMSIZE[header.dtype])
+    if payload.numel() != header.payload_bytes or payload.numel() < tail:
+        raise CodecError(
+            f"codec {form.CODEC.name}: a payload of {payload.numel()} bytes is too short"
+        )
+    body = payload[: payload.numel() - tail]
+    if header.raw:
+        if form.CODEC.fidelity is not Fidelity.EXACT or payload.numel() != nbytes:
+            raise CodecError(
+                f"codec {form.CODEC.name}: {payload.numel()} raw bytes for {nbytes}: damaged"
+            )
+        return payload.clone()
+    words = as_bytes(form.decode(body, count, header.dtype))
+    return torch.cat([words, payload[body.numel() :]]) if tail else words
+
+
+def _form(name: str) -> ModuleType:
+    try:
+        return FORMS[name]
+    except KeyError:
+        raise ConfigError(
+            f"codec {name!r} has no device form; these have: {', '.join(FORMS)}"
+        ) from None
+
+
+def _form_of(header: Header) -> ModuleType:
+    for form in FORMS.values():
+        if form.CODEC.id == header.codec and form.CODEC.accepts(header.dtype):
+            return form
+    raise CodecError(f"a frame of codec {header.codec} and {header.dtype}: there is no device form")
+
+
+def _check_row(tensor: Tensor, name: str) -> None:
+    if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ConfigError(f"{name} is not a contiguous row of bytes: {tensor.dtype} {tensor.shape}")
+
+
+def _pack_header(header: Header) -> Tensor:
+    return torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
+
+
+def _header_of(frame: Tensor) -> Header:
+    """The header of a frame on a device: 64 bytes come to the host."""
+    head = frame[:HEADER_BYTES].cpu().numpy().copy()
+    if head.size < HEADER_BYTES:
+        return read_header(head)  # raises
+    payload_bytes = int.from_bytes(head[16:24].tobytes(), "little")
+    if payload_bytes > frame.numel() - HEADER_BYTES:
+        raise CodecError(
+            f"a truncated frame: its payload has {payload_bytes} bytes,"
+            f" {frame.numel() - HEADER_BYTES} are there"
+        )
+    head[16:24] = 0  # the rest of the frame is not here to be measured
+    return replace(read_header(head), payload_bytes=payload_bytes)

@@ -1,0 +1,179 @@
+"""Between float32 and narrower floats, on the bits; the twin is :mod:`penstock.codec.twins.casts`.
+
+[Note: casts on bits]
+    Numba has no 16-bit floats, so a cast is integer arithmetic on the float32's bits, without a branch:
+    rounding to nearest even is adding just under half of the last bit that stays (and that bit itself)
+    before the rest is shifted out, and the carry runs into the exponent as it must. A result that is
+    subnormal in the narrow format is rounded by adding a power of two whose last bit is the narrow
+    format's smallest value. No operation takes or gives a subnormal float32 that matters, so that a
+    thread which flushes them to zero makes the same bytes.
+
+    Every operation is wrapped in ``np.uint32``, because Numba would widen the result to 64 bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numba import njit
+
+from penstock.codec.base import Words
+
+_U32: Final = np.uint32
+_SIGN: Final = np.uint32(0x80000000)
+_MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
+_INFINITY: Final = np.uint32(0x7F800000)
+_NAN: Final = np.uint32(0x7FC00000)
+_LARGEST: Final = np.uint32(0x7F7FFFFF)
+
+_HALF: Final = np.float32(0.5)  # its last bit is float16's smallest value, 2^-24
+_HALF_BITS: Final = np.uint32(0x3F000000)
+_NORMAL16: Final = np.uint32(0x38800000)  # 2^-14: below it, float16 is subnormal
+_REBIAS16: Final = np.uint32(0x38000000)  # 127 - 15 in the exponent
+_OFFSET16: Final = np.uint32(0x38800000)  # one more, so that a subnormal gets a leading one
+_NORMAL16_FLOAT: Final = np.float32(2.0**-14)
+
+_STEP8: Final = np.float32(2.0**14)  # its last bit is e4m3's smallest value, 2^-9
+_STEP8_BITS: Final = np.uint32(0x46800000)
+_NORMAL8: Final = np.uint32(0x3C800000)  # 2^-6: below it, e4m3 is subnormal
+_NORMAL8_FLOAT: Final = np.float32(2.0**-6)
+_BLOCK8: Final = 128
+
+# the same numbers as uint32, because Numba takes a literal for 64 bits
+_K1: Final = np.uint32(1)
+_K13: Final = np.uint32(13)
+_K16: Final = np.uint32(16)
+_K20: Final = np.uint32(20)
+_K23: Final = np.uint32(23)
+_K24: Final = np.uint32(24)
+
+
+@njit(nogil=True, cache=True)
+def as_float(bits: Any) -> Any:
+    """The float32 of these bits; inlined."""
+    return np.uint32(bits).view(np.float32)
+
+
+@njit(nogil=True, cache=True)
+def as_bits(value: Any) -> Any:
+    """The bits of this float32; inlined."""
+    return np.float32(value).view(np.uint32)
+
+
+@njit(nogil=True, cache=True)
+def to_float16(source: Words, out: Words) -> None:
+    """Round float32 bits, uint32[n], to float16 bits, uint16[n]; too large a value saturates."""
+    for i in range(source.size):
+        bits = _U32(source[i])
+        magnitude = _U32(bits & _MAGNITUDE)
+        odd = _U32(_U32(magnitude >> _K13) & _K1)
+        rounded = _U32(_U32(_U32(magnitude - _REBIAS16) + _U32(0xFFF)) + odd)
+        normal = min(_U32(rounded >> _K13), _U32(0x7BFF))
+        small = _U32(as_bits(as_float(magnitude) + _HALF) - _HALF_BITS)
+        result = small if magnitude < _NORMAL16 else normal
+        result = _U32(0x7C00) if magnitude == _INFINITY else result
+        result = _U32(0x7E00) if magnitude > _INFINITY else result
+        out[i] = np.uint16(result | _U32(_U32(bits & _SIGN) >> _K16))
+
+
+@njit(nogil=True, cache=True)
+def from_float16(source: Words, out: Words) -> None:
+    """Widen float16 bits, uint16[n], to float32 bits, uint32[n]; every NaN becomes the quiet one."""
+    for i in range(source.size):
+        bits = _U32(source[i])
+        magnitude = _U32(bits & _U32(0x7FFF))
+        moved = _U32(magnitude << _K13)
+        normal = _U32(moved + _REBIAS16)
+        small = as_bits(as_float(moved + _OFFSET16) - _NORMAL16_FLOAT)
+        result = small if magnitude < _U32(0x400) else normal
+        result = _INFINITY if magnitude == _U32(0x7C00) else result
+        result = _NAN if magnitude > _U32(0x7C00) else result
+        out[i] = _U32(result | _U32(_U32(bits & _U32(0x8000)) << _K16))
+
+
+@njit(nogil=True, cache=True)
+def to_bfloat16(source: Words, out: Words) -> None:
+    """Round float32 bits, uint32[n], to bfloat16 bits, uint16[n]; too large a value saturates."""
+    for i in range(source.size):
+        bits = _U32(source[i])
+        magnitude = _U32(bits & _MAGNITUDE)
+        odd = _U32(_U32(magnitude >> _K16) & _K1)
+        rounded = _U32(_U32(_U32(magnitude + _U32(0x7FFF)) + odd) >> _K16)
+        result = min(rounded, _U32(0x7F7F))
+        result = _U32(0x7F80) if magnitude == _INFINITY else result
+        result = _U32(0x7FC0) if magnitude > _INFINITY else result
+        out[i] = np.uint16(result | _U32(_U32(bits & _SIGN) >> _K16))
+
+
+@njit(nogil=True, cache=True)
+def from_bfloat16(source: Words, out: Words) -> None:
+    """Widen bfloat16 bits, uint16[n], to float32 bits, uint32[n]."""
+    for i in range(source.size):
+        out[i] = _U32(_U32(source[i]) << _K16)
+
+
+@njit(nogil=True, cache=True)
+def largest_magnitude(source: Words) -> Any:
+    """The bits of the largest finite magnitude in ``source``, float32 bits; 0 if none is finite."""
+    top = _U32(0)
+    for i in range(source.size):
+        magnitude = _U32(source[i] & _MAGNITUDE)
+        top = max(top, magnitude if magnitude < _INFINITY else _U32(0))
+    return top
+
+
+@njit(nogil=True, cache=True)
+def to_float8(source: Words, scales: Words, codes: Words, least: int) -> None:
+    """Float32 bits, uint32[n], to one scale for each 128, uint8, and e4m3 codes, uint8[n].
+
+    The scale is no less than ``least``. See [Note: float8] in ``penstock.codec.casts``.
+    """
+    for block in range(scales.size):
+        start = block * _BLOCK8
+        part = source[start : start + _BLOCK8]
+        top = largest_magnitude(part)
+        scale = max(_U32(_U32(top + _U32(0x2FFFFF)) >> _K23), _U32(least))
+        scales[block] = np.uint8(scale)
+        factor = as_float(_U32(_U32(262) - scale) << _K23)
+        _block_to_float8(part, codes[start : start + _BLOCK8], factor)
+
+
+@njit(nogil=True, cache=True)
+def _block_to_float8(source: Words, codes: Words, factor: Any) -> None:
+    for i in range(source.size):
+        bits = _U32(source[i])
+        magnitude = _U32(bits & _MAGNITUDE)
+        scaled = as_float(magnitude) * factor
+        moved = as_bits(scaled)
+        odd = _U32(_U32(moved >> _K20) & _K1)
+        normal = _U32(_U32(_U32(_U32(moved + _U32(0x7FFFF)) + odd) >> _K20) - _U32(960))
+        small = _U32(as_bits(scaled + _STEP8) - _STEP8_BITS)
+        result = small if moved < _NORMAL8 else normal
+        result = _U32(0x7E) if magnitude == _INFINITY else result
+        result = _U32(0x7F) if magnitude > _INFINITY else result
+        codes[i] = np.uint8(result | _U32(_U32(bits & _SIGN) >> _K24))
+
+
+@njit(nogil=True, cache=True)
+def from_float8(scales: Words, codes: Words, out: Words) -> None:
+    """What ``to_float8`` made, to float32 bits, uint32[n]."""
+    for block in range(scales.size):
+        start = block * _BLOCK8
+        factor = as_float(_U32(_U32(scales[block]) - _U32(8)) << _K23)
+        _block_from_float8(codes[start : start + _BLOCK8], out[start : start + _BLOCK8], factor)
+
+
+@njit(nogil=True, cache=True)
+def _block_from_float8(codes: Words, out: Words, factor: Any) -> None:
+    for i in range(out.size):
+        bits = _U32(codes[i])
+        magnitude = _U32(bits & _U32(0x7F))
+        moved = _U32(magnitude << _K20)
+        normal = as_float(moved + _U32(0x3C000000))
+        small = as_float(moved + _NORMAL8) - _NORMAL8_FLOAT
+        value = small if magnitude < _U32(8) else normal
+        result = min(as_bits(value * factor), _LARGEST)
+        result = _INFINITY if magnitude == _U32(0x7E) else result
+        result = _NAN if magnitude > _U32(0x7E) else result
+        out[i] = _U32(result | _U32(_U32(bits & _U32(0x80)) << _K24))

@@ -1,0 +1,27 @@
+"""The clear twin of :mod:`penstock.codec.kernels.bits`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from penstock.codec.base import Bytes, Words
+
+
+def pack_flags(flags: Words, bitmap: Bytes) -> None:
+    """One bit per flag, the first in the lowest bit; ``bitmap`` is filled up with 0."""
+    bits = np.packbits(flags, bitorder="little")
+    bitmap[: bits.size] = bits
+    bitmap[bits.size :] = 0
+
+
+def beyond(bitmap: Bytes, count: int) -> bool:
+    """As the kernel's."""
+    return bool(np.unpackbits(bitmap, bitorder="little")[count:].any())
+
+
+def spread(bitmap: Bytes, clear: Any, set_: Any, words: Words) -> None:
+    """As the kernel's."""
+    bits = np.unpackbits(bitmap, count=words.size, bitorder="little")
+    words[:] = np.where(bits, words.dtype.type(set_), words.dtype.type(clear))

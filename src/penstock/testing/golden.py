@@ -1,0 +1,72 @@
+"""Golden frames: written once for each version of a format, decoded forever.
+
+A folder holds pairs ``<dtype>.frame`` and ``<dtype>.decoded``. An encoder may come to make other frames
+of the same version; those that are here MUST decode to the bytes they gave on the day they were made.
+Frames of a later version stand beside them: ``<dtype>-<version>.frame``.
+
+    python -m penstock.testing.golden NAME FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from penstock.codec.base import ITEMSIZE, Bytes, Codec, read_header
+from penstock.codec.registry import get
+from penstock.core.errors import ConfigError
+from penstock.testing.codec_samples import check_decoded, placed, special_words, with_zeros
+
+
+def write_golden(codec: Codec, folder: Path) -> None:
+    """Write a codec's golden files. Raises ConfigError where there are some already."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise ConfigError(f"{folder} has golden files; they are written once: use another folder")
+    for dtype in sorted(codec.dtypes):
+        source = _source(dtype)
+        out = placed(bytes(codec.spec(dtype, source.size).bound_bytes))
+        frame = out[: codec.encode(source, out, dtype=dtype)]
+        decoded = placed(bytes(source.size))
+        codec.decode(frame, decoded)
+        check_decoded(codec, dtype, source, decoded)
+        (folder / f"{dtype}.frame").write_bytes(frame.tobytes())
+        (folder / f"{dtype}.decoded").write_bytes(decoded.tobytes())
+
+
+def check_golden(codec: Codec, folder: Path) -> None:
+    """Decode all that is in ``folder``; fail if a dtype is missing or a byte differs."""
+    frames = {path.stem: path for path in sorted(folder.glob("*.frame"))}
+    assert codec.dtypes <= {name.split("-")[0] for name in frames}, (
+        f"{folder} lacks golden files of {codec.name}; make them once, and keep them:"
+        f" python -m penstock.testing.golden {codec.name} {folder}"
+    )
+    for path in frames.values():
+        frame = placed(path.read_bytes())
+        wanted = path.with_suffix(".decoded").read_bytes()
+        out = placed(bytes(read_header(frame).source_bytes))
+        codec.decode(frame, out)
+        assert out.tobytes() == wanted, f"{path} decodes to other bytes than it used to"
+
+
+def _source(dtype: str) -> Bytes:
+    """A few hundred elements: half of them zero, a run of zeros, special values, and a tail."""
+    return placed(b"".join(_parts(dtype)))
+
+
+def _parts(dtype: str) -> Iterator[bytes]:
+    random = np.random.default_rng(7)
+    size = ITEMSIZE[dtype]
+    yield with_zeros(dtype, 300 * size, 0.5, random).tobytes()
+    yield bytes(70 * size)
+    yield special_words(dtype).tobytes()
+    yield b"\x01\x02\x03\x04\x05\x06\x07"[: size - 1]
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: python -m penstock.testing.golden NAME FOLDER")
+    write_golden(get(sys.argv[1]), Path(sys.argv[2]))

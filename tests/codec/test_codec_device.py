@@ -1,0 +1,135 @@
+"""Codecs in torch operations: the same bytes as on the host, on every device, in both directions."""
+
+import numpy as np
+import pytest
+import torch
+from float_words import words_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.codec.base import HEADER_BYTES, ITEMSIZE, read_header
+from penstock.codec.device import FORMS
+from penstock.codec.device.base import decode_tensor, encode_tensor
+from penstock.core.errors import CodecError, ConfigError
+from penstock.testing.codec_samples import placed, sources
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+COUNTS = (0, 1, 2, 63, 64, 65, 127, 128, 129, 256, 257, 1000, 4099)
+pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+
+
+def on_host(codec, source, dtype):
+    out = np.empty(codec.spec(dtype, source.size).bound_bytes, np.uint8)
+    return out[: codec.encode(source, out, dtype=dtype)]
+
+
+def same_both_ways(name, source, dtype, device):
+    """Encode here and there, compare; decode each other's frame, compare."""
+    codec = FORMS[name].CODEC
+    wanted = on_host(codec, source, dtype)
+    frame = encode_tensor(name, torch.from_numpy(source).to(device), dtype)
+    assert frame.device.type == device
+    assert frame.cpu().numpy().tobytes() == wanted.tobytes()
+    decoded = np.empty_like(source)
+    codec.decode(wanted, decoded)
+    found = decode_tensor(frame, source.size)
+    assert found.device.type == device
+    assert found.cpu().numpy().tobytes() == decoded.tobytes()
+    behind = torch.cat([frame, frame.new_full((5,), 7)])
+    known = decode_tensor(behind, source.size, header=read_header(wanted))
+    assert torch.equal(known, found)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", FORMS)
+def test_the_same_bytes_as_on_the_host(name, device):
+    """Every dtype, lengths around blocks, storages that are no whole number of elements."""
+    for dtype in sorted(FORMS[name].CODEC.dtypes):
+        size = ITEMSIZE[dtype]
+        for count in COUNTS:
+            for _, source in sources(dtype, count * size + (count % 3 and size - 1), seed=count):
+                same_both_ways(name, source, dtype, device)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if "float32" in FORMS[name].CODEC.dtypes])
+@given(data=st.data())
+def test_the_same_bytes_for_any_floats(name, data):
+    """Edges, subnormals and what is not finite."""
+    dtype = data.draw(
+        st.sampled_from(sorted({"float32", "float16", "bfloat16"} & FORMS[name].CODEC.dtypes))
+    )
+    source = placed(data.draw(words_of(dtype)).tobytes())
+    same_both_ways(name, source, dtype, "cpu")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_same_bytes_for_a_large_tensor(device):
+    for name in FORMS:
+        for dtype in sorted({"float32", "bfloat16", "int64"} & FORMS[name].CODEC.dtypes):
+            for _, source in sources(dtype, (1 << 20) + 3 * ITEMSIZE[dtype]):
+                same_both_ways(name, source, dtype, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", FORMS)
+@given(data=st.data())
+def test_a_damaged_payload_is_judged_as_on_the_host(name, device, data):
+    """CodecError there if and only if here; else the same bytes."""
+    codec = FORMS[name].CODEC
+    dtype = data.draw(st.sampled_from(sorted(codec.dtypes)))
+    count = data.draw(st.sampled_from([1, 5, 64, 130, 300]))
+    _, source = data.draw(st.sampled_from(list(sources(dtype, count * ITEMSIZE[dtype]))))
+    frame = placed(on_host(codec, source, dtype))
+    place = st.integers(HEADER_BYTES, frame.size - 1)
+    for index, value in data.draw(st.lists(st.tuples(place, st.integers(0, 255)), max_size=9)):
+        frame[index] = value
+    cut = data.draw(st.integers(0, 3))
+    frame[16:24].view("<u8")[0] -= min(cut, frame.size - HEADER_BYTES)
+    decoded = np.empty_like(source)
+    there = torch.from_numpy(frame).to(device)
+    try:
+        codec.decode(frame, decoded)
+    except CodecError:
+        with pytest.raises(CodecError):
+            decode_tensor(there, source.size)
+    else:
+        assert decode_tensor(there, source.size).cpu().numpy().tobytes() == decoded.tobytes()
+
+
+def test_a_damaged_header():
+    """Every byte of it is checked, or does no harm."""
+    source = torch.zeros(400, dtype=torch.uint8)
+    frame = encode_tensor("zero-value", source, "float32")
+    for index in range(HEADER_BYTES):
+        damaged = frame.clone()
+        damaged[index] ^= 0xFF
+        with pytest.raises(CodecError):
+            decode_tensor(damaged, 400)
+    for length in range(frame.numel()):
+        with pytest.raises(CodecError):
+            decode_tensor(frame[:length], 400)
+    with pytest.raises(CodecError, match="400 bytes for 404"):
+        decode_tensor(frame, 404)
+
+
+def test_frames_and_memory_that_lie_anywhere():
+    """What is not aligned to its elements is copied first."""
+    source = torch.randn(100).relu().view(torch.uint8)
+    wanted = encode_tensor("zero-value", source, "float32")
+    moved = torch.cat([source.new_zeros(1), source])[1:]
+    assert torch.equal(encode_tensor("zero-value", moved, "float32"), wanted)
+    frame = torch.cat([wanted.new_zeros(3), wanted])[3:]
+    assert torch.equal(decode_tensor(frame, 400), source)
+
+
+def test_what_cannot_be_encoded_is_refused():
+    row = torch.zeros(8, dtype=torch.uint8)
+    with pytest.raises(ConfigError, match="no device form"):
+        encode_tensor("nothing", row, "float32")
+    with pytest.raises(ConfigError, match="int64"):
+        encode_tensor("float16", row, "int64")
+    for wrong in (row.view(2, 4), row.view(torch.int32), torch.zeros(16, dtype=torch.uint8)[::2]):
+        with pytest.raises(ConfigError, match="row of bytes"):
+            encode_tensor("float16", wrong, "float32")
+        with pytest.raises(ConfigError, match="row of bytes"):
+            decode_tensor(wrong, 8)
