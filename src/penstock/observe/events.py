@@ -60,6 +60,8 @@ class StallCause(enum.StrEnum):
     """``unpack`` waits for a prefetch that had started and was not done."""
     FORWARDING = "forwarding"
     """``unpack`` waits for a tensor that is still on its way out."""
+    SAMPLING = "sampling"
+    """``pack`` measures what codecs make of a storage."""
     COPY = "copy"
     """A copy between device and host memory is waited for."""
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -34,14 +34,32 @@ CACHE_LINE_BYTES: Final = 64
 """BLAS rounds otherwise where a vector begins elsewhere modulo this."""
 
 
+class Encoding(NamedTuple):
+    """How a storage's bytes are to be made fewer on the way out."""
+
+    codec: str
+    """By its name, as in plans: ``"zero-value"``."""
+    dtype: str
+    """Of the elements, by torch's name: ``"float32"``."""
+
+
 class Mover(ABC):
     """Moves storages of one device to tiers and back. Thread-safe; never waits, except where said."""
 
     device: torch.device
 
     @abstractmethod
-    def write(self, storage: torch.UntypedStorage, tier: Tier, label: str) -> Any:
-        """Begin to spill; returns a ticket with ``written``, a Transfer. Raises NoSpaceError."""
+    def write(
+        self,
+        storage: torch.UntypedStorage,
+        tier: Tier,
+        label: str,
+        encoding: Encoding | None = None,
+    ) -> Any:
+        """Begin to spill; returns a ticket with ``written``, a Transfer. Raises NoSpaceError.
+
+        ``encoding`` is a wish: a mover that cannot encode moves the bytes as they are.
+        """
 
     @abstractmethod
     def allocate(self, ticket: Any, *, force: bool = False) -> Any | None:
@@ -123,8 +141,14 @@ class CpuMover(Mover):
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.arena = Arena(min(2 * budget.limit_bytes, physical), budget=budget, owner=RESTORED)
 
-    def write(self, storage: torch.UntypedStorage, tier: Tier, label: str) -> Any:
-        """Spill straight from the storage's own memory."""
+    def write(
+        self,
+        storage: torch.UntypedStorage,
+        tier: Tier,
+        label: str,
+        encoding: Encoding | None = None,
+    ) -> Any:
+        """Spill straight from the storage's own memory, as it is: ``encoding`` is ignored."""
         return tier.write(storage.data_ptr(), storage.nbytes(), keep_alive=storage, label=label)
 
     def allocate(self, ticket: Any, *, force: bool = False) -> BlockTarget | None:

@@ -45,7 +45,7 @@ from penstock.runtime.cuda.link import Link, Stream
 from penstock.runtime.cuda.outbound import Outbound
 from penstock.runtime.cuda.pinned import Buffer, Slab
 from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket
-from penstock.runtime.movers import RESTORED, Mover
+from penstock.runtime.movers import RESTORED, Encoding, Mover
 from penstock.tier.base import Tier
 
 PROBE_BYTES: Final = 64 * MIB
@@ -111,8 +111,16 @@ class CudaMover(Mover):
 
     # -- out --------------------------------------------------------------------------------------
 
-    def write(self, storage: torch.UntypedStorage, tier: Tier, label: str) -> CudaTicket:
-        """Begin to spill all of ``storage``; enqueues and returns.
+    def write(
+        self,
+        storage: torch.UntypedStorage,
+        tier: Tier,
+        label: str,
+        encoding: Encoding | None = None,
+    ) -> CudaTicket:
+        """Begin to spill all of ``storage`` as it is; enqueues and returns.
+
+        ``encoding`` is ignored: the bytes go from the device to where they rest without a core.
 
         Raises:
             NoSpaceError: The tier has no room, or there is none to stage the storage in and there

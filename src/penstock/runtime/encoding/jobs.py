@@ -1,0 +1,171 @@
+"""One storage on its way out or back, piece by piece; what the worker does for each piece."""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+
+from penstock.codec.base import Bytes, Codec
+from penstock.core.errors import CodecError
+from penstock.io.engine import Priority, Transfer
+from penstock.observe.recorder import Recorder, Stage
+from penstock.runtime.encoding.scratch import Slot
+from penstock.runtime.encoding.tickets import EncodedTicket
+from penstock.runtime.movers import BlockTarget
+from penstock.tier.base import Ticket, Tier
+
+
+class Job(ABC):
+    """What both directions have in common. Fields are guarded by the worker's lock."""
+
+    def __init__(self, ticket: EncodedTicket, tier: Tier, codec: Codec, transfer: Transfer) -> None:
+        self.ticket = ticket
+        self.tier = tier
+        self.codec = codec
+        self.transfer = transfer
+        self.begun = 0
+        """Pieces that were taken up."""
+        self.pending = 0
+        """Those of them that have not ended; each has a slot."""
+        self.error: BaseException | None = None
+        """The first one. From then on no piece is taken up."""
+        self.over = False
+        """Whether somebody settles it, or has."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether there are pieces to take up."""
+        return self.error is None and self.begun < self.ticket.pieces
+
+    def take_up(self) -> int:
+        """The index of the next piece, which is pending from now on."""
+        self.begun += 1
+        self.pending += 1
+        return self.begun - 1
+
+    def end(self) -> bool:
+        """Whether the caller is the one to settle it: nothing is pending, and nothing will be."""
+        if self.over or self.pending or self.waits:
+            return False
+        self.over = True
+        return True
+
+    def _account(self, recorder: Recorder, stage: Stage, start_ns: int, nbytes: int) -> None:
+        now_ns = recorder.clock.now_ns()
+        tier, slot = self.tier.spec.name, self.ticket.label
+        recorder.span(stage, start_ns, now_ns, nbytes=nbytes, tier=tier, slot=slot)
+
+    @abstractmethod
+    def withdrawals(self) -> list[Callable[[], object]]:
+        """What to call, without the lock, when it has failed and again when it has ended."""
+
+    @abstractmethod
+    def let_go(self) -> None:
+        """Drop the memory that it moves from or to."""
+
+
+class WriteJob(Job):
+    """A storage that is encoded and written. It holds the storage until all has ended."""
+
+    def __init__(
+        self,
+        ticket: EncodedTicket,
+        tier: Tier,
+        codec: Codec,
+        storage: torch.UntypedStorage,
+    ) -> None:
+        """Begin nothing yet."""
+        super().__init__(ticket, tier, codec, ticket.written)
+        self._storage: torch.UntypedStorage | None = storage
+
+    def encode(self, index: int, slot: Slot, recorder: Recorder) -> int:
+        """Encode a piece to a frame in ``slot``; its length. In the worker, without the lock."""
+        ticket = self.ticket
+        start, nbytes = ticket.range_of(index)
+        source = memory_at(ticket.window.address + start, nbytes)
+        start_ns = recorder.clock.now_ns()
+        frame_bytes = self.codec.encode(source, slot.memory, dtype=ticket.encoding.dtype)
+        self._account(recorder, Stage.ENCODE, start_ns, nbytes)
+        recorder.count(f"encoded.source_bytes.{self.codec.name}", nbytes)
+        recorder.count(f"encoded.frame_bytes.{self.codec.name}", frame_bytes)
+        return frame_bytes
+
+    def write(self, slot: Slot, frame_bytes: int) -> Ticket:
+        """Begin to write a frame. In the worker, without the lock."""
+        label = self.ticket.label
+        return self.tier.write(slot.address, frame_bytes, keep_alive=slot, label=label)
+
+    def withdrawals(self) -> list[Callable[[], object]]:
+        """Discard what was, or is being, written."""
+        return [partial(self.tier.discard, part) for part in self.ticket.parts]
+
+    def let_go(self) -> None:
+        """Drop the source."""
+        self._storage = None
+
+
+class ReadJob(Job):
+    """A storage that is read and decoded. It holds the target until all has ended."""
+
+    def __init__(
+        self,
+        ticket: EncodedTicket,
+        tier: Tier,
+        codec: Codec,
+        target: BlockTarget,
+        *,
+        priority: Priority,
+        transfer: Transfer,
+    ) -> None:
+        """Begin nothing yet."""
+        super().__init__(ticket, tier, codec, transfer)
+        self.priority = priority
+        self.moving: set[Transfer] = set()
+        """The tier's own, of frames on their way."""
+        self.arrived: deque[tuple[int, Slot]] = deque()
+        """Frames to decode: of which piece, and where."""
+        self._address = target.block.address + target.skew
+        self._target: BlockTarget | None = target
+
+    def read(self, index: int, slot: Slot, priority: Priority) -> Transfer:
+        """Begin to read a frame. In the worker, without the lock."""
+        part = self.ticket.parts[index]
+        return self.tier.read(part, slot.address, keep_alive=slot, priority=priority)
+
+    def decode(self, index: int, slot: Slot, recorder: Recorder) -> None:
+        """Decode a frame to its place in the target. In the worker, without the lock."""
+        ticket, part = self.ticket, self.ticket.parts[index]
+        start, nbytes = ticket.range_of(index)
+        frame = slot.memory[part.window.skew : part.window.skew + part.nbytes]
+        start_ns = recorder.clock.now_ns()
+        try:
+            self.codec.decode(frame, memory_at(self._address + start, nbytes))
+        except CodecError as error:
+            problem = str(error)
+        else:
+            self._account(recorder, Stage.DECODE, start_ns, nbytes)
+            return
+        raise CodecError(  # not within: the first one's frames hold the slot
+            f"{ticket.label}: piece {index} of {ticket.pieces}, as read from tier"
+            f" {self.tier.spec.name} ({self.tier.spec.where}), does not decode: {problem}; the device"
+            " or its memory is faulty, stop using it"
+        )
+
+    def withdrawals(self) -> list[Callable[[], object]]:
+        """Cancel what has not begun."""
+        return [transfer.cancel for transfer in self.moving]
+
+    def let_go(self) -> None:
+        """Drop the target."""
+        self._target = None
+
+
+def memory_at(address: int, nbytes: int) -> Bytes:
+    """Live memory as an array that does not keep it alive."""
+    return np.frombuffer(memoryview((ctypes.c_ubyte * nbytes).from_address(address)), np.uint8)

@@ -1,0 +1,46 @@
+"""What the holder of an encoded storage has in hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from penstock.io.engine import Transfer
+from penstock.runtime.movers import Encoding
+from penstock.tier.base import Ticket, Window
+
+
+@dataclass(slots=True, eq=False)
+class EncodedTicket:
+    """A claim on the frames of a storage that a tier holds. Fields are for reading only."""
+
+    label: str
+    """What the storage is, for errors and traces."""
+    nbytes: int
+    """Length of the storage."""
+    window: Window
+    """Where the storage lies, or lay: ``CpuMover.allocate`` asks for its place in a cache line."""
+    encoding: Encoding
+    piece_bytes: int
+    """How much of the storage is in each frame but the last; whole pages."""
+    written: Transfer
+    """Settled once all frames are written; or with the first error, when nothing of it moves any more."""
+    parts: list[Ticket] = field(default_factory=list)
+    """The tier's own tickets, frame by frame; grows until it is written."""
+    frame_bytes: int = 0
+    """Length of the frames together; grows until it is written."""
+    discarded: bool = False
+
+    @property
+    def source_bytes(self) -> int:
+        """Length of what is encoded, to compare ``frame_bytes`` with."""
+        return self.nbytes
+
+    @property
+    def pieces(self) -> int:
+        """How many frames there are, or will be."""
+        return -(-self.nbytes // self.piece_bytes)
+
+    def range_of(self, index: int) -> tuple[int, int]:
+        """Where in the storage a piece begins, and how long it is."""
+        start = index * self.piece_bytes
+        return start, min(self.piece_bytes, self.nbytes - start)
