@@ -82,6 +82,31 @@ def test_bandwidth_is_bytes_over_the_time_in_which_any_transfer_ran(summary):
     assert set(flows) == {("flash", "write"), ("flash", "read")}
 
 
+def test_what_each_codec_made_of_its_bytes(recorder):
+    for codec, source, frame in (("narrow", 10 * MIB, 2 * MIB), ("zero-value", 90 * MIB, 48 * MIB)):
+        for part in (0.25, 0.75):
+            recorder.count(f"encoded.source_bytes.{codec}", int(source * part))
+            recorder.count(f"encoded.frame_bytes.{codec}", int(frame * part))
+    told = summarize(recorder.snapshot(), FACTS)
+    assert [(c.codec, c.source_bytes, c.frame_bytes) for c in told.codecs] == [
+        ("zero-value", 90 * MIB, 48 * MIB),
+        ("narrow", 10 * MIB, 2 * MIB),
+    ]
+    assert told.codecs[1].ratio == pytest.approx(0.2)
+    assert told.to_json()["codecs"][1]["codec"] == "narrow"
+    text = str(told)
+    assert ["zero-value", "90.00", "MiB", "48.00", "MiB", "53.3", "%"] in map(
+        str.split, text.splitlines()
+    )
+    assert "encoded." not in text  # the table tells it; other counters are still listed
+    assert "write.failed.flash 2" in text
+
+
+def test_a_run_without_codecs_does_not_mention_them(summary):
+    assert summary.codecs == ()
+    assert "Encoded" not in str(summary)
+
+
 def test_stalls_by_cause_longest_first(summary):
     assert [(line.cause, line.count, line.total_ms) for line in summary.stalls] == [
         ("late_prefetch", 1, 5.0),

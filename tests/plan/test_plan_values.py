@@ -1,15 +1,17 @@
 """Slots, profiles, machines and plans as values: printing, matching, checking, JSON."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from plan_profiles import MACHINE, MB, MS, machines, profiles, stack
+from plan_profiles import MACHINE, MB, MS, encodable, machines, profiles, stack
 
 from penstock.core.errors import ConfigError, PlanError
 from penstock.plan import (
     Action,
     Budgets,
+    CodecSample,
     Decision,
     Machine,
     PassProfile,
@@ -115,7 +117,7 @@ def edited(text, **changes):
         ({"small_bytes": 1.5}, r"small_bytes: 1\.5 is float, not int"),
         ({"small_bytes": True}, r"small_bytes: True is bool, not int"),
         ({"device": None}, r"device: None is NoneType, not str"),
-        ({"version": 99}, r"field 'version' is 99, this Penstock reads 1"),
+        ({"version": 99}, r"field 'version' is 99, this Penstock reads 2"),
         ({"penstock": "plan"}, r"not a Penstock profile"),
         ({"passes": []}, r"belongs to pass 0, which is not there"),
     ],
@@ -199,6 +201,64 @@ def test_a_plan_prints_every_decision_with_its_reason():
         "  a#0 (1.00 MiB)          offload host   idle 1.20 s",
         "  long.name#0 (1.00 MiB)  keep           tail",
     ]
+
+
+def test_a_plan_tells_how_each_slot_is_encoded_and_what_that_leaves():
+    plan = plan_of(
+        Decision(SlotKey("a", 0, 2**20), Action.OFFLOAD, "flash", "idle", "zero-value", 0.25),
+        Decision(SlotKey("b", 0, 2**20), Action.OFFLOAD, "host", "idle"),
+        Decision(SlotKey("c", 0, 2**20), Action.KEEP, "", "tail"),
+    )
+    assert (plan.offloaded_bytes, plan.encoded_bytes) == (2 * 2**20, 2**20 + 2**18)
+    assert str(plan).splitlines() == [
+        "plan 'test' for 10 B of device memory: 2 slots offloaded (2.00 MiB, as about 1.25 MiB),"
+        " 1 kept (1.00 MiB), read window 0 B",
+        "  a#0 (1.00 MiB)  offload flash zero-value  idle",
+        "  b#0 (1.00 MiB)  offload host              idle",
+        "  c#0 (1.00 MiB)  keep                      tail",
+    ]
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_decision_encodes_only_what_is_offloaded():
+    key = SlotKey("a", 0, 5)
+    with pytest.raises(PlanError, match="action keep with codec 'narrow'"):
+        Decision(key, Action.KEEP, "", "", "narrow", 0.5)
+    with pytest.raises(PlanError, match=r"ratio 0\.5 with codec ''"):
+        Decision(key, Action.OFFLOAD, "flash", "", "", 0.5)
+    for ratio in (-0.1, float("nan"), float("inf")):
+        with pytest.raises(
+            PlanError, match=r"ratio .* with codec 'narrow'; it must be zero or more"
+        ):
+            Decision(key, Action.OFFLOAD, "flash", "", "narrow", ratio)
+
+
+@pytest.mark.parametrize("bad", [0, -1, float("inf"), float("nan")])
+def test_a_sample_without_speed_is_refused_by_field(bad):
+    with pytest.raises(
+        PlanError, match=r"sample 'narrow': encode_bytes_per_s is .* must be positive"
+    ):
+        CodecSample("narrow", 0.5, bad, 1.0)
+    with pytest.raises(PlanError, match="sample 'narrow': decode_bytes_per_s is"):
+        CodecSample("narrow", 0.5, 1.0, bad)
+    if bad:
+        with pytest.raises(PlanError, match=r"sample 'narrow': ratio is .* must be zero or more"):
+            CodecSample("narrow", bad, 1.0, 1.0)
+
+
+def test_a_sample_has_a_name_and_there_is_one_of_each():
+    with pytest.raises(PlanError, match="has no name"):
+        CodecSample("", 0.5, 1.0, 1.0)
+    sample = CodecSample("narrow", 0.5, 1.0, 1.0)
+    with pytest.raises(PlanError, match=r"layer\.0#0 .* two samples of one codec: narrow, narrow"):
+        encodable(stack([1]), sample, sample)
+
+
+def test_a_sample_foretells_bytes_and_seconds():
+    sample = CodecSample("narrow", 0.5, 1e9, 2e9)
+    assert sample.encoded_bytes(3) == 2  # whole bytes, and rather too many
+    assert replace(sample, ratio=0.0).encoded_bytes(3) == 1
+    assert (sample.encode_s(10**9), sample.decode_s(10**9)) == (1.0, 0.5)
 
 
 def test_a_plan_that_contradicts_itself_is_refused():

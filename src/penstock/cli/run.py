@@ -70,6 +70,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--policy", metavar="NAME", help=f"{', '.join(policies.names())}")
     made.add_argument(
+        "--codec", metavar="NAME", help="auto, none, or a codec for all (default: auto, lossless)"
+    )
+    made.add_argument(
         "--config", metavar="FILE", help="TOML with a table [offload]; options here overrule it"
     )
     made.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto at the end")
@@ -204,6 +207,7 @@ def _config(options: argparse.Namespace) -> OffloadConfig:
         "host_memory",
         "flash_capacity",
         "policy",
+        "codec",
         "floor",
         "event_log",
         "tbw",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from penstock.core import knobs
 from penstock.core.errors import ConfigError
@@ -14,6 +15,8 @@ from penstock.core.units import format_bytes, parse_bytes
 
 UNLIMITED: int = 1 << 62
 """Bytes of a memory without a budget."""
+_CODEC: Final = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*(\+[a-z0-9]+(-[a-z0-9]+)*)*")
+"""What a codec's name, or a chain's, looks like; whether there is such a one is known elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +39,11 @@ class OffloadConfig:
 
     policy: str = "auto"
     """``"auto"``, ``"all"`` or ``"keep"``."""
+
+    codec: str = "auto"
+    """``"auto"``: lossless codecs where they are measured to pay; ``"none"``; or the name of a codec or
+    of a chain of them, as ``"zero-value+bfloat16"``: used wherever it accepts the type of the elements,
+    whether it pays or not, and even if it loses something."""
 
     floor: int | str | None = None
     """Storages smaller than this always stay; ``None``: the knob ``PENSTOCK_FLOOR``, 1 MiB."""
@@ -66,6 +74,7 @@ class OffloadConfig:
             raise ConfigError(f"flash names a directory twice: {list(self.directories)}")
         if self.flash_capacity is not None and not self.directories:
             raise ConfigError("flash_capacity is set, but no flash directory is named")
+        self._check_codec()
         if self.device_memory is not None and self.policy == "auto" and not self.has_tier:
             raise ConfigError(
                 f"a device budget of {format_bytes(self.device_bytes)} needs somewhere to spill to:"
@@ -73,6 +82,18 @@ class OffloadConfig:
             )
         if self.policy == "all" and not self.has_tier:
             raise ConfigError("policy 'all' needs somewhere to spill to: name a flash directory")
+
+    def _check_codec(self) -> None:
+        if not isinstance(self.codec, str) or not _CODEC.fullmatch(self.codec):
+            raise ConfigError(
+                f"codec is {self.codec!r}; it is 'auto', 'none', a codec's name, as 'zero-value', or a"
+                " chain of them, as 'zero-value+bfloat16'"
+            )
+        if self.codec not in ("auto", "none") and not self.has_tier:
+            raise ConfigError(
+                f"codec {self.codec!r} is set, but there is nowhere to spill to: name a flash"
+                " directory, or give host_memory"
+            )
 
     @property
     def has_tier(self) -> bool:

@@ -24,6 +24,10 @@ MISSES: Final = "prefetch.missed"
 """The counter of tensors that were needed before anybody had begun to bring them back."""
 FALLBACKS: Final = ("fallback", "spill.full", "spill.failed")
 """Counters, with those below them, of tensors that a tier did not take, tier by tier."""
+ENCODED_SOURCE: Final = "encoded.source_bytes"
+"""The counter, below it by codec, of bytes that were encoded on their way to a tier."""
+ENCODED_FRAME: Final = "encoded.frame_bytes"
+"""The same after encoding."""
 _MOVING: Final = (
     Stage.ENCODE,
     Stage.COPY_OUT,
@@ -128,6 +132,18 @@ class PlaceLine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CodecLine:
+    """What one codec made of what went through it."""
+
+    codec: str
+    source_bytes: int
+    frame_bytes: int
+    """What went to the tiers instead."""
+    ratio: float
+    """``frame_bytes`` over ``source_bytes``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
     """What a session did. Units are in the names of the fields."""
 
@@ -138,6 +154,8 @@ class Summary:
     saved_bytes_per_step: int
     flows: tuple[FlowLine, ...]
     """Per tier and direction; only those where something moved."""
+    codecs: tuple[CodecLine, ...]
+    """Those that encoded anything, by the counters ``ENCODED_SOURCE``; the most bytes first."""
     stalls: tuple[StallLine, ...]
     """The longest first."""
     memory: tuple[MemoryLine, ...]
@@ -188,6 +206,7 @@ def summarize(totals: Totals, facts: RunFacts) -> Summary:
         elapsed_s=totals.elapsed_ns / 1e9,
         saved_bytes_per_step=facts.saved_bytes_per_step,
         flows=_flow_lines(totals),
+        codecs=_codec_lines(totals),
         stalls=_stall_lines(totals, facts.steps),
         memory=_memory_lines(totals, facts),
         places=_place_lines(facts.slots),
@@ -219,6 +238,18 @@ def _flow_lines(totals: Totals) -> tuple[FlowLine, ...]:
         for stage, tier in keys
         for flow in (totals.flows[stage, tier],)
     )
+
+
+def _codec_lines(totals: Totals) -> tuple[CodecLine, ...]:
+    prefix = ENCODED_SOURCE + "."
+    lines = (
+        CodecLine(codec=codec, source_bytes=source, frame_bytes=encoded, ratio=encoded / source)
+        for name, source in totals.counters.items()
+        if name.startswith(prefix) and source
+        for codec in (name.removeprefix(prefix),)
+        for encoded in (totals.counters.get(f"{ENCODED_FRAME}.{codec}", 0),)
+    )
+    return tuple(sorted(lines, key=lambda line: (-line.source_bytes, line.codec)))
 
 
 def _stall_lines(totals: Totals, steps: int) -> tuple[StallLine, ...]:

@@ -51,7 +51,13 @@ def to_text(renderable: RenderableType, *, width: int | None = None) -> str:
 def render(summary: Summary) -> RenderableType:
     """The summary as something that rich can print; parts with nothing to say are left out."""
     parts: list[RenderableType] = [_head(summary)]
-    for part in (_memory(summary), _traffic(summary), _stalls(summary), _places(summary)):
+    for part in (
+        _memory(summary),
+        _traffic(summary),
+        _codecs(summary),
+        _stalls(summary),
+        _places(summary),
+    ):
         if part is not None:
             parts += [Text(), part]
     parts += [Text(), *_notes(summary)]
@@ -156,6 +162,21 @@ def _traffic(summary: Summary) -> Table | None:
     return table
 
 
+def _codecs(summary: Summary) -> Table | None:
+    if not summary.codecs:
+        return None
+    table = grid("Encoded", ("codec", "bytes", "became", "of the bytes"))
+    for line in summary.codecs:
+        add_row(
+            table,
+            line.codec,
+            format_bytes(line.source_bytes),
+            format_bytes(line.frame_bytes),
+            percent(line.ratio),
+        )
+    return table
+
+
 def _stalls(summary: Summary) -> Table | None:
     if not summary.stalls:
         return None
@@ -198,11 +219,16 @@ def _notes(summary: Summary) -> Iterable[Text]:
         f" {_plural(summary.fallbacks, 'fallback')}"
     )
     yield Text(_wear(summary))
-    if summary.counters:
-        counted = ", ".join(f"{name} {number}" for name, number in summary.counters.items())
+    if plain := {name: n for name, n in summary.counters.items() if not _in_table(name)}:
+        counted = ", ".join(f"{name} {number}" for name, number in plain.items())
         yield Text(f"counted: {counted}")
     for warning in summary.warnings:
         yield Text(f"warning: {warning}", style="yellow")
+
+
+def _in_table(counter: str) -> bool:
+    """Whether the table of codecs tells it."""
+    return counter.startswith(("encoded.source_bytes.", "encoded.frame_bytes."))
 
 
 def _wear(summary: Summary) -> str:

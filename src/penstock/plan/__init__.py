@@ -11,12 +11,13 @@ milliseconds.
 
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import Action, Decision, Plan
-from penstock.plan.profile import PassProfile, Profile, SlotProfile
+from penstock.plan.profile import CodecSample, PassProfile, Profile, SlotProfile
 from penstock.plan.slots import MatchKey, SlotKey
 
 __all__ = [
     "Action",
     "Budgets",
+    "CodecSample",
     "Decision",
     "Machine",
     "MatchKey",

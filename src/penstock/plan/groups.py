@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from penstock.core.units import round_up
-from penstock.plan.profile import PassProfile, Profile
+from penstock.plan.profile import CodecSample, PassProfile, Profile, SlotProfile
 from penstock.plan.slots import MatchKey, SlotKey
 
 PAGE_BYTES: Final = 4096
+FRAME_HEADER_BYTES: Final = 64
+"""What encoding adds at worst: to bytes that did not become fewer, the header of a frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +27,14 @@ class Group:
     indices: tuple[int, ...]
     """Which of the profile's slots they are."""
     nbytes: int
-    """The most bytes of them that can be at rest in a tier at once: whole pages, as tiers hold them."""
+    """The most bytes of them that can be at rest in a tier at once: whole pages, as tiers hold them.
+    See [Note: a tier's room is counted before encoding] (placement.py)."""
     idle_ns: int | None
     """The shortest time from save to need among them; None: none was ever needed."""
     held_elsewhere: bool
     """Something else kept one of them alive."""
+    codecs: tuple[CodecSample, ...] = ()
+    """Those that were sampled on every one of them: the worst ratio, the slowest speeds."""
 
 
 def groups_of(profile: Profile) -> tuple[Group, ...]:
@@ -51,7 +56,8 @@ def _group(profile: Profile, indices: list[int], overlap: int) -> Group:
     slots = [profile.slots[i] for i in indices]
     per_pass: dict[int, int] = {}
     for slot in slots:
-        pages_bytes = round_up(slot.key.nbytes, PAGE_BYTES)
+        worst_bytes = slot.key.nbytes + (FRAME_HEADER_BYTES if slot.codecs else 0)
+        pages_bytes = round_up(worst_bytes, PAGE_BYTES)
         per_pass[slot.pass_index] = per_pass.get(slot.pass_index, 0) + pages_bytes
     idle = [slot.idle_ns for slot in slots if slot.idle_ns is not None]
     return Group(
@@ -60,6 +66,25 @@ def _group(profile: Profile, indices: list[int], overlap: int) -> Group:
         nbytes=max(per_pass.values()) * min(overlap, len(per_pass)),
         idle_ns=min(idle) if idle else None,
         held_elsewhere=any(slot.held_elsewhere for slot in slots),
+        codecs=_shared_codecs(slots),
+    )
+
+
+def _shared_codecs(slots: list[SlotProfile]) -> tuple[CodecSample, ...]:
+    if len(slots) == 1 or not slots[0].codecs:
+        return slots[0].codecs
+    samples: dict[str, list[CodecSample]] = {}
+    for sample in (sample for slot in slots for sample in slot.codecs):
+        samples.setdefault(sample.codec, []).append(sample)
+    return tuple(_worst(same) for same in samples.values() if len(same) == len(slots))
+
+
+def _worst(samples: list[CodecSample]) -> CodecSample:
+    return CodecSample(
+        codec=samples[0].codec,
+        ratio=max(sample.ratio for sample in samples),
+        encode_bytes_per_s=min(sample.encode_bytes_per_s for sample in samples),
+        decode_bytes_per_s=min(sample.decode_bytes_per_s for sample in samples),
     )
 
 

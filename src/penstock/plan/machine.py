@@ -41,6 +41,12 @@ class Machine:
                     f"machine {self.name!r}: {field.name} is {value}, it must be {least}"
                 )
 
+    def bytes_per_s(self, tier: str) -> tuple[float, float]:
+        """How fast a tier is written, and how fast it is read."""
+        if tier == "host":
+            return self.host_write_bytes_per_s, self.host_read_bytes_per_s
+        return self.flash_write_bytes_per_s, self.flash_read_bytes_per_s
+
     def write_s(self, nbytes: int, tier: str = "flash") -> float:
         """Seconds to write ``nbytes`` to a tier that has nothing else to do."""
         if tier == "host":

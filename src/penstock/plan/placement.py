@@ -1,4 +1,13 @@
-"""Which tier an offloaded slot goes to: the quick ones to host memory, the rest to flash."""
+"""Which tier an offloaded slot goes to: the quick ones to host memory, the rest to flash.
+
+[Note: a tier's room is counted before encoding]
+    Codecs make transfers shorter, but a plan does not count on the room that they leave in a tier. What
+    a tensor shrinks to was measured on a sample of one step, and sparsity changes as a network learns;
+    and how long a frame is shows only when it has been encoded, after the tensor was promised to the
+    tier. If a tier were full then, the tensor would stay on the device, and the device budget with it
+    would be lost. So every slot that may be encoded counts as it is, and a frame's header more: then the
+    plan holds even if from now on nothing compresses at all.
+"""
 
 from __future__ import annotations
 

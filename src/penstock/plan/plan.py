@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 
 from penstock.core.errors import PlanError
@@ -11,7 +12,7 @@ from penstock.plan import serial
 from penstock.plan.machine import Budgets
 from penstock.plan.slots import MatchKey, SlotKey
 
-VERSION = 1
+VERSION = 2
 INFEASIBLE = "infeasible: "
 """How the note of a plan begins that cannot keep its budget."""
 
@@ -35,12 +36,30 @@ class Decision:
     """``"flash"`` or ``"host"``; ``""`` where the slot is kept."""
     reason: str
     """For people. What differs between slots of one cause follows a semicolon."""
+    codec: str = ""
+    """How it is encoded on its way to the tier, by name; ``""``: its bytes go as they are."""
+    ratio: float = 1.0
+    """Bytes in the tier per byte of the slot, as expected; 1 without a codec."""
 
     def __post_init__(self) -> None:
         if (self.action is Action.OFFLOAD) != (self.tier in ("flash", "host")) or (
             self.action is Action.KEEP and self.tier
         ):
             raise PlanError(f"slot {self.key}: action {self.action} with tier {self.tier!r}")
+        if self.codec and self.action is not Action.OFFLOAD:
+            raise PlanError(f"slot {self.key}: action {self.action} with codec {self.codec!r}")
+        if not (math.isfinite(self.ratio) and self.ratio >= 0) or (
+            not self.codec and self.ratio != 1
+        ):
+            raise PlanError(
+                f"slot {self.key}: ratio {self.ratio} with codec {self.codec!r}; it must be zero or"
+                " more, and 1 without a codec"
+            )
+
+    @property
+    def encoded_bytes(self) -> int:
+        """What the slot is expected to take in its tier."""
+        return math.ceil(self.key.nbytes * self.ratio)
 
 
 @dataclass(frozen=True)
@@ -82,6 +101,11 @@ class Plan:
         return sum(d.key.nbytes for d in self.decisions if d.action is Action.OFFLOAD)
 
     @property
+    def encoded_bytes(self) -> int:
+        """What ``offloaded_bytes`` are expected to be in the tiers; the same if nothing is encoded."""
+        return sum(d.encoded_bytes for d in self.decisions if d.action is Action.OFFLOAD)
+
+    @property
     def kept_bytes(self) -> int:
         """Bytes of the decisions that keep, each slot counted once."""
         return sum(d.key.nbytes for d in self.decisions if d.action is Action.KEEP)
@@ -99,13 +123,20 @@ class Plan:
         offloaded = sum(d.action is Action.OFFLOAD for d in self.decisions)
         lines = [
             f"plan {self.policy!r} for {format_bytes(self.budgets.device_bytes)} of device memory:"
-            f" {offloaded} slots offloaded ({format_bytes(self.offloaded_bytes)}),"
+            f" {offloaded} slots offloaded ({self._offloaded_text()}),"
             f" {len(self.decisions) - offloaded} kept ({format_bytes(self.kept_bytes)}),"
             f" read window {format_bytes(self.window_bytes)}",
             *(f"  note: {note}" for note in self.notes),
         ]
-        width = max((len(str(decision.key)) for decision in self.decisions), default=0)
-        for decision in self.decisions:
-            verdict = f"{decision.action} {decision.tier}"
-            lines.append(f"  {decision.key!s:<{width}}  {verdict:<13}  {decision.reason}")
+        verdicts = [f"{d.action} {d.tier} {d.codec}".rstrip() for d in self.decisions]
+        wide = max((len(str(decision.key)) for decision in self.decisions), default=0)
+        broad = max(13, *map(len, verdicts)) if verdicts else 0
+        for decision, verdict in zip(self.decisions, verdicts, strict=True):
+            lines.append(f"  {decision.key!s:<{wide}}  {verdict:<{broad}}  {decision.reason}")
         return "\n".join(lines)
+
+    def _offloaded_text(self) -> str:
+        text = format_bytes(self.offloaded_bytes)
+        if any(decision.codec for decision in self.decisions):
+            return f"{text}, as about {format_bytes(self.encoded_bytes)}"
+        return text

@@ -7,6 +7,7 @@ is taken out, so that a profile says what the network does and not what an earli
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +17,7 @@ from penstock.core.errors import PlanError
 from penstock.plan import serial
 from penstock.plan.slots import SlotKey
 
-VERSION: Final = 1
+VERSION: Final = 2
 NODE_NS: Final = 50_000
 """Slots needed within this time of each other are taken to be needed by one node of backward."""
 
@@ -37,6 +38,49 @@ Step = tuple[int, Event, int]
 
 
 @dataclass(frozen=True, slots=True)
+class CodecSample:
+    """What a codec did with a sample of one slot's bytes, as measured on this machine.
+
+    Raises:
+        PlanError: The codec has no name, or a figure is not finite, or not positive (but ``ratio`` may
+            be 0).
+    """
+
+    codec: str
+    """Its name as ``"zero-value"``, or a chain's as ``"zero-value+bfloat16"``."""
+    ratio: float
+    """Bytes of the frame per byte of the source."""
+    encode_bytes_per_s: float
+    """Bytes of the source, on one core."""
+    decode_bytes_per_s: float
+    """Bytes of the source, on one core."""
+
+    def __post_init__(self) -> None:
+        if not self.codec:
+            raise PlanError("codec sample: the codec has no name")
+        for name in ("ratio", "encode_bytes_per_s", "decode_bytes_per_s"):
+            value = getattr(self, name)
+            low = value < 0 or (value == 0 and name != "ratio")
+            if not math.isfinite(value) or low:
+                least = "zero or more" if name == "ratio" else "positive"
+                raise PlanError(
+                    f"codec sample {self.codec!r}: {name} is {value}, it must be {least}"
+                )
+
+    def encoded_bytes(self, nbytes: int) -> int:
+        """What ``nbytes`` of source are expected to take in a tier; a frame is never empty."""
+        return max(1, math.ceil(nbytes * self.ratio))
+
+    def encode_s(self, nbytes: int) -> float:
+        """Seconds of one core to encode ``nbytes`` of source."""
+        return nbytes / self.encode_bytes_per_s
+
+    def decode_s(self, nbytes: int) -> float:
+        """Seconds of one core to decode to ``nbytes`` of source."""
+        return nbytes / self.decode_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
 class SlotProfile:
     """One storage that a pass saved."""
 
@@ -54,6 +98,9 @@ class SlotProfile:
     small_bytes: int | None = None
     """Bytes below the floor that are alive beside it, when it is saved and, since the last saved is
     the first needed, again when it is needed. None: taken to be all of the profile's."""
+    codecs: tuple[CodecSample, ...] = ()
+    """Those that a plan may choose for it, which are lossless ones, and ones whose loss is proven to
+    change no gradient. Without any it goes to a tier as it is."""
 
     @property
     def idle_ns(self) -> int | None:
@@ -186,6 +233,9 @@ def _check_slot(slot: SlotProfile, passes: set[int]) -> None:
         )
     if slot.key.nbytes <= 0:
         raise PlanError(f"profile: slot {slot.key} has {slot.key.nbytes} bytes")
+    if len({sample.codec for sample in slot.codecs}) != len(slot.codecs):
+        names = ", ".join(sample.codec for sample in slot.codecs)
+        raise PlanError(f"profile: slot {slot.key} has two samples of one codec: {names}")
     if slot.needed_at_ns is not None and slot.needed_at_ns < slot.saved_at_ns:
         raise PlanError(
             f"profile: slot {slot.key} is needed at {slot.needed_at_ns} ns, before it is saved at"

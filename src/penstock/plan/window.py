@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from penstock.plan.encoding import AS_THEY_ARE, SlotCodecs
 from penstock.plan.machine import Machine
-from penstock.plan.profile import Profile
+from penstock.plan.profile import CodecSample, Profile
 from penstock.plan.residency import Mask, Residency, saved_in_backward_bytes
 
 SLACK: Final = 4
@@ -14,7 +15,13 @@ bandwidth varies, and compute and reads share a machine. Further only makes more
 
 
 def window_bytes(
-    profile: Profile, offloaded: Mask, machine: Machine, device_bytes: int, need: Residency
+    profile: Profile,
+    offloaded: Mask,
+    machine: Machine,
+    device_bytes: int,
+    need: Residency,
+    *,
+    codecs: SlotCodecs = AS_THEY_ARE,
 ) -> int:
     """The window of a plan: at least what one node uses, else as far as is useful.
 
@@ -23,7 +30,8 @@ def window_bytes(
     """
     sizes = returning(profile, offloaded)
     useful = SLACK * max(
-        least_window(sizes, need.working_bytes), read_ahead_bytes(profile, offloaded, machine)
+        least_window(sizes, need.working_bytes),
+        read_ahead_bytes(profile, offloaded, machine, codecs),
     )
     useful = max(useful, device_bytes - need.kept_bytes)
     room = device_bytes - saved_in_backward_bytes(profile, offloaded)
@@ -46,21 +54,33 @@ def least_window(sizes: list[int], working_bytes: int) -> int:
     return max(working_bytes, min(2 * max(sizes, default=0), sum(sizes)))
 
 
-def read_ahead_bytes(profile: Profile, offloaded: Mask, machine: Machine) -> int:
-    """How far reads must run ahead of backward so that it never waits for one.
+def read_ahead_bytes(
+    profile: Profile, offloaded: Mask, machine: Machine, codecs: SlotCodecs = AS_THEY_ARE
+) -> int:
+    """How far reads must run ahead of backward so that it never waits for one, in device memory.
 
     Walks backward from its end: a read ends at the latest when its slot is needed and when the next
-    read must begin. What is then read but not yet used, at the worst moment, is the depth.
+    read must begin. What is then read but not yet used, at the worst moment, is the depth: of an encoded
+    slot the time is that of what its tier holds and of decoding it, but the memory is all of it.
     """
-    depth_s = worst_s = 0.0
+    latency_bytes = machine.flash_latency_s * machine.flash_read_bytes_per_s
+    ahead_s = ahead_bytes = worst_bytes = 0.0
     later_ns = later_pass = -1
     for i in reversed(profile.needs):
         slot = profile.slots[i]
         if not offloaded[i] or slot.needed_at_ns is None:
             continue
         if slot.pass_index != later_pass:
-            depth_s, later_pass, later_ns = 0.0, slot.pass_index, slot.needed_at_ns
-        hidden_s = (later_ns - slot.needed_at_ns) / 1e9
-        depth_s = machine.read_s(slot.key.nbytes) + max(0.0, depth_s - hidden_s)
-        worst_s, later_ns = max(worst_s, depth_s), slot.needed_at_ns
-    return int(worst_s * machine.flash_read_bytes_per_s)
+            ahead_s, later_pass, later_ns = 0.0, slot.pass_index, slot.needed_at_ns
+        left_s = max(0.0, ahead_s - (later_ns - slot.needed_at_ns) / 1e9)
+        left_bytes = ahead_bytes * (left_s / ahead_s) if left_s else 0.0
+        ahead_s = left_s + _back_s(slot.key.nbytes, machine, codecs.get(i))
+        ahead_bytes = left_bytes + slot.key.nbytes + latency_bytes
+        worst_bytes, later_ns = max(worst_bytes, ahead_bytes), slot.needed_at_ns
+    return int(worst_bytes)
+
+
+def _back_s(nbytes: int, machine: Machine, sample: CodecSample | None) -> float:
+    if sample is None:
+        return machine.read_s(nbytes)
+    return machine.read_s(sample.encoded_bytes(nbytes)) + sample.decode_s(nbytes)

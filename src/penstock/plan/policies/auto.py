@@ -1,9 +1,13 @@
 """``auto``: offload what is idle longest for what it costs, as little of it as the budget allows.
 
 An offload frees bytes for the time that nobody wants them, and costs the flash channel the time to
-write and to read them. So slots are ranked by bytes x idle time, per second of channel time; the
-first saved are needed last, so they come first and the tail of forward stays. The plan offloads the
-shortest run of that ranking with which what is kept, and a window for reads, fit in the budget:
+write and to read them, encoded where a codec pays. So slots are ranked by bytes x idle time, per second
+of channel time; the first saved are needed last, so they come first and the tail of forward stays. Of
+slots that are idle for as long, the compressible go and the others stay. Where the channel could not
+move everything behind the network, idle time no longer counts, and they are ranked by channel time per
+byte alone, so that the compressible go first: FlashNeuron's phase 2 (FAST 2021), by measured ratios. The
+plan offloads the shortest run of that ranking with which what is kept, and a window for reads, fit in
+the budget:
 
 1. Everything fits: everything stays.
 2. Slots that something else keeps alive stay: offloading them frees nothing.
@@ -24,6 +28,7 @@ from collections.abc import Callable
 
 from penstock.core.units import format_bytes, format_duration
 from penstock.plan.assemble import assemble, mask_of
+from penstock.plan.encoding import SlotCodecs, best, cost_s, trip_s
 from penstock.plan.groups import Group, groups_of
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.placement import fitting
@@ -44,32 +49,63 @@ def auto(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
             f" {format_bytes(budgets.device_bytes)}"
         )
         return assemble("auto", profile, machine, budgets, chosen=[], why_kept=lambda _: fits)
-    ranked = fitting(_rank(groups_of(profile), machine), budgets)
-    count = _first_true(len(ranked), lambda k: _fits(profile, machine, budgets, ranked[:k]))
+    tier = "flash" if budgets.flash_bytes else "host"
+    ranked = fitting(_rank(profile, machine, tier), budgets)
+    codecs = _codecs(ranked, machine, tier)
+    count = _first_true(len(ranked), lambda k: _fits(profile, machine, budgets, ranked[:k], codecs))
     return assemble("auto", profile, machine, budgets, chosen=ranked[:count], why_kept=_why_kept)
 
 
-def _rank(groups: tuple[Group, ...], machine: Machine) -> list[Group]:
+def _rank(profile: Profile, machine: Machine, tier: str) -> list[Group]:
     """Candidates, best first; the same for every device budget, which chooses a run of them."""
-    movable = [group for group in groups if not group.held_elsewhere]
-    return sorted(movable, key=lambda group: _rank_key(group, machine))
+    movable = [group for group in groups_of(profile) if not group.held_elsewhere]
+    bound = _channel_bound(profile, machine, tier)
+    return sorted(movable, key=lambda group: _rank_key(group, machine, tier, bound=bound))
 
 
-def _rank_key(group: Group, machine: Machine) -> tuple[int, float]:
+def _rank_key(
+    group: Group, machine: Machine, tier: str, *, bound: bool
+) -> tuple[int, float, float]:
     if group.idle_ns is None:
-        return 2, 0.0
+        return 2, 0.0, 0.0
     nbytes, idle_s = group.key.nbytes, group.idle_ns / 1e9
-    channel_s = machine.write_s(nbytes) + machine.read_s(nbytes)
-    return int(idle_s < channel_s), -nbytes * idle_s / channel_s
+    sample = best(group.codecs, machine, tier)
+    late = idle_s < trip_s(nbytes, machine, tier, sample)
+    freed_per_s = nbytes / cost_s(nbytes, machine, tier, sample)
+    if bound:
+        return int(late), -freed_per_s, -idle_s
+    return int(late), -freed_per_s * idle_s, 0.0
 
 
-def _fits(profile: Profile, machine: Machine, budgets: Budgets, chosen: list[Group]) -> bool:
+def _channel_bound(profile: Profile, machine: Machine, tier: str) -> bool:
+    """Whether to move everything, as it is, would take longer than the network, either way."""
+    write, read = machine.bytes_per_s(tier)
+    forward_ns = sum(one.backward_start_ns - one.start_ns for one in profile.passes)
+    backward_ns = sum(one.end_ns - one.backward_start_ns for one in profile.passes)
+    nbytes = profile.saved_bytes
+    return nbytes / write > forward_ns / 1e9 or nbytes / read > backward_ns / 1e9
+
+
+def _codecs(groups: list[Group], machine: Machine, tier: str) -> SlotCodecs:
+    """Those that pay for a slot by itself. How many slots are offloaded does not change them."""
+    samples = ((group, best(group.codecs, machine, tier)) for group in groups if group.codecs)
+    return {i: sample for group, sample in samples if sample for i in group.indices}
+
+
+def _fits(
+    profile: Profile,
+    machine: Machine,
+    budgets: Budgets,
+    chosen: list[Group],
+    codecs: SlotCodecs,
+) -> bool:
     """Whether what stays and a good window fit. True for a budget if true for a smaller one."""
     mask = mask_of(profile, chosen)
     need = residency(profile, mask)
     if need.hard_bytes > budgets.device_bytes:
         return False
-    ahead = min(read_ahead_bytes(profile, mask, machine), budgets.device_bytes // WINDOW_SHARE)
+    ahead = read_ahead_bytes(profile, mask, machine, codecs)
+    ahead = min(ahead, budgets.device_bytes // WINDOW_SHARE)
     window = max(ahead, least_window(returning(profile, mask), need.working_bytes))
     return need.kept_bytes + window <= budgets.device_bytes
 

@@ -1,0 +1,127 @@
+"""Which offloaded slots are encoded, where transfers hide behind the network and behind each other.
+
+The network, the encoder (one thread for all slots and tiers) and each tier's channel are machines in a
+pipeline: while one slot is encoded, another is being written and a third computed. So on paper one way
+of a pass, its forward or its backward, takes as long as the busiest of them. Slots come up in turn,
+those first that spare their channel most for each second of the encoder, and one is encoded
+
+1. if its codec pays even with nothing overlapping (``encoding.pays``), and the pass takes no longer;
+2. or, while its channel is the busiest, if the pass becomes shorter, by ``MARGIN`` of the encoder's time.
+
+So the encoder never becomes the bottleneck that the channel was, and a step is never slower on paper
+than with bytes as they are.
+
+FlashNeuron (FAST 2021) has a phase 2 of the same purpose: where transfers do not fit in the forward
+pass, compressible tensors are offloaded in place of others, until they fit. Its ratios are assumed, and
+reads are not looked at; here ratios, the encoder and both ways are measured. Which slots are offloaded
+is the policy's choice (``auto`` ranks by the encoded transfer); how they go is chosen here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, TypeAlias
+
+from penstock.plan.encoding import MARGIN, best, saved_per_work
+from penstock.plan.groups import Group
+from penstock.plan.machine import Machine
+from penstock.plan.profile import CodecSample, PassProfile, Profile
+
+Placed: TypeAlias = Sequence[tuple[Group, str]]
+"""Offloaded groups, each with its tier."""
+Codecs: TypeAlias = list[CodecSample | None]
+"""How each of them is encoded; None: it goes as it is."""
+
+_FORWARD: Final = 0
+_BACKWARD: Final = 1
+_Way: TypeAlias = tuple[int, int]
+"""(index of the pass, forward or backward)."""
+_Busy: TypeAlias = list[float]
+"""Seconds for which each machine is busy: the network, the encoder, and the channels of the tiers."""
+_NETWORK: Final = 0
+_ENCODER: Final = 1
+_CHANNEL: Final = {"flash": 2, "host": 3}
+
+
+def choose(profile: Profile, machine: Machine, placed: Placed) -> Codecs:
+    """How each placed group goes to its tier. Pure; the same answer for the same arguments."""
+    codecs: Codecs = [None] * len(placed)
+    candidates = _candidates(machine, placed)
+    busy = _busy(profile, machine, placed, codecs) if candidates else {}
+    for i, sample, pays_alone in candidates:
+        now = _share(profile, machine, placed[i], None)
+        then = _share(profile, machine, placed[i], sample)
+        after = {
+            way: [b - n + t for b, n, t in zip(busy[way], now[way], then[way], strict=True)]
+            for way in now
+        }
+        gain_s = sum(max(busy[way]) - max(one) for way, one in after.items())
+        work_s = sum(one[_ENCODER] for one in then.values())
+        if gain_s > MARGIN * work_s or (pays_alone and gain_s >= 0):
+            busy.update(after)
+            codecs[i] = sample
+    return codecs
+
+
+def paper_s(profile: Profile, machine: Machine, placed: Placed, codecs: Codecs) -> float:
+    """Seconds that all ways of all passes take on paper: the busiest machine of each."""
+    return sum(max(one) for one in _busy(profile, machine, placed, codecs).values())
+
+
+def windows_s(one: PassProfile, first_saved_ns: int) -> tuple[float, float]:
+    """Seconds that a pass's forward and backward have, from the first save that is offloaded."""
+    forward_s = max(0, one.backward_start_ns - first_saved_ns) / 1e9
+    return forward_s, (one.end_ns - one.backward_start_ns) / 1e9
+
+
+def _candidates(machine: Machine, placed: Placed) -> list[tuple[int, CodecSample, bool]]:
+    """What could be encoded, in what order, how, and whether that pays alone."""
+    found = []
+    for i, (group, tier) in enumerate(placed):
+        if group.codecs:
+            alone = best(group.codecs, machine, tier)
+            sample = alone or max(
+                group.codecs, key=lambda s: (saved_per_work(s, machine, tier), s.codec)
+            )
+            found.append((-saved_per_work(sample, machine, tier), i, sample, alone is not None))
+    found.sort(key=lambda one: one[:2])
+    return [(i, sample, alone) for _, i, sample, alone in found]
+
+
+def _busy(profile: Profile, machine: Machine, placed: Placed, codecs: Codecs) -> dict[_Way, _Busy]:
+    """How busy each machine is in each way of each pass that offloads anything."""
+    busy: dict[_Way, _Busy] = {}
+    first_ns: dict[int, int] = {}
+    for each, sample in zip(placed, codecs, strict=True):
+        for way, share in _share(profile, machine, each, sample).items():
+            sums = busy.setdefault(way, [0.0] * len(share))
+            busy[way] = [a + b for a, b in zip(sums, share, strict=True)]
+        for slot in (profile.slots[i] for i in each[0].indices):
+            index = slot.pass_index
+            first_ns[index] = min(first_ns.get(index, slot.saved_at_ns), slot.saved_at_ns)
+    for one in profile.passes:
+        windows = windows_s(one, first_ns.get(one.index, 0))
+        for direction, window_s in zip((_FORWARD, _BACKWARD), windows, strict=True):
+            if (one.index, direction) in busy:
+                busy[one.index, direction][_NETWORK] = window_s
+    return busy
+
+
+def _share(
+    profile: Profile, machine: Machine, each: tuple[Group, str], sample: CodecSample | None
+) -> dict[_Way, _Busy]:
+    """What one group adds to each way of each pass."""
+    group, tier = each
+    write, read = machine.bytes_per_s(tier)
+    shares: dict[_Way, _Busy] = {}
+    for slot in (profile.slots[i] for i in group.indices):
+        nbytes, index = slot.key.nbytes, slot.pass_index
+        moved = nbytes if sample is None else sample.encoded_bytes(nbytes)
+        out = shares.setdefault((index, _FORWARD), [0.0] * 4)
+        out[_ENCODER] += 0.0 if sample is None else sample.encode_s(nbytes)
+        out[_CHANNEL[tier]] += moved / write
+        if slot.needed_at_ns is not None:
+            back = shares.setdefault((index, _BACKWARD), [0.0] * 4)
+            back[_ENCODER] += 0.0 if sample is None else sample.decode_s(nbytes)
+            back[_CHANNEL[tier]] += moved / read
+    return shares
