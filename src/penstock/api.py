@@ -17,6 +17,7 @@ import torch
 from penstock.core.budget import Budget
 from penstock.core.config import UNLIMITED, OffloadConfig
 from penstock.core.errors import ClosedError, ConfigError, HookError, PenstockWarning
+from penstock.hooks import proofs
 from penstock.hooks.aside import StepAside
 from penstock.hooks.boundaries import Boundaries
 from penstock.hooks.modules import ModuleTracker
@@ -197,6 +198,8 @@ class Session:
             floor_bytes=config.floor_bytes,
             recorder=self.recorder,
             device=str(self._device),
+            codec=self._codec(),
+            prepare_codecs=self._open_codecs,
         )
         self.executor = Executor(
             budget=self.budget,
@@ -205,15 +208,36 @@ class Session:
             planner=self.planner,
             recorder=self.recorder,
         )
+        self.planner.begin()
+
+    def _codec(self) -> str:
+        """The configured codec, if this device can have it. Raises ConfigError if it was asked for."""
+        codec = self.config.codec
+        if self._device.type == "cpu" or codec == "none":
+            return codec
+        if codec != "auto":
+            raise ConfigError(
+                f"codec {codec!r}: codecs encode on the CPU, and saved tensors are on"
+                f" {str(self._device)!r}; give codec='none'"
+            )
+        return "none"
+
+    def _open_codecs(self) -> int:
+        assert self._stores is not None
+        scratch_bytes = self._stores.open_codecs(self.budget, self.config.device_bytes)
+        if scratch_bytes:
+            self.executor.use_mover(self._stores.mover)
+        return scratch_bytes
 
     def _attach(self) -> None:
         self._protected = ProtectedStorages()
         self._modules = ModuleTracker(
-            on_root=self._protected.add_module, on_missed_thread=self._missed_thread
+            on_root=self._protected.add_module,
+            on_missed_thread=self._missed_thread,
+            on_watched=self._module_ran,
+            watch=proofs.KINDS if self._codec() == "auto" else (),
         )
-        self._boundaries = Boundaries(
-            on_backward_end=self.executor.end_backward, on_step=self._stepped
-        )
+        self._boundaries = Boundaries(on_backward_end=self._backward_ended, on_step=self._stepped)
         self.hooks = SavedTensorHooks(
             executor=self.executor,
             protected=self._protected,
@@ -236,6 +260,13 @@ class Session:
         self._context.__enter__()
         _active.append(weakref.ref(self))
         self.recorder.begin_step(0)
+
+    def _backward_ended(self) -> None:
+        self._modules.forget_watched()
+        self.executor.end_backward()
+
+    def _module_ran(self, kind: str, output: Any, packed: list[Any]) -> None:
+        self.hooks.prove(kind, output, packed)
 
     def _detach(self) -> None:
         self._context.__exit__()

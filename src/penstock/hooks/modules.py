@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,9 @@ class _Stack(threading.local):
     def __init__(self) -> None:
         self.places: list[Place] = []
         self.hooked = False
+        self.watched: list[Any] | None = None
+        self.outer: list[list[Any] | None] = []
+        """``watched`` of the modules around the innermost; as many as ``places``."""
 
 
 class ModuleTracker:
@@ -48,6 +51,8 @@ class ModuleTracker:
         *,
         on_root: Callable[[torch.nn.Module], None],
         on_missed_thread: Callable[[str], None],
+        on_watched: Callable[[str, Any, list[Any]], None] | None = None,
+        watch: Collection[str] = (),
     ) -> None:
         """Track nothing yet.
 
@@ -55,6 +60,9 @@ class ModuleTracker:
             on_root: Called with each outermost module that was not known before.
             on_missed_thread: Called, each time, with the name of a thread that runs a module with
                 gradients enabled without saved-tensor hooks.
+            on_watched: Called when a module of a watched type has run, while it is still ``here``: with
+                its type's name, its output (``None`` if it raised), and what was put into ``watched``.
+            watch: Names of types.
         """
         self._stack = _Stack()
         self._places: weakref.WeakKeyDictionary[torch.nn.Module, Place] = (
@@ -63,6 +71,8 @@ class ModuleTracker:
         self._roots: dict[str, int] = {}
         self._on_root = on_root
         self._on_missed_thread = on_missed_thread
+        self._on_watched = on_watched
+        self._watch = frozenset(watch)
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
@@ -80,6 +90,8 @@ class ModuleTracker:
         self._handles = []
         self._stack.hooked = False
         self._stack.places.clear()
+        self._stack.outer.clear()
+        self._stack.watched = None
 
     def register(self, root: torch.nn.Module) -> None:
         """Name a module and all below it; roots of the same type are numbered."""
@@ -97,6 +109,17 @@ class ModuleTracker:
         places = self._stack.places
         return places[-1] if places else OUTSIDE
 
+    @property
+    def watched(self) -> list[Any] | None:
+        """While the innermost running module is of a watched type: a list to note things in."""
+        return self._stack.watched
+
+    def forget_watched(self) -> None:
+        """A backward is over. After Ctrl-C a module that never ended would be watched for ever."""
+        stack = self._stack
+        stack.watched = None
+        stack.outer = [None] * len(stack.outer)
+
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():  # traced: inside, the compiled region is the place
             return
@@ -105,12 +128,24 @@ class ModuleTracker:
         if place is None:
             place = self._meet(module)
         stack.places.append(place)
+        stack.outer.append(stack.watched)
+        stack.watched = [] if place.kind in self._watch else None
         if not stack.hooked and torch.is_grad_enabled():
             self._on_missed_thread(threading.current_thread().name)
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and self._stack.places:
-            self._stack.places.pop()
+        if torch.compiler.is_compiling():
+            return
+        stack = self._stack
+        if not stack.places:
+            return
+        watched, stack.watched = stack.watched, None
+        try:
+            if watched and self._on_watched is not None:
+                self._on_watched(stack.places[-1].kind, output, watched)
+        finally:
+            stack.places.pop()
+            stack.watched = stack.outer.pop()
 
     def _meet(self, module: torch.nn.Module) -> Place:
         if not self._stack.places:

@@ -22,6 +22,7 @@ import torch
 
 from penstock.core.errors import InPlaceError
 from penstock.core.locks import defer
+from penstock.hooks import proofs
 from penstock.hooks.boundaries import Boundaries
 from penstock.hooks.modules import ModuleTracker
 from penstock.hooks.protected import ProtectedStorages, is_dtensor, leaf_of
@@ -178,6 +179,25 @@ class Moved:
         view = torch.empty(0, dtype=self.dtype, device=storage.device)
         return view.set_(storage, self.offset, self.size, self.stride)
 
+    def prove(self, *, sign_only: bool, tensor: torch.Tensor, origin: Origin) -> None:
+        """Say whether backward asks of this view only which elements are above zero.
+
+        If not, and the storage keeps no more than that, the view is saved once more, as it is.
+
+        Args:
+            sign_only: Whether that is proven.
+            tensor: What this is the handle of.
+            origin: Who saved it.
+        """
+        saved, view = self.saved, self.view
+        assert saved is not None
+        if self.executor.prove(saved, self, sign_only=sign_only):
+            return
+        assert view is not None, "a view that may need more than signs is not stripped unproven"
+        storage, base = view.untyped_storage(), _base_of(tensor)
+        self.saved = self.executor.save(storage, base, self.version, origin, self)
+        self.executor.release(saved, unpacked=self.unpacked)
+
     def __del__(self) -> None:
         if self.saved is not None:
             defer(self.executor.release, self.saved, self.unpacked)
@@ -208,6 +228,7 @@ class SavedTensorHooks:
         self._recorder = recorder
         self._device_type = device_type
         self._floor_bytes = floor_bytes
+        self._inquiry = proofs.Inquiry()
         self.active = True
 
     def pack(self, tensor: torch.Tensor) -> Packed:
@@ -215,6 +236,21 @@ class SavedTensorHooks:
         if not self.active:
             return Foreign(tensor)
         self._boundaries.note_pack()
+        watched = self._modules.watched
+        if watched is None:
+            return self._pack(tensor)
+        packed = self._pack(tensor)
+        watched.append((packed, tensor))
+        return packed
+
+    def prove(self, kind: str, output: Any, watched: list[Any]) -> None:
+        """A watched module has run, and ``watched`` was packed meanwhile: see :mod:`.proofs`."""
+        moved = [(packed, tensor) for packed, tensor in watched if isinstance(packed, Moved)]
+        proven = self._inquiry.sign_only(kind, output) if moved else None
+        for packed, tensor in moved:
+            packed.prove(sign_only=packed is proven, tensor=tensor, origin=self._origin(tensor))
+
+    def _pack(self, tensor: torch.Tensor) -> Packed:
         storage = _storage_of(tensor)
         if storage is None:
             return self._pack_foreign(tensor)
@@ -238,6 +274,8 @@ class SavedTensorHooks:
 
     def unpack(self, packed: Packed) -> torch.Tensor:
         """The tensor again."""
+        if self._inquiry.open:
+            return self._inquiry.note(packed)
         if self.active:
             self._boundaries.note_unpack()
         return packed.unpack()
@@ -249,11 +287,13 @@ class SavedTensorHooks:
         if nbytes * COMPACT_SHARE < whole_bytes:
             return self._pack_span(tensor, storage, first, nbytes)
         executor = self._executor
-        base = tensor._base if tensor._is_view() else tensor
-        assert base is not None
+        base = _base_of(tensor)
         moved = Moved(tensor, executor)
-        saved = executor.find(storage, base, moved.version, moved)
-        moved.saved = saved or self._save(storage, base, tensor, moved)
+        origin = self._origin(tensor)
+        watched = self._modules.watched is not None
+        moved.saved = executor.find(
+            storage, base, moved.version, origin, moved, sign_only=watched
+        ) or executor.save(storage, base, moved.version, origin, moved, sign_only=watched)
         return moved
 
     def _pack_span(
@@ -272,15 +312,14 @@ class SavedTensorHooks:
             small = self._executor.save_small(copy.untyped_storage())
             return Small(view, self._executor, small)
         moved = Moved(view, self._executor)
-        moved.saved = self._save(copy.untyped_storage(), copy, view, moved)
+        moved.saved = self._executor.save(
+            copy.untyped_storage(), copy, moved.version, self._origin(tensor), moved
+        )
         return moved
 
-    def _save(
-        self, storage: torch.UntypedStorage, base: torch.Tensor, tensor: torch.Tensor, moved: Moved
-    ) -> SavedStorage:
+    def _origin(self, tensor: torch.Tensor) -> Origin:
         path, kind = self._modules.here
-        origin = Origin(path, kind, _dtype_name(tensor.dtype))
-        return self._executor.save(storage, base, moved.version, origin, moved)
+        return Origin(path, kind, _dtype_name(tensor.dtype))
 
     def _pack_foreign(self, tensor: torch.Tensor) -> Packed:
         if not is_dtensor(tensor) or leaf_of(tensor) is not None:
@@ -292,6 +331,13 @@ class SavedTensorHooks:
             for name, part in parts.items()
         }
         return Flattened(tensor, inner, context)
+
+
+def _base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose version counter it shares."""
+    base = tensor._base if tensor._is_view() else tensor
+    assert base is not None
+    return base
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:

@@ -10,17 +10,20 @@ from typing import Final
 
 import torch
 
+from penstock.codec import registry
+from penstock.codec.base import Fidelity
 from penstock.core.budget import Budget
 from penstock.core.errors import ClosedError, PenstockError, RestoreError
 from penstock.core.units import KIB, round_up
 from penstock.io.engine import Priority
 from penstock.observe.recorder import Recorder, Stage, StallCause
 from penstock.plan.plan import Action
-from penstock.runtime.movers import Mover
+from penstock.runtime.movers import Encoding, Mover
 from penstock.runtime.passes import Pass
 from penstock.runtime.planner import Planner
 from penstock.runtime.residency import Origin, Residency, SavedStorage, SlotRecord, View
 from penstock.runtime.room import Room
+from penstock.runtime.sampling import POSITIVE, Sampler
 from penstock.runtime.traffic import SAVED, SMALL, Traffic, in_memory
 from penstock.tier.base import Tier
 
@@ -67,6 +70,7 @@ class Executor:
         self._lock = self._traffic.lock
         self._by_storage = self._traffic.table
         self._room = Room(budget=budget, traffic=self._traffic, recorder=recorder)
+        self._sampler = Sampler()
         self._closed = False
         self._pid = os.getpid()
         self._pass = Pass(1, self.compute_ns())
@@ -74,13 +78,22 @@ class Executor:
     # -- saving -----------------------------------------------------------------------------------
 
     def find(
-        self, storage: torch.UntypedStorage, base: torch.Tensor, version: int, view: View
+        self,
+        storage: torch.UntypedStorage,
+        base: torch.Tensor,
+        version: int,
+        origin: Origin,
+        view: View,
+        *,
+        sign_only: bool,
     ) -> SavedStorage | None:
         """The entry of a storage that was saved before, at the same version of the same tensor.
 
-        ``view`` is another handle to it then, as with ``save``. A storage's address may be used again
-        after its death (TRAPS rules 5 and 27), so an entry counts only if its weak reference leads to
-        this very storage.
+        ``view`` is another handle to it then, and the arguments are as with ``save``. A storage's
+        address may be used again after its death (TRAPS rules 5 and 27), so an entry counts only if
+        its weak reference leads to this very storage; and only if what is kept of its bytes is enough,
+        or may prove to be: until ``prove`` says so the view keeps the storage, so that it is never
+        without its bytes.
         """
         saved = self._by_storage.get(storage._cdata)
         if (
@@ -91,16 +104,13 @@ class Executor:
         ):
             return None
         with self._lock:
-            if saved.state is Residency.DEAD:
+            if saved.state is Residency.DEAD or not _is_enough(saved, origin, sign_only):
                 return None
+            saved.record.handles += 1
             saved.handles += 1
             saved.pending += 1
-            if saved.state is not Residency.RESIDENT:
-                view.strip()
-            elif saved.views is None:
-                saved.views = [weakref.ref(view)]
-            else:
-                saved.views.append(weakref.ref(view))
+            if not _keeps_signs(saved):
+                _attach(saved, view)
         self._mover.use(storage)
         return saved
 
@@ -111,6 +121,8 @@ class Executor:
         version: int,
         origin: Origin,
         view: View,
+        *,
+        sign_only: bool = False,
     ) -> SavedStorage:
         """Take charge of a storage that autograd saves; waits while the budget is full.
 
@@ -121,6 +133,7 @@ class Executor:
             origin: Who saves it.
             view: The handle to it, which says ``release`` when it dies. It has a view of the storage,
                 and is stripped before that is spilled.
+            sign_only: Whether ``prove`` will be called soon, to say if backward asks only for signs.
 
         Raises:
             BudgetError: It can never fit.
@@ -136,12 +149,55 @@ class Executor:
         decision = self.planner.decide(saved.record)
         if not charged and not self._traffic.take(saved.nbytes):
             self._wait_for_room(saved)
-        if decision.action is Action.OFFLOAD:
+        if self.planner.wants_samples:
             start_ns = self._recorder.clock.now_ns()
-            self._traffic.spill(saved, decision.tier)
-            now_ns = self._recorder.clock.now_ns()
-            self._recorder.span(Stage.PACK, start_ns, now_ns, nbytes=saved.nbytes, slot=saved.label)
+            sampled = self._sampler.sample(storage, origin.dtype, sign_only=sign_only)
+            saved.record.codecs = sampled
+            self._room.stalled(start_ns, StallCause.SAMPLING, saved.label)
+        if decision.action is Action.OFFLOAD:
+            if decision.codec == POSITIVE and sign_only:
+                saved.deferred = decision
+            else:
+                unproven = decision.codec == POSITIVE
+                self._spill(saved, decision.tier, "" if unproven else decision.codec)
         return saved
+
+    def prove(self, saved: SavedStorage, view: View, *, sign_only: bool) -> bool:
+        """Say whether backward asks one handle only which elements are above zero.
+
+        What was put off until this is known begins to be spilled.
+
+        Args:
+            saved: What was saved, or found, with ``sign_only``.
+            view: The handle.
+            sign_only: Whether it is proven.
+
+        Returns:
+            Whether what is kept of its bytes is enough for the handle. If not, it has to be saved again.
+        """
+        with self._lock:
+            record = saved.record
+            record.sign_only_handles += sign_only
+            all_proven = record.sign_only_handles == record.handles
+            deferred, saved.deferred = saved.deferred, None
+            enough = sign_only or not _keeps_signs(saved)
+            if enough:
+                _attach(saved, view)
+            if deferred is not None and all_proven:  # so that no other handle is found meanwhile
+                saved.encoding = Encoding(POSITIVE, record.origin.dtype)
+        if deferred is not None:
+            self._spill(saved, deferred.tier, POSITIVE if all_proven else "")
+        return enough
+
+    def _spill(self, saved: SavedStorage, tier: str, codec: str) -> None:
+        encoding = None
+        dtype = saved.record.origin.dtype
+        if codec and registry.get(codec).accepts(dtype):
+            encoding = Encoding(codec, dtype)
+        start_ns = self._recorder.clock.now_ns()
+        self._traffic.spill(saved, tier, encoding)
+        now_ns = self._recorder.clock.now_ns()
+        self._recorder.span(Stage.PACK, start_ns, now_ns, nbytes=saved.nbytes, slot=saved.label)
 
     def _wait_for_room(self, saved: SavedStorage) -> None:
         try:
@@ -389,12 +445,46 @@ class Executor:
         if self.planner.learn(finished):
             self._mover.trim(self.budget.limit_bytes)
 
+    def use_mover(self, mover: Mover) -> None:
+        """Move by ``mover`` from now on, which knows the tickets of the one before."""
+        self._mover = self._traffic.mover = mover
+
     def close(self) -> None:
         """Save nothing more. A graph that is still alive keeps what of it is in memory."""
         if os.getpid() != self._pid:
             return
         with self._lock:
             self._closed = True
+
+
+def _is_enough(saved: SavedStorage, origin: Origin, sign_only: bool) -> bool:
+    """Whether what is kept of a storage is enough for another handle."""
+    encoding = saved.encoding
+    if encoding is None:
+        return True
+    fidelity = registry.get(encoding.codec).fidelity
+    if fidelity is Fidelity.POSITIVE:
+        return sign_only and origin.dtype == encoding.dtype
+    return fidelity is Fidelity.EXACT or origin.dtype == encoding.dtype
+
+
+def _keeps_signs(saved: SavedStorage) -> bool:
+    """Whether no more is kept of it, or will be, than which elements are above zero."""
+    return saved.encoding is not None and saved.encoding.codec == POSITIVE
+
+
+def _attach(saved: SavedStorage, view: View) -> None:
+    """Have a handle let go of the storage when that is spilled, or now. Under the lock; idempotent."""
+    if view.view is None:
+        return
+    if saved.state is not Residency.RESIDENT:
+        view.strip()
+        return
+    ref = weakref.ref(view)
+    if saved.views is None:
+        saved.views = [ref]
+    elif ref not in saved.views:
+        saved.views.append(ref)
 
 
 def _restore_error(saved: SavedStorage, error: BaseException) -> RestoreError:

@@ -22,7 +22,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from penstock.plan.plan import Decision
+    from penstock.plan.profile import CodecSample
     from penstock.plan.slots import SlotKey
+    from penstock.runtime.movers import Encoding
     from penstock.runtime.passes import Pass
 
 
@@ -57,6 +60,9 @@ class Origin(NamedTuple):
 class View(Protocol):
     """A handle that keeps a view of a saved storage while that is where it was."""
 
+    view: torch.Tensor | None
+    """That; ``None`` once it is stripped."""
+
     def strip(self) -> None:
         """Let go of the storage, remembering the view."""
 
@@ -72,6 +78,14 @@ class SlotRecord:
     """Bytes below the floor that were alive then."""
     needed_at_ns: int | None = None
     held_elsewhere: bool = False
+    handles: int = 1
+    """Saved tensors that are views of it."""
+    sign_only_handles: int = 0
+    """Those of which backward is proven to ask only which elements are above zero."""
+    codecs: tuple[CodecSample, ...] = ()
+    """What codecs made of a sample of it, if one was taken."""
+    frame_bytes: int | None = None
+    """What it took in a tier, if it was encoded."""
     planned: bool = False
     """Whether the plan of then knew it."""
 
@@ -113,6 +127,10 @@ class SavedStorage:
     read: Any = None
     """The transfer that fills it."""
     handles: int = 1
+    deferred: Decision | None = None
+    """Its offloading, put off until it is known whether signs are enough. RESIDENT meanwhile."""
+    encoding: Encoding | None = None
+    """How its bytes in ``tier`` are encoded; ``None``: they are as they were."""
     views: list[weakref.ref[View]] | None = None
     """Handles that keep a view of the storage, to be stripped before it is spilled."""
     pending: int = 1

@@ -20,7 +20,7 @@ import torch
 
 from penstock.core.budget import Budget
 from penstock.core.config import OffloadConfig
-from penstock.core.errors import ConfigError, free_space_bytes
+from penstock.core.errors import BudgetError, ConfigError, free_space_bytes
 from penstock.core.units import GIB, MIB, format_bytes, round_down
 from penstock.io.arena import Arena
 from penstock.io.engine import Engine
@@ -33,6 +33,7 @@ from penstock.runtime.cuda.direct import DirectMover
 from penstock.runtime.cuda.link import CudaLink, Link
 from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.cuda.pinned import Slab
+from penstock.runtime.encoding.mover import EncodingMover
 from penstock.runtime.movers import CpuMover, Mover
 from penstock.runtime.probe import host_memory, measure
 from penstock.tier.base import Tier
@@ -41,6 +42,15 @@ from penstock.tier.host import HostTier
 
 LEAST_STAGING_BYTES: Final = 64 * MIB
 """Less would make every transfer wait for another."""
+SCRATCH_SHARE: Final = 32
+"""Part of the device budget that codecs work in, where they pay."""
+LEAST_SCRATCH_BYTES: Final = MIB
+"""With less the pieces are so small that handling them costs more than they save."""
+GOOD_SCRATCH_BYTES: Final = 10 * MIB
+"""With so much the pieces are long enough; up to here a small budget gives twice its share."""
+MOST_SCRATCH_BYTES: Final = 32 * MIB
+LEAST_CODEC_BUDGET_BYTES: Final = LEAST_SCRATCH_BYTES * SCRATCH_SHARE // 2
+"""Device budgets below this have no room for codecs."""
 ALL_STAGING_BYTES: Final = 512 * MIB
 MOST_STAGING_BYTES: Final = 16 * GIB
 
@@ -91,6 +101,32 @@ class Stores:
         """Moves storages between the device and the tiers."""
         assert self._mover is not None, "stores that could not be opened have no mover"
         return self._mover
+
+    def open_codecs(self, budget: Budget, device_bytes: int) -> int:
+        """Let the mover encode, from now on.
+
+        Args:
+            budget: The device's. Scratch memory is taken from it: a part, 32 MiB at most.
+            device_bytes: Its limit, as configured.
+
+        Returns:
+            The scratch memory in bytes; 0 if codecs cannot be had: on CUDA, or without room.
+        """
+        mover = self.mover
+        scratch_bytes = max(
+            min(device_bytes // SCRATCH_SHARE, MOST_SCRATCH_BYTES),
+            min(2 * device_bytes // SCRATCH_SHARE, GOOD_SCRATCH_BYTES),
+        )
+        if not isinstance(mover, CpuMover) or scratch_bytes < LEAST_SCRATCH_BYTES:
+            return 0
+        mover.trim(scratch_bytes)
+        try:
+            self._mover = EncodingMover(
+                mover, scratch_bytes=scratch_bytes, budget=budget, recorder=self._recorder
+            )
+        except BudgetError:
+            return 0
+        return scratch_bytes
 
     def capacity_bytes(self, name: str) -> int:
         """What a tier can hold; 0 if there is none of this name."""

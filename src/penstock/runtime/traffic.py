@@ -18,12 +18,12 @@ import torch
 
 from penstock.core.budget import Budget
 from penstock.core.config import UNLIMITED
-from penstock.core.errors import PenstockWarning, TransferError
+from penstock.core.errors import NoSpaceError, PenstockWarning, TransferError
 from penstock.core.locks import Lock
 from penstock.core.units import MIB
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
-from penstock.runtime.movers import Mover
+from penstock.runtime.movers import Encoding, Mover
 from penstock.runtime.residency import Residency, SavedStorage
 from penstock.tier.base import Tier
 
@@ -111,7 +111,7 @@ class Traffic:
 
     # -- out --------------------------------------------------------------------------------------
 
-    def spill(self, saved: SavedStorage, first_tier: str) -> None:
+    def spill(self, saved: SavedStorage, first_tier: str, encoding: Encoding | None = None) -> None:
         """Begin to write a RESIDENT storage to ``first_tier``, or to another if that is full."""
         with self.lock:
             storage = saved.storage
@@ -122,10 +122,11 @@ class Traffic:
             saved.source = weakref.ref(storage, partial(_forget_key, self.table, saved.cdata))
             saved.state = Residency.WRITING
             saved.writing = True
+            saved.encoding = encoding
             self.writing += 1
         for tier in self._order(first_tier):
             try:
-                ticket = self.mover.write(storage, tier, saved.label)
+                ticket = self.mover.write(storage, tier, saved.label, encoding)
             except TransferError as error:  # full, most often; or the file cannot even be made
                 self._note_failure(f"spill.full.{tier.spec.name}", saved, error)
                 error.__traceback__ = (
@@ -149,6 +150,7 @@ class Traffic:
         """A write has ended; runs in a worker of the engine, or where it was cancelled."""
         error = transfer.error
         ticket = None
+        retry = False
         with self.lock:
             if saved.state is Residency.DEAD:  # whoever let it die left charge and ticket to us
                 ticket, saved.ticket = saved.ticket, None
@@ -156,8 +158,16 @@ class Traffic:
                 self._over(saved)
             elif error is not None:
                 ticket, saved.ticket = saved.ticket, None
-                self._stays(saved, stuck=isinstance(error, OSError))
+                # how long frames are shows late, so that a tier may turn out to be full only then
+                retry = (
+                    isinstance(error, NoSpaceError)
+                    and saved.encoding is not None
+                    and saved.state is Residency.WRITING
+                )
+                self._stays(saved, stuck=isinstance(error, OSError) and not retry)
             else:
+                if saved.encoding is not None:
+                    saved.record.frame_bytes = getattr(saved.ticket, "frame_bytes", None)
                 if saved.state is Residency.WRITING:
                     saved.state = Residency.SPILLED
                     self.let_go(saved)
@@ -166,6 +176,9 @@ class Traffic:
             self._note_failure(f"spill.failed.{saved.tier.spec.name}", saved, error)
         if ticket is not None:
             self.mover.discard(saved.tier, ticket)
+        if retry:
+            others = (name for name in self.tiers if name != saved.tier.spec.name)
+            self.spill(saved, next(others, ""))
 
     def _over(self, saved: SavedStorage) -> None:
         saved.writing = False

@@ -1,0 +1,100 @@
+"""What codecs make of a saved storage, measured on a sample of it: ratios are never assumed.
+
+Some stretches of the live storage are encoded and decoded in the calling thread, so a sample costs tens
+of microseconds. It is taken only in passes that the planner asks for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from typing import Final
+
+import numpy as np
+import torch
+
+from penstock.codec import registry
+from penstock.codec.base import HEADER_BYTES, ITEMSIZE, Bytes, Codec
+from penstock.core.units import KIB, round_down
+from penstock.plan.profile import CodecSample
+
+POSITIVE: Final = "positive"
+"""The codec for what only the backward of a ReLU needs."""
+STRETCHES: Final = 4
+STRETCH_BYTES: Final = 256 * KIB
+CHAINS: Final = ("zero-value+byteplane",)
+"""Tried besides: what is left of a ReLU's output is as smooth as its input."""
+_COMPARISON_ONLY: Final = frozenset({"csr"})
+
+
+class Sampler(threading.local):
+    """Measures codecs on storages in host memory. Thread-safe: each thread has its own buffers.
+
+    These are too small to count against a budget: three stretches.
+    """
+
+    def __init__(self) -> None:
+        self._out = np.empty(2 * STRETCH_BYTES + HEADER_BYTES, np.uint8)
+        self._back = np.empty(STRETCH_BYTES, np.uint8)
+        self._warm: set[tuple[str, str]] = set()
+
+    def sample(
+        self, storage: torch.UntypedStorage, dtype: str, *, sign_only: bool
+    ) -> tuple[CodecSample, ...]:
+        """Measure every lossless codec that accepts ``dtype``.
+
+        Args:
+            storage: In host memory. One that does not begin where its elements could is never encoded,
+                so nothing is measured.
+            dtype: Of its elements, as ``"float32"``.
+            sign_only: Whether the codec ``positive`` may turn out to be enough, so that it is
+                measured as well.
+        """
+        if not storage.nbytes() or storage.data_ptr() % ITEMSIZE.get(dtype, 1):
+            return ()
+        codecs = [c for c in registry.lossless_for(dtype) if c.name not in _COMPARISON_ONLY]
+        codecs += [c for c in map(registry.get, CHAINS) if c.accepts(dtype)]
+        if sign_only and registry.get(POSITIVE).accepts(dtype):
+            codecs.append(registry.get(POSITIVE))
+        stretches = _stretches(storage)
+        for codec in codecs:
+            if (codec.name, dtype) not in self._warm:  # its code is compiled when it is first used
+                self._warm.add((codec.name, dtype))
+                self._measure(codec, [_easy(dtype), stretches[0]], dtype)
+        return tuple(self._measure(codec, stretches, dtype) for codec in codecs)
+
+    def _measure(self, codec: Codec, stretches: list[Bytes], dtype: str) -> CodecSample:
+        source = frames = encode_ns = decode_ns = 0
+        for stretch in stretches:
+            start_ns = time.perf_counter_ns()
+            length = codec.encode(stretch, self._out, dtype=dtype)
+            middle_ns = time.perf_counter_ns()
+            codec.decode(self._out[:length], self._back[: stretch.size])
+            decode_ns += time.perf_counter_ns() - middle_ns
+            encode_ns += middle_ns - start_ns
+            source += stretch.size
+            frames += length - HEADER_BYTES  # of a whole storage, headers are a thousandth
+        return CodecSample(
+            codec=codec.name,
+            ratio=frames / source,
+            encode_bytes_per_s=source * 1e9 / max(encode_ns, 1),
+            decode_bytes_per_s=source * 1e9 / max(decode_ns, 1),
+        )
+
+
+def _easy(dtype: str) -> Bytes:
+    """Bytes that every codec makes fewer of, so that all of its code runs: every other element is 0."""
+    elements = np.zeros((1024, 2, ITEMSIZE[dtype]), np.uint8)
+    elements[:, 1, -1] = 1
+    return elements.reshape(-1)
+
+
+def _stretches(storage: torch.UntypedStorage) -> list[Bytes]:
+    """Up to four stretches, evenly spread, whose ends are multiples of any element's size."""
+    nbytes = storage.nbytes()
+    memory = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(storage.data_ptr()))
+    length = min(STRETCH_BYTES, round_down(max(nbytes // STRETCHES, 8), 8))
+    step = max(nbytes - length, 0) // max(STRETCHES - 1, 1)
+    starts = {round_down(index * step, 8) for index in range(STRETCHES)}
+    return [memory[start : start + length] for start in sorted(starts)]
