@@ -94,3 +94,11 @@ def test_damage_is_named(index, value, message):
     frame[HEADER_BYTES + index] = value
     with pytest.raises(CodecError, match=message):
         decode(Csr(), frame, values.nbytes)
+
+
+def test_words_that_change_while_they_are_encoded_are_written_nowhere_else():
+    """Counted while they were zero, packed when somebody had overwritten them."""
+    words, counts = np.ones(kernels.ROW, np.uint32), np.zeros(1, np.uint16)
+    values, columns = np.zeros(10, np.uint32), np.zeros(10, np.uint8)
+    kernels.pack.py_func(words, counts, values, columns)  # NumPy raises where Numba would write
+    assert not values.any()

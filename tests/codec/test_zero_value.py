@@ -95,3 +95,20 @@ def test_a_payload_shorter_than_the_bitmap_is_refused():
     frame[16:24].view("<u8")[0] = 127
     with pytest.raises(CodecError, match="bitmap of 128"):
         decode(ZeroValue(), frame, 4000)
+
+
+class Overwritten:
+    """Words that are zero when they are first read, and one ever after: somebody overwrites them."""
+
+    def __init__(self, size):
+        self.size, self.reads = size, 0
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return np.uint32(self.reads > self.size)
+
+
+def test_words_that_change_while_they_are_encoded_are_written_nowhere_else():
+    bitmap, packed = np.zeros(1, np.uint64), np.zeros(10, np.uint32)
+    kernels.pack.py_func(Overwritten(64), bitmap, packed)  # NumPy raises where Numba would write
+    assert not packed.any()

@@ -1,6 +1,7 @@
 """Rules 4, 5, 26 to 28: a storage moves once, is known while it lives, and returns as it was."""
 
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -178,10 +179,16 @@ def test_trap_05_a_key_alone_proves_nothing(session_for):
     with session_for(policy="keep") as session:
         old, new = torch.ones(LARGE), torch.ones(LARGE)
         packed = session.hooks.pack(old)
-        find, table = session.executor.find, session.executor._by_storage
+        table = session.executor._by_storage
+        find = partial(
+            session.executor.find,
+            origin=packed.saved.record.origin,
+            view=packed,
+            sign_only=False,
+        )
         table[storage_key(new)] = packed.saved
-        assert find(new.untyped_storage(), old, old._version, packed) is None
-        assert find(old.untyped_storage(), old, old._version, packed) is packed.saved
+        assert find(new.untyped_storage(), old, old._version) is None
+        assert find(old.untyped_storage(), old, old._version) is packed.saved
         packed.saved.handles -= 1  # ``find`` has made the caller another handle
         packed.saved.pending -= 1
         del table[storage_key(new)]

@@ -35,14 +35,14 @@ def pack(words: Words, counts: Words, values: Words, columns: Words) -> None:
     for row in range(counts.size):
         line = words[row * ROW : (row + 1) * ROW]
         end = place + np.int64(counts[row])
-        if end < values.size:
+        if place + line.size <= values.size:  # words may be others now than when they were counted
             for column in range(line.size):
                 values[place] = line[column]
                 columns[place] = column
                 place += np.int64(line[column] != 0)
         else:
             for column in range(line.size):
-                if line[column] != 0:
+                if line[column] != 0 and place < end:
                     values[place] = line[column]
                     columns[place] = column
                     place += 1

@@ -6,9 +6,11 @@
     not: the next word overwrites a zero. The place is a sum over all words so far, and would be one long
     chain; it is cut at every 64 words, for the bitmap's word says by how much they advance.
 
-    The last of these writes may lie one word behind what is kept, and the last read likewise. Blocks for
-    which there is no such word, those from the last word kept on, take the loop with branches. Decoding
-    multiplies by the bit: LLVM makes a branch of a choice or a mask, which took eight times as long.
+    Blocks for which ``packed`` has no room for every word, kept or not, take the loop with branches: the
+    write behind the last word kept must hit nothing else, and words are read twice, so that they may be
+    others the second time if somebody overwrites them meanwhile. Then the frame is worthless, and nothing
+    beside it is touched. Decoding reads one word behind the last at most, and multiplies by the bit: LLVM
+    makes a branch of a choice or a mask, which took eight times as long.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ def pack(words: Words, bitmap: Words, packed: Words) -> int:
             bits |= np.uint64(words[start + index] != 0) << np.uint64(index)
         bitmap[block] = bits
         end = place + _ones(bits)
-        if end < packed.size:
+        if place + length <= packed.size:
             for index in range(length):
                 word = words[start + index]
                 packed[place] = word
@@ -64,7 +66,7 @@ def pack(words: Words, bitmap: Words, packed: Words) -> int:
             return -1
         else:
             for index in range(length):
-                if words[start + index] != 0:
+                if (bits >> np.uint64(index)) & _ONE:
                     packed[place] = words[start + index]
                     place += 1
         place = end
