@@ -38,7 +38,7 @@ def main(directory, budget_bytes):
     model(features[:64]).sum().backward()  # gradients, libraries and thread pools are there now
     session = nullcontext()
     if budget_bytes:
-        session = penstock.offload(model, device_memory=budget_bytes, flash=directory)
+        session = penstock.offload(model, codec="none", device_memory=budget_bytes, flash=directory)
     with session:
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
         before = status_bytes("VmRSS")

@@ -63,6 +63,20 @@ def choose(profile: Profile, machine: Machine, placed: Placed) -> Codecs:
     return codecs
 
 
+def channel_bound(profile: Profile, machine: Machine, offloaded: Placed) -> bool:
+    """Whether transfers of bytes as they are keep a channel busy about as long as the network, or longer.
+
+    If not, they hide behind it, and nothing is won by encoding: not even looking at codecs is due.
+
+    Args:
+        profile: What the network did, and how long it took.
+        machine: How fast the tiers are.
+        offloaded: What goes where.
+    """
+    busy = _busy(profile, machine, offloaded, [None] * len(offloaded))
+    return any(max(one[2:]) > (1 - MARGIN) * one[_NETWORK] for one in busy.values())
+
+
 def paper_s(profile: Profile, machine: Machine, placed: Placed, codecs: Codecs) -> float:
     """Seconds that all ways of all passes take on paper: the busiest machine of each."""
     return sum(max(one) for one in _busy(profile, machine, placed, codecs).values())

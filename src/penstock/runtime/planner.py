@@ -6,9 +6,11 @@ the floor. After each pass the planner compares what was saved with what it know
 plan when that has drifted: slots it has never seen, or slots whose offloading freed nothing because
 the program itself still held them. A slot that is not in the plan is never an error, only a guess.
 
-Where a plan offloads something, and codecs are to be chosen, the next pass is sampled: what lossless
-codecs make of each storage is measured, and the plan is made again with that. It is sampled once more
-when codecs no longer make of the bytes what the plan was made for: sparsity changes during training.
+Where transfers keep a tier busy for as long as the network, and codecs are to be chosen, the next pass is
+sampled: what lossless codecs make of each storage is measured, and the plan is made again with that. Else
+they would win nothing, and Numba, which they need, takes a hundred MB and seconds to compile. It is
+sampled once more when codecs no longer make of the bytes what the plan was made for: sparsity changes
+during training.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from penstock.core.locks import Lock
 from penstock.core.units import format_bytes
 from penstock.observe.recorder import Recorder, Stage
 from penstock.plan import policies
+from penstock.plan.groups import Group, groups_of
 from penstock.plan.machine import Budgets, Machine
+from penstock.plan.pipeline import channel_bound
 from penstock.plan.plan import Action, Decision, Plan
 from penstock.plan.profile import CodecSample, PassProfile, Profile, SlotProfile
 from penstock.plan.slots import MatchKey, SlotKey
@@ -104,6 +108,7 @@ class Planner:
         self._prepare_codecs = prepare_codecs
         self._sampled_passes = 0
         self._resample = False
+        self._channel_bound = False
         self._has_scratch = False
         self._by_module: dict[tuple[str, int], Decision] = {}
         self._decided: dict[SlotKey, Decision | None] = {}
@@ -229,6 +234,7 @@ class Planner:
             and plan.offloaded_bytes > 0
             and index >= self._next_replan
             and self._sampled_passes < MAX_SAMPLED_PASSES
+            and self._channel_bound
             and (self._resample or not all(_was_sampled(known) for known in self._kinds))
         )
 
@@ -317,12 +323,21 @@ class Planner:
             for decision in reversed(plan.decisions)
         }
         self.ranks = {key.match_key: rank for rank, key in enumerate(plan.need_order)}
+        self._channel_bound = self.profile is not None and channel_bound(
+            self.profile, self.machine, _placed(self.profile, plan)
+        )
         self.plan = plan
         self._decided = {}
         budgets = self._budgets
         self.moves_nothing = not plan.offloaded_bytes and (
             budgets.device_bytes >= UNLIMITED or not (budgets.flash_bytes or budgets.host_bytes)
         )
+
+
+def _placed(profile: Profile, plan: Plan) -> list[tuple[Group, str]]:
+    """What the plan offloads, and to which tier."""
+    decisions = ((group, plan.lookup(group.key)) for group in groups_of(profile))
+    return [(group, decision.tier) for group, decision in decisions if decision and decision.tier]
 
 
 def _was_sampled(known: Pass) -> bool:
