@@ -8,7 +8,7 @@ the program itself still held them. A slot that is not in the plan is never an e
 
 Where transfers keep a tier busy for as long as the network, and codecs are to be chosen, the next pass is
 sampled: what lossless codecs make of each storage is measured, and the plan is made again with that. Else
-they would win nothing, and Numba, which they need, takes a hundred MB and seconds to compile. It is
+they would win nothing, and Numba, which they need, takes memory, and time to compile. It is
 sampled once more when codecs no longer make of the bytes what the plan was made for: sparsity changes
 during training.
 """
