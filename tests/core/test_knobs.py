@@ -16,15 +16,18 @@ NAMES = {
     "PENSTOCK_BUFFERED_IO": knobs.buffered_io,
     "PENSTOCK_SLAB": knobs.slab_bytes,
     "PENSTOCK_STRIPE": knobs.stripe_bytes,
-    "PENSTOCK_VERIFY": knobs.verify_checksums,
+    "PENSTOCK_VERIFY": knobs.verify,
     "PENSTOCK_GPU_DIRECT": knobs.gpu_direct,
     "PENSTOCK_FLOOR": knobs.floor_bytes,
     "PENSTOCK_MAX_EVENTS": knobs.max_events,
 }
 SIZES = [name for name in NAMES if re.search("PIECE|SLAB|STRIPE|FLOOR", name)]
 COUNTS = [name for name in NAMES if re.search("THREADS|EVENTS", name)]
-SWITCHES = [name for name in NAMES if re.search("BUFFERED|VERIFY", name)]
-CHOICES = {"PENSTOCK_GPU_DIRECT": ("auto", "off", "on")}
+SWITCHES = [name for name in NAMES if re.search("BUFFERED", name)]
+CHOICES = {
+    "PENSTOCK_GPU_DIRECT": ("auto", "off", "on"),
+    "PENSTOCK_VERIFY": ("full", "off", "sampled"),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +97,9 @@ def test_choices(monkeypatch, name):
         assert NAMES[name]() == text
     for text in ("", "1", "ON", "always"):
         monkeypatch.setenv(name, text)
-        with pytest.raises(ConfigError, match=f"{name}={text!r} is none of auto, off, on"):
+        with pytest.raises(
+            ConfigError, match=f"{name}={text!r} is none of {', '.join(CHOICES[name])}"
+        ):
             NAMES[name]()
 
 

@@ -31,7 +31,7 @@ ODD_BYTES = 5000
 """A length that is a multiple of nothing."""
 
 
-@pytest.fixture(params=["1", "0"], ids=["digests", "no digests"])
+@pytest.fixture(params=["full", "off"], ids=["digests", "no digests"])
 def rig(request, monkeypatch):
     monkeypatch.setenv("PENSTOCK_VERIFY", request.param)
     rig = Rig(direct=True)
@@ -353,7 +353,7 @@ def deaf_in(monkeypatch):
 
 @pytest.mark.parametrize("leave_out", [deaf_out, deaf_in])
 def test_the_simulation_notices_what_is_left_out(leave_out, monkeypatch):
-    monkeypatch.setenv("PENSTOCK_VERIFY", "0")  # or digests would notice first
+    monkeypatch.setenv("PENSTOCK_VERIFY", "off")  # or digests would notice first
     leave_out(monkeypatch)
     for seed in range(200):
         program = Program(random.Random(seed).randbytes(800), direct=True)

@@ -457,7 +457,7 @@ def test_a_damaged_frame_is_an_error(index):
 
 def test_a_damaged_frame_is_an_error_without_checksums_too(monkeypatch):
     """As far as a codec can know: the header of each frame says what it is."""
-    monkeypatch.setenv("PENSTOCK_VERIFY", "0")
+    monkeypatch.setenv("PENSTOCK_VERIFY", "off")
     with Rig(wrap=faulty(fail_at={"read": 2}, mode="corrupt")) as rig:
         ticket = rig.written(floats(7 * PIECE), label="conv1[0]")
         target, transfer = rig.reading(ticket)

@@ -100,7 +100,7 @@ class TestFaulty:
 
     def test_without_checksums_nobody_would_know(self, stack, monkeypatch):
         """Why they are on by default."""
-        monkeypatch.setenv("PENSTOCK_VERIFY", "0")
+        monkeypatch.setenv("PENSTOCK_VERIFY", "off")
         tier = FaultyTier(host(stack), fail_at=0, mode="corrupt")
         ticket, target = write(tier, SOURCE, 0, 100), aligned(4096)
         ticket.written.wait(20)

@@ -7,11 +7,13 @@ does (budgets, directories, policies) is configuration, in :mod:`penstock.core.c
 from __future__ import annotations
 
 import os
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 from penstock.core.errors import ConfigError
 from penstock.core.units import MIB, parse_bytes
 
+Choice = TypeVar("Choice", bound=str)
+_VERIFY: Final[tuple[Literal["full", "off", "sampled"], ...]] = ("full", "off", "sampled")
 _GPU_DIRECT: Final[tuple[Literal["auto", "off", "on"], ...]] = ("auto", "off", "on")
 
 
@@ -40,18 +42,14 @@ def stripe_bytes() -> int:
     return _size("PENSTOCK_STRIPE", 4 * MIB)
 
 
-def verify_checksums() -> bool:
-    """``PENSTOCK_VERIFY`` (1): checksum every buffer written and compare it when it is read."""
-    return os.environ.get("PENSTOCK_VERIFY", "1") not in ("", "0")
+def verify() -> Literal["full", "off", "sampled"]:
+    """``PENSTOCK_VERIFY`` (sampled): checksum what is written, and compare when it is read: how much."""
+    return _choice("PENSTOCK_VERIFY", "sampled", _VERIFY)
 
 
 def gpu_direct() -> Literal["auto", "off", "on"]:
     """``PENSTOCK_GPU_DIRECT`` (auto): GPU to flash without host memory: if it works, never, or must."""
-    text = os.environ.get("PENSTOCK_GPU_DIRECT", "auto")
-    for choice in _GPU_DIRECT:
-        if text == choice:
-            return choice
-    raise ConfigError(f"PENSTOCK_GPU_DIRECT={text!r} is none of {', '.join(_GPU_DIRECT)}")
+    return _choice("PENSTOCK_GPU_DIRECT", "auto", _GPU_DIRECT)
 
 
 def floor_bytes() -> int:
@@ -62,6 +60,14 @@ def floor_bytes() -> int:
 def max_events() -> int:
     """``PENSTOCK_MAX_EVENTS`` (200000): spans and samples kept in memory; the oldest go first."""
     return _positive_int("PENSTOCK_MAX_EVENTS", 200_000)
+
+
+def _choice(name: str, default: Choice, choices: tuple[Choice, ...]) -> Choice:
+    text = os.environ.get(name, default)
+    for choice in choices:
+        if text == choice:
+            return choice
+    raise ConfigError(f"{name}={text!r} is none of {', '.join(choices)}")
 
 
 def _positive_int(name: str, default: int) -> int:

@@ -14,14 +14,11 @@ overrides ``_write``, ``_read``, ``_discard`` and ``_close``, and nothing else.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from abc import ABC, abstractmethod
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
-
-import xxhash
 
 from penstock.core import knobs
 from penstock.core.errors import ChecksumError, ClosedError, ConfigError
@@ -29,6 +26,7 @@ from penstock.core.locks import condition
 from penstock.core.units import round_down, round_up
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder, Stage
+from penstock.tier import checksums
 
 Place: TypeAlias = Any
 """Where in a tier some bytes are: each tier has its own type, which only itself looks into."""
@@ -87,7 +85,7 @@ class Tier(ABC):
     def __init__(self, spec: TierSpec, *, recorder: Recorder) -> None:
         self.spec = spec
         self.recorder = recorder
-        self._verify = knobs.verify_checksums() and not spec.gpu_direct
+        self._checksum = None if spec.gpu_direct else checksums.by_name(knobs.verify())
         self._pid = os.getpid()
         self._lock = condition()  # notified when nothing is in flight any more
         self._closed = False
@@ -171,8 +169,8 @@ class Tier(ABC):
             self._moving.add(inner)
 
         def finish(transfer: Transfer) -> None:
-            if transfer.error is None and self._verify:
-                ticket.checksum = checksum(address, nbytes)
+            if transfer.error is None and self._checksum is not None:
+                ticket.checksum = self._checksum(address, nbytes)
             self._account(Stage.WRITE, ticket, start_ns, transfer.error)
             nonlocal keep_alive
             keep_alive = None
@@ -319,9 +317,9 @@ class Tier(ABC):
             self._discard(ticket.place)
 
     def _mismatch(self, ticket: Ticket, address: int) -> ChecksumError | None:
-        if ticket.checksum is None:
+        if ticket.checksum is None or self._checksum is None:
             return None
-        found = checksum(address, ticket.nbytes)
+        found = self._checksum(address, ticket.nbytes)
         if found == ticket.checksum:
             return None
         return ChecksumError(
@@ -347,11 +345,6 @@ class Tier(ABC):
             tier=self.spec.name,
             slot=ticket.label,
         )
-
-
-def checksum(address: int, nbytes: int) -> int:
-    """XXH3 (64 bits) of live memory; 20 GB/s on one core, with the GIL released."""
-    return xxhash.xxh3_64_intdigest((ctypes.c_char * nbytes).from_address(address))
 
 
 def _follow(inner: Transfer) -> Transfer:
