@@ -19,6 +19,7 @@ from offload_runs import (
 )
 from penstock.core.errors import PenstockWarning
 from penstock.core.units import MIB
+from penstock.hooks import saved_tensors
 from penstock.observe.recorder import Stage
 
 # -- 13: tensors of other kinds --------------------------------------------------------------------
@@ -251,7 +252,7 @@ def test_trap_14_a_tensor_of_another_device_stays_there(session_for):
 def test_trap_14_cpu_tensors_stay_when_the_device_is_another(session_for):
     """The decision itself, as a session on a GPU makes it."""
     with session_for() as session:
-        session.hooks._device_type = "cuda"
+        session.hooks._is_here = saved_tensors._is_on("cuda")
         activation = leaf(LARGE) * 2
         packed = session.hooks.pack(activation)
         back = session.hooks.unpack(packed)

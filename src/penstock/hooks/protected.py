@@ -37,6 +37,8 @@ _TRANSPARENT: Final = frozenset(
 _CASTS: Final = frozenset({"ToCopyBackward0"})
 """Nodes whose output is a copy of their input in another dtype."""
 _DEPTH: Final = 8
+_OPAQUE: Final[set[type]] = set()
+"""Types of nodes that were found to be neither: a look at the type is cheaper than asking for a name."""
 
 
 class ProtectedStorages:
@@ -93,7 +95,7 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return type(tensor).__module__.startswith("torch.distributed.tensor")
 
 
-def leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:
+def leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:  # noqa: PLR0911  (each rules one kind out)
     """The leaf that requires gradients of which ``tensor`` is a view or a cast, or itself if it is."""
     if tensor.is_leaf:
         return tensor if tensor.requires_grad else None
@@ -104,11 +106,16 @@ def leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:
     for _ in range(_DEPTH):
         if node is None:
             return None
+        kind = type(node)
+        if kind in _OPAQUE:
+            return None
         name = node.name()
         if name == "torch::autograd::AccumulateGrad":
             leaf = node.variable  # type: ignore[attr-defined]
             return leaf if isinstance(leaf, torch.Tensor) else None
         if name not in _TRANSPARENT and name not in _CASTS:
+            if kind.__name__ == name:  # else it is the type of several kinds of nodes
+                _OPAQUE.add(kind)
             return None
         node = node.next_functions[0][0]
     return None

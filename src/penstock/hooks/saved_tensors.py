@@ -14,7 +14,9 @@ that shares the saved one's version counter and none of its memory.
 
 from __future__ import annotations
 
+import operator
 import weakref
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Final
 
@@ -28,6 +30,7 @@ from penstock.hooks.modules import ModuleTracker
 from penstock.hooks.protected import ProtectedStorages, is_dtensor, leaf_of
 from penstock.observe.recorder import Recorder
 from penstock.runtime.executor import Executor, SmallStorage
+from penstock.runtime.kept import KeptStorage
 from penstock.runtime.residency import Origin, SavedStorage
 
 TINY_BYTES: Final = 4096
@@ -36,6 +39,7 @@ COMPACT_SHARE: Final = 8
 """A view whose span is less than this part of its storage is copied out, to let the storage go."""
 CACHE_LINE_BYTES: Final = 64
 """BLAS rounds otherwise where a vector begins elsewhere modulo this; allocations of torch begin at 0."""
+_STRIDED: Final = torch.strided
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 _EMPTY: Final[dict[tuple[torch.dtype, torch.device], torch.Tensor]] = {}
 
@@ -147,7 +151,7 @@ class Moved:
     def __init__(self, tensor: torch.Tensor, executor: Executor) -> None:
         self.version = tensor._version
         self.executor = executor
-        self.saved: SavedStorage | None = None  # until the executor has taken charge
+        self.saved: SavedStorage | KeptStorage | None = None  # until the executor has taken charge
         self.unpacked = False
         self.view: torch.Tensor | None = tensor.detach()
         self.probe: torch.Tensor = self.view
@@ -171,6 +175,16 @@ class Moved:
         if self.probe._version != self.version:
             size = self.size if self.view is None else self.view.size()
             raise _modified(self.probe, size, self.version, saved.label)
+        if type(saved) is KeptStorage:
+            of_pass = saved.of_pass
+            if of_pass.spilled or of_pass.backward_start_ns is None:
+                self.executor.need_kept(saved)
+            view = self.view
+            if view is not None:
+                self.unpacked = True
+                return view.detach()
+            saved = saved.promoted  # another thread needed room
+        assert type(saved) is SavedStorage
         storage = self.executor.restore(saved, first=not self.unpacked)
         self.unpacked = True
         view = self.view
@@ -190,7 +204,9 @@ class Moved:
             origin: Who saved it.
         """
         saved, view = self.saved, self.view
-        assert saved is not None
+        if type(saved) is KeptStorage:
+            return  # it is not encoded: everything is kept of it
+        assert type(saved) is SavedStorage
         if self.executor.prove(saved, self, sign_only=sign_only):
             return
         assert view is not None, "a view that may need more than signs is not stripped unproven"
@@ -199,8 +215,11 @@ class Moved:
         self.executor.release(saved, unpacked=self.unpacked)
 
     def __del__(self) -> None:
-        if self.saved is not None:
-            defer(self.executor.release, self.saved, self.unpacked)
+        saved = self.saved
+        if type(saved) is KeptStorage:
+            defer(self.executor.release_kept, saved, self.unpacked)
+        elif saved is not None:
+            defer(self.executor.release, saved, self.unpacked)
 
 
 Packed = Kept | Foreign | Flattened | Small | Moved
@@ -226,7 +245,7 @@ class SavedTensorHooks:
         self._modules = modules
         self._boundaries = boundaries
         self._recorder = recorder
-        self._device_type = device_type
+        self._is_here = _is_on(device_type)
         self._floor_bytes = floor_bytes
         self._inquiry = proofs.Inquiry()
         self.active = True
@@ -258,7 +277,7 @@ class SavedTensorHooks:
         if (
             nbytes <= TINY_BYTES
             or tensor.numel() == 0
-            or storage.device.type != self._device_type  # rule 14: it returns to where it came from
+            or not self._is_here(tensor)  # rule 14: it returns to where it came from
             or self._protected.holds(storage)
         ):
             return Kept(tensor)
@@ -283,12 +302,18 @@ class SavedTensorHooks:
     def _pack_storage(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, whole_bytes: int
     ) -> Packed:
-        first, nbytes = _span(tensor)
-        if nbytes * COMPACT_SHARE < whole_bytes:
-            return self._pack_span(tensor, storage, first, nbytes)
+        if tensor.nbytes * COMPACT_SHARE < whole_bytes or not tensor.is_contiguous():
+            first, nbytes = _span(tensor)
+            if nbytes * COMPACT_SHARE < whole_bytes:
+                return self._pack_span(tensor, storage, first, nbytes)
         executor = self._executor
         base = _base_of(tensor)
         moved = Moved(tensor, executor)
+        moved.saved = executor.kept.keep(
+            storage, whole_bytes, base, moved.version, self._modules.here, tensor.dtype, moved
+        )
+        if moved.saved is not None:
+            return moved
         origin = self._origin(tensor)
         watched = self._modules.watched is not None
         moved.saved = executor.find(
@@ -344,7 +369,7 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """Its storage, if its values are just strided bytes of one."""
     if type(tensor) not in _PLAIN:
         return None
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+    if tensor.layout is not _STRIDED or tensor.is_quantized or tensor.is_nested:
         return None
     if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
         return None
@@ -352,6 +377,13 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # functorch wrappers have none
         return None
+
+
+def _is_on(device_type: str) -> Callable[[torch.Tensor], bool]:
+    """Whether a tensor is on a device of a type. The attributes are quicker than ``device.type``."""
+    if device_type in ("cpu", "cuda"):
+        return operator.attrgetter(f"is_{device_type}")
+    return lambda tensor: tensor.device.type == device_type
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
@@ -12,12 +11,14 @@ import torch
 
 from penstock.codec import registry
 from penstock.codec.base import Fidelity
+from penstock.core import process
 from penstock.core.budget import Budget
 from penstock.core.errors import ClosedError, PenstockError, RestoreError
 from penstock.core.units import KIB, round_up
 from penstock.io.engine import Priority
 from penstock.observe.recorder import Recorder, Stage, StallCause
 from penstock.plan.plan import Action
+from penstock.runtime.kept import KeptStorage, KeptStorages
 from penstock.runtime.movers import Encoding, Mover
 from penstock.runtime.passes import Pass
 from penstock.runtime.planner import Planner
@@ -47,6 +48,7 @@ class Executor:
     Attributes:
         budget: The device memory that everything here is charged to.
         planner: Says what to do with each slot, and learns from each pass.
+        kept: What the plan is sure to keep.
     """
 
     def __init__(
@@ -69,10 +71,18 @@ class Executor:
         self._traffic = Traffic(budget=budget, tiers=tiers, mover=mover, recorder=recorder)
         self._lock = self._traffic.lock
         self._by_storage = self._traffic.table
-        self._room = Room(budget=budget, traffic=self._traffic, recorder=recorder)
+        self.kept = KeptStorages(
+            planner=planner, traffic=self._traffic, current_pass=self._current_pass
+        )
+        self._room = Room(
+            budget=budget,
+            traffic=self._traffic,
+            recorder=recorder,
+            promote_kept=self.kept.promote_all,
+        )
         self._sampler = Sampler()
         self._closed = False
-        self._pid = os.getpid()
+        self._pid = process.this.pid
         self._pass = Pass(1, self.compute_ns())
 
     # -- saving -----------------------------------------------------------------------------------
@@ -229,7 +239,7 @@ class Executor:
             weakref.ref(storage),
             weakref.ref(base),
             current,
-            len(current.records),
+            current.saved_count,
             SlotRecord(key, origin, self.compute_ns(), self._small_bytes),
             storage,
         )
@@ -280,7 +290,7 @@ class Executor:
             RestoreError: They cannot be read back.
             BudgetError: There can be no room for them.
         """
-        if os.getpid() != self._pid:
+        if process.this.pid != self._pid:
             return self._in_child(saved)
         with self._lock:
             storage = self._note_need(saved)
@@ -308,7 +318,7 @@ class Executor:
         storage = in_memory(saved)
         if storage is None:
             raise RestoreError(
-                f"cannot restore {saved.label} in this process ({os.getpid()}): it was spilled by"
+                f"cannot restore {saved.label} in this process ({process.this.pid}): it was spilled by"
                 f" process {self._pid}, before that forked this one; only that can read it"
             )
         return storage
@@ -363,7 +373,15 @@ class Executor:
         if not self._room.make(needed, name=saved.label, of_pass=saved.of_pass, saved=saved):
             self._traffic.fetch(saved, Priority.DEMAND, force=True)
 
-    def _prefetch(self, saved: SavedStorage, *, again: bool) -> None:
+    def need_kept(self, kept: KeptStorage) -> None:
+        """One of them is unpacked, the first of its pass or in one that has spilled others."""
+        of_pass = kept.of_pass
+        if of_pass.backward_start_ns is None:
+            of_pass.backward_start_ns = self.compute_ns()
+        if of_pass.spilled:
+            self._prefetch(kept, again=False)
+
+    def _prefetch(self, saved: SavedStorage | KeptStorage, *, again: bool) -> None:
         """Begin to read what is needed after ``saved``, as far as the window allows.
 
         Args:
@@ -390,9 +408,17 @@ class Executor:
 
     # -- handles ----------------------------------------------------------------------------------
 
+    def release_kept(self, kept: KeptStorage, unpacked: bool) -> None:
+        """A handle has died. Call it through ``locks.defer``."""
+        if process.this.pid != self._pid:
+            return
+        promoted = self.kept.release(kept)
+        if promoted is not None:
+            self.release(promoted, unpacked)
+
     def release(self, saved: SavedStorage, unpacked: bool) -> None:
         """A handle has died. Call it through ``locks.defer``: it takes locks, it never waits."""
-        if os.getpid() != self._pid:  # a forked child: who holds the locks did not come along
+        if process.this.pid != self._pid:  # a forked child: who holds the locks did not come along
             return
         with self._lock:
             saved.handles -= 1
@@ -409,7 +435,7 @@ class Executor:
 
     def release_small(self, small: SmallStorage) -> None:
         """A handle has died. Call it through ``locks.defer``."""
-        if os.getpid() != self._pid:
+        if process.this.pid != self._pid:
             return
         with self._lock:
             small.handles -= 1
@@ -439,7 +465,7 @@ class Executor:
         """A backward is over: the pass that it belongs to ends, and the planner learns from it."""
         with self._lock:
             finished = self._pass
-            if finished.end_ns is not None or not finished.records:
+            if finished.end_ns is not None or not finished.saved_count:
                 return
             finished.end_ns = self.compute_ns()
         if self.planner.learn(finished):
@@ -451,10 +477,11 @@ class Executor:
 
     def close(self) -> None:
         """Save nothing more. A graph that is still alive keeps what of it is in memory."""
-        if os.getpid() != self._pid:
+        if process.this.pid != self._pid:
             return
         with self._lock:
             self._closed = True
+        self.planner.sure = frozenset()
 
 
 def _is_enough(saved: SavedStorage, origin: Origin, sign_only: bool) -> bool:

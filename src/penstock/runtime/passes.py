@@ -11,10 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from penstock.plan.slots import MatchKey, SlotKey
 from penstock.runtime.residency import Residency, SavedStorage, SlotRecord
+
+if TYPE_CHECKING:
+    from penstock.runtime.kept import KeptStorage
 
 MAX_RECORDS: Final = 100_000
 """A forward that has saved so much without a backward is an evaluation without ``no_grad``."""
@@ -31,7 +34,12 @@ class Pass:
         start_ns: When it began, in compute time.
         backward_start_ns: When the first of its storages was needed.
         end_ns: When its backward was over.
-        records: What was learnt about each slot, in the order of saving.
+        records: What was learnt about each slot, in the order of saving; not about those kept.
+        saved_count: Storages above the floor that it has saved.
+        ordinals: How many of them each module has saved, by its path.
+        kept: Those that only count, by their position in the pass. See :mod:`.kept`.
+        kept_bytes: The sum of all that ever were in ``kept``.
+        promoted: Whether any of them had to be made ready to be spilled.
         small_bytes: The most bytes below the floor that were alive at once.
         small_count: Storages saved below the floor.
         spilled: Whether any of its storages has been, or is being, written to a tier.
@@ -47,7 +55,11 @@ class Pass:
         self.small_bytes = 0
         self.small_count = 0
         self._live: dict[int, SavedStorage] = {}
-        self._ordinals: dict[str, int] = {}
+        self.saved_count = 0
+        self.ordinals: dict[str, int] = {}
+        self.kept: dict[int, KeptStorage] = {}
+        self.kept_bytes = 0
+        self.promoted = False
         self.spilled = False
         self._need: list[int] | None = None
         self._here = 0
@@ -56,15 +68,21 @@ class Pass:
 
     def new_key(self, module: str, nbytes: int) -> SlotKey:
         """The identity of the next storage that ``module`` saves."""
-        ordinal = self._ordinals.get(module, 0)
-        self._ordinals[module] = ordinal + 1
+        ordinal = self.ordinals.get(module, 0)
+        self.ordinals[module] = ordinal + 1
         return _slot_key(module, ordinal, nbytes)
 
     def add(self, saved: SavedStorage) -> None:
         """Remember a storage until it is dead, and its record until the pass has been profiled."""
         self._live[saved.index] = saved
+        self.saved_count += 1
         self.records.append(saved.record)
         self._need = None  # saved during backward: the order of need changes
+
+    def promote(self, saved: SavedStorage) -> None:
+        """What was only kept, and has been added as that, can be spilled from now on."""
+        self._live[saved.index] = saved
+        self.promoted = True
 
     def remove(self, saved: SavedStorage) -> None:
         """The storage is dead."""
@@ -73,16 +91,18 @@ class Pass:
     @property
     def abandoned(self) -> bool:
         """Whether its graph was dropped without a backward (TRAPS rule 7), or never stops growing."""
-        if not self.records or self.backward_start_ns is not None:
+        if self.backward_start_ns is not None:
             return False
-        return not self._live or len(self.records) > MAX_RECORDS
+        if self.kept or self._live:
+            return self.saved_count > MAX_RECORDS
+        return self.saved_count > 0
 
     @property
     def live(self) -> Iterator[SavedStorage]:
-        """Storages that are not dead, in the order of saving."""
-        return iter(tuple(self._live.values()))
+        """Storages that are not dead and could be spilled, in the order of saving."""
+        return iter(sorted(self._live.values(), key=_index))
 
-    def arrive(self, saved: SavedStorage, ranks: dict[MatchKey, int]) -> None:
+    def arrive(self, saved: SavedStorage | KeptStorage, ranks: dict[MatchKey, int]) -> None:
         """``saved`` is being needed now: what follows it is expected next.
 
         Args:
@@ -130,14 +150,19 @@ class Pass:
                 yield saved
 
     def _order(self, ranks: dict[MatchKey, int]) -> None:
-        alive = list(reversed(self._live.values()))
-        known = {saved.index: ranks.get(saved.record.key.match_key) for saved in alive}
+        alive: list[SavedStorage | KeptStorage] = [*self._live.values(), *self.kept.values()]
+        alive.sort(key=_index, reverse=True)
+        known = {saved.index: ranks.get(saved.key.match_key) for saved in alive}
         if None not in known.values():
             alive.sort(key=lambda saved: known[saved.index] or 0)
         order = [saved.index for saved in alive]
         self._need = order
         self._position = {index: place for place, index in enumerate(order)}
         self._here = self._ahead = 0
+
+
+def _index(saved: SavedStorage | KeptStorage) -> int:
+    return saved.index
 
 
 def in_tier_only(saved: SavedStorage) -> bool:

@@ -16,6 +16,7 @@ during training.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Final
 
@@ -43,6 +44,8 @@ DRIFT: Final = 0.05
 """Share of a pass's bytes that may be unknown to the plan before it is made anew."""
 MAX_KINDS: Final = 8
 """Kinds of passes remembered: an iteration of a GAN has two; more are dynamic shapes."""
+FULL_PASSES: Final = 2 * MAX_KINDS
+"""Passes of which all slots are recorded, at most, after one that did not look as planned."""
 RATIO_DRIFT: Final = 0.15
 """Share of the encoded source bytes by which what they took may differ from what was foreseen."""
 MAX_SAMPLED_PASSES: Final = 32
@@ -62,6 +65,8 @@ class Planner:
         ranks: The plan's order of need by match key, for prefetching.
         replans: Plans made so far.
         wants_samples: Whether what is saved now is to be sampled.
+        sure: Slots that the plan keeps, as (module path, ordinal, bytes), of those that it has been asked
+            for before. Empty while records of all slots are wanted.
         moves_nothing: Whether nothing will ever be moved: there is a plan, it keeps everything, and
             there is no budget, or no tier, that it could be departed from for.
     """
@@ -112,6 +117,9 @@ class Planner:
         self._has_scratch = False
         self._by_module: dict[tuple[str, int], Decision] = {}
         self._decided: dict[SlotKey, Decision | None] = {}
+        self.sure: AbstractSet[tuple[str, int, int]] = frozenset()
+        self._kept_keys: set[tuple[str, int, int]] = set()
+        self._full_passes = 0
 
     def begin(self) -> None:
         """Take what a codec that is to be used everywhere needs, before anything is saved.
@@ -167,6 +175,8 @@ class Planner:
             known = decided[key]
         except KeyError:
             known = decided[key] = self._look_up(key)
+            if known is not None and known.action is Action.KEEP:
+                self._kept_keys.add((key.module, key.ordinal, key.nbytes))
         if known is None:
             return self._forced(self._guess(key))
         record.planned = True
@@ -201,7 +211,9 @@ class Planner:
         """
         with self._lock:
             sampled = self._note_samples(finished)
-            if not (self._drifted(finished) or sampled) or finished.index < self._next_replan:
+            due = self._drifted(finished) or sampled
+            complete = self._want_records(finished, due=due)
+            if not (due and complete) or finished.index < self._next_replan:
                 self._want_samples(finished.index + 1)
                 return False
             self._remember(finished)
@@ -237,6 +249,17 @@ class Planner:
             and self._channel_bound
             and (self._resample or not all(_was_sampled(known) for known in self._kinds))
         )
+        wants_records = plan is None or self.wants_samples or self._full_passes
+        self.sure = frozenset() if wants_records else self._kept_keys
+
+    def _want_records(self, finished: Pass, *, due: bool) -> bool:
+        """Whether a pass has records of all its slots; if they are missed, later ones will."""
+        complete = not finished.kept_bytes
+        if complete:
+            self._full_passes = max(0, self._full_passes - 1)
+        elif due or finished.promoted:
+            self._full_passes = FULL_PASSES
+        return complete
 
     def _note_samples(self, finished: Pass) -> bool:
         """Whether the pass was sampled for the plan; and whether the next one is to be."""
@@ -260,7 +283,7 @@ class Planner:
         return abs(found - foreseen) > RATIO_DRIFT * source
 
     def _drifted(self, finished: Pass) -> bool:
-        unknown = total = 0
+        unknown, total = 0, finished.kept_bytes
         newly_held = False
         for record in finished.records:
             total += record.key.nbytes
@@ -327,7 +350,7 @@ class Planner:
             self.profile, self.machine, _placed(self.profile, plan)
         )
         self.plan = plan
-        self._decided = {}
+        self._decided, self._kept_keys, self._full_passes = {}, set(), 0
         budgets = self._budgets
         self.moves_nothing = not plan.offloaded_bytes and (
             budgets.device_bytes >= UNLIMITED or not (budgets.flash_bytes or budgets.host_bytes)

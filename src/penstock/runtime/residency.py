@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from penstock.plan.plan import Decision
     from penstock.plan.profile import CodecSample
     from penstock.plan.slots import SlotKey
+    from penstock.runtime.kept import KeptStorage
     from penstock.runtime.movers import Encoding
     from penstock.runtime.passes import Pass
 
@@ -62,6 +63,10 @@ class View(Protocol):
 
     view: torch.Tensor | None
     """That; ``None`` once it is stripped."""
+    unpacked: bool
+    """Whether it has been asked for."""
+    saved: SavedStorage | KeptStorage | None
+    """What it is a view of."""
 
     def strip(self) -> None:
         """Let go of the storage, remembering the view."""
@@ -137,6 +142,11 @@ class SavedStorage:
     """Handles that were never unpacked: while there are any, RESTORED memory is held for them."""
     stuck: bool = False
     """Writing it has failed: it stays where it is."""
+
+    @property
+    def key(self) -> SlotKey:
+        """Its name."""
+        return self.record.key
 
     @property
     def label(self) -> str:

@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -39,12 +39,21 @@ class Room:
         budget: Budget,
         traffic: Traffic,
         recorder: Recorder,
+        promote_kept: Callable[[], None],
     ) -> None:
-        """For one executor."""
+        """For one executor.
+
+        Args:
+            budget: Where room is made.
+            traffic: What can be moved.
+            recorder: Is told of waits.
+            promote_kept: Lets what is only kept be moved; called under the runtime's lock.
+        """
         self.stalled_ns = 0
         self._budget = budget
         self._traffic = traffic
         self._recorder = recorder
+        self._promote_kept = promote_kept
 
     def take(
         self, nbytes: int, owner: str, *, name: str, of_pass: Pass, saved: SavedStorage | None
@@ -88,6 +97,7 @@ class Room:
             if traffic.reading:
                 traffic.changed.wait()
                 return True
+            self._promote_kept()
             victim = self._victim(of_pass, saved)
         if victim is not None:
             self._evict(victim)
@@ -141,6 +151,8 @@ class Room:
     def _evict(self, saved: SavedStorage) -> None:
         self._recorder.count("evicted")
         with self._traffic.lock:
+            if saved.writing:
+                return  # another thread was quicker; it may have been needed since
             if saved.state is Residency.RESIDENT and saved.ticket is not None:
                 strip(saved)
                 saved.state = Residency.SPILLED  # a tier has its bytes already

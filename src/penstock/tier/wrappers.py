@@ -18,6 +18,7 @@ from penstock.core.errors import ConfigError, NoSpaceError, TransferError
 from penstock.core.locks import Lock
 from penstock.io.engine import Op, Priority, Transfer
 from penstock.tier.base import Place, Tier
+from penstock.tier.checksums import BLOCK_BYTES
 
 FaultMode: TypeAlias = Literal["raise", "settle", "corrupt", "delay"]
 
@@ -152,12 +153,13 @@ class FaultyTier(WrapperTier):
         return outer
 
     def _flip(self, address: int, nbytes: int) -> None:
-        """Change one byte that is surely of the data, or all where none surely is.
+        """Change a block of which some are surely data, for it is by blocks that storage fails.
 
         The data begin in the first granule; where there are more, the second begins with data.
         """
         granule = self.spec.granule_bytes
-        where = range(granule, granule + 1) if nbytes > granule else range(nbytes)
+        first = granule if nbytes > granule else 0
+        where = range(first, min(first + BLOCK_BYTES, nbytes))
         memory = (ctypes.c_ubyte * nbytes).from_address(address)
         for index in where:
             memory[index] ^= 0xFF
