@@ -51,6 +51,7 @@ SIZES = {
     "resnet50": Size(200, 4, 3.5),
     "resnet272": Size(32, 3, 5.0),
     "resnet1202": Size(100, 3, 5.0),
+    "senet154": Size(60, 6, 1.2),
     "densenet121": Size(51, 4, 3.0),
     "densenet-bc-100-12": Size(24, 3, 5.0),
     "bert-base": Size(16, 4, 3.0),

@@ -21,7 +21,9 @@ from penstock.hooks import proofs
 from penstock.hooks.aside import StepAside
 from penstock.hooks.boundaries import Boundaries
 from penstock.hooks.modules import ModuleTracker
+from penstock.hooks.observer import Observer
 from penstock.hooks.protected import ProtectedStorages
+from penstock.hooks.recompute import Recompute, left_alone
 from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.observe.log import EventLog
 from penstock.observe.recorder import Recorder
@@ -30,8 +32,10 @@ from penstock.observe.summary import RunFacts, SlotFact, Summary, summarize
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
+from penstock.runtime import given
 from penstock.runtime.executor import Executor
 from penstock.runtime.planner import Planner
+from penstock.runtime.repeats import Repeats
 from penstock.runtime.stores import Stores
 from penstock.tier.base import Tier
 
@@ -46,6 +50,7 @@ def offload(
     device_memory: int | str | None = None,
     host_memory: int | str = 0,
     flash: str | Path | tuple[str | Path, ...] | list[str | Path] = (),
+    policy: str | Path | Plan = "auto",
     config: OffloadConfig | None = None,
     **settings: Any,
 ) -> Session:
@@ -66,26 +71,35 @@ def offload(
         device_memory: Budget in the memory of the device; an integer in bytes, or as ``"2GiB"``.
         host_memory: Budget of the host tier.
         flash: Directory to spill to, or several.
+        policy: The name of a policy (``penstock.plan.policies.names()``), by which plans are made of what
+            is measured; or a :class:`penstock.plan.Plan`, or the path of a ``.json`` file with one, that
+            is followed as it is.
         config: All settings in one value, instead of the keywords.
         **settings: The other fields of :class:`penstock.OffloadConfig`.
 
     Raises:
         ConfigError: A setting makes no sense, or a directory cannot be spilled to.
+        PlanError: The plan does not parse.
         HookError: The model, or this thread, is offloaded by another session already.
     """
     if config is not None:
-        if settings or device_memory is not None or host_memory or flash:
+        if settings or device_memory is not None or host_memory or flash or policy != "auto":
             raise ConfigError("offload: give either config or its fields as keywords, not both")
         return Session(config, model=model, optimizer=optimizer)
     paths = tuple(flash) if isinstance(flash, list) else flash
+    plan = policy if isinstance(policy, Plan) else None
     fields = {
         "device_memory": device_memory,
         "host_memory": host_memory,
         "flash": paths,
+        "policy": str(policy) if plan is None else plan.policy,
         **settings,
     }
     return Session(
-        OffloadConfig.from_mapping(fields, source="offload"), model=model, optimizer=optimizer
+        OffloadConfig.from_mapping(fields, source="offload"),
+        model=model,
+        optimizer=optimizer,
+        plan=plan,
     )
 
 
@@ -104,6 +118,7 @@ class Session:
         optimizer: torch.optim.Optimizer | None = None,
         wrap_tier: Callable[[Tier], Tier] | None = None,
         machine: Machine | None = None,
+        plan: Plan | None = None,
     ) -> None:
         """Check everything; touch nothing. See :func:`offload`.
 
@@ -114,12 +129,17 @@ class Session:
             wrap_tier: Applied to every tier that is opened, as with
                 :class:`penstock.tier.ThrottledTier`, for emulation and tests.
             machine: Bandwidths to plan with; measured when the session is entered if not given.
+            plan: Followed as it is, in place of the configuration's policy.
         """
         self.config = config
         self._model = model
         self._optimizer = optimizer
         self._wrap_tier = wrap_tier
         self._machine = machine
+        if plan is None and config.policy.endswith(given.SUFFIX):
+            plan = given.load_plan(config.policy)
+        self._given = plan
+        self._observer: Observer | None = None
         self._state = "new"
         self._steps = 0
         self._warnings: list[str] = []
@@ -200,6 +220,8 @@ class Session:
             device=str(self._device),
             codec=self._codec(),
             prepare_codecs=self._open_codecs,
+            recompute=config.recompute or config.policy == "recompute",
+            plan=self._given,
         )
         self.executor = Executor(
             budget=self.budget,
@@ -232,7 +254,7 @@ class Session:
     def _attach(self) -> None:
         self._protected = ProtectedStorages()
         self._modules = ModuleTracker(
-            on_root=self._protected.add_module,
+            on_root=self._met,
             on_missed_thread=self._missed_thread,
             on_watched=self._module_ran,
             watch=proofs.KINDS if self._codec() == "auto" else (),
@@ -247,29 +269,80 @@ class Session:
             device_type=self._device.type,
             floor_bytes=self.config.floor_bytes,
         )
+        self._recompute = Recompute(
+            hooks=self.hooks,
+            modules=self._modules,
+            repeats=Repeats(self.executor),
+            device=self._device,
+            floor_bytes=self.config.floor_bytes,
+        )
         if self._model is not None:
             self._modules.register(self._model)
             _hooked.add(self._model)
         if self._optimizer is not None:
             self._protected.add_optimizer(self._optimizer)
         self._context = torch.autograd.graph.saved_tensors_hooks(self.hooks.pack, self.hooks.unpack)
-        self._aside = StepAside(self.hooks.pack, self.hooks.unpack)
+        self._aside = StepAside(self.hooks.pack, self.hooks.unpack, on_aside=self._stepped_aside)
         self._modules.attach()
+        self._follow()
         self._boundaries.attach()
         self._aside.attach()
         self._context.__enter__()
         _active.append(weakref.ref(self))
         self.recorder.begin_step(0)
 
+    def _met(self, root: torch.nn.Module) -> None:
+        """A root has been named."""
+        self._protected.add_module(root)
+        if self._given is None:
+            return
+        place = self._modules.place_of(root)
+        if place is not None:
+            given.check_paths(self._given, self._modules.known(), place.path)
+        self._follow()
+
+    def _follow(self) -> None:
+        """Do, from now on, what the planner wants beside moving: observe, and run modules again."""
+        planner = self.planner
+        plan = planner.plan
+        self._recompute.follow(() if plan is None else plan.recomputed)
+        self._recompute.suspended = planner.observing
+        if self._observer is not None:
+            self._observer.detach()
+            self.hooks.observer = self._observer = None
+        if planner.observing:
+            self._observer = self.hooks.observer = Observer(
+                modules=self._modules,
+                compute_ns=self.executor.compute_ns,
+                storage_of=self.hooks.storage_of,
+            )
+            self._observer.attach()
+
+    def _stepped_aside(self) -> None:
+        if self._observer is not None:
+            self._observer.refuse_running()
+
     def _backward_ended(self) -> None:
         self._modules.forget_watched()
-        self.executor.end_backward()
+        observer = self._observer
+        if observer is not None:
+            self.executor.observed(observer.finish)
+            self.planner.unrepeatable |= observer.unrepeatable
+            self.planner.unrepeatable |= left_alone(self._modules.known())
+        planned = self.executor.end_backward()
+        if observer is not None and self.plan is None:
+            self.planner.observing = False  # nothing that is saved here could be planned
+        if planned or observer is not None or self.planner.observing:
+            self._follow()
 
     def _module_ran(self, kind: str, output: Any, packed: list[Any]) -> None:
         self.hooks.prove(kind, output, packed)
 
     def _detach(self) -> None:
         self._context.__exit__()
+        self._recompute.follow(())
+        if self._observer is not None:
+            self._observer.detach()
         self._aside.detach()
         self._boundaries.detach()
         self._modules.detach()
@@ -315,7 +388,7 @@ class Session:
 
     @property
     def profile(self) -> Profile | None:
-        """What the plan was made from."""
+        """What the plan was made from; ``None`` if that was given."""
         return self.planner.profile
 
     def summary(self) -> Summary:
@@ -344,16 +417,22 @@ class Session:
             )
         )
         return RunFacts(
-            policy=config.policy,
+            policy=config.policy if self._given is None else self._given.policy,
             device=str(self._device),
             budget_bytes=None if config.device_bytes == UNLIMITED else config.device_bytes,
             host_budget_bytes=config.host_bytes or None,
             steps=self._steps,
             slots=slots,
-            saved_bytes_per_step=0 if self.profile is None else self.profile.peak_saved_bytes,
+            saved_bytes_per_step=self._saved_bytes(),
             tbw_bytes=config.tbw_bytes,
-            warnings=(*self._notes(), *(plan.notes if plan is not None else ())),
+            warnings=(*self._notes(), *self.planner.notes),
         )
+
+    def _saved_bytes(self) -> int:
+        """What a step saves."""
+        if self.profile is not None:
+            return self.profile.peak_saved_bytes
+        return sum(each.key.nbytes for each in self.plan.decisions) if self.plan else 0
 
     def _notes(self) -> list[str]:
         times = self._aside.times

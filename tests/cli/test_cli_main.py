@@ -5,7 +5,7 @@ import pytest
 import penstock
 from penstock.cli import main
 
-COMMANDS = (["run"], ["bench"], ["bench", "io"], ["doctor"])
+COMMANDS = (["run"], ["bench"], ["bench", "io"], ["plan"], ["doctor"])
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

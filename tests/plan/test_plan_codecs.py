@@ -19,6 +19,7 @@ AMPLE = 10**12
 QUICK = CodecSample("zero-value", 0.5, 8e9, 8e9)
 SLOW = CodecSample("byteplane", 0.25, 5e8, 1e9)
 auto = policies.get("auto")
+ranked = policies.get("ranked")
 
 
 def placed(profile, budgets):
@@ -155,7 +156,7 @@ def test_slots_of_one_decision_share_the_worst_of_their_samples():
 
 def test_every_policy_encodes_where_it_pays_and_says_so():
     profile = encodable(stack([10] * 10), SLOW, QUICK)
-    for name in ("all", "auto"):
+    for name in ("all", "ranked"):
         plan = policies.get(name)(profile, MACHINE, Budgets(40 * MB, 0, AMPLE))
         gone = [d for d in plan.decisions if d.action is Action.OFFLOAD]
         assert len(gone) >= 5
@@ -169,11 +170,11 @@ def test_every_policy_encodes_where_it_pays_and_says_so():
     assert set(codecs(kept).values()) == {""}
 
 
-def test_auto_offloads_what_shrinks_and_keeps_what_does_not():
+def test_ranked_offloads_what_shrinks_and_keeps_what_does_not():
     # in turns: neighbours are idle for about as long, and one of two has become half as expensive
     profile = encodable(stack([10] * 10), QUICK, only={1, 3, 5})
-    plan = auto(profile, MACHINE, Budgets(75 * MB, 0, AMPLE))
-    raw = auto(stack([10] * 10), MACHINE, Budgets(75 * MB, 0, AMPLE))
+    plan = ranked(profile, MACHINE, Budgets(75 * MB, 0, AMPLE))
+    raw = ranked(stack([10] * 10), MACHINE, Budgets(75 * MB, 0, AMPLE))
     gone = {d.key.module for d in plan.decisions if d.action is Action.OFFLOAD}
     assert {d.key.module for d in raw.decisions if d.action is Action.OFFLOAD} == {
         f"layer.{i}" for i in range(5)
@@ -185,13 +186,13 @@ def test_auto_offloads_what_shrinks_and_keeps_what_does_not():
 def test_what_shrinks_can_be_back_in_time_where_it_could_not_be_as_it_is():
     # 200 MB need 400 ms for both ways, but come back after 390 ms; half of them do
     profile = stack([200, 40, 40, 40, 40, 40, 40], step_ms=30)
-    plan = auto(encodable(profile, QUICK, only={0}), MACHINE, Budgets(360 * MB, 0, AMPLE))
+    plan = ranked(encodable(profile, QUICK, only={0}), MACHINE, Budgets(360 * MB, 0, AMPLE))
     assert codecs(plan)["layer.0"] == "zero-value"
 
 
 def test_notes_on_slow_flash_count_what_is_written():
     slow = Machine("slow", 1e8, 2e8, 0.0, 1e9, 1e9)
-    plan = auto(encodable(stack([10] * 10), QUICK), slow, Budgets(50 * MB, 0, AMPLE))
+    plan = ranked(encodable(stack([10] * 10), QUICK), slow, Budgets(50 * MB, 0, AMPLE))
     assert plan.notes == (
         "flash is slower than forward: it takes 350.0 ms to write what forward has 100.0 ms for",
         "flash is slower than backward: it takes 175.0 ms to read what backward has 100.0 ms for",

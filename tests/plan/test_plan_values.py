@@ -117,7 +117,7 @@ def edited(text, **changes):
         ({"small_bytes": 1.5}, r"small_bytes: 1\.5 is float, not int"),
         ({"small_bytes": True}, r"small_bytes: True is bool, not int"),
         ({"device": None}, r"device: None is NoneType, not str"),
-        ({"version": 99}, r"field 'version' is 99, this Penstock reads 2"),
+        ({"version": 99}, r"field 'version' is 99, this Penstock reads 3"),
         ({"penstock": "plan"}, r"not a Penstock profile"),
         ({"passes": []}, r"belongs to pass 0, which is not there"),
     ],
@@ -160,10 +160,10 @@ def test_a_machine_file_is_named_with_the_field(tmp_path):
     path.write_text(MACHINE.to_json())
     assert Machine.load(path) == MACHINE
     path.write_text(edited(MACHINE.to_json(), flash_write_bytes_per_s=0))
-    with pytest.raises(PlanError, match=r"machine\.json.*flash_write_bytes_per_s is 0"):
+    with pytest.raises(ConfigError, match=r"machine\.json.*flash_write_bytes_per_s is 0"):
         Machine.load(path)
     path.write_text(edited(MACHINE.to_json(), flash_latency_s=...))
-    with pytest.raises(PlanError, match=r"machine\.json.*'flash_latency_s' is missing"):
+    with pytest.raises(ConfigError, match=r"machine\.json.*'flash_latency_s' is missing"):
         Machine.load(path)
     with pytest.raises(ConfigError, match=r"nowhere\.json' cannot be read"):
         Machine.load(tmp_path / "nowhere.json")

@@ -13,8 +13,8 @@ from penstock.core.errors import ConfigError
 from penstock.core.units import GIB, MIB
 from penstock.observe.clock import ManualClock
 from penstock.observe.recorder import Recorder
-from penstock.report import memory_plot
-from penstock.report.memory_plot import MAX_POINTS, MemorySeries, plot_memory
+from penstock.report.look import MAX_POINTS
+from penstock.report.memory_plot import MemorySeries, plot_memory
 
 S = 10**9
 
@@ -160,7 +160,6 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch
     def missing(name):
         raise ImportError(name)
 
-    monkeypatch.setattr(memory_plot, "importlib", importlib)
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(ConfigError, match=r"pip install 'penstock\[plot\]'"):
         plot_memory(BOTH, tmp_path / "x.png")

@@ -19,6 +19,7 @@ from penstock.core.errors import PenstockError
 _COMMANDS: Final = {
     "run": "run a script that knows nothing of Penstock, under a memory budget",
     "bench": "measure this machine",
+    "plan": "tell what training will take, before a step of it is run",
     "doctor": "check what Penstock needs, and say what to do about what is missing",
 }
 _EXAMPLES: Final = """\
@@ -26,6 +27,7 @@ examples:
   penstock doctor --dir /nvme/spill
   penstock run --device-memory 2GiB --flash /nvme/spill train.py --its --own args
   penstock bench io --dir /nvme/spill
+  penstock plan vgg16 --batch 256 --machine titan-x --policy all
 
 `penstock COMMAND --help` tells more. Exit codes: 0 success, 1 failure, 2 bad arguments or
 configuration; those of `penstock run` are the script's own."""

@@ -15,25 +15,21 @@ from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from penstock.cli import bandwidth
+from penstock.cli import bandwidth, bench_machine
 from penstock.cli.bandwidth import Measurement
 from penstock.cli.command import add_common, formatter, size
 from penstock.cli.output import say, show, write_json
 from penstock.cli.paths import file_to_write, spill_directory
 from penstock.core.errors import ConfigError
-from penstock.core.units import MIB, format_bandwidth, format_bytes, format_duration, parse_bytes
-from penstock.io.arena import Arena
-from penstock.observe.recorder import Recorder
+from penstock.core.units import format_bandwidth, format_bytes, format_duration, parse_bytes
 from penstock.plan.machine import Machine
 from penstock.report.table import Row, side_by_side
-from penstock.runtime import probe
-from penstock.tier.host import HostTier
 
 _EXAMPLES: Final = """\
 examples:
   penstock bench io --dir /nvme/spill
-  penstock bench io --dir /nvme0/spill --dir /nvme1/spill --seconds 30 --save machine.json"""
-_HOST_BYTES: Final = 64 * MIB
+  penstock bench io --dir /nvme0/spill --dir /nvme1/spill --seconds 30 --save machine.json
+  penstock bench machine --flash /nvme/spill --output here.toml"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -69,11 +65,19 @@ def parser() -> argparse.ArgumentParser:
     )
     disk.add_argument("--save", metavar="FILE", help="write a machine file, as plans are made for")
     add_common(disk, json_help="print one JSON document on standard output")
+    disk.set_defaults(execute=_execute_io)
+    bench_machine.add_parser(what)
     return made
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Measure, print, save.
+    """Measure what was asked for."""
+    code: int = options.execute(options)
+    return code
+
+
+def _execute_io(options: argparse.Namespace) -> int:
+    """Measure directories, print, save.
 
     Raises:
         ConfigError: A size or time makes no sense, or the machine file cannot be written.
@@ -99,15 +103,8 @@ def execute(options: argparse.Namespace) -> int:
 
 def machine_of(measured: Measurement) -> Machine:
     """What plans are made for: the engine's bandwidths, and those of copies within host memory."""
-    arena = Arena(2 * _HOST_BYTES)
-    tier = HostTier(arena, capacity_bytes=_HOST_BYTES, recorder=Recorder())
-    try:
-        host = probe.measure({"host": tier})
-    finally:
-        tier.close()
-        arena.close()
     return replace(
-        host,
+        bench_machine.host_machine(),
         name=platform.node() or "this machine",
         flash_write_bytes_per_s=measured.rate("overwrite").engine_bytes_per_s,
         flash_read_bytes_per_s=measured.rate("read").engine_bytes_per_s,

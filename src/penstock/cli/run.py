@@ -30,6 +30,7 @@ from penstock.cli.torch_import import when_imported
 from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.plan import policies
+from penstock.runtime.given import SUFFIX, load_plan
 
 if TYPE_CHECKING:
     from penstock.api import Session
@@ -68,7 +69,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--flash", metavar="DIR", action="append", help="directory to spill to; once for each"
     )
-    made.add_argument("--policy", metavar="NAME", help=f"{', '.join(policies.names())}")
+    made.add_argument(
+        "--policy", metavar="NAME", help=f"{', '.join(policies.names())}; or a plan, FILE.json"
+    )
     made.add_argument(
         "--codec", metavar="NAME", help="auto, none, or a codec for all (default: auto, lossless)"
     )
@@ -221,7 +224,11 @@ def _config(options: argparse.Namespace) -> OffloadConfig:
         config = OffloadConfig(**given)
     else:
         config = replace(OffloadConfig.from_toml(options.config), **given)
-    policies.get(config.policy)
+    if config.policy.endswith(SUFFIX):
+        load_plan(config.policy)
+        config = replace(config, policy=str(Path(config.policy).resolve()))
+    else:
+        policies.get(config.policy)
     return replace(  # absolute, for the script may change its directory
         config,
         flash=tuple(spill_directory(each) for each in config.directories),

@@ -38,7 +38,13 @@ class OffloadConfig:
     """How much may be spilled; ``None``: nine tenths of the space that is free."""
 
     policy: str = "auto"
-    """``"auto"``, ``"all"`` or ``"keep"``."""
+    """The name of a policy: ``"auto"``, ``"all"``, ``"keep"``, ...; or the path of a plan's ``.json``."""
+
+    recompute: bool = False
+    """Whether modules may be run again in backward, where a policy finds that better than to move what
+    they save. Each is compared with its first run, once, bit for bit; but what a forward does beside its
+    outputs, it does twice (a line that it prints). So it is to be asked for: by this, by
+    ``policy="recompute"``, or by a plan that says so."""
 
     codec: str = "auto"
     """``"auto"``: lossless codecs where they are measured to pay; ``"none"``; or the name of a codec or

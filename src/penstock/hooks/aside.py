@@ -25,10 +25,20 @@ class StepAside:
         times: How often it had to step aside for somebody else.
     """
 
-    def __init__(self, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
-        """For the hooks that ``pack`` and ``unpack`` were pushed as."""
+    def __init__(
+        self,
+        pack: Callable[..., Any],
+        unpack: Callable[..., Any],
+        *,
+        on_aside: Callable[[], None] = lambda: None,
+    ) -> None:
+        """For the hooks that ``pack`` and ``unpack`` were pushed as.
+
+        ``on_aside`` is called whenever it has to step aside for somebody else.
+        """
         self._pack = pack
         self._unpack = unpack
+        self._on_aside = on_aside
         self._original: Any = None
         self.times = 0
 
@@ -39,7 +49,9 @@ class StepAside:
 
         @contextmanager
         def disable_saved_tensors_hooks(error_message: str) -> Iterator[None]:
-            self.times += self._on_top()
+            if self._on_top():
+                self.times += 1
+                self._on_aside()
             with self.aside(), original(error_message):
                 yield
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.modules.module import (
@@ -30,6 +31,16 @@ class Place(NamedTuple):
     """Its type's name."""
 
 
+class CallObserver(Protocol):
+    """Something that looks at every call of a module that is tracked."""
+
+    def enter(self, module: torch.nn.Module, place: Place, args: Any) -> None:
+        """A call begins."""
+
+    def leave(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
+        """It has ended; ``output`` is ``None`` if it raised."""
+
+
 OUTSIDE = Place("", "")
 """No module is running: a loss function called directly, say."""
 
@@ -41,10 +52,15 @@ class _Stack(threading.local):
         self.watched: list[Any] | None = None
         self.outer: list[list[Any] | None] = []
         """``watched`` of the modules around the innermost; as many as ``places``."""
+        self.repeating = 0
 
 
 class ModuleTracker:
-    """Knows the running module of each thread while it is attached."""
+    """Knows the running module of each thread while it is attached.
+
+    Attributes:
+        observer: Is told of every call that is tracked.
+    """
 
     def __init__(
         self,
@@ -74,13 +90,14 @@ class ModuleTracker:
         self._on_watched = on_watched
         self._watch = frozenset(watch)
         self._handles: list[RemovableHandle] = []
+        self.observer: CallObserver | None = None
 
     def attach(self) -> None:
         """Begin to track, and take the calling thread for one that has saved-tensor hooks."""
         self._stack.hooked = True
         self._handles = [
             register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
+            register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
         ]
 
     def detach(self) -> None:
@@ -114,6 +131,44 @@ class ModuleTracker:
         """While the innermost running module is of a watched type: a list to note things in."""
         return self._stack.watched
 
+    @property
+    def repeating(self) -> bool:
+        """Whether this thread is running a module again, which is no news."""
+        return self._stack.repeating > 0
+
+    @contextmanager
+    def repeat(self) -> Iterator[None]:
+        """Within, this thread runs modules again: where they are is not tracked."""
+        stack = self._stack
+        stack.repeating += 1
+        try:
+            yield
+        finally:
+            stack.repeating -= 1
+
+    @contextmanager
+    def at(self, place: Place) -> Iterator[None]:
+        """Within, what is saved is saved at ``place``, and nothing is watched."""
+        stack = self._stack
+        watched, stack.watched = stack.watched, None
+        stack.places.append(place)
+        try:
+            yield
+        finally:
+            stack.places.pop()
+            stack.watched = watched
+
+    def place_of(self, module: torch.nn.Module) -> Place | None:
+        """What a module is called, if it is known."""
+        return self._places.get(module)
+
+    def known(self) -> dict[str, list[torch.nn.Module]]:
+        """The modules by path; those that are made anew each time share one."""
+        found: dict[str, list[torch.nn.Module]] = {}
+        for module, place in tuple(self._places.items()):
+            found.setdefault(place.path, []).append(module)
+        return found
+
     def forget_watched(self) -> None:
         """A backward is over. After Ctrl-C a module that never ended would be watched for ever."""
         stack = self._stack
@@ -124,25 +179,32 @@ class ModuleTracker:
         if torch.compiler.is_compiling():  # traced: inside, the compiled region is the place
             return
         stack = self._stack
+        if stack.repeating:
+            return
         place = self._places.get(module)
         if place is None:
             place = self._meet(module)
         stack.places.append(place)
         stack.outer.append(stack.watched)
         stack.watched = [] if place.kind in self._watch else None
+        if self.observer is not None:
+            self.observer.enter(module, place, args)
         if not stack.hooked and torch.is_grad_enabled():
             self._on_missed_thread(threading.current_thread().name)
 
-    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: torch.nn.Module, args: Any, *rest: Any) -> None:
+        """``rest`` is the keyword arguments and the output; after an exception it is the output alone."""
         if torch.compiler.is_compiling():
             return
         stack = self._stack
-        if not stack.places:
+        if not stack.places or stack.repeating:
             return
         watched, stack.watched = stack.watched, None
         try:
             if watched and self._on_watched is not None:
-                self._on_watched(stack.places[-1].kind, output, watched)
+                self._on_watched(stack.places[-1].kind, rest[-1], watched)
+            if self.observer is not None:
+                self.observer.leave(module, (args, rest[:-1]), rest[-1])
         finally:
             stack.places.pop()
             stack.watched = stack.outer.pop()

@@ -27,6 +27,7 @@ from penstock.core.locks import defer
 from penstock.hooks import proofs
 from penstock.hooks.boundaries import Boundaries
 from penstock.hooks.modules import ModuleTracker
+from penstock.hooks.observer import Observer
 from penstock.hooks.protected import ProtectedStorages, is_dtensor, leaf_of
 from penstock.observe.recorder import Recorder
 from penstock.runtime.executor import Executor, SmallStorage
@@ -226,7 +227,12 @@ Packed = Kept | Foreign | Flattened | Small | Moved
 
 
 class SavedTensorHooks:
-    """Packs and unpacks for one executor, in every thread that it is entered in."""
+    """Packs and unpacks for one executor, in every thread that it is entered in.
+
+    Attributes:
+        observer: Is told of slots and needs, in a pass that is observed.
+        active: Whether tensors that are saved are held at all.
+    """
 
     def __init__(
         self,
@@ -248,6 +254,7 @@ class SavedTensorHooks:
         self._is_here = _is_on(device_type)
         self._floor_bytes = floor_bytes
         self._inquiry = proofs.Inquiry()
+        self.observer: Observer | None = None
         self.active = True
 
     def pack(self, tensor: torch.Tensor) -> Packed:
@@ -256,10 +263,15 @@ class SavedTensorHooks:
             return Foreign(tensor)
         self._boundaries.note_pack()
         watched = self._modules.watched
-        if watched is None:
+        if watched is None and self.observer is None:
             return self._pack(tensor)
         packed = self._pack(tensor)
-        watched.append((packed, tensor))
+        if watched is not None:
+            watched.append((packed, tensor))
+        if self.observer is not None and type(packed) is Moved:
+            saved = packed.saved
+            if type(saved) is SavedStorage:
+                self.observer.packed(saved.record, tensor)
         return packed
 
     def prove(self, kind: str, output: Any, watched: list[Any]) -> None:
@@ -270,7 +282,7 @@ class SavedTensorHooks:
             packed.prove(sign_only=packed is proven, tensor=tensor, origin=self._origin(tensor))
 
     def _pack(self, tensor: torch.Tensor) -> Packed:
-        storage = _storage_of(tensor)
+        storage = self.storage_of(tensor)
         if storage is None:
             return self._pack_foreign(tensor)
         nbytes = storage.nbytes()
@@ -297,7 +309,33 @@ class SavedTensorHooks:
             return self._inquiry.note(packed)
         if self.active:
             self._boundaries.note_unpack()
+        if self.observer is not None:
+            self.observer.unpacked()
         return packed.unpack()
+
+    @property
+    def inquiring(self) -> bool:
+        """Whether this thread asks a node for its handle: then ``unpack`` takes note, and no more."""
+        return self._inquiry.open
+
+    def slot_bytes(self, tensor: torch.Tensor) -> int:
+        """The size of the slot that saving ``tensor`` makes; 0: none, because it stays, uncounted."""
+        storage = self.storage_of(tensor)
+        if (
+            storage is None
+            or storage.nbytes() <= TINY_BYTES
+            or tensor.numel() == 0
+            or not self._is_here(tensor)
+            or self._protected.holds(storage)
+            or leaf_of(tensor) is not None
+        ):
+            return 0
+        _, nbytes = _span(tensor)
+        return nbytes if nbytes * COMPACT_SHARE < storage.nbytes() else storage.nbytes()
+
+    def holds(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+        """Whether the storage of ``tensor`` is saved already, as it is now."""
+        return self._executor.holds(storage, _base_of(tensor), tensor._version)
 
     def _pack_storage(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, whole_bytes: int
@@ -325,7 +363,7 @@ class SavedTensorHooks:
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, first: int, nbytes: int
     ) -> Packed:
         """Copy the bytes that a small view spans; strides, alignment and thus kernels stay the same."""
-        skew = (storage.data_ptr() + first) % CACHE_LINE_BYTES
+        skew = (self.address_of(storage) + first) % CACHE_LINE_BYTES
         skew -= skew % tensor.element_size()
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         copy = torch.empty(skew + nbytes, dtype=torch.uint8, device=tensor.device)
@@ -341,6 +379,14 @@ class SavedTensorHooks:
             copy.untyped_storage(), copy, moved.version, self._origin(tensor), moved
         )
         return moved
+
+    def storage_of(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
+        """Its storage, if its values are just strided bytes of one."""
+        return strided_storage(tensor) if type(tensor) in _PLAIN else None
+
+    def address_of(self, storage: torch.UntypedStorage) -> int:
+        """Where it begins in memory."""
+        return storage.data_ptr()
 
     def _origin(self, tensor: torch.Tensor) -> Origin:
         path, kind = self._modules.here
@@ -365,10 +411,8 @@ def _base_of(tensor: torch.Tensor) -> torch.Tensor:
     return base
 
 
-def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+def strided_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """Its storage, if its values are just strided bytes of one."""
-    if type(tensor) not in _PLAIN:
-        return None
     if tensor.layout is not _STRIDED or tensor.is_quantized or tensor.is_nested:
         return None
     if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():

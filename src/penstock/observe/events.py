@@ -40,6 +40,8 @@ class Stage(enum.StrEnum):
     """From the device to host memory."""
     COPY_IN = "copy_in"
     """From host memory to the device."""
+    RECOMPUTE = "recompute"
+    """A module is run again in backward."""
     STALL = "stall"
     """The training thread waits for Penstock; the cause is a :class:`StallCause`."""
     FORWARD = "forward"

@@ -15,6 +15,7 @@ from typing import Any, Final
 from rich.console import RenderableType
 
 from penstock.core.errors import ConfigError
+from penstock.observe.counters import MOVED_EARLIER, PLANS, WINDOW_GROWN
 from penstock.observe.events import Stage
 from penstock.observe.summary_text import render, to_text
 from penstock.observe.totals import Totals
@@ -144,6 +145,27 @@ class CodecLine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ReplanLine:
+    """Plans that were made for one reason."""
+
+    reason: str
+    """``"first"``; ``"drift"``: other slots were saved; ``"held"``: offloading freed nothing;
+    ``"sampled"``: codecs were measured; ``"observed"``: it became known what can be made again."""
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecomputeLine:
+    """Modules that were run again in backward."""
+
+    count: int
+    nbytes: int
+    """What they made again."""
+    busy_s: float
+    """What that took, with waits for their inputs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
     """What a session did. Units are in the names of the fields."""
 
@@ -161,6 +183,13 @@ class Summary:
     memory: tuple[MemoryLine, ...]
     places: tuple[PlaceLine, ...]
     """What went and what stayed, and why; the most bytes first."""
+    replans: tuple[ReplanLine, ...]
+    """Plans that were made, by the reason."""
+    triggers_moved: int
+    """Times that reading a slot back was made to begin earlier, because it had come late."""
+    window_grown_bytes: int
+    """By how much reads may run further ahead than planned, for the same reason."""
+    recomputed: RecomputeLine
     misses: int
     """Tensors that were needed before anybody had begun to bring them back (``MISSES``)."""
     fallbacks: int
@@ -210,6 +239,10 @@ def summarize(totals: Totals, facts: RunFacts) -> Summary:
         stalls=_stall_lines(totals, facts.steps),
         memory=_memory_lines(totals, facts),
         places=_place_lines(facts.slots),
+        replans=_replan_lines(totals),
+        triggers_moved=totals.counters.get(MOVED_EARLIER, 0),
+        window_grown_bytes=totals.counters.get(WINDOW_GROWN, 0),
+        recomputed=_recompute_line(totals),
         misses=max(totals.counted(MISSES), sum(slot.times_missed for slot in facts.slots)),
         fallbacks=sum(totals.counted(name) for name in FALLBACKS),
         counters=dict(sorted(totals.counters.items())),
@@ -250,6 +283,20 @@ def _codec_lines(totals: Totals) -> tuple[CodecLine, ...]:
         for encoded in (totals.counters.get(f"{ENCODED_FRAME}.{codec}", 0),)
     )
     return tuple(sorted(lines, key=lambda line: (-line.source_bytes, line.codec)))
+
+
+def _replan_lines(totals: Totals) -> tuple[ReplanLine, ...]:
+    prefix = PLANS + "."
+    return tuple(
+        ReplanLine(reason=name.removeprefix(prefix), count=count)
+        for name, count in totals.counters.items()
+        if name.startswith(prefix)
+    )
+
+
+def _recompute_line(totals: Totals) -> RecomputeLine:
+    flow = totals.flow(Stage.RECOMPUTE)
+    return RecomputeLine(count=flow.count, nbytes=flow.nbytes, busy_s=flow.busy_ns / 1e9)
 
 
 def _stall_lines(totals: Totals, steps: int) -> tuple[StallLine, ...]:

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.core.units import format_bandwidth, format_bytes, format_duration
+from penstock.observe.counters import MOVED_EARLIER, PLANS, WINDOW_GROWN
 
 if TYPE_CHECKING:
     from penstock.observe.summary import MemoryLine, PlaceLine, Summary
@@ -25,6 +26,13 @@ WIDEST: Final = 110
 TOP_REASONS: Final = 6
 """Lines of what stayed and what went; the rest is added up in one."""
 _TB: Final = 10**12
+_TOLD: Final = (
+    "encoded.source_bytes.",
+    "encoded.frame_bytes.",
+    f"{PLANS}.",
+    MOVED_EARLIER,
+    WINDOW_GROWN,
+)
 
 
 def to_text(renderable: RenderableType, *, width: int | None = None) -> str:
@@ -219,6 +227,10 @@ def _notes(summary: Summary) -> Iterable[Text]:
         f" {_plural(summary.fallbacks, 'fallback')}"
     )
     yield Text(_wear(summary))
+    if plans := _plans(summary):
+        yield Text(plans)
+    if summary.recomputed.count:
+        yield Text(_recomputed(summary))
     if plain := {name: n for name, n in summary.counters.items() if not _in_table(name)}:
         counted = ", ".join(f"{name} {number}" for name, number in plain.items())
         yield Text(f"counted: {counted}")
@@ -226,9 +238,31 @@ def _notes(summary: Summary) -> Iterable[Text]:
         yield Text(f"warning: {warning}", style="yellow")
 
 
+def _plans(summary: Summary) -> str:
+    parts = []
+    if summary.replans:
+        made = ", ".join(f"{line.count} {line.reason}" for line in summary.replans)
+        parts.append(
+            f"{_plural(sum(line.count for line in summary.replans), 'plan')} made ({made})"
+        )
+    if summary.triggers_moved:
+        parts.append(f"{_plural(summary.triggers_moved, 'read')} moved earlier, as they came late")
+    if summary.window_grown_bytes:
+        parts.append(f"the read window grew by {format_bytes(summary.window_grown_bytes)}")
+    return "; ".join(parts)
+
+
+def _recomputed(summary: Summary) -> str:
+    line = summary.recomputed
+    return (
+        f"{_plural(line.count, 'module')} run again in backward:"
+        f" {format_bytes(line.nbytes)} made again in {format_duration(line.busy_s)}"
+    )
+
+
 def _in_table(counter: str) -> bool:
-    """Whether the table of codecs tells it."""
-    return counter.startswith(("encoded.source_bytes.", "encoded.frame_bytes."))
+    """Whether a table or a line of its own tells it."""
+    return counter.startswith(_TOLD)
 
 
 def _wear(summary: Summary) -> str:

@@ -9,21 +9,26 @@ Nothing here imports torch or moves a byte: planning for a machine one does not 
 milliseconds.
 """
 
-from penstock.plan.machine import Budgets, Machine
+from penstock.plan.machine import Budgets, Compute, Machine
+from penstock.plan.operators import Convolution, Operator
 from penstock.plan.plan import Action, Decision, Plan
-from penstock.plan.profile import CodecSample, PassProfile, Profile, SlotProfile
+from penstock.plan.profile import CodecSample, PassProfile, Profile, SlotProfile, Transient
 from penstock.plan.slots import MatchKey, SlotKey
 
 __all__ = [
     "Action",
     "Budgets",
     "CodecSample",
+    "Compute",
+    "Convolution",
     "Decision",
     "Machine",
     "MatchKey",
+    "Operator",
     "PassProfile",
     "Plan",
     "Profile",
     "SlotKey",
     "SlotProfile",
+    "Transient",
 ]

@@ -1,162 +1,151 @@
-"""From the groups that a policy chose to a plan: tiers, codecs, reasons, the read window, and notes."""
+"""From what a policy chose to a plan: codecs, the order of need, the read window, reasons and notes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
-from penstock.core.units import format_bytes, format_duration
+from penstock.plan import explain
+from penstock.plan.case import Case, Choice
 from penstock.plan.encoding import SlotCodecs
-from penstock.plan.groups import Group, groups_of, need_order
-from penstock.plan.machine import Budgets, Machine
-from penstock.plan.pipeline import choose, windows_s
-from penstock.plan.placement import place
-from penstock.plan.plan import INFEASIBLE, Action, Decision, Plan
+from penstock.plan.groups import Group, need_order
+from penstock.plan.pipeline import choose
+from penstock.plan.plan import Action, Decision, Plan
 from penstock.plan.profile import CodecSample, Profile
-from penstock.plan.residency import Mask, Residency, residency
-from penstock.plan.window import least_window, returning, window_bytes
+from penstock.plan.residency import OFFLOADED, Mask, Segment
+from penstock.plan.slots import SlotKey
+from penstock.plan.window import window_bytes
 
 
 def assemble(
     policy: str,
-    profile: Profile,
-    machine: Machine,
-    budgets: Budgets,
+    case: Case,
+    choice: Choice,
+    why_kept: Callable[[Group], str] = explain.why_kept,
     *,
-    chosen: list[Group],
-    why_kept: Callable[[Group], str],
+    notes: Iterable[str] = (),
 ) -> Plan:
-    """Make a plan that offloads ``chosen`` as far as the tiers have room, and keeps the rest.
+    """Write a choice out as a plan, with its reasons.
 
     Args:
         policy: The policy's name.
-        profile: What the step saved.
-        machine: Chooses codecs and the window, and is told of in reasons and notes.
-        budgets: The device budget bounds the window, the others what goes where.
-        chosen: Groups to offload; the first have precedence where a tier fills up.
-        why_kept: The reason that is written beside a group that was not chosen.
+        case: What it chose from; the choice's ``lean`` may be another than its.
+        choice: What becomes of each group.
+        why_kept: The reason that is written beside a group that stays.
+        notes: Put before those that are made here.
     """
-    tiers = dict(zip((g.key for g in chosen), place(chosen, budgets), strict=True))
-    placed = [(group, tiers[group.key]) for group in chosen if tiers[group.key]]
-    samples = choose(profile, machine, placed)
-    codecs = dict(zip((group.key for group, _ in placed), samples, strict=True))
-    by_slot = {
-        i: sample
-        for (group, _), sample in zip(placed, samples, strict=True)
-        if sample is not None
-        for i in group.indices
-    }
-    decisions = []
-    for group in groups_of(profile):
-        tier = tiers.get(group.key)
+    case = case.leaning(choice.lean)
+    samples = _samples(case, choice)
+    modules = {path: case.recomputing.modules[path] for path in choice.recomputed}
+    makers = {g: module for module in modules.values() for g in module.groups}
+    reasons = []
+    for g, (group, tier) in enumerate(zip(case.groups, choice.tiers, strict=True)):
         if tier:
-            decisions.append(_offload(group, machine, tier, codecs[group.key]))
+            reasons.append(explain.why_offloaded(group, case.machine, tier, samples.get(g)))
         else:
-            reason = why_kept(group) if tier is None else _why_no_room(budgets)
-            decisions.append(Decision(group.key, Action.KEEP, "", reason))
-    mask = mask_of(profile, (group for group, _ in placed))
-    need = residency(profile, mask)
-    on_flash = mask_of(profile, (group for group, tier in placed if tier == "flash"))
-    return Plan(
+            reasons.append(explain.why_recomputed(makers[g]) if g in makers else why_kept(group))
+    mask, segments, need = case.mask(choice), case.segments(choice), case.residency(choice)
+    on_flash = [g for g, tier in zip(case.groups, choice.tiers, strict=True) if tier == "flash"]
+    return replace(
+        _plan(case, choice, samples, reasons),
         policy=policy,
-        budgets=budgets,
-        decisions=tuple(decisions),
-        need_order=need_order(profile),
-        window_bytes=window_bytes(
-            profile, mask, machine, budgets.device_bytes, need, codecs=by_slot
-        ),
         notes=(
-            *_shortages(profile, budgets, mask, need),
-            *_waits(profile, machine, on_flash, by_slot),
+            *notes,
+            *explain.shortages(case, mask, segments, need),
+            *explain.waits(
+                case.profile,
+                case.machine,
+                mask_of(case.profile, on_flash),
+                _by_slot(case, samples),
+            ),
         ),
     )
+
+
+def draft(case: Case, choice: Choice) -> Plan:
+    """The same plan without reasons and notes: quickly made, to be replayed."""
+    case = case.leaning(choice.lean)
+    samples = _samples(case, choice)
+    return _plan(case, choice, samples, [""] * len(case.groups))
 
 
 def mask_of(profile: Profile, chosen: Iterable[Group]) -> Mask:
-    """The mask of the profile's slots that are in ``chosen``."""
+    """The mask of the profile's slots with those in ``chosen`` offloaded."""
     mask = bytearray(len(profile.slots))
     for group in chosen:
         for i in group.indices:
-            mask[i] = 1
+            mask[i] = OFFLOADED
     return mask
 
 
-def _shortages(profile: Profile, budgets: Budgets, mask: Mask, need: Residency) -> list[str]:
-    """Notes on a budget that is too small, or only just enough."""
-    if need.hard_bytes > budgets.device_bytes:
-        at = profile.slots[need.worst].key if need.worst >= 0 else "none"
-        return [
-            f"{INFEASIBLE}what is kept or in use reaches {format_bytes(need.hard_bytes)}"
-            f" ({need.hard_bytes} bytes) at slot {at}, the device budget is"
-            f" {format_bytes(budgets.device_bytes)} ({budgets.device_bytes} bytes)"
-        ]
-    room = budgets.device_bytes - need.kept_bytes
-    if room < least_window(returning(profile, mask), need.working_bytes):
-        return [f"reads cannot run ahead at first: {format_bytes(room)} are not kept"]
-    return []
+def _plan(
+    case: Case, choice: Choice, samples: Mapping[int, CodecSample], reasons: Sequence[str]
+) -> Plan:
+    segments = case.segments(choice)
+    return Plan(
+        policy="",
+        budgets=case.budgets,
+        decisions=_decisions(case, choice, samples, reasons),
+        need_order=_need_order(case, segments),
+        window_bytes=window_bytes(
+            case.profile,
+            case.mask(choice),
+            case.machine,
+            case.budgets.device_bytes,
+            case.residency(choice),
+            codecs=_by_slot(case, samples),
+            segments=segments,
+        ),
+        recomputed=choice.recomputed,
+        lean_convolutions=choice.lean,
+    )
 
 
-def _waits(profile: Profile, machine: Machine, on_flash: Mask, codecs: SlotCodecs) -> list[str]:
-    """Passes in which flash alone takes longer than the network, the worst of each direction."""
-    worst = {"write": (0.0, ""), "read": (0.0, "")}
-    for one in profile.passes:
-        out = [
-            i
-            for i, (slot, m) in enumerate(zip(profile.slots, on_flash, strict=True))
-            if m and slot.pass_index == one.index
-        ]
-        back = [i for i in out if profile.slots[i].needed_at_ns is not None]
-        if not out:
-            continue
-        forward_s, backward_s = windows_s(one, min(profile.slots[i].saved_at_ns for i in out))
-        write, read = machine.bytes_per_s("flash")
-        for op, took_s, network_s, phase in (
-            ("write", _moved_bytes(profile, out, codecs) / write, forward_s, "forward"),
-            ("read", _moved_bytes(profile, back, codecs) / read, backward_s, "backward"),
-        ):
-            text = (
-                f"flash is slower than {phase}: it takes {format_duration(took_s)} to {op} what"
-                f" {phase} has {format_duration(network_s)} for"
+def _decisions(
+    case: Case, choice: Choice, samples: Mapping[int, CodecSample], reasons: Sequence[str]
+) -> tuple[Decision, ...]:
+    dropped = case.dropped(choice)
+    found = []
+    for g, (group, tier, why) in enumerate(zip(case.groups, choice.tiers, reasons, strict=True)):
+        if tier:
+            sample = samples.get(g)
+            codec, ratio = ("", 1.0) if sample is None else (sample.codec, sample.ratio)
+            place = choice.prefetch.get(g)
+            found.append(Decision(group.key, Action.OFFLOAD, tier, why, codec, ratio, place))
+        else:
+            action = Action.RECOMPUTE if g in dropped else Action.KEEP
+            found.append(Decision(group.key, action, "", why))
+    return tuple(found)
+
+
+def _samples(case: Case, choice: Choice) -> Mapping[int, CodecSample]:
+    """How groups are encoded, by group."""
+    if choice.samples is not None:
+        return choice.samples
+    known = case.encodings.get(choice.tiers)
+    if known is None:
+        gone = [g for g, tier in enumerate(choice.tiers) if tier]
+        placed = [(case.groups[g], choice.tiers[g]) for g in gone]
+        chosen = zip(gone, choose(case.profile, case.machine, placed), strict=True)
+        known = {g: sample for g, sample in chosen if sample is not None}
+        case.encodings[choice.tiers] = known
+    return known
+
+
+def _by_slot(case: Case, samples: Mapping[int, CodecSample]) -> SlotCodecs:
+    return {i: sample for g, sample in samples.items() for i in case.groups[g].indices}
+
+
+def _need_order(case: Case, segments: tuple[Segment, ...]) -> tuple[SlotKey, ...]:
+    """The order of need, with the inputs of modules that are run again when those begin."""
+    if not segments:
+        return case.need_order
+    segment_of = {i: one for one in segments for i in one.slots}
+    needs: list[int] = []
+    for i in case.profile.needs:
+        if i in segment_of:
+            needs.extend(
+                j for j in segment_of[i].inputs if case.profile.slots[j].needed_at_ns is not None
             )
-            worst[op] = max(worst[op], (took_s - network_s, text))
-    return [text for late_s, text in worst.values() if late_s > 0]
-
-
-def _moved_bytes(profile: Profile, indices: Iterable[int], codecs: SlotCodecs) -> int:
-    """What the transfers of these slots move one way."""
-    return sum(
-        codecs[i].encoded_bytes(profile.slots[i].key.nbytes)
-        if i in codecs
-        else profile.slots[i].key.nbytes
-        for i in indices
-    )
-
-
-def _offload(group: Group, machine: Machine, tier: str, sample: CodecSample | None) -> Decision:
-    reason = _why_offloaded(group, machine, tier, sample)
-    if sample is None:
-        return Decision(group.key, Action.OFFLOAD, tier, reason)
-    return Decision(group.key, Action.OFFLOAD, tier, reason, sample.codec, sample.ratio)
-
-
-def _why_offloaded(group: Group, machine: Machine, tier: str, sample: CodecSample | None) -> str:
-    nbytes = moved = group.key.nbytes
-    encoded = decoded = ""
-    if sample is not None:
-        moved = sample.encoded_bytes(nbytes)
-        encoded = (
-            f"{sample.codec}: {sample.ratio:.2f} of the bytes, encoded in"
-            f" {format_duration(sample.encode_s(nbytes))}, "
-        )
-        decoded = f", decoded in {format_duration(sample.decode_s(nbytes))}"
-    written = f"{encoded}written in {format_duration(machine.write_s(moved, tier))}"
-    if group.idle_ns is None:
-        return f"not needed in the profiled step; {written}"
-    read = f"read in {format_duration(machine.read_s(moved, tier))}{decoded}"
-    return f"long idle; {format_duration(group.idle_ns / 1e9)}, {written}, {read}"
-
-
-def _why_no_room(budgets: Budgets) -> str:
-    return (
-        f"no room: host tier {format_bytes(budgets.host_bytes)}, flash tier"
-        f" {format_bytes(budgets.flash_bytes)}"
-    )
+        needs.append(i)
+    return need_order(case.profile, list(dict.fromkeys(needs)))

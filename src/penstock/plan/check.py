@@ -1,4 +1,4 @@
-"""Whether a plan keeps its budget, on paper: the bytes resident at every event of the profile.
+"""Whether a plan belongs to a profile, and keeps its budget: the bytes resident at every event.
 
 Not a replay: it tells memory, not time. The encoder and the write channel behind it are first in,
 first out, at the slot's and the machine's measured speeds. The runtime's waits are modelled, for they
@@ -10,11 +10,20 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Final
 
+from penstock.core.errors import PlanError
+from penstock.plan.convolution import with_algorithms
+from penstock.plan.groups import groups_of
 from penstock.plan.machine import Machine
 from penstock.plan.plan import Action, Decision, Plan
 from penstock.plan.profile import Event, Profile, SlotProfile
+from penstock.plan.recomputing import Recomputing
+from penstock.plan.residency import KEPT, OFFLOADED, RECOMPUTED, Returned, small_beside
 from penstock.plan.slots import SlotKey
+
+_KEEP: Final = Decision(SlotKey("", 0, 1), Action.KEEP, "", "")
+_FATES: Final = {Action.KEEP: KEPT, Action.OFFLOAD: OFFLOADED, Action.RECOMPUTE: RECOMPUTED}
 
 
 @dataclass
@@ -22,7 +31,7 @@ class _Walk:
     machine: Machine
     limit_bytes: int
     resident: int = 0
-    """Kept and in use: what no wait can free."""
+    """Kept, in use, and made again: what no wait can free."""
     small: int = 0
     """Below the floor, beside the slot at hand."""
     peak: int = 0
@@ -71,34 +80,63 @@ class _Walk:
 
 def peak_bytes(profile: Profile, plan: Plan, machine: Machine) -> int:
     """The most bytes resident at once under ``plan``; over its device budget if it fails."""
+    profile = with_algorithms(profile, machine, plan.lean_convolutions)
+    segments = Recomputing(profile, groups_of(profile)).segments(plan.recomputed)
+    drops = deque(sorted(drop for one in segments for drop in one.drops))
     walk = _Walk(machine, plan.budgets.device_bytes, peak=profile.small_bytes)
-    moves = [_move(plan, slot.key) for slot in profile.slots]
-    in_use, to_come = 0, 0
-    for when_ns, event, i in profile.steps:
-        slot, move = profile.slots[i], moves[i]
-        nbytes, returns = slot.key.nbytes, slot.needed_at_ns is not None
-        walk.small = profile.small_beside[i]
+    moves = [plan.lookup_match(match) or _KEEP for match in profile.match_keys]
+    sizes = [slot.key.nbytes for slot in profile.slots]
+    mask = bytearray(_FATES[move.action] for move in moves)
+    back = Returned(sizes, mask, segments)
+    small = small_beside(profile, segments)
+    kept, to_come = 0, 0
+    for place, (when_ns, event, i) in enumerate(profile.steps):
+        while drops and drops[0][0] <= place:
+            kept -= sizes[drops.popleft()[1]]
+        slot, nbytes, fate = profile.slots[i], sizes[i], mask[i]
+        walk.small = small[i]
+        walk.resident = kept + back.read + back.made
         if event is Event.SAVE:
             walk.need(nbytes, when_ns / 1e9)
-            if move:
-                walk.write(slot, move, when_ns / 1e9)
-                to_come += nbytes if returns else 0
-            else:
-                walk.resident += nbytes
+            kept += 0 if fate == OFFLOADED else nbytes
+            if fate == OFFLOADED:
+                walk.write(slot, moves[i], when_ns / 1e9)
+                to_come += nbytes if slot.needed_at_ns is not None else 0
         elif event is Event.USE:
-            if move:
-                walk.need(nbytes, when_ns / 1e9)
-                walk.resident += nbytes
-                in_use, to_come = in_use + nbytes, to_come - nbytes
-            walk.read_ahead(min(to_come, max(0, plan.window_bytes - in_use)))
-        elif not move:
-            walk.resident -= nbytes
-        elif returns:
-            walk.resident -= nbytes
-            in_use -= nbytes
+            arrived = back.use(i)
+            to_come -= sum(sizes[j] for j in arrived if profile.slots[j].needed_at_ns is not None)
+            brought = kept + back.read + back.made - walk.resident
+            walk.need(brought, when_ns / 1e9)
+            walk.resident += brought
+            walk.read_ahead(min(to_come, max(0, plan.window_bytes - back.read)))
+        elif fate == KEPT:
+            kept -= nbytes
+        else:
+            back.free(i)
     return walk.peak
 
 
-def _move(plan: Plan, key: SlotKey) -> Decision | None:
-    decision = plan.lookup(key)
-    return decision if decision is not None and decision.action is Action.OFFLOAD else None
+def refuse_other(profile: Profile, plan: Plan) -> None:
+    """Refuse a plan that was made from another profile: of another network, or another batch.
+
+    Raises:
+        PlanError: Naming the first slot that differs, in the order of saving.
+    """
+    mine = {group.key.match_key: group.key for group in groups_of(profile)}
+    planned = [decision.key for decision in plan.decisions]
+    advice = "; make a plan from this profile"
+    for key in planned:
+        if key.match_key not in mine:
+            same_place = [one for one in mine.values() if _place(one) == _place(key)]
+            found = f"{same_place[0]} there" if same_place else "nothing there"
+            raise PlanError(
+                f"plan {plan.policy!r} decides upon slot {key}, but the profile has {found}{advice}"
+            )
+    known = {key.match_key for key in planned}
+    for match, key in mine.items():
+        if match not in known:
+            raise PlanError(f"plan {plan.policy!r} does not know slot {key} of the profile{advice}")
+
+
+def _place(key: SlotKey) -> tuple[str, int]:
+    return key.module, key.ordinal

@@ -33,10 +33,10 @@ def best(samples: Sequence[CodecSample], machine: Machine, tier: str) -> CodecSa
         machine: How fast the tiers are.
         tier: ``"flash"`` or ``"host"``.
     """
-    useful = [sample for sample in samples if pays(sample, machine, tier)]
+    raw_s = sum(_raw_s(machine, tier))
+    useful = [sample for sample in samples if _pays(sample, raw_s)]
     if not useful:
         return None
-    raw_s = sum(_raw_s(machine, tier))
     return min(useful, key=lambda s: (sum(_work_s(s)) + s.ratio * raw_s, s.ratio, s.codec))
 
 
@@ -45,7 +45,11 @@ def pays(sample: CodecSample, machine: Machine, tier: str) -> bool:
 
     That is to encode, write, read and decode it, against to write and read it as it is.
     """
-    return sum(_work_s(sample)) <= (1 - sample.ratio - MARGIN) * sum(_raw_s(machine, tier))
+    return _pays(sample, sum(_raw_s(machine, tier)))
+
+
+def _pays(sample: CodecSample, raw_s: float) -> bool:
+    return sum(_work_s(sample)) <= (1 - sample.ratio - MARGIN) * raw_s
 
 
 def saved_per_work(sample: CodecSample, machine: Machine, tier: str) -> float:

@@ -6,6 +6,7 @@ decision for all of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,16 +41,22 @@ class Group:
 def groups_of(profile: Profile) -> tuple[Group, ...]:
     """The groups of a profile, in the order in which they were first saved."""
     members: dict[MatchKey, list[int]] = {}
-    for i, slot in enumerate(profile.slots):
-        members.setdefault(slot.key.match_key, []).append(i)
+    for i, match in enumerate(profile.match_keys):
+        members.setdefault(match, []).append(i)
     overlap = _overlap(profile.passes)
     return tuple(_group(profile, indices, overlap) for indices in members.values())
 
 
-def need_order(profile: Profile) -> tuple[SlotKey, ...]:
-    """Keys in the order in which backward first asked for them, one for each match key."""
-    keys = (profile.slots[i].key for i in profile.needs)
-    return tuple({key.match_key: key for key in reversed(list(keys))}.values())[::-1]
+def need_order(profile: Profile, needs: Sequence[int] | None = None) -> tuple[SlotKey, ...]:
+    """Keys in the order in which backward first asked for them, one for each match key.
+
+    Args:
+        profile: Whose slots they are.
+        needs: Their indices, if they are asked for in another order than ``profile.needs``.
+    """
+    needs = profile.needs if needs is None else needs
+    keys = {profile.match_keys[i]: profile.slots[i].key for i in reversed(needs)}
+    return tuple(keys.values())[::-1]
 
 
 def _group(profile: Profile, indices: list[int], overlap: int) -> Group:

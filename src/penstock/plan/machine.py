@@ -2,14 +2,47 @@
 
 from __future__ import annotations
 
+import json
 import math
+import tomllib
 from dataclasses import dataclass, fields
+from importlib.resources import files
 from pathlib import Path
+from typing import Final
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, PlanError
 from penstock.plan import serial
 
-VERSION = 1
+VERSION = 2
+_PRESETS: Final = "penstock.plan.machines"
+
+
+@dataclass(frozen=True)
+class Compute:
+    """What a device computes with, for a roofline (Williams et al., CACM 2009).
+
+    An operator takes the longer of its arithmetic and its memory traffic, and at least ``operator_s``.
+    """
+
+    float32_flops_per_s: float
+    """Peak of 32-bit arithmetic."""
+    half_flops_per_s: float
+    """Peak of 16-bit arithmetic."""
+    efficiency: float
+    """Share of the peak that convolutions and matrix products reach; over 0, at most 1."""
+    memory_bytes_per_s: float
+    operator_s: float
+    """The least that any operator takes: its launch."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            low = value < 0 or (value == 0 and field.name != "operator_s")
+            if not math.isfinite(value) or low or (field.name == "efficiency" and value > 1):
+                least = {"operator_s": "zero or more", "efficiency": "over 0 and at most 1"}
+                raise ConfigError(
+                    f"compute: {field.name} is {value}, it must be {least.get(field.name, 'positive')}"
+                )
 
 
 @dataclass(frozen=True)
@@ -24,16 +57,38 @@ class Machine:
     host_write_bytes_per_s: float
     """Copies from the device to the host tier."""
     host_read_bytes_per_s: float
+    compute: Compute | None = None
+    """None: not known, so nothing can be timed from its shape."""
+    device_bytes: int = 0
+    """Memory of the device; 0: not known. So of the next two."""
+    host_bytes: int = 0
+    flash_bytes: int = 0
+    flash_shared: bool = False
+    """Whether reads and writes of flash share one bandwidth, instead of having one each."""
+    flash_over_link: bool = False
+    """Whether flash is reached over the link that the host tier uses, and shares it."""
+    interference: float = 0.0
+    """By what share computing is slower while bytes move: on a CPU both need memory and cores."""
+    sources: tuple[str, ...] = ()
+    """Where the figures are from."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "name":
+            if field.name in ("name", "compute", "sources") or isinstance(value, bool):
+                continue
+            if isinstance(value, int) and field.name in (
+                "device_bytes",
+                "host_bytes",
+                "flash_bytes",
+            ):
+                if value < 0:
+                    raise ConfigError(
+                        f"machine {self.name!r}: {field.name} is {value}, it must be zero or more"
+                    )
                 continue
             least = (
-                "zero or more"
-                if field.name.endswith("_s") and "bytes" not in field.name
-                else "positive"
+                "zero or more" if field.name in ("flash_latency_s", "interference") else "positive"
             )
             low = value < 0 or (least == "positive" and value == 0)
             if not math.isfinite(value) or low:
@@ -68,19 +123,67 @@ class Machine:
         """Parse ``to_json``'s text. Raises PlanError naming ``source`` and the field at fault."""
         return serial.load(Machine, text, kind="machine", version=VERSION, source=source)
 
+    def to_toml(self) -> str:
+        """One TOML document: bytes, seconds, and per second."""
+        data = {"penstock": "machine", "version": VERSION, **serial.encode_fields(self)}
+        compute = data.pop("compute")
+        lines = [f"{name} = {_toml(value)}" for name, value in data.items()]
+        if isinstance(compute, dict):
+            lines += ["", "[compute]", *(f"{k} = {_toml(v)}" for k, v in compute.items())]
+        return "\n".join(lines) + "\n"
+
+    @staticmethod
+    def from_toml(text: str, *, source: str = "") -> Machine:
+        """Parse ``to_toml``'s text; without a table ``compute`` that is not known.
+
+        Raises PlanError naming ``source`` and the field at fault.
+        """
+        try:
+            data = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise PlanError(f"machine {source!r} is not TOML: {error}") from error
+        return Machine.from_json(json.dumps({"compute": None, **data}, default=str), source=source)
+
     @staticmethod
     def load(path: str | Path) -> Machine:
-        """Read a machine from a file.
+        """Read a machine from a file, TOML or JSON.
 
         Raises:
-            ConfigError: The file cannot be read.
-            PlanError: It is not a machine; names the file and the field at fault.
+            ConfigError: The file cannot be read, or is not a machine; names the file and the field.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"machine file {str(path)!r} cannot be read: {error}") from error
-        return Machine.from_json(text, source=str(path))
+        parse = Machine.from_json if text.lstrip().startswith("{") else Machine.from_toml
+        try:
+            return parse(text, source=str(path))
+        except PlanError as error:
+            raise ConfigError(str(error)) from error
+
+    @staticmethod
+    def preset(name: str) -> Machine:
+        """A machine that comes with Penstock. Raises ConfigError, listing the names, if there is none."""
+        if name not in Machine.presets():
+            known = ", ".join(Machine.presets())
+            raise ConfigError(f"unknown machine {name!r}; known are {known}, or name a file")
+        text = (files(_PRESETS) / f"{name}.toml").read_text(encoding="utf-8")
+        return Machine.from_toml(text, source=f"{name}.toml")
+
+    @staticmethod
+    def presets() -> tuple[str, ...]:
+        """Names of the machines that come with Penstock."""
+        names = (Path(each.name) for each in files(_PRESETS).iterdir())
+        return tuple(sorted(name.stem for name in names if name.suffix == ".toml"))
+
+
+def _toml(value: object) -> str:
+    """A value as TOML writes it: strings as JSON does, but for U+007F, and without surrogates."""
+    if isinstance(value, list):
+        return "[" + "".join(f"\n    {_toml(item)}," for item in value) + ("\n]" if value else "]")
+    if isinstance(value, str | bool):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return f"{value:_}" if isinstance(value, int) else repr(value)
 
 
 @dataclass(frozen=True)

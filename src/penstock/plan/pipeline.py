@@ -49,14 +49,9 @@ def choose(profile: Profile, machine: Machine, placed: Placed) -> Codecs:
     candidates = _candidates(machine, placed)
     busy = _busy(profile, machine, placed, codecs) if candidates else {}
     for i, sample, pays_alone in candidates:
-        now = _share(profile, machine, placed[i], None)
-        then = _share(profile, machine, placed[i], sample)
-        after = {
-            way: [b - n + t for b, n, t in zip(busy[way], now[way], then[way], strict=True)]
-            for way in now
-        }
+        after = _encoded(profile, machine, placed[i], sample, busy)
         gain_s = sum(max(busy[way]) - max(one) for way, one in after.items())
-        work_s = sum(one[_ENCODER] for one in then.values())
+        work_s = sum(one[_ENCODER] - busy[way][_ENCODER] for way, one in after.items())
         if gain_s > MARGIN * work_s or (pays_alone and gain_s >= 0):
             busy.update(after)
             codecs[i] = sample
@@ -106,12 +101,19 @@ def _busy(profile: Profile, machine: Machine, placed: Placed, codecs: Codecs) ->
     """How busy each machine is in each way of each pass that offloads anything."""
     busy: dict[_Way, _Busy] = {}
     first_ns: dict[int, int] = {}
-    for each, sample in zip(placed, codecs, strict=True):
-        for way, share in _share(profile, machine, each, sample).items():
-            sums = busy.setdefault(way, [0.0] * len(share))
-            busy[way] = [a + b for a, b in zip(sums, share, strict=True)]
-        for slot in (profile.slots[i] for i in each[0].indices):
-            index = slot.pass_index
+    for (group, tier), sample in zip(placed, codecs, strict=True):
+        write, read = machine.bytes_per_s(tier)
+        channel = _CHANNEL[tier]
+        for slot in (profile.slots[i] for i in group.indices):
+            nbytes, index = slot.key.nbytes, slot.pass_index
+            moved = nbytes if sample is None else sample.encoded_bytes(nbytes)
+            out = _way(busy, (index, _FORWARD))
+            out[_ENCODER] += 0.0 if sample is None else sample.encode_s(nbytes)
+            out[channel] += moved / write
+            if slot.needed_at_ns is not None:
+                back = _way(busy, (index, _BACKWARD))
+                back[_ENCODER] += 0.0 if sample is None else sample.decode_s(nbytes)
+                back[channel] += moved / read
             first_ns[index] = min(first_ns.get(index, slot.saved_at_ns), slot.saved_at_ns)
     for one in profile.passes:
         windows = windows_s(one, first_ns.get(one.index, 0))
@@ -121,21 +123,35 @@ def _busy(profile: Profile, machine: Machine, placed: Placed, codecs: Codecs) ->
     return busy
 
 
-def _share(
-    profile: Profile, machine: Machine, each: tuple[Group, str], sample: CodecSample | None
+def _way(busy: dict[_Way, _Busy], way: _Way) -> _Busy:
+    found = busy.get(way)
+    if found is None:
+        found = busy[way] = [0.0] * 4
+    return found
+
+
+def _encoded(
+    profile: Profile,
+    machine: Machine,
+    each: tuple[Group, str],
+    sample: CodecSample,
+    busy: dict[_Way, _Busy],
 ) -> dict[_Way, _Busy]:
-    """What one group adds to each way of each pass."""
+    """How busy each machine were, in the ways of one group, if that were encoded."""
     group, tier = each
     write, read = machine.bytes_per_s(tier)
-    shares: dict[_Way, _Busy] = {}
+    channel = _CHANNEL[tier]
+    after: dict[_Way, _Busy] = {}
     for slot in (profile.slots[i] for i in group.indices):
         nbytes, index = slot.key.nbytes, slot.pass_index
-        moved = nbytes if sample is None else sample.encoded_bytes(nbytes)
-        out = shares.setdefault((index, _FORWARD), [0.0] * 4)
-        out[_ENCODER] += 0.0 if sample is None else sample.encode_s(nbytes)
-        out[_CHANNEL[tier]] += moved / write
+        spared = nbytes - sample.encoded_bytes(nbytes)
+        ways = [((index, _FORWARD), sample.encode_s(nbytes), spared / write)]
         if slot.needed_at_ns is not None:
-            back = shares.setdefault((index, _BACKWARD), [0.0] * 4)
-            back[_ENCODER] += 0.0 if sample is None else sample.decode_s(nbytes)
-            back[_CHANNEL[tier]] += moved / read
-    return shares
+            ways.append(((index, _BACKWARD), sample.decode_s(nbytes), spared / read))
+        for way, work_s, spared_s in ways:
+            then = after.get(way)
+            if then is None:
+                then = after[way] = list(busy[way])
+            then[_ENCODER] += work_s
+            then[channel] -= spared_s
+    return after

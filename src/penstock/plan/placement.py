@@ -11,18 +11,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+
 from penstock.plan.groups import Group
 from penstock.plan.machine import Budgets
 
 
-def fitting(ranked: list[Group], budgets: Budgets) -> list[Group]:
-    """Those groups, the first ones first, that the tiers have room for together."""
+def fitting(ranked: Iterable[int], groups: Sequence[Group], budgets: Budgets) -> list[int]:
+    """Those of the groups, by index and the first ones first, that the tiers have room for together."""
     room = budgets.host_bytes + budgets.flash_bytes
     found = []
-    for group in ranked:
-        if group.nbytes <= room:
-            found.append(group)
-            room -= group.nbytes
+    for g in ranked:
+        if groups[g].nbytes <= room:
+            found.append(g)
+            room -= groups[g].nbytes
     return found
 
 
@@ -46,3 +48,19 @@ def place(chosen: list[Group], budgets: Budgets) -> list[str]:
 
 def _idle(group: Group) -> float:
     return float("inf") if group.idle_ns is None else group.idle_ns
+
+
+def first_true(count: int, holds: Callable[[int], bool]) -> int:
+    """The k in 0..count that bisection ends at: the least for which ``holds``, if it is monotone.
+
+    Where ``holds(count)`` is false the answer is ``count``. If one predicate holds wherever another
+    does, its answer is not above the other's, monotone or not.
+    """
+    low, high = 0, count
+    while low < high:
+        middle = (low + high) // 2
+        if holds(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low

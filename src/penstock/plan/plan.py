@@ -12,7 +12,7 @@ from penstock.plan import serial
 from penstock.plan.machine import Budgets
 from penstock.plan.slots import MatchKey, SlotKey
 
-VERSION = 2
+VERSION = 3
 INFEASIBLE = "infeasible: "
 """How the note of a plan begins that cannot keep its budget."""
 
@@ -24,6 +24,8 @@ class Action(enum.StrEnum):
     """It stays where it is until backward has used it."""
     OFFLOAD = "offload"
     """It goes to a tier when it is saved and comes back before it is needed."""
+    RECOMPUTE = "recompute"
+    """It is dropped; the module that made it is run again before it is needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +42,21 @@ class Decision:
     """How it is encoded on its way to the tier, by name; ``""``: its bytes go as they are."""
     ratio: float = 1.0
     """Bytes in the tier per byte of the slot, as expected; 1 without a codec."""
+    prefetch_at: int | None = None
+    """Reading it back begins no sooner than when backward first asks for the slot at this place of the
+    plan's ``need_order``; None: as soon as the window has room."""
 
     def __post_init__(self) -> None:
-        if (self.action is Action.OFFLOAD) != (self.tier in ("flash", "host")) or (
-            self.action is Action.KEEP and self.tier
-        ):
+        moves = self.action is Action.OFFLOAD
+        if self.tier not in (("flash", "host") if moves else ("",)):
             raise PlanError(f"slot {self.key}: action {self.action} with tier {self.tier!r}")
-        if self.codec and self.action is not Action.OFFLOAD:
-            raise PlanError(f"slot {self.key}: action {self.action} with codec {self.codec!r}")
+        if not moves and (self.codec or self.prefetch_at is not None):
+            raise PlanError(
+                f"slot {self.key}: action {self.action} with codec {self.codec!r} and prefetch_at"
+                f" {self.prefetch_at}"
+            )
+        if self.prefetch_at is not None and self.prefetch_at < 0:
+            raise PlanError(f"slot {self.key}: prefetch_at is {self.prefetch_at}")
         if not (math.isfinite(self.ratio) and self.ratio >= 0) or (
             not self.codec and self.ratio != 1
         ):
@@ -76,6 +85,11 @@ class Plan:
     be more than is free while much is kept: reads ahead take only what is free at the moment."""
     notes: tuple[str, ...] = ()
     """What a user should know, as waits that are certain or a budget that cannot be kept."""
+    recomputed: tuple[str, ...] = ()
+    """Paths of the modules that are run again in backward. None is inside another."""
+    lean_convolutions: tuple[str, ...] = ()
+    """Paths of the convolutions that use the algorithm without a workspace (vDNN, section 4.3); the
+    others use the fastest. On paper only: the runtime leaves the choice to PyTorch."""
     _by_match: dict[MatchKey, Decision] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -89,6 +103,10 @@ class Plan:
     def lookup(self, key: SlotKey) -> Decision | None:
         """The decision for a slot of this module, ordinal and size bucket; None: there is none."""
         return self._by_match.get(key.match_key)
+
+    def lookup_match(self, match: MatchKey) -> Decision | None:
+        """The same by the slot's ``match_key``, where that is known already."""
+        return self._by_match.get(match)
 
     @property
     def feasible(self) -> bool:
@@ -109,6 +127,11 @@ class Plan:
     def kept_bytes(self) -> int:
         """Bytes of the decisions that keep, each slot counted once."""
         return sum(d.key.nbytes for d in self.decisions if d.action is Action.KEEP)
+
+    @property
+    def recomputed_bytes(self) -> int:
+        """Bytes of the decisions that recompute, each slot counted once."""
+        return sum(d.key.nbytes for d in self.decisions if d.action is Action.RECOMPUTE)
 
     def to_json(self) -> str:
         """One JSON document."""

@@ -15,9 +15,10 @@ from typing import Final
 
 from penstock.core.errors import PlanError
 from penstock.plan import serial
-from penstock.plan.slots import SlotKey
+from penstock.plan.operators import Operator
+from penstock.plan.slots import MatchKey, SlotKey
 
-VERSION: Final = 2
+VERSION: Final = 3
 NODE_NS: Final = 50_000
 """Slots needed within this time of each other are taken to be needed by one node of backward."""
 
@@ -101,6 +102,10 @@ class SlotProfile:
     codecs: tuple[CodecSample, ...] = ()
     """Those that a plan may choose for it, which are lossless ones, and ones whose loss is proven to
     change no gradient. Without any it goes to a tier as it is."""
+    producer: str | None = None
+    """Path of the innermost module in whose forward the storage was made. It can be made again by running
+    a module that both made and saved it; None: not known, so it cannot. In a measured profile everything
+    that saved it is in that forward as well, by one and the same call of the module."""
 
     @property
     def idle_ns(self) -> int | None:
@@ -118,6 +123,14 @@ class PassProfile:
     end_ns: int
 
 
+@dataclass(frozen=True, slots=True)
+class Transient:
+    """Bytes of device memory that are neither fixed nor in a slot, from a moment to the next one."""
+
+    at_ns: int
+    nbytes: int
+
+
 @dataclass(frozen=True)
 class Profile:
     """The saved storages of one step, in the order in which they were saved."""
@@ -131,6 +144,18 @@ class Profile:
     """How many storages below the floor the step saved."""
     protected_bytes: int = 0
     """Saved bytes that are parameters, buffers or optimizer state. They are alive anyway."""
+    operators: tuple[Operator, ...] = ()
+    """What the network computed, in order; without them nothing can be computed again."""
+    fixed_bytes: int = 0
+    """Parameters, their gradients, buffers and optimizer state: what is on the device all the time.
+    0: the budget does not count them, as on a machine whose device is host memory."""
+    transients: tuple[Transient, ...] = ()
+    """Outputs and gradients on their way, workspaces, storages below the floor: the device memory that
+    nothing is to be done about, over time. Of a profile of the whole device, ``small_bytes`` of a slot
+    are the fixed and the worst of the transient bytes beside it. Empty: the budget counts none of it."""
+    unrepeatable: tuple[str, ...] = ()
+    """Paths of the modules that must not be run again as a whole: another run would not do the same, or
+    cannot be arranged. What is inside them may be."""
 
     def __post_init__(self) -> None:
         known = set()
@@ -178,6 +203,16 @@ class Profile:
             self.small_bytes if slot.small_bytes is None else slot.small_bytes
             for slot in self.slots
         )
+
+    @cached_property
+    def match_keys(self) -> tuple[MatchKey, ...]:
+        """For each slot, what plans are looked up by."""
+        return tuple(slot.key.match_key for slot in self.slots)
+
+    @cached_property
+    def derived(self) -> dict[object, Profile]:
+        """Profiles that were made from this one, by what was changed: some take long to make."""
+        return {}
 
     @cached_property
     def needs(self) -> tuple[int, ...]:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from penstock.plan.encoding import AS_THEY_ARE, SlotCodecs
 from penstock.plan.machine import Machine
 from penstock.plan.profile import CodecSample, Profile
-from penstock.plan.residency import Mask, Residency, saved_in_backward_bytes
+from penstock.plan.residency import (
+    OFFLOADED,
+    Mask,
+    Residency,
+    Segment,
+    saved_in_backward_bytes,
+)
 
 SLACK: Final = 4
 """How many times further reads may run ahead than would hide them on paper, while memory is free:
@@ -16,32 +23,37 @@ bandwidth varies, and compute and reads share a machine. Further only makes more
 
 def window_bytes(
     profile: Profile,
-    offloaded: Mask,
+    mask: Mask,
     machine: Machine,
     device_bytes: int,
     need: Residency,
     *,
     codecs: SlotCodecs = AS_THEY_ARE,
+    segments: Sequence[Segment] = (),
 ) -> int:
     """The window of a plan: at least what one node uses, else as far as is useful.
 
     The budget holds at every moment without it, because reads take only what is free then. At the
     beginning of backward that is what is not kept; it grows as the kept tail is used up.
     """
-    sizes = returning(profile, offloaded)
+    sizes = returning(profile, mask)
     useful = SLACK * max(
         least_window(sizes, need.working_bytes),
-        read_ahead_bytes(profile, offloaded, machine, codecs),
+        read_ahead_bytes(profile, mask, machine, codecs),
     )
     useful = max(useful, device_bytes - need.kept_bytes)
-    room = device_bytes - saved_in_backward_bytes(profile, offloaded)
+    room = device_bytes - saved_in_backward_bytes(profile, mask, segments)
     return min(sum(sizes), max(need.working_bytes, min(useful, room)))
 
 
-def returning(profile: Profile, offloaded: Mask) -> list[int]:
+def returning(profile: Profile, mask: Mask) -> list[int]:
     """Sizes of the offloaded slots that backward asks for."""
-    pairs = zip(profile.slots, offloaded, strict=True)
-    return [slot.key.nbytes for slot, out in pairs if out and slot.needed_at_ns is not None]
+    pairs = zip(profile.slots, mask, strict=True)
+    return [
+        slot.key.nbytes
+        for slot, fate in pairs
+        if fate == OFFLOADED and slot.needed_at_ns is not None
+    ]
 
 
 def least_window(sizes: list[int], working_bytes: int) -> int:
@@ -55,7 +67,7 @@ def least_window(sizes: list[int], working_bytes: int) -> int:
 
 
 def read_ahead_bytes(
-    profile: Profile, offloaded: Mask, machine: Machine, codecs: SlotCodecs = AS_THEY_ARE
+    profile: Profile, mask: Mask, machine: Machine, codecs: SlotCodecs = AS_THEY_ARE
 ) -> int:
     """How far reads must run ahead of backward so that it never waits for one, in device memory.
 
@@ -68,7 +80,7 @@ def read_ahead_bytes(
     later_ns = later_pass = -1
     for i in reversed(profile.needs):
         slot = profile.slots[i]
-        if not offloaded[i] or slot.needed_at_ns is None:
+        if mask[i] != OFFLOADED or slot.needed_at_ns is None:
             continue
         if slot.pass_index != later_pass:
             ahead_s, later_pass, later_ns = 0.0, slot.pass_index, slot.needed_at_ns

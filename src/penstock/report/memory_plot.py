@@ -6,7 +6,6 @@ Runs go one below the other on the same axes, so that heights and times compare 
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,23 +15,27 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.errors import ConfigError
-from penstock.core.units import GIB, KIB, MIB, format_bytes
+from penstock.core.units import format_bytes
 from penstock.observe.events import Event, Level, Span, Stage
 from penstock.observe.recorder import Recorder
+from penstock.report.look import (
+    BUDGET_COLOUR,
+    COLOURS,
+    INK,
+    STYLE,
+    dress,
+    matplotlib,
+    thinned,
+    unit_of,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MAX_POINTS: Final = 4000
-"""Points drawn of one curve: more than there are pixels."""
 MAX_SHADED_STEPS: Final = 60
 """More steps than this are not shaded: stripes finer than a few pixels are noise."""
-_COLOURS: Final = ("#0b6e99", "#d9730d", "#4d6461", "#ad1a72", "#6940a5")
-_BUDGET_COLOUR: Final = "#c4342d"
 _SHADE: Final = "#e8ecf0"
-_INK: Final = "#2b2f33"
-_FAINT: Final = "#8a9199"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +106,11 @@ def plot_memory(
     """
     if not series:
         raise ConfigError("plot_memory: there is no series to draw")
-    figure_module, style, effects = _matplotlib()
+    figure_module, style, effects = matplotlib()
     halo = effects.withStroke(linewidth=3, foreground="white")
     look = _Look.of(series, budget_bytes, overlay=overlay, halo=halo)
     panels = [list(series)] if overlay else [[s for s in series if s.run == r] for r in look.spans]
-    with style.context({"font.family": "DejaVu Sans", "font.size": 10, "svg.hashsalt": "penstock"}):
+    with style.context(STYLE):
         figure = figure_module.Figure(
             figsize=(10, 1.3 + 2.9 * len(panels)), dpi=150, layout="constrained"
         )
@@ -115,8 +118,8 @@ def plot_memory(
         for axis, panel in zip(axes, panels, strict=True):
             _draw_panel(axis, panel, look)
             _draw_budget(axis, budget_bytes, look.scale)
-            _dress(axis, "" if overlay else panel[0].run, look.unit)
-        axes[-1].set_xlabel("time (s)", color=_INK)
+            dress(axis, "" if overlay else panel[0].run, f"resident ({look.unit})")
+        axes[-1].set_xlabel("time (s)", color=INK)
         axes[-1].set_xlim(0, max(look.length_s(run) for run in look.spans) or 1.0)
         axes[-1].set_ylim(0, 1.15 * look.top_bytes / look.scale)  # room for the labels of peaks
         _legend(figure, axes, title)
@@ -149,7 +152,7 @@ class _Look:
         halo: object,
     ) -> _Look:
         top_bytes = max([budget_bytes or 0, *(one.peak_bytes for one in series)]) or 1
-        scale, unit = _unit(top_bytes)
+        scale, unit = unit_of(top_bytes)
         return cls(
             overlay=overlay,
             top_bytes=top_bytes,
@@ -225,23 +228,11 @@ def _draw_budget(axis: Axes, budget_bytes: int | None, scale: int) -> None:
     if budget_bytes is not None:
         axis.axhline(
             budget_bytes / scale,
-            color=_BUDGET_COLOUR,
+            color=BUDGET_COLOUR,
             linewidth=1.2,
             linestyle=(0, (5, 3)),
             label=f"budget, {format_bytes(budget_bytes)}",
         )
-
-
-def _dress(axis: Axes, name: str, unit: str) -> None:
-    axis.set_title(name, loc="left", fontsize=10, color=_INK)
-    axis.set_ylabel(f"resident ({unit})", color=_INK)
-    axis.grid(axis="y", color="#d8dde1", linewidth=0.6)
-    axis.set_axisbelow(True)
-    axis.tick_params(colors=_FAINT, labelcolor=_INK, labelsize=9)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axis.spines[side].set_color(_FAINT)
 
 
 def _legend(figure: Figure, axes: Sequence[Axes], title: str) -> None:
@@ -250,54 +241,29 @@ def _legend(figure: Figure, axes: Sequence[Axes], title: str) -> None:
     for axis in axes:
         handles, labels = axis.get_legend_handles_labels()
         entries.update(zip(labels, handles, strict=True))
-    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=_INK)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
     figure.legend(
         list(entries.values()),
         list(entries),
         loc="outside lower center",
         ncols=4,
         frameon=False,
-        labelcolor=_INK,
+        labelcolor=INK,
     )
 
 
 def _curve(
     one: MemorySeries, look: _Look
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Times in seconds and levels in bytes, thinned so that every peak and dip stays."""
+    """Times in seconds and levels in bytes, thinned where there are many."""
     start_ns, end_ns = look.spans[one.run]
     t_s = (np.append(np.asarray(one.t_ns, dtype=np.int64), end_ns) - start_ns) / 1e9
     levels = np.append(np.asarray(one.nbytes, dtype=np.float64), one.nbytes[-1])
-    if len(levels) <= MAX_POINTS:
-        return t_s, levels
-    chosen: set[int] = {0, len(levels) - 1}
-    for part in np.array_split(np.arange(len(levels)), MAX_POINTS // 2):
-        chosen.add(int(part[levels[part].argmax()]))
-        chosen.add(int(part[levels[part].argmin()]))
-    index = np.array(sorted(chosen))
-    return t_s[index], levels[index]
+    return thinned(t_s, levels)
 
 
 def _colours(series: Sequence[MemorySeries], *, overlay: bool) -> dict[tuple[str, str], str]:
     """In an overlay every curve has its own colour; else a memory has the same in every panel."""
     keys = [(one.run, one.memory) for one in series]
     names = list(dict.fromkeys(key if overlay else key[1] for key in keys))
-    return {key: _COLOURS[names.index(key if overlay else key[1]) % len(_COLOURS)] for key in keys}
-
-
-def _unit(top_bytes: int) -> tuple[int, str]:
-    for scale, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if top_bytes >= scale:
-            return scale, unit
-    return 1, "B"
-
-
-def _matplotlib() -> tuple[Any, ...]:
-    """The modules that are needed. Without pyplot: no global state, no display."""
-    names = ("figure", "style", "patheffects")
-    try:
-        return tuple(importlib.import_module(f"matplotlib.{name}") for name in names)
-    except ImportError as error:
-        raise ConfigError(
-            "plots need matplotlib, which is not installed: pip install 'penstock[plot]'"
-        ) from error
+    return {key: COLOURS[names.index(key if overlay else key[1]) % len(COLOURS)] for key in keys}

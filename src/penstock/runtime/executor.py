@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Final
@@ -17,6 +18,7 @@ from penstock.core.errors import ClosedError, PenstockError, RestoreError
 from penstock.core.units import KIB, round_up
 from penstock.io.engine import Priority
 from penstock.observe.recorder import Recorder, Stage, StallCause
+from penstock.plan.operators import Operator
 from penstock.plan.plan import Action
 from penstock.runtime.kept import KeptStorage, KeptStorages
 from penstock.runtime.movers import Encoding, Mover
@@ -123,6 +125,14 @@ class Executor:
                 _attach(saved, view)
         self._mover.use(storage)
         return saved
+
+    def holds(self, storage: torch.UntypedStorage, base: torch.Tensor, version: int) -> bool:
+        """Whether a storage was saved before, and is alive, at this version of this tensor."""
+        saved = self._by_storage.get(storage._cdata) or self.kept.table.get(storage._cdata)
+        if saved is not None and saved.source() is storage:
+            return saved.version == version and saved.base() is base
+        small = self._small.get(storage._cdata)
+        return small is not None and small.source() is storage and small.handles > 0
 
     def save(
         self,
@@ -362,6 +372,7 @@ class Executor:
             self._recorder.count("prefetch.missed")
         self._room.stalled(start_ns, cause, saved.label)
         now_ns = self._recorder.clock.now_ns()
+        saved.record.waited_ns += now_ns - start_ns
         self._recorder.span(Stage.UNPACK, start_ns, now_ns, nbytes=saved.nbytes, slot=saved.label)
         return storage
 
@@ -389,12 +400,19 @@ class Executor:
             again: Whether its graph has been walked before, so that nothing is pending in it.
         """
         of_pass = saved.of_pass
+        planner = self.planner
         with self._lock:
-            of_pass.arrive(saved, self.planner.ranks)
+            of_pass.arrive(saved, planner.ranks)
+            if planner.triggers:
+                place = planner.ranks.get(saved.key.match_key, -1)
+                of_pass.place = max(of_pass.place, place)
         while True:
             with self._lock:
                 following = of_pass.next_spilled(again=again)
-            if following is None or not self._window_allows(following):
+            if following is None or planner.too_early(following.record.key, of_pass.place):
+                return
+            if not self._window_allows(following):
+                of_pass.window_full = True
                 return
             if not self._traffic.fetch(following, Priority.PREFETCH):
                 return
@@ -461,15 +479,29 @@ class Executor:
             self._pass = current = Pass(current.index + 1, self.compute_ns())
         return current
 
-    def end_backward(self) -> None:
-        """A backward is over: the pass that it belongs to ends, and the planner learns from it."""
+    def observed(self, finish: Callable[[int], tuple[Operator, ...]]) -> None:
+        """The pass that is about to end was observed; ``finish`` says what has run since it began."""
+        with self._lock:
+            current = self._pass
+        if current.records:
+            current.operators = finish(current.start_ns)
+            current.observed = True
+
+    def end_backward(self) -> bool:
+        """A backward is over: the pass that it belongs to ends, and the planner learns from it.
+
+        Returns:
+            Whether there is a new plan.
+        """
         with self._lock:
             finished = self._pass
-            if finished.end_ns is not None or not finished.saved_count:
-                return
+            if finished.end_ns is not None or not (finished.saved_count or finished.dropped):
+                return False
             finished.end_ns = self.compute_ns()
-        if self.planner.learn(finished):
+        planned = self.planner.learn(finished)
+        if planned:
             self._mover.trim(self.budget.limit_bytes)
+        return planned
 
     def use_mover(self, mover: Mover) -> None:
         """Move by ``mover`` from now on, which knows the tickets of the one before."""

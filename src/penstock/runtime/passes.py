@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
+from penstock.plan.operators import Operator
 from penstock.plan.slots import MatchKey, SlotKey
 from penstock.runtime.residency import Residency, SavedStorage, SlotRecord
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 MAX_RECORDS: Final = 100_000
 """A forward that has saved so much without a backward is an evaluation without ``no_grad``."""
+
+
+INPUT: Final = "<input>"
+"""Ends the names of what a module that is run again was called with, until something inside saves it."""
 
 
 _slot_key = lru_cache(maxsize=65536)(SlotKey)
@@ -43,6 +48,11 @@ class Pass:
         small_bytes: The most bytes below the floor that were alive at once.
         small_count: Storages saved below the floor.
         spilled: Whether any of its storages has been, or is being, written to a tier.
+        dropped: Storages that were not held, because they will be made again.
+        place: The furthest place of the plan's order of need that backward has come to; -1 before it.
+        window_full: Whether a read had to wait because the window was full.
+        observed: Whether it was watched closely enough to plan what to make again.
+        operators: What ran in it, if it was observed.
     """
 
     def __init__(self, index: int, start_ns: int) -> None:
@@ -61,6 +71,11 @@ class Pass:
         self.kept_bytes = 0
         self.promoted = False
         self.spilled = False
+        self.dropped = 0
+        self.place = -1
+        self.window_full = False
+        self.observed = False
+        self.operators: tuple[Operator, ...] = ()
         self._need: list[int] | None = None
         self._here = 0
         self._ahead = 0
@@ -71,6 +86,10 @@ class Pass:
         ordinal = self.ordinals.get(module, 0)
         self.ordinals[module] = ordinal + 1
         return _slot_key(module, ordinal, nbytes)
+
+    def next_ordinal(self, module: str) -> int:
+        """Of the next storage that ``module`` saves."""
+        return self.ordinals.get(module, 0)
 
     def add(self, saved: SavedStorage) -> None:
         """Remember a storage until it is dead, and its record until the pass has been profiled."""

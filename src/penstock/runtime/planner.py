@@ -5,6 +5,12 @@ spills the rest, so that a network that fits is never spilled; under ``all`` it 
 the floor. After each pass the planner compares what was saved with what it knows, and makes a new
 plan when that has drifted: slots it has never seen, or slots whose offloading freed nothing because
 the program itself still held them. A slot that is not in the plan is never an error, only a guess.
+A plan whose reads come late is improved (:mod:`.feedback`).
+
+[Note: observed passes]
+    A pass that a plan is made from is *observed*: who made what is noted, and nothing is run again, for
+    what is not saved cannot be planned. So it is with the first one. When a pass drifts under a plan that
+    runs modules again, it does not tell enough: then the next ones are observed, until one tells.
 
 Where transfers keep a tier busy for as long as the network, and codecs are to be chosen, the next pass is
 sampled: what lossless codecs make of each storage is measured, and the plan is made again with that. Else
@@ -27,17 +33,20 @@ from penstock.core.config import UNLIMITED
 from penstock.core.errors import BudgetError, ConfigError
 from penstock.core.locks import Lock
 from penstock.core.units import format_bytes
+from penstock.observe.counters import MOVED_EARLIER, PLANS, UNKNOWN, WINDOW_GROWN
 from penstock.observe.recorder import Recorder, Stage
 from penstock.plan import policies
 from penstock.plan.groups import Group, groups_of
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.pipeline import channel_bound
 from penstock.plan.plan import Action, Decision, Plan
-from penstock.plan.profile import CodecSample, PassProfile, Profile, SlotProfile
+from penstock.plan.profile import Profile
 from penstock.plan.slots import MatchKey, SlotKey
-from penstock.runtime.passes import Pass
+from penstock.runtime.feedback import improve
+from penstock.runtime.given import check_slot, check_tiers, note_on_budget
+from penstock.runtime.passes import INPUT, Pass
+from penstock.runtime.profiles import profile_of
 from penstock.runtime.residency import SlotRecord
-from penstock.runtime.sampling import POSITIVE
 from penstock.runtime.stores import LEAST_CODEC_BUDGET_BYTES
 
 DRIFT: Final = 0.05
@@ -53,6 +62,9 @@ MAX_SAMPLED_PASSES: Final = 32
 FREE_REPLANS: Final = 5
 """Plans made at once; after these, ever longer waits, so that drift for ever stays cheap."""
 
+MAX_IMPROVEMENTS: Final = 32
+"""Times that a plan's reads are moved earlier."""
+
 
 class Planner:
     """Decides per slot, under the plan where there is one. Thread-safe.
@@ -65,6 +77,9 @@ class Planner:
         ranks: The plan's order of need by match key, for prefetching.
         replans: Plans made so far.
         wants_samples: Whether what is saved now is to be sampled.
+        triggers: When, by match key, reading a slot back may begin, as a place in the order of need.
+        unrepeatable: Paths of the modules that are known not to be fit for being run again.
+        observing: Whether the pass that begins next is observed; see [Note: observed passes].
         sure: Slots that the plan keeps, as (module path, ordinal, bytes), of those that it has been asked
             for before. Empty while records of all slots are wanted.
         moves_nothing: Whether nothing will ever be moved: there is a plan, it keeps everything, and
@@ -83,12 +98,16 @@ class Planner:
         device: str,
         codec: str = "none",
         prepare_codecs: Callable[[], int] = lambda: 0,
+        recompute: bool = False,
+        plan: Plan | None = None,
     ) -> None:
-        """Know nothing yet. Raises ConfigError if there is no such policy.
+        """Know nothing yet, but for a ``plan`` that is given. Raises ConfigError: no such policy.
 
         ``codec`` is ``"auto"``, ``"none"``, or the name of the one to use wherever it can be.
         ``prepare_codecs`` is called, between passes, before a plan with codecs is adopted: it takes their
         scratch memory from the budget and says how much that is, 0 if there was no room.
+        ``recompute`` is whether modules may be run again. A given plan stays in force as it is, and
+        ``policy`` is then only a name; what differs from it in the first pass is a PlanError.
         """
         self.policy_name = policy
         self.floor_bytes = floor_bytes
@@ -96,7 +115,10 @@ class Planner:
         self.profile: Profile | None = None
         self.ranks: dict[MatchKey, int] = {}
         self.replans = 0
-        self._policy = policies.get(policy)
+        self.triggers: dict[MatchKey, int] = {}
+        self.unrepeatable: set[str] = set()
+        self._given = plan
+        self._policy = policies.get(policy) if plan is None else None
         self.machine = machine
         self._budgets = budgets
         self._budget = budget
@@ -117,9 +139,20 @@ class Planner:
         self._has_scratch = False
         self._by_module: dict[tuple[str, int], Decision] = {}
         self._decided: dict[SlotKey, Decision | None] = {}
+        self._recompute = recompute
+        self._made_again: frozenset[tuple[str, int]] = frozenset()
+        self._first_ranks: dict[str, int] = {}
+        self._observed_passes = 0
+        self._observe_again = False
+        self._improvements = 0
+        self._matched = False
         self.sure: AbstractSet[tuple[str, int, int]] = frozenset()
         self._kept_keys: set[tuple[str, int, int]] = set()
         self._full_passes = 0
+        self.observing = plan is None
+        if plan is not None:
+            check_tiers(plan, budgets)
+            self._adopt(plan)
 
     def begin(self) -> None:
         """Take what a codec that is to be used everywhere needs, before anything is saved.
@@ -163,6 +196,12 @@ class Planner:
         self._recorder.mark("no_codecs", reason="no room for their scratch memory")
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of the plan in force."""
+        about = () if self._given is None else note_on_budget(self._given, self._budgets)
+        return about if self.plan is None else (*about, *self.plan.notes)
+
+    @property
     def window_bytes(self) -> int | None:
         """What prefetching may hold; ``None`` (as much as the budget) while there is no plan."""
         return None if self.plan is None else self.plan.window_bytes
@@ -183,10 +222,34 @@ class Planner:
         return known
 
     def _look_up(self, key: SlotKey) -> Decision | None:
+        if key.module.endswith(INPUT):
+            return Decision(key, Action.KEEP, "", "input of a module that is run again")
         if self.plan is None:
             return None
+        if self._given is not None and not self._matched:
+            check_slot(self._given, key)
         known = self.plan.lookup(key) or self._by_module.get((key.module, key.bucket))
-        return known and self._forced(known)
+        if known is None or known.action is Action.RECOMPUTE:
+            return None
+        return self._forced(known)
+
+    def decide_input(self, record: SlotRecord) -> Decision:
+        """What to do with the input of a module that is run again, now that it has its name."""
+        if record.key.module.endswith(INPUT):
+            return self._forced(self._guess(record.key))
+        return self.decide(record)
+
+    def recomputes(self, module: str, ordinal: int) -> bool:
+        """Whether the plan has a slot made again, of whatever size."""
+        return (module, ordinal) in self._made_again
+
+    def too_early(self, key: SlotKey, place: int) -> bool:
+        """Whether reading a slot back must wait until backward has come further than ``place``."""
+        return bool(self.triggers) and self.triggers.get(key.match_key, -1) > place
+
+    def place_of(self, path: str) -> int | None:
+        """Where, in the plan's order of need, backward first asks for what is made again at ``path``."""
+        return self._first_ranks.get(path)
 
     def _forced(self, decision: Decision) -> Decision:
         if not self._forced_codec or decision.action is not Action.OFFLOAD:
@@ -210,32 +273,129 @@ class Planner:
             Whether there is a new plan.
         """
         with self._lock:
-            sampled = self._note_samples(finished)
-            due = self._drifted(finished) or sampled
-            complete = self._want_records(finished, due=due)
-            if not (due and complete) or finished.index < self._next_replan:
-                self._want_samples(finished.index + 1)
+            if self._given is not None:
+                self._learn_given(finished)
+                self._want_records()
                 return False
-            self._remember(finished)
-            start_ns = self._recorder.clock.now_ns()
-            self.profile = self._make_profile()
-            self._adopt(self._make_plan(self.profile))
-            self._recorder.span(Stage.PLAN, start_ns, self._recorder.clock.now_ns())
-            self.replans += 1
-            if self.replans >= FREE_REPLANS:
-                self._next_replan = finished.index + 2 ** (self.replans - FREE_REPLANS + 1)
+            reason = self._why_replan(finished)
+            self._count_full(finished, missed=bool(reason))
+            if finished.kept_bytes:
+                reason = ""  # it has no records of all its slots: the next ones will
+            if reason and finished.index >= self._next_replan:
+                self._replan(finished, reason)
+            else:
+                reason = ""
+                self._improve(finished)
             self._want_samples(finished.index + 1)
-        self._recorder.mark("replan", plans=self.replans, slots=len(self.profile.slots))
-        return True
+            self._want_observation(finished.index + 1)
+            self._want_records()
+        return bool(reason)
+
+    def _learn_given(self, finished: Pass) -> None:
+        self._matched = True
+        unknown = sum(not self._is_known(record) for record in finished.records)
+        if unknown:
+            self._recorder.count(UNKNOWN, unknown)
+        self._improve(finished)
+
+    def _why_replan(self, finished: Pass) -> str:
+        """Why a new plan is to be made of a finished pass; empty if not."""
+        sampled = self._note_samples(finished)
+        self._observed_passes += finished.observed
+        drift = self._drifted(finished)
+        if drift == "drift" and self.plan and self.plan.recomputed and not finished.observed:
+            self._observe_again = True
+            return ""
+        if drift:
+            return drift
+        if sampled:
+            return "sampled"
+        return "observed" if finished.observed and self._tells_more(finished) else ""
+
+    def _tells_more(self, finished: Pass) -> bool:
+        """Whether a pass of its kind was only known unobserved."""
+        place = self._place_of_kind(finished)
+        return place is not None and not self._kinds[place].observed
+
+    def _replan(self, finished: Pass, reason: str) -> None:
+        if finished.observed or not (self.plan and self.plan.recomputed):
+            self._remember(finished)
+        start_ns = self._recorder.clock.now_ns()
+        self.profile = profile_of(
+            self._kinds, device=self._device, held=self._held, unrepeatable=self.unrepeatable
+        )
+        self._adopt(self._make_plan(self.profile))
+        self._recorder.span(Stage.PLAN, start_ns, self._recorder.clock.now_ns())
+        self._recorder.count(f"{PLANS}.{reason}")
+        self.replans += 1
+        self._improvements = self._observed_passes = 0
+        self._observe_again = False
+        if self.replans >= FREE_REPLANS:
+            self._next_replan = finished.index + 2 ** (self.replans - FREE_REPLANS + 1)
+        self._recorder.mark(
+            "replan", plans=self.replans, slots=len(self.profile.slots), reason=reason
+        )
+
+    def _want_observation(self, index: int) -> None:
+        """Whether pass ``index`` is to be observed: only if a plan may be made of what that tells."""
+        unseen = self._recompute and not all(known.observed for known in self._kinds)
+        self.observing = (
+            self.plan is None
+            or self.wants_samples
+            or (
+                index >= self._next_replan
+                and self._observed_passes < MAX_SAMPLED_PASSES
+                and (self._observe_again or (unseen and self.plan.offloaded_bytes > 0))
+            )
+        )
+
+    def _improve(self, finished: Pass) -> None:
+        """Have reads begin earlier that came late, a limited number of times for each plan."""
+        plan = self.plan
+        if plan is None or self._improvements >= MAX_IMPROVEMENTS or finished.observed:
+            return
+        found = improve(plan, finished)
+        if found is None:
+            return
+        self._improvements += 1
+        kept_keys, full_passes = self._kept_keys, self._full_passes
+        self._adopt(found.plan)
+        self._kept_keys, self._full_passes = kept_keys, full_passes  # what stays is the same
+        if found.moved:
+            self._recorder.count(MOVED_EARLIER, found.moved)
+        if found.window_grown_bytes:
+            self._recorder.count(WINDOW_GROWN, found.window_grown_bytes)
+        self._recorder.mark(
+            "read_earlier", triggers=found.moved, window_bytes=found.plan.window_bytes
+        )
 
     def _make_plan(self, profile: Profile) -> Plan:
-        plan = self._policy(profile, self.machine, self._budgets)
+        plan = self._ask(profile)
         if self._has_scratch or not any(decision.codec for decision in plan.decisions):
             return plan
         if not self._take_scratch():
             self._do_without_codecs()
             profile = replace(profile, slots=tuple(replace(s, codecs=()) for s in profile.slots))
-        return self._policy(profile, self.machine, self._budgets)
+        return self._ask(profile)
+
+    def _ask(self, profile: Profile) -> Plan:
+        """The policy's plan; it runs nothing again that must not be, or that there may be no room for.
+
+        What is held can be moved away when the budget is full. What is made again cannot, nor can it be
+        undone that it was dropped: so a plan that may exceed the budget runs nothing again.
+        """
+        assert self._policy is not None, "a plan that was given is not made anew"
+        notes: tuple[str, ...] = ()
+        if self._recompute:
+            plan = self._policy(profile, self.machine, self._budgets)
+            if not plan.recomputed:
+                return plan
+            if plan.feasible and self.unrepeatable.isdisjoint(plan.recomputed):
+                return plan
+            notes = ("nothing is run again, for there would be no room for what that makes",)
+        nobody = tuple(replace(slot, producer=None) for slot in profile.slots)
+        plan = self._policy(replace(profile, slots=nobody), self.machine, self._budgets)
+        return replace(plan, notes=(*plan.notes, *notes))
 
     def _want_samples(self, index: int) -> None:
         """Whether pass ``index`` is to be sampled: only if a plan may be made of what that tells."""
@@ -249,17 +409,25 @@ class Planner:
             and self._channel_bound
             and (self._resample or not all(_was_sampled(known) for known in self._kinds))
         )
-        wants_records = plan is None or self.wants_samples or self._full_passes
-        self.sure = frozenset() if wants_records else self._kept_keys
 
-    def _want_records(self, finished: Pass, *, due: bool) -> bool:
-        """Whether a pass has records of all its slots; if they are missed, later ones will."""
-        complete = not finished.kept_bytes
-        if complete:
+    def _count_full(self, finished: Pass, *, missed: bool) -> None:
+        """Have the next passes recorded in full, if that of this one was missed."""
+        if not finished.kept_bytes:
             self._full_passes = max(0, self._full_passes - 1)
-        elif due or finished.promoted:
+        elif missed or finished.promoted:
             self._full_passes = FULL_PASSES
-        return complete
+
+    def _want_records(self) -> None:
+        """Whether records of all slots are wanted; inputs of what is run again are named by theirs."""
+        plan = self.plan
+        wanted = (
+            plan is None
+            or plan.recomputed
+            or self.observing
+            or self.wants_samples
+            or self._full_passes
+        )
+        self.sure = frozenset() if wanted else self._kept_keys
 
     def _note_samples(self, finished: Pass) -> bool:
         """Whether the pass was sampled for the plan; and whether the next one is to be."""
@@ -282,77 +450,79 @@ class Planner:
                 found += record.frame_bytes
         return abs(found - foreseen) > RATIO_DRIFT * source
 
-    def _drifted(self, finished: Pass) -> bool:
+    def _drifted(self, finished: Pass) -> str:
+        """Whether, and how, a pass differs from what the plan was made from."""
         unknown, total = 0, finished.kept_bytes
         newly_held = False
         for record in finished.records:
             total += record.key.nbytes
-            if not record.planned:
+            if not self._is_known(record):
                 unknown += record.key.nbytes
             if record.held_elsewhere and record.key.match_key not in self._held:
-                self._held.add(record.key.match_key)
                 newly_held = True
-        return newly_held or unknown > DRIFT * total
+                if not finished.kept_bytes:  # else no plan is made of this pass, but of a later one
+                    self._held.add(record.key.match_key)
+        if self.plan is None:
+            return "first" if finished.records else ""
+        if newly_held:
+            return "held"
+        return "drift" if unknown > DRIFT * total else ""
+
+    def _is_as_planned(self, finished: Pass) -> bool:
+        return all(self._is_known(record) for record in finished.records)
+
+    def _is_known(self, record: SlotRecord) -> bool:
+        key = record.key
+        return record.planned or (key.module, key.ordinal) in self._made_again
+
+    def _place_of_kind(self, finished: Pass) -> int | None:
+        """Which of the known passes is most like this one, if any is."""
+        mine = {record.key.match_key for record in finished.records}
+        for place, known in enumerate(self._kinds):
+            theirs = {record.key.match_key for record in known.records}
+            if 2 * len(mine & theirs) >= len(mine | theirs):
+                return place
+        return None
 
     def _remember(self, finished: Pass) -> None:
         """Replace the known pass that is most like this one, or add it as another kind."""
-        mine = {record.key.match_key for record in finished.records}
-        for place, known in enumerate(self._kinds):
-            theirs = {record.key.match_key: record for record in known.records}
-            if 2 * len(mine & theirs.keys()) >= len(mine | theirs.keys()):
-                for record in finished.records:
-                    if not record.codecs and record.key.match_key in theirs:
-                        record.codecs = theirs[record.key.match_key].codecs
-                self._kinds[place] = finished
-                return
-        self._kinds = [*self._kinds, finished][-MAX_KINDS:]
-
-    def _make_profile(self) -> Profile:
-        slots: list[SlotProfile] = []
-        passes: list[PassProfile] = []
-        for known in sorted(self._kinds, key=lambda one: one.index):
-            # another thread's stall, once over, takes this one's time back to before it
-            backward_ns = max(known.backward_start_ns or known.end_ns or 0, known.start_ns)
-            end_ns = max(known.end_ns or 0, backward_ns)
-            passes.append(PassProfile(known.index, known.start_ns, backward_ns, end_ns))
-            for record in known.records:
-                key = record.key
-                held = record.held_elsewhere or key.match_key in self._held
-                needed_ns = record.needed_at_ns
-                slots.append(
-                    SlotProfile(
-                        key=key,
-                        pass_index=known.index,
-                        saved_at_ns=record.saved_at_ns,
-                        needed_at_ns=needed_ns and max(needed_ns, record.saved_at_ns),
-                        kind=record.origin.kind,
-                        held_elsewhere=held,
-                        dtype=record.origin.dtype,
-                        small_bytes=record.small_bytes,
-                        codecs=_usable(record),
-                    )
-                )
-        return Profile(
-            device=self._device,
-            slots=tuple(slots),
-            passes=tuple(passes),
-            small_bytes=max((known.small_bytes for known in self._kinds), default=0),
-            small_count=sum(known.small_count for known in self._kinds),
-        )
+        place = self._place_of_kind(finished)
+        if place is None:
+            self._kinds = [*self._kinds, finished][-MAX_KINDS:]
+            return
+        if self._kinds[place].observed and not finished.observed and self._is_as_planned(finished):
+            return  # what is new, if anything, is who is held elsewhere
+        known = {record.key.match_key: record for record in self._kinds[place].records}
+        for record in finished.records:
+            if not record.codecs and record.key.match_key in known:
+                record.codecs = known[record.key.match_key].codecs
+        self._kinds[place] = finished
 
     def _adopt(self, plan: Plan) -> None:
         self._by_module = {
             (decision.key.module, decision.key.bucket): decision
             for decision in reversed(plan.decisions)
+            if decision.action is not Action.RECOMPUTE
         }
         self.ranks = {key.match_key: rank for rank, key in enumerate(plan.need_order)}
         self._channel_bound = self.profile is not None and channel_bound(
             self.profile, self.machine, _placed(self.profile, plan)
         )
+        self.triggers = {
+            decision.key.match_key: decision.prefetch_at
+            for decision in plan.decisions
+            if decision.prefetch_at is not None
+        }
+        self._made_again = frozenset(
+            (decision.key.module, decision.key.ordinal)
+            for decision in plan.decisions
+            if decision.action is Action.RECOMPUTE
+        )
+        self._first_ranks = _first_ranks(plan)
         self.plan = plan
         self._decided, self._kept_keys, self._full_passes = {}, set(), 0
         budgets = self._budgets
-        self.moves_nothing = not plan.offloaded_bytes and (
+        self.moves_nothing = not (plan.offloaded_bytes or plan.recomputed) and (
             budgets.device_bytes >= UNLIMITED or not (budgets.flash_bytes or budgets.host_bytes)
         )
 
@@ -369,8 +539,13 @@ def _was_sampled(known: Pass) -> bool:
     return missing <= DRIFT * sum(record.key.nbytes for record in known.records)
 
 
-def _usable(record: SlotRecord) -> tuple[CodecSample, ...]:
-    """Its samples, without the codec of signs where they are not proven to be enough."""
-    if record.sign_only_handles == record.handles:
-        return record.codecs
-    return tuple(sample for sample in record.codecs if sample.codec != POSITIVE)
+def _first_ranks(plan: Plan) -> dict[str, int]:
+    """By module that is run again: when backward first asks for anything in it."""
+    found: dict[str, int] = {}
+    for rank, key in enumerate(plan.need_order if plan.recomputed else ()):
+        path = key.module
+        while path and path not in plan.recomputed:
+            path = path.rpartition(".")[0]
+        if path:
+            found.setdefault(path, rank)
+    return found

@@ -93,6 +93,10 @@ class SlotRecord:
     """What it took in a tier, if it was encoded."""
     planned: bool = False
     """Whether the plan of then knew it."""
+    waited_ns: int = 0
+    """How long backward waited for it to be read."""
+    producer: str | None = None
+    """As in ``SlotProfile``; known once an observed pass is over."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

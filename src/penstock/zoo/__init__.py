@@ -16,8 +16,10 @@ from penstock.zoo.base import LanguageNetwork as LanguageNetwork
 from penstock.zoo.base import Network as Network
 from penstock.zoo.base import VisionConfig as VisionConfig
 from penstock.zoo.base import VisionNetwork as VisionNetwork
+from penstock.zoo.batches import empty_batch as empty_batch
 from penstock.zoo.batches import example_batch as example_batch
 from penstock.zoo.batches import mask_tokens as mask_tokens
+from penstock.zoo.batches import masked_count as masked_count
 from penstock.zoo.data import Images as Images
 from penstock.zoo.data import Source as Source
 from penstock.zoo.data import Text as Text

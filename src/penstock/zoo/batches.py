@@ -41,8 +41,7 @@ def example_batch(
     Raises:
         ConfigError: An unknown name or setting, or a batch of none.
     """
-    if batch_size < 1:
-        raise ConfigError(f"batch_size={batch_size} must not be below 1")
+    _check_batch_size(batch_size)
     if generator is None:
         generator = torch.Generator().manual_seed(seed)
     settings = _settings(network, overrides)
@@ -53,6 +52,25 @@ def example_batch(
         tokens = torch.randint(_plain_tokens(settings), shape, generator=generator)
         batch = language_batch(settings, tokens, generator=generator)
     return batch.to(device)
+
+
+def empty_batch(config: Config, batch_size: int) -> Batch:
+    """A batch of the right shapes and no particular numbers, on the default device.
+
+    Raises:
+        ConfigError: A batch of none.
+    """
+    _check_batch_size(batch_size)
+    if isinstance(config, VisionConfig):
+        shape = (batch_size, config.in_channels, config.image_size, config.image_size)
+        return Batch(torch.empty(shape), torch.empty(batch_size, dtype=torch.int64))
+    tokens = torch.empty((batch_size, config.sequence_length), dtype=torch.int64)
+    return Batch(tokens, torch.empty_like(tokens))
+
+
+def masked_count(length: int) -> int:
+    """How many tokens of a sequence of ``length`` a masked model has to predict."""
+    return max(1, round(MASKED_SHARE * length))
 
 
 def language_batch(config: LanguageConfig, text: Tensor, *, generator: torch.Generator) -> Batch:
@@ -81,7 +99,7 @@ def mask_tokens(tokens: Tensor, *, vocab_size: int, generator: torch.Generator) 
         vocab_size: Number of token ids, the mask's included.
         generator: Of the CPU.
     """
-    count = max(1, round(MASKED_SHARE * tokens.shape[1]))
+    count = masked_count(tokens.shape[1])
     places = torch.rand(tokens.shape, generator=generator).topk(count, dim=1).indices
     hidden = tokens.gather(1, places)
     targets = torch.full_like(tokens, IGNORE).scatter(1, places, hidden)
@@ -89,6 +107,11 @@ def mask_tokens(tokens: Tensor, *, vocab_size: int, generator: torch.Generator) 
     fate = torch.rand(hidden.shape, generator=generator)
     shown = torch.where(fate < 0.8, vocab_size - 1, torch.where(fate < 0.9, random, hidden))
     return Batch(tokens.scatter(1, places, shown), targets)
+
+
+def _check_batch_size(batch_size: int) -> None:
+    if batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size} must not be below 1")
 
 
 def _settings(network: str | Network | Config, overrides: dict[str, Any]) -> Config:

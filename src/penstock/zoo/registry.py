@@ -15,6 +15,7 @@ from penstock.zoo import (
     overfeat,
     resnet,
     resnet_cifar,
+    senet,
     vgg,
 )
 from penstock.zoo.base import Config, Entry, Network, Setting
@@ -25,6 +26,7 @@ _ENTRIES: Final[dict[str, Entry]] = {
     **alexnet.ENTRIES,
     **overfeat.ENTRIES,
     **googlenet.ENTRIES,
+    **senet.ENTRIES,
     **bert.ENTRIES,
     **gpt.ENTRIES,
 }
@@ -42,6 +44,7 @@ _NAMES: Final = (
     *googlenet.ENTRIES,
     *resnet.NAMES,
     *resnet_cifar.NAMES,
+    *senet.ENTRIES,
     *densenet.NAMES,
     *bert.ENTRIES,
     *gpt.ENTRIES,
@@ -56,6 +59,7 @@ _FAMILIES: Final = (
     "resnet50",
     "resnet272",
     "resnet1202",
+    "senet154",
     "densenet121",
     "densenet-bc-100-12",
     "bert-base",

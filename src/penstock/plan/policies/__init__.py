@@ -9,13 +9,31 @@ from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import Plan
 from penstock.plan.policies.all import offload_all
 from penstock.plan.policies.auto import auto
+from penstock.plan.policies.flashneuron import flashneuron
 from penstock.plan.policies.keep import keep
+from penstock.plan.policies.lifetime import lifetime
+from penstock.plan.policies.ranked import ranked
+from penstock.plan.policies.recompute import recompute
+from penstock.plan.policies.vdnn_all import vdnn_all
+from penstock.plan.policies.vdnn_conv import vdnn_conv
+from penstock.plan.policies.vdnn_dyn import vdnn_dyn
 from penstock.plan.profile import Profile
 
 Policy = Callable[[Profile, Machine, Budgets], Plan]
 """Pure, and the same plan for the same arguments, everywhere."""
 
-_POLICIES: dict[str, Policy] = {"all": offload_all, "auto": auto, "keep": keep}
+_POLICIES: dict[str, Policy] = {
+    "all": offload_all,
+    "auto": auto,
+    "flashneuron": flashneuron,
+    "keep": keep,
+    "lifetime": lifetime,
+    "ranked": ranked,
+    "recompute": recompute,
+    "vdnn-all": vdnn_all,
+    "vdnn-conv": vdnn_conv,
+    "vdnn-dyn": vdnn_dyn,
+}
 
 
 def get(name: str) -> Policy:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from penstock.plan.assemble import assemble
-from penstock.plan.groups import groups_of
+from penstock.plan.case import Case, Choice
+from penstock.plan.explain import why_no_room
 from penstock.plan.machine import Budgets, Machine
+from penstock.plan.placement import place
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
 
 
 def offload_all(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
     """Offload every slot, earliest saved first where the tiers fill up."""
-    return assemble(
-        "all",
-        profile,
-        machine,
-        budgets,
-        chosen=list(groups_of(profile)),
-        why_kept=lambda _: "",  # every group is chosen
-    )
+    case = Case(profile, machine, budgets)
+    return assemble("all", case, choose(case), lambda _: why_no_room(case))
+
+
+def choose(case: Case) -> Choice:
+    """Everything, as far as there is room."""
+    case = case.fitted()
+    return case.offload(dict(enumerate(place(list(case.groups), case.budgets))))

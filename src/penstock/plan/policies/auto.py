@@ -1,134 +1,103 @@
-"""``auto``: offload what is idle longest for what it costs, as little of it as the budget allows.
-
-An offload frees bytes for the time that nobody wants them, and costs the flash channel the time to
-write and to read them, encoded where a codec pays. So slots are ranked by bytes x idle time, per second
-of channel time; the first saved are needed last, so they come first and the tail of forward stays. Of
-slots that are idle for as long, the compressible go and the others stay. Where the channel could not
-move everything behind the network, idle time no longer counts, and they are ranked by channel time per
-byte alone, so that the compressible go first: FlashNeuron's phase 2 (FAST 2021), by measured ratios. The
-plan offloads the shortest run of that ranking with which what is kept, and a window for reads, fit in
-the budget:
+"""``auto``: at least as good as every other policy, by replay; then better, while that is quickly found.
 
 1. Everything fits: everything stays.
-2. Slots that something else keeps alive stay: offloading them frees nothing.
-3. Slots that come back sooner than they could be written and read are offloaded last but for those
-   that were never needed.
-4. Room for reads must remain beside what is kept: at least what one node of backward uses and the
-   next read, and, up to a quarter of the budget, as much as reads must run ahead to stay hidden.
-   Beyond that quarter a kept byte is worth more than a byte to read ahead into: it is not moved at
-   all.
-5. Where even the whole ranking does not leave that room, all of it is offloaded.
+2. The choices of all other policies are replayed, and the best is taken: those that fit before those
+   that do not, then by step time, then by the bytes that are moved. So none is better on paper. If a step
+   takes no longer than with memory without end, that is the plan: so ``ranked`` often is at once.
+3. Recompute and offload are mixed: for each size of segments, of those modules that free most for each
+   second of running them again, none, a few, more, all; and what must still be offloaded is, by rank
+   or by lifetime, to one tier after the other or to both.
+4. The best of these, and then the next best, are changed slot by slot, module by module: kept, to host
+   memory, to flash, recomputed, two exchanged, encoded or not, read back later, as long as the step
+   becomes shorter.
 
-A larger budget never offloads more bytes as long as the tiers have room (see ``_first_true``).
+All of this ends when ``search.WORK`` is spent and something fits. Step 2 then is complete for profiles of
+some thousand slots; of larger ones the last of its policies may not have been replayed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Final
 
-from penstock.core.units import format_bytes, format_duration
-from penstock.plan.assemble import assemble, mask_of
-from penstock.plan.encoding import SlotCodecs, best, cost_s, trip_s
-from penstock.plan.groups import Group, groups_of
+from penstock.plan.assemble import assemble
+from penstock.plan.case import Case, Choice
 from penstock.plan.machine import Budgets, Machine
-from penstock.plan.placement import fitting
+from penstock.plan.placement import place
 from penstock.plan.plan import Plan
+from penstock.plan.policies import (
+    flashneuron,
+    lifetime,
+    ranked,
+    recompute,
+    vdnn_all,
+    vdnn_conv,
+    vdnn_dyn,
+)
 from penstock.plan.profile import Profile
-from penstock.plan.residency import residency
-from penstock.plan.window import least_window, read_ahead_bytes, returning
+from penstock.plan.search import Search
 
-WINDOW_SHARE = 4
-"""Reads may run ahead by one part in this many of the budget before kept slots give way."""
+
+def _all(case: Case) -> Choice:
+    """As ``all``, but for what something else keeps alive: to offload that would free nothing."""
+    case = case.fitted()
+    order = sorted(case.movable)
+    tiers = place([case.groups[g] for g in order], case.budgets)
+    return case.offload(dict(zip(order, tiers, strict=True)))
+
+
+def _keep(case: Case) -> Choice:
+    return case.fitted([""] * len(case.groups)).offload({})
+
+
+OTHERS: Final[tuple[Callable[[Case], Choice], ...]] = (
+    ranked.choose,
+    lifetime.choose,
+    flashneuron.choose,
+    vdnn_dyn.choose,
+    vdnn_all.choose,
+    _all,
+    recompute.choose,
+    vdnn_conv.choose,
+    _keep,
+)
+"""The other policies, those that are most often the best first."""
 
 
 def auto(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
-    """Offload as little as fits the budget, the longest idle first."""
-    if profile.peak_saved_bytes <= budgets.device_bytes:
-        fits = (
-            f"fits: everything saved is {format_bytes(profile.peak_saved_bytes)} of"
-            f" {format_bytes(budgets.device_bytes)}"
-        )
-        return assemble("auto", profile, machine, budgets, chosen=[], why_kept=lambda _: fits)
-    tier = "flash" if budgets.flash_bytes else "host"
-    ranked = fitting(_rank(profile, machine, tier), budgets)
-    codecs = _codecs(ranked, machine, tier)
-    count = _first_true(len(ranked), lambda k: _fits(profile, machine, budgets, ranked[:k], codecs))
-    return assemble("auto", profile, machine, budgets, chosen=ranked[:count], why_kept=_why_kept)
+    """The best plan that is quickly found."""
+    case = Case(profile, machine, budgets)
+    if ranked.everything_fits(case):
+        why = ranked.why_everything_fits(case)
+        return assemble("auto", case, case.offload({}), lambda _: why)
+    return assemble("auto", case, choose(case))
 
 
-def _rank(profile: Profile, machine: Machine, tier: str) -> list[Group]:
-    """Candidates, best first; the same for every device budget, which chooses a run of them."""
-    movable = [group for group in groups_of(profile) if not group.held_elsewhere]
-    bound = _channel_bound(profile, machine, tier)
-    return sorted(movable, key=lambda group: _rank_key(group, machine, tier, bound=bound))
+def choose(case: Case) -> Choice:
+    """Its choice of a case in which not everything fits."""
+    search = Search(case)
+    search.look(choose_one(case) for choose_one in OTHERS)
+    if not search.done:
+        search.explore(mixed(case))
+        search.descend()
+    return search.best
 
 
-def _rank_key(
-    group: Group, machine: Machine, tier: str, *, bound: bool
-) -> tuple[int, float, float]:
-    if group.idle_ns is None:
-        return 2, 0.0, 0.0
-    nbytes, idle_s = group.key.nbytes, group.idle_ns / 1e9
-    sample = best(group.codecs, machine, tier)
-    late = idle_s < trip_s(nbytes, machine, tier, sample)
-    freed_per_s = nbytes / cost_s(nbytes, machine, tier, sample)
-    if bound:
-        return int(late), -freed_per_s, -idle_s
-    return int(late), -freed_per_s * idle_s, 0.0
+def mixed(case: Case) -> Iterator[Choice]:
+    """Recompute some, offload what must still go."""
+    case = case.fitted()
+    orders = (ranked.rank(case), lifetime.rank(case))
+    for recomputed in _sets(case):
+        for order in orders:
+            count = ranked.enough(case, order, recomputed)
+            yield lifetime.spread(case, order[:count], recomputed)
+            yield ranked.offload_first(case, order[:count], recomputed)
 
 
-def _channel_bound(profile: Profile, machine: Machine, tier: str) -> bool:
-    """Whether to move everything, as it is, would take longer than the network, either way."""
-    write, read = machine.bytes_per_s(tier)
-    forward_ns = sum(one.backward_start_ns - one.start_ns for one in profile.passes)
-    backward_ns = sum(one.end_ns - one.backward_start_ns for one in profile.passes)
-    nbytes = profile.saved_bytes
-    return nbytes / write > forward_ns / 1e9 or nbytes / read > backward_ns / 1e9
-
-
-def _codecs(groups: list[Group], machine: Machine, tier: str) -> SlotCodecs:
-    """Those that pay for a slot by itself. How many slots are offloaded does not change them."""
-    samples = ((group, best(group.codecs, machine, tier)) for group in groups if group.codecs)
-    return {i: sample for group, sample in samples if sample for i in group.indices}
-
-
-def _fits(
-    profile: Profile,
-    machine: Machine,
-    budgets: Budgets,
-    chosen: list[Group],
-    codecs: SlotCodecs,
-) -> bool:
-    """Whether what stays and a good window fit. True for a budget if true for a smaller one."""
-    mask = mask_of(profile, chosen)
-    need = residency(profile, mask)
-    if need.hard_bytes > budgets.device_bytes:
-        return False
-    ahead = read_ahead_bytes(profile, mask, machine, codecs)
-    ahead = min(ahead, budgets.device_bytes // WINDOW_SHARE)
-    window = max(ahead, least_window(returning(profile, mask), need.working_bytes))
-    return need.kept_bytes + window <= budgets.device_bytes
-
-
-def _why_kept(group: Group) -> str:
-    if group.held_elsewhere:
-        return "held elsewhere: offloading it would free nothing"
-    if group.idle_ns is None:
-        return "not needed in the profiled step"
-    return f"tail of forward; needed {format_duration(group.idle_ns / 1e9)} after it was saved"
-
-
-def _first_true(count: int, holds: Callable[[int], bool]) -> int:
-    """The k in 0..count that bisection ends at: the least for which ``holds``, if it is monotone.
-
-    Where ``holds(count)`` is false the answer is ``count``. If one predicate holds wherever another
-    does, its answer is not above the other's, monotone or not.
-    """
-    low, high = 0, count
-    while low < high:
-        middle = (low + high) // 2
-        if holds(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+def _sets(case: Case) -> Iterator[tuple[str, ...]]:
+    yield ()
+    for limit in recompute.sizes(case):
+        order = recompute.by_worth(case.recomputing.antichain(limit))
+        counts = {len(order) * part // 8 for part in (1, 2, 4, 6, 8)} - {0}
+        for count in sorted(counts):
+            yield tuple(sorted(order[:count]))

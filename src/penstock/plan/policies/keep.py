@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.plan.assemble import assemble
+from penstock.plan.case import Case
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
@@ -10,11 +11,6 @@ from penstock.plan.profile import Profile
 
 def keep(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
     """Offload nothing, whatever the budget."""
-    return assemble(
-        "keep",
-        profile,
-        machine,
-        budgets,
-        chosen=[],
-        why_kept=lambda _: "policy keep: everything stays",
-    )
+    case = Case(profile, machine, budgets)
+    case = case.fitted([""] * len(case.groups))
+    return assemble("keep", case, case.offload({}), lambda _: "policy keep: everything stays")

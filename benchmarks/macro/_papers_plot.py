@@ -1,0 +1,121 @@
+"""The picture of ``papers.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import _papers_flash
+import _papers_vdnn
+
+PAPER, OURS, AUTO = "#b0b7be", "#0b6e99", "#d9730d"
+PARTS = {
+    "ideal_s": ("computing", "#4d6461"),
+    "slower_algorithms_s": ("slower convolutions", "#6940a5"),
+    "recompute_s": ("computing again", "#dfab01"),
+    "waits_s": ("waiting", "#ad1a72"),
+}
+
+
+def plot(figures: dict[str, Any], path: Path) -> None:
+    import matplotlib as mpl  # noqa: PLC0415  (an extra)
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    figure, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    _averages(axes[0][0], figures["vdnn"]["averages"])
+    _step_times(axes[0][1], figures["vdnn"]["vgg16-256"])
+    _throughputs(axes[1][0], figures["flashneuron"]["networks"])
+    _shares(axes[1][1], figures["flashneuron"]["g10"])
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_axisbelow(True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _averages(axis: Any, averages: dict[str, Any]) -> None:
+    best = [row["policies"][row["best"]] for row in averages.values()]
+    bars = {
+        "vDNN, the paper": ([100 * _papers_vdnn.AVERAGES[name] for name in averages], PAPER),
+        "vDNN, managed pool": ([100 * one["managed_down"] for one in best], OURS),
+        "vDNN, whole network": ([100 * one["whole_down"] for one in best], "#7fb5cc"),
+    }
+    _grouped(axis, list(averages), bars)
+    axis.set(title="Average memory below the static baseline", ylabel="%", ylim=(0, 125))
+
+
+def _step_times(axis: Any, vgg: dict[str, Any]) -> None:
+    rows = vgg["policies"]
+    names = [name for name, row in rows.items() if row["feasible"]]
+    left = [0.0] * len(names)
+    for part, (label, colour) in PARTS.items():
+        values = [rows[name][part] for name in names]
+        axis.barh(names, values, left=left, color=colour, label=label)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    ideal = next(iter(rows.values()))["ideal_s"]
+    label = f"the paper's loss, {_papers_vdnn.LOSS:.0%}"
+    axis.axvline(ideal / (1 - _papers_vdnn.LOSS), color="black", linestyle=":", label=label)
+    axis.set(title="VGG-16, batch 256, in 12 GB: policies that fit", xlabel="s a step")
+    axis.invert_yaxis()
+    axis.legend(fontsize=8, frameon=False, loc="lower right")
+
+
+def _throughputs(axis: Any, networks: dict[str, Any]) -> None:
+    def over(row: dict[str, Any], policy: str) -> float:
+        run = row["at_multiple"][policy]
+        return 100 * run["samples_per_s"] / row["memory_only"]["samples_per_s"]
+
+    labels = [f"{name}\nbatch {_batch(row)}" for name, row in networks.items()]
+    bars = {
+        "FlashNeuron, the paper's mean": ([100 * (1 + _papers_flash.GAIN)] * len(labels), PAPER),
+        "flashneuron": ([over(row, "flashneuron") for row in networks.values()], OURS),
+        "auto": ([over(row, "auto") for row in networks.values()], AUTO),
+    }
+    _grouped(axis, labels, bars)
+    axis.axhline(100, color="black", linewidth=0.8)
+    top = max(max(values) for values, _ in bars.values())
+    axis.set(
+        title="Samples/s on a V100, of memory only at its largest batch",
+        ylabel="%",
+        ylim=(0, 1.4 * top),
+    )
+
+
+def _batch(row: dict[str, Any]) -> str:
+    return f"{row['at_multiple']['auto']['batch']} for {row['batch_memory_only']}"
+
+
+def _shares(axis: Any, networks: dict[str, Any]) -> None:
+    def share(policies: str, policy: str) -> list[float]:
+        return [100 * row[policies][policy]["share_of_ideal"] for row in networks.values()]
+
+    known = [_papers_flash.G10[name] for name in networks]
+    bars = {
+        "FlashNeuron, by G10": ([100 * one.share for one in known], PAPER),
+        "flashneuron, roofline": (share("policies", "flashneuron"), "#7fb5cc"),
+        "flashneuron, as traced": (share("policies_traced", "flashneuron"), OURS),
+        "auto, roofline": (share("policies", "auto"), "#efb98f"),
+        "auto, as traced": (share("policies_traced", "auto"), AUTO),
+    }
+    labels = [f"{name}\nbatch {one.batch}" for name, one in zip(networks, known, strict=True)]
+    _grouped(axis, labels, bars, columns=2)
+    axis.axhline(95, color=AUTO, linewidth=0.8, linestyle=":")
+    axis.set(title="G10's setting: share of the ideal speed", ylabel="%", ylim=(0, 150))
+
+
+def _grouped(
+    axis: Any,
+    labels: list[str],
+    bars: dict[str, tuple[list[float], str]],
+    *,
+    columns: int | None = None,
+) -> None:
+    width = 0.8 / len(bars)
+    for place, (label, (values, colour)) in enumerate(bars.items()):
+        at = [i + (place - (len(bars) - 1) / 2) * width for i in range(len(labels))]
+        drawn = axis.bar(at, values, width, color=colour, label=label)
+        axis.bar_label(drawn, fmt="%.0f", fontsize=8, padding=2)
+    axis.set_xticks(range(len(labels)), labels, fontsize=9)
+    axis.legend(fontsize=8, frameon=False, loc="upper left", ncols=columns or len(bars))

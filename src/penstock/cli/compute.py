@@ -1,0 +1,173 @@
+"""How fast a device computes, measured through torch, as a roofline wants to know it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+
+from penstock import zoo
+from penstock.plan.machine import Compute
+
+ROUND_S: Final = 0.3
+"""How long one thing is repeated; the best, or the median, of the rounds in it counts."""
+_LONG_S: Final = 0.02
+"""A matrix product that takes so long is large enough."""
+_SIDES: Final = (512, 1024, 2048, 4096, 8192, 16384)
+_STREAM_FLOATS: Final = {"cpu": 1 << 24, "cuda": 1 << 28}
+_LOAD: Final[dict[str, Any]] = {"image_size": 96}
+_BATCH: Final = {"cpu": 8, "cuda": 128}
+_CONVOLUTIONS: Final = ((64, 64, 3, 56), (256, 64, 1, 56), (256, 256, 3, 14), (64, 128, 3, 28))
+"""(channels in, channels out, kernel, side of the map): as ResNets and VGGs have them."""
+_LINEAR: Final = (1024, 4096)
+"""Features in and out of a transformer's layer."""
+
+Wait = Callable[[], None]
+
+
+def device() -> torch.device:
+    """The one that a session would use: CUDA where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def device_bytes(where: torch.device) -> int:
+    """Memory of a CUDA device; 0 for the CPU, whose memory is the host's."""
+    return torch.cuda.get_device_properties(where).total_memory if where.type == "cuda" else 0
+
+
+def measure(where: torch.device) -> Compute:
+    """The peak of matrix products and layers, what of it a layer reaches, memory, and launches."""
+    wait = _waiter(where)
+    layers = _layer_flops(where, wait)
+    peak = max(
+        _peak_flops(where, torch.float32, wait), *layers
+    )  # some algorithms cut multiplications
+    return Compute(
+        float32_flops_per_s=peak,
+        half_flops_per_s=_peak_flops(where, torch.bfloat16, wait),
+        efficiency=statistics.median(layers) / peak,
+        memory_bytes_per_s=_stream(where, wait),
+        operator_s=_launch_s(where, wait),
+    )
+
+
+class Load:
+    """A network in training, to be timed with and without something beside it."""
+
+    def __init__(self, where: torch.device) -> None:
+        """Build it: many operators, some bound by arithmetic and some by memory."""
+        self._wait = _waiter(where)
+        self._network = zoo.build("resnet18", **_LOAD).to(where)
+        self._batch = zoo.example_batch(self._network, _BATCH[where.type])
+
+    def run(self, seconds: float) -> float:
+        """Train for about so long; the median seconds of a step."""
+        times: list[float] = []
+        begun = time.perf_counter()
+        while not times or time.perf_counter() - begun < seconds:
+            start = time.perf_counter()
+            self._network(self._batch.inputs, self._batch.targets).backward()
+            self._network.zero_grad()
+            self._wait()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+
+def copies(where: torch.device, nbytes: int) -> tuple[float, float]:
+    """Bytes per second from a CUDA device to pinned memory, and back; the best of some."""
+    wait = _waiter(where)
+    here = torch.empty(nbytes, dtype=torch.uint8, device=where)
+    there = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    out_s = _best_s(lambda: there.copy_(here, non_blocking=True), wait)
+    back_s = _best_s(lambda: here.copy_(there, non_blocking=True), wait)
+    return nbytes / out_s, nbytes / back_s
+
+
+def _waiter(where: torch.device) -> Wait:
+    if where.type == "cuda":
+        return lambda: torch.cuda.synchronize(where)
+    return lambda: None
+
+
+@contextmanager
+def _no_quicker_formats() -> Iterator[None]:
+    """Float32 is float32: no TF32."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def _peak_flops(where: torch.device, dtype: torch.dtype, wait: Wait) -> float:
+    best = 0.0
+    with _no_quicker_formats():
+        for side in _SIDES:
+            left, right = (torch.randn(side, side, device=where).to(dtype) for _ in range(2))
+            took_s = _best_s(lambda a=left, b=right: a @ b, wait)  # type: ignore[misc]
+            best = max(best, 2 * side**3 / took_s)
+            if took_s > _LONG_S:
+                break
+    return best
+
+
+def _layer_flops(where: torch.device, wait: Wait) -> list[float]:
+    """Operations per second of layers as networks have them, in forward and backward."""
+    found = []
+    batch = _BATCH[where.type]
+    with _no_quicker_formats():
+        for channels, out, kernel, side in _CONVOLUTIONS:
+            layer: torch.nn.Module = torch.nn.Conv2d(
+                channels, out, kernel, padding=kernel // 2, device=where
+            )
+            images = torch.randn(batch, channels, side, side, device=where, requires_grad=True)
+            flops = 6 * batch * out * side * side * channels * kernel**2
+            found.append(flops / _both_ways_s(layer, images, wait))
+        layer = torch.nn.Linear(*_LINEAR, device=where)
+        rows = torch.randn(64 * batch, _LINEAR[0], device=where, requires_grad=True)
+        flops = 6 * 64 * batch * _LINEAR[0] * _LINEAR[1]
+        found.append(flops / _both_ways_s(layer, rows, wait))
+    return found
+
+
+def _both_ways_s(layer: torch.nn.Module, inputs: torch.Tensor, wait: Wait) -> float:
+    ahead = layer(inputs)
+    slope = torch.ones_like(ahead)
+    return _best_s(lambda: layer(inputs).backward(slope), wait)
+
+
+def _stream(where: torch.device, wait: Wait) -> float:
+    count = _STREAM_FLOATS[where.type]
+    left, right, total = (torch.ones(count, device=where) for _ in range(3))
+    return 3 * 4 * count / _best_s(lambda: torch.add(left, right, out=total), wait)
+
+
+def _launch_s(where: torch.device, wait: Wait) -> float:
+    """Seconds of an operator that has next to nothing to do, one after the other."""
+    small = torch.ones(1, device=where)
+    count = 1000
+
+    def many() -> None:
+        for _ in range(count):
+            small.add_(1)
+
+    return _best_s(many, wait) / count
+
+
+def _best_s(work: Callable[[], object], wait: Wait) -> float:
+    """Seconds of the quickest of some turns, after one to warm up."""
+    work()
+    wait()
+    found: list[float] = []
+    begun = time.perf_counter()
+    while len(found) < 3 or time.perf_counter() - begun < ROUND_S:
+        start = time.perf_counter()
+        work()
+        wait()
+        found.append(time.perf_counter() - start)
+    return min(found)

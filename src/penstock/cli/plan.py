@@ -1,0 +1,245 @@
+"""``penstock plan``: what training will take, in time and memory, before a step of it is run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from penstock import __version__
+from penstock.cli.command import add_common, formatter, size
+from penstock.cli.output import say, show, write_json
+from penstock.cli.plan_network import OPTIMIZER_COPIES
+from penstock.cli.plan_request import ALL, Request, check
+from penstock.core.errors import ConfigError
+from penstock.core.units import format_bytes, format_duration
+from penstock.plan import machines, policies
+from penstock.plan.plan import INFEASIBLE
+from penstock.plan.serial import encode_fields
+from penstock.report.outcome import Outcome, best_first, outcome
+from penstock.report.plan_plot import plot_plan
+from penstock.report.plan_table import Largest, all_policies, one_policy
+
+_EXAMPLES: Final = """\
+examples:
+  penstock plan vgg16 --batch 256 --machine titan-x
+  penstock plan bert-large --batch 64 --machine v100-nvme --policy all
+  penstock plan gpt2 --batch 8 --machine cpu --device-memory 2GiB --plot step.svg
+  penstock plan train.py:build --batch 64 --machine here.toml --device-memory 20GiB --json
+
+Nothing is trained, and the machine need not be there. The exit code is 0 if a plan fits, 1 if none
+does. Sizes have a unit: GB is 10^9 bytes, GiB is 2^30."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of ``penstock plan``."""
+    made = argparse.ArgumentParser(
+        prog="penstock plan",
+        usage="penstock plan NETWORK --batch N --machine MACHINE [options]",
+        description="Tell, before a step is run, whether training fits in memory, how long a step takes,"
+        "\nand what goes where.",
+        epilog=_EXAMPLES,
+        formatter_class=formatter,
+        allow_abbrev=False,
+    )
+    made.add_argument(
+        "network", metavar="NETWORK", help="a network of the zoo, as resnet50; a function of one's own,"
+        " file.py:function; or a profile, file.json",
+    )  # fmt: skip
+    made.add_argument("--batch", metavar="N", type=int, help="images or sequences in a step")
+    made.add_argument(
+        "--machine", required=True, metavar="NAME",
+        help=f"{', '.join(machines.names())}; or a file, as `penstock bench machine` writes it",
+    )  # fmt: skip
+    for name, text in (
+        ("--device-memory", "budget for the device (default: all the machine's)"),
+        ("--host-memory", "what the host tier may hold (default: the machine's; none for a CPU)"),
+        ("--flash-memory", "what the flash tier may hold (default: the machine's)"),
+        ("--tbw", "bytes written that the SSD is rated for, as 600TB"),
+    ):
+        made.add_argument(name, metavar="SIZE", type=size, help=text)
+    made.add_argument(
+        "--policy", metavar="NAME", default="auto",
+        help=f"{', '.join(n for n in policies.names() if n != ALL)}; or {ALL}, to compare every one"
+        " (default: auto)",
+    )  # fmt: skip
+    made.add_argument(
+        "--device", choices=("cpu", "cuda"), help="whose kernels compute; for cuda the budget is"
+        " for all device memory, for cpu for what autograd saves (default: the machine's)",
+    )  # fmt: skip
+    made.add_argument(
+        "--optimizer", choices=tuple(OPTIMIZER_COPIES), default="sgd",
+        help="whose state is in device memory (default: sgd, which has none)",
+    )  # fmt: skip
+    made.add_argument("--autocast", choices=("bfloat16", "float16"), help="train under autocast")
+    made.add_argument(
+        "--set", metavar="NAME=VALUE", action="append", default=[],
+        help="a setting of the zoo's network, as image_size=96; again for each",
+    )  # fmt: skip
+    made.add_argument("--verbose", action="store_true", help="tell about every slot")
+    made.add_argument("--plot", metavar="FILE", help="draw one step, as .svg, .png or .pdf")
+    made.add_argument("--save-plan", metavar="FILE.json", help="write the plan; of all the best")
+    add_common(made, json_help="print one JSON document on standard output")
+    return made
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Plan, print, draw, save; 1 if nothing fits.
+
+    Raises:
+        ConfigError: An option, the network or the machine makes no sense.
+        PlanError: The profile in a file is none.
+    """
+    request = check(options)
+    largest = _largest(request)
+    outcomes = best_first(
+        outcome(name, request.profile, request.machine, request.budgets)
+        for name in request.policies
+    )
+    best = outcomes[0]
+    if options.plot is not None:
+        plot_plan(best, options.plot, title=_title(request, best))
+    if options.save_plan is not None:
+        _save(best, options.save_plan)
+    if options.json:
+        write_json(document(request, outcomes, largest), sys.stdout)
+    else:
+        show(text(request, outcomes, largest, verbose=options.verbose), sys.stdout)
+    if not best.fits:
+        say(f"error: {_why_not(outcomes)}")
+    return 0 if best.fits else 1
+
+
+def _largest(request: Request) -> dict[str, Largest]:
+    """For each policy. `auto` comes last: it fits wherever another does, so it begins there."""
+    if request.search is None:
+        return {}
+    order = sorted(request.policies, key=lambda name: name == "auto")
+    return {name: request.search.of(name) for name in order}
+
+
+def _save(one: Outcome, path: str) -> None:
+    try:
+        Path(path).write_text(one.plan.to_json() + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--save-plan: {path!r} cannot be written: {error.strerror}") from error
+
+
+def _why_not(outcomes: Sequence[Outcome]) -> str:
+    """What the best of what does not fit says for itself, and what would do."""
+    best = outcomes[0]
+    whose = f"policy {best.policy}" if len(outcomes) == 1 else f"no policy fits; {best.policy}"
+    if best.least_bytes is None:
+        budgets = best.plan.budgets
+        return (
+            f"{whose}: the tiers have too little room, {format_bytes(budgets.host_bytes)} of host"
+            f" memory and {format_bytes(budgets.flash_bytes)} of flash, and no device memory was"
+            " found that makes up for it; give more of these"
+        )
+    notes = (note for note in best.plan.notes if note.startswith(INFEASIBLE))
+    why = next(notes, "the device budget cannot be kept")
+    more = f"; --device-memory {best.least_bytes} would do"
+    return f"{whose}: {why}{more * (f'at least {best.least_bytes} bytes' not in why)}"
+
+
+def _head(request: Request) -> Text:
+    profile, budgets = request.profile, request.budgets
+    batch = f", batch {request.batch_size}" if request.batch_size else ""
+    line = Text(f"{request.subject.name}{batch}", style="bold")
+    line.append(f" on {request.machine.name}", style="not bold")
+    counted = "of all device memory" if request.whole_device else "of what autograd saves"
+    line.append(
+        f"\na step saves {format_bytes(profile.saved_bytes)} in {len(profile.slots)} slots; if all of it"
+        f" stayed, the peak {counted} would be {format_bytes(profile.peak_saved_bytes)}"
+        f"\nbudget {format_bytes(budgets.device_bytes)} {counted}; tiers: host"
+        f" {format_bytes(budgets.host_bytes)}, flash {format_bytes(budgets.flash_bytes)}",
+        style="not bold",
+    )
+    if request.whole_device and request.search is not None:
+        line.append(
+            f"\nparameters, gradients and the state of {request.training.optimizer}:"
+            f" {format_bytes(profile.fixed_bytes)}",
+            style="not bold",
+        )
+    return line
+
+
+def text(
+    request: Request,
+    outcomes: Sequence[Outcome],
+    largest: Mapping[str, Largest],
+    *,
+    verbose: bool,
+) -> RenderableType:
+    """For people."""
+    head, best = _head(request), outcomes[0]
+    if len(outcomes) == 1:
+        body = one_policy(
+            best,
+            largest=largest.get(best.policy),
+            tbw_bytes=request.tbw_bytes,
+            verbose=verbose,
+        )
+        return Group(head, Text(), body)
+    oracle = format_duration(best.replayed.ideal_ns / 1e9)
+    foot = f"The oracle, a step with memory without end, takes {oracle}."
+    return Group(head, Text(), all_policies(outcomes, largest=largest), Text(), Text(foot))
+
+
+def document(
+    request: Request, outcomes: Sequence[Outcome], largest: Mapping[str, Largest]
+) -> dict[str, Any]:
+    """The JSON document."""
+    profile = request.profile
+    return {
+        "schema": 1,
+        "penstock": __version__,
+        "network": request.subject.name,
+        "batch_size": request.batch_size,
+        "machine": request.machine.name,
+        "device": profile.device,
+        "whole_device": request.whole_device,
+        "budgets": asdict(request.budgets),
+        "tbw_bytes": request.tbw_bytes,
+        "profile": {
+            "slots": len(profile.slots),
+            "saved_bytes": profile.saved_bytes,
+            "peak_bytes": profile.peak_saved_bytes,
+            "fixed_bytes": profile.fixed_bytes,
+        },
+        "policies": [_facts(one, largest.get(one.policy), request.tbw_bytes) for one in outcomes],
+    }
+
+
+def _facts(one: Outcome, largest: Largest | None, tbw_bytes: int | None) -> dict[str, Any]:
+    found = asdict(one.replayed)
+    del found["trace"], found["feasible"]
+    for tier in ("host", "flash"):
+        found[tier]["average_bytes"] = one.average_bytes(tier)
+    written = one.replayed.flash.written_bytes
+    return {
+        "policy": one.policy,
+        "fits": one.fits,
+        "least_device_bytes": one.least_bytes,
+        "largest_batch": None if largest is None else asdict(largest),
+        **found,
+        "stall_ns": one.replayed.stall_ns,
+        "slowdown": one.replayed.slowdown,
+        "first_fit": {**asdict(one.first_fit), "fragmentation": one.first_fit.fragmentation},
+        "two_ended": {**asdict(one.two_ended), "fragmentation": one.two_ended.fragmentation},
+        "moved_bytes": one.moved_bytes,
+        "tbw_share": None if tbw_bytes is None else written / tbw_bytes,
+        "steps_to_wear_out": None if not (tbw_bytes and written) else tbw_bytes // written,
+        "plan": encode_fields(one.plan),
+    }
+
+
+def _title(request: Request, best: Outcome) -> str:
+    batch = f", batch {request.batch_size}" if request.batch_size else ""
+    return f"{request.subject.name}{batch}, policy {best.policy}, on {request.machine.name}"

@@ -1,0 +1,198 @@
+"""What ``penstock plan`` plans for: a network of the zoo, a function in a file, or a profile in a file.
+
+Only the first two load torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from penstock.core.errors import ConfigError, PenstockError
+from penstock.plan.machine import Machine
+from penstock.plan.profile import Profile
+
+OPTIMIZER_COPIES: Final = {"sgd": 0, "momentum": 1, "adam": 2}
+"""Tensors of a parameter's size that optimizers keep."""
+_RETURNS: Final = "it returns (module, inputs), or (module, inputs, loss)"
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a network is trained, as far as its profile depends on it."""
+
+    machine: Machine
+    device: str
+    """``"cpu"``: the budget is for what autograd saves; ``"cuda"``: for the whole device."""
+    optimizer: str
+    autocast: str | None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Keyword arguments of ``dry_profile``."""
+        return {
+            "machine": self.machine,
+            "device": self.device,
+            "optimizer_state_copies": OPTIMIZER_COPIES[self.optimizer],
+            "autocast": self.autocast,
+            "whole_device": self.device == "cuda",
+        }
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is planned for."""
+
+    name: str
+    profile_of: Callable[[int], Profile] | None
+    """The profile of a batch; None: there is only ``profile``."""
+    profile: Profile | None = None
+
+
+def subject(text: str, training: Training, settings: Mapping[str, Any]) -> Subject:
+    """Find the network that the user names.
+
+    Args:
+        text: A name of the zoo, ``file.py:function``, or a path that ends with ``.json``.
+        training: How it is trained; of no concern to a profile.
+        settings: Overrides for the zoo.
+
+    Raises:
+        ConfigError: There is no such network, file or function.
+        PlanError: The file is no profile.
+    """
+    path, colon, function = text.rpartition(":")
+    if colon and path.endswith(".py"):
+        _refuse_settings(settings, text)
+        return Subject(text, _from_function(path, function, training))
+    if text.endswith(".py"):
+        raise ConfigError(f"{text!r}: name a function in it, as {text}:build; {_RETURNS}")
+    if text.endswith(".json"):
+        _refuse_settings(settings, text)
+        return Subject(text, None, _read(text))
+    importlib.import_module("penstock.zoo").config(text, **settings)  # refused before any work
+    dry = importlib.import_module("penstock.dry")
+    return Subject(
+        text, lambda batch: dry.dry_zoo_profile(text, batch, **training.settings, **settings)
+    )
+
+
+def parse_settings(words: list[str]) -> dict[str, Any]:
+    """``["image_size=96", "size=tiny"]`` as keyword arguments for the zoo."""
+    found: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name.isidentifier():
+            raise ConfigError(f"--set: {word!r} is not NAME=VALUE, as in image_size=96")
+        found[name] = _value(value)
+    return found
+
+
+def _value(text: str) -> int | float | bool | str:
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def _refuse_settings(settings: Mapping[str, Any], text: str) -> None:
+    if settings:
+        raise ConfigError(f"--set {next(iter(settings))}: {text!r} is not a network of the zoo")
+
+
+def _read(path: str) -> Profile:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"profile {path!r} cannot be read: {error}") from error
+    return Profile.from_json(text, source=path)
+
+
+def _from_function(path: str, name: str, training: Training) -> Callable[[int], Profile]:
+    build = _load(path, name)
+    dry = importlib.import_module("penstock.dry")
+    torch = importlib.import_module("torch")
+
+    def profile_of(batch: int) -> Profile:
+        where = f"{path}:{name}({batch})"
+        with _of_the_user(where), torch.device("meta"):
+            made = build(batch)
+        module, inputs, loss = _taken_apart(made, where, torch)
+        with _of_the_user(where):
+            profile: Profile = dry.dry_profile(module, loss, inputs=inputs, **training.settings)
+        return profile
+
+    return profile_of
+
+
+def _load(path: str, name: str) -> Callable[[int], Any]:
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"{path!r}: there is no such file")
+    module_name = file.stem
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(module_name, module)
+    sys.path.insert(0, str(file.resolve().parent))
+    with _of_the_user(path):
+        spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
+        raise ConfigError(f"{path!r} has no function {name!r}; it has {', '.join(known) or 'none'}")
+    checked: Callable[[int], Any] = function
+    return checked
+
+
+@contextlib.contextmanager
+def _of_the_user(where: str) -> Any:
+    """Run the user's code: what it prints goes to standard error, what it raises is told in a line."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except PenstockError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{where} failed: {type(error).__name__}: {error}; --debug shows where"
+        ) from error
+
+
+def _taken_apart(made: Any, where: str, torch: Any) -> tuple[Any, tuple[Any, ...], Any]:
+    parts = made if isinstance(made, tuple) else (made,)
+    if len(parts) not in (2, 3) or not isinstance(parts[0], torch.nn.Module):
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        raise ConfigError(f"{where} returned ({kinds}); {_RETURNS}")
+    module, inputs = parts[:2]
+    if isinstance(inputs, torch.Tensor):
+        inputs = (inputs,)
+    if not isinstance(inputs, tuple | list) or not all(
+        isinstance(one, torch.Tensor) for one in inputs
+    ):
+        raise ConfigError(f"{where}: its inputs are {type(inputs).__name__}, not tensors")
+    return module, tuple(inputs), parts[2] if len(parts) == 3 else _sum_of_output(where, torch)
+
+
+def _sum_of_output(where: str, torch: Any) -> Callable[..., Any]:
+    """The loss where none is given: the module's output, added up."""
+
+    def loss(module: Any, *inputs: Any) -> Any:
+        output = module(*inputs)
+        if not isinstance(output, torch.Tensor):
+            raise ConfigError(
+                f"{where}: the module returns {type(output).__name__}, not a tensor; return a third:"
+                " loss(module, *inputs)"
+            )
+        return output.sum()
+
+    return loss

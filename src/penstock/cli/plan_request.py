@@ -1,0 +1,111 @@
+"""What ``penstock plan`` was asked for: its options, checked, and the profile of the network."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from penstock.cli.paths import file_to_write
+from penstock.cli.plan_batches import LargestBatch
+from penstock.cli.plan_network import Subject, Training, parse_settings, subject
+from penstock.core.errors import ConfigError
+from penstock.core.units import parse_bytes
+from penstock.plan import machines, policies
+from penstock.plan.machine import Budgets, Machine
+from penstock.plan.profile import Profile
+
+ALL: Final = "all"
+"""For ``--policy`` every policy, and not only the one of this name."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for, checked."""
+
+    subject: Subject
+    batch_size: int | None
+    machine: Machine
+    training: Training
+    budgets: Budgets
+    policies: tuple[str, ...]
+    tbw_bytes: int | None
+    profile: Profile
+    search: LargestBatch | None
+
+    @property
+    def whole_device(self) -> bool:
+        """Whether the budget is for all that is on the device."""
+        return bool(self.profile.fixed_bytes or self.profile.transients)
+
+
+def check(options: argparse.Namespace) -> Request:
+    """Look at every option before any work is done; then make the profile.
+
+    Raises:
+        ConfigError: An option, the network or the machine makes no sense.
+        PlanError: The profile in a file is none.
+    """
+    machine = machines.find(options.machine)
+    device = options.device or _device_of(machine)
+    budgets = Budgets(
+        device_bytes=_bytes(options, "device_memory", machine.device_bytes, least=1),
+        host_bytes=_bytes(options, "host_memory", machine.host_bytes if device == "cuda" else 0),
+        flash_bytes=_bytes(options, "flash_memory", machine.flash_bytes),
+    )
+    tbw_bytes = None if options.tbw is None else _bytes(options, "tbw", 0, least=1)
+    every = options.policy == ALL
+    if not every:
+        policies.get(options.policy)
+    _check_paths(options)
+    training = Training(machine, device, options.optimizer, options.autocast)
+    found = subject(options.network, training, parse_settings(options.set))
+    batch_size, profile, search = options.batch, found.profile, None
+    if profile is None:
+        assert found.profile_of is not None
+        if batch_size is None or batch_size < 1:
+            given = "missing" if batch_size is None else f"{batch_size}"
+            raise ConfigError(f"--batch is {given}; give how many images or sequences, 1 or more")
+        search = LargestBatch(found.profile_of, batch_size, machine, budgets)
+        profile = search.profile(batch_size)
+    elif batch_size is not None:
+        raise ConfigError(f"--batch: a profile is of one batch, leave it out for {found.name!r}")
+    return Request(
+        subject=found,
+        batch_size=batch_size,
+        machine=machine,
+        training=training,
+        budgets=budgets,
+        policies=policies.names() if every else (options.policy,),
+        tbw_bytes=tbw_bytes,
+        profile=profile,
+        search=search,
+    )
+
+
+def _device_of(machine: Machine) -> str:
+    """A machine whose device's memory is the host's computes on its CPU."""
+    same = machine.device_bytes == machine.host_bytes and not machine.flash_over_link
+    return "cpu" if same else "cuda"
+
+
+def _bytes(options: argparse.Namespace, name: str, default: int, *, least: int = 0) -> int:
+    option = f"--{name.replace('_', '-')}"
+    given = getattr(options, name)
+    nbytes = default if given is None else parse_bytes(given, what=option)
+    if nbytes < least:
+        unknown = "" if given is not None else "; the machine does not say how much it has"
+        raise ConfigError(f"{option} is {nbytes} bytes, it must be {least} or more{unknown}")
+    return nbytes
+
+
+def _check_paths(options: argparse.Namespace) -> None:
+    """Before any work is done."""
+    for name in ("plot", "save_plan"):
+        if getattr(options, name) is not None:
+            file_to_write(getattr(options, name), f"--{name.replace('_', '-')}")
+    if options.plot is not None and Path(options.plot).suffix not in (".svg", ".png", ".pdf"):
+        raise ConfigError(f"--plot: {options.plot!r} does not end with .svg, .png or .pdf")
+    if options.save_plan is not None and Path(options.save_plan).suffix != ".json":
+        raise ConfigError(f"--save-plan: {options.save_plan!r} does not end with .json")

@@ -1,0 +1,87 @@
+"""Copies of modules and tensors that have shapes, strides, types and devices, and no data."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeVar
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from penstock.core.errors import ConfigError
+from penstock.hooks.saved_tensors import strided_storage
+
+M = TypeVar("M", bound=torch.nn.Module)
+
+
+class Fakes:
+    """Makes fakes of real tensors, and of such on the device "meta". Use it within a FakeTensorMode.
+
+    What shares a storage shares one in the copy.
+    """
+
+    def __init__(self) -> None:
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._originals: list[torch.UntypedStorage] = []  # alive, so that no address is used again
+
+    def tensor(self, original: torch.Tensor) -> torch.Tensor:
+        """The fake of one tensor, on the CPU. Raises ConfigError if it is not a plain strided one."""
+        storage = strided_storage(original)
+        if storage is None:
+            raise ConfigError(
+                f"dry profile: a {type(original).__name__} of layout {original.layout} and shape"
+                f" {tuple(original.shape)} has no shape-only copy; give plain strided tensors"
+            )
+        fake = self._like(original, storage)
+        if isinstance(original, torch.nn.Parameter):
+            return torch.nn.Parameter(fake, requires_grad=original.requires_grad)
+        return fake.requires_grad_(original.requires_grad)
+
+    def module(self, original: M) -> M:
+        """A copy with fake parameters and buffers; the original is not touched.
+
+        Raises:
+            ConfigError: It has something that cannot be copied.
+        """
+        memo = {id(one): self.tensor(one) for one in original.parameters()}
+        try:
+            with _Copying(self):
+                return copy.deepcopy(original, memo)
+        except Exception as error:
+            raise ConfigError(
+                f"dry profile: this {type(original).__name__} cannot be copied: {error}; build it on the"
+                " device 'meta' without what cannot be copied"
+            ) from error
+
+    def _like(self, original: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+        size, stride = original.size(), original.stride()
+        known = self._storages.get(storage._cdata)
+        if known is None:
+            self._originals.append(storage)
+            if original.numel() * original.element_size() == storage.nbytes():
+                fake = torch.empty_strided(size, stride, dtype=original.dtype, device="cpu")
+                self._storages[storage._cdata] = fake.untyped_storage()
+                return fake
+            whole = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
+            known = self._storages[storage._cdata] = whole.untyped_storage()
+        fake = torch.empty(0, dtype=original.dtype, device="cpu")
+        offset = int(original.storage_offset())
+        return fake.set_(known, offset, size, stride)
+
+
+class _Copying(TorchFunctionMode):
+    """Within, a deep copy of a tensor is its fake: of a buffer, or whatever else a module has."""
+
+    def __init__(self, fakes: Fakes) -> None:
+        super().__init__()
+        self._fakes = fakes
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not torch.Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        original, memo = args
+        if id(original) not in memo:
+            memo[id(original)] = self._fakes.tensor(original)
+        return memo[id(original)]

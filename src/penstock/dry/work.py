@@ -1,0 +1,177 @@
+"""What one call of an operator amounts to: floating-point operations, bytes moved, a convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from penstock.plan.operators import Convolution
+from penstock.plan.roofline import is_dense
+
+_aten: Final = torch.ops.aten
+_NOTHING: Final = frozenset(
+    {"detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+)
+"""Operators that touch no data, though their results may be new storages."""
+_UNREAD: Final = {
+    **dict.fromkeys(
+        [
+            *("bernoulli_", "copy_", "exponential_", "fill_", "normal_", "random_", "uniform_"),
+            *("zero_", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"),
+            *("new_full", "new_ones", "new_zeros"),
+        ],
+        0,
+    ),
+    "nll_loss_backward": 1,
+    "nll_loss2d_backward": 1,
+    "max_pool2d_with_indices_backward": 1,
+}
+"""Which argument gives a shape, or a place to write to, but is not read."""
+_PICKS: Final = frozenset({"embedding", "gather", "index_select", "nll_loss_forward"})
+"""Operators of whose first argument only what indices pick is read: no more than there are results, or
+indices."""
+_LIKE: Final = {
+    "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (
+        "_scaled_dot_product_flash_attention_backward"
+    ),
+}
+"""Operators that PyTorch's flop counter lacks, and those that do the same."""
+
+
+class Work(NamedTuple):
+    """What one call does."""
+
+    name: str
+    flops: int
+    moved_bytes: int
+    convolution: Convolution | None
+    half: bool
+    dense: bool
+
+
+Args = Sequence[Any]
+Options = Mapping[str, Any]
+
+
+def work_of(func: Any, args: Args, options: Options, out: Any) -> Work | None:
+    """What a call did; ``None`` if it only made a view, or memory to be written later.
+
+    Args:
+        func: The operator, as a ``TorchDispatchMode`` is given it.
+        args: Its arguments.
+        options: Its keyword arguments.
+        out: What it returned.
+    """
+    name = func._opname
+    if name in _NOTHING:
+        return None
+    operands = list(tensors_in((*args, *options.values())))
+    results = list(tensors_in((out,)))
+    if not func._schema.is_mutable and results and _all_views(results, operands):
+        return None
+    written = [_touched_bytes(one) for one in results]
+    moved_bytes = sum(_read(name, args, operands, written)) + sum(written)
+    if not moved_bytes:
+        return None
+    full_name = f"{func.namespace}.{name}"
+    convolution = _convolution(func, args, out)
+    return Work(
+        name=full_name,
+        flops=_flops(func, args, options, out, convolution)
+        or max(one.numel() for one in (*operands, *results)),
+        moved_bytes=moved_bytes,
+        convolution=convolution,
+        half=_is_half(operands or results),
+        dense=is_dense(full_name),
+    )
+
+
+def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among arguments or results, and in lists of them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+
+
+def _all_views(results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> bool:
+    sources = {one.untyped_storage()._cdata for one in operands}
+    return all(one.untyped_storage()._cdata in sources for one in results)
+
+
+def _read(
+    name: str, args: Args, operands: Sequence[torch.Tensor], written: Sequence[int]
+) -> Iterator[int]:
+    """Bytes read of each operand, of equal ones once."""
+    unread = args[_UNREAD[name]] if name in _UNREAD else None
+    table = args[0] if name in _PICKS else None
+    for one in {id(one): one for one in operands}.values():
+        nbytes = _touched_bytes(one)
+        if one is table:
+            others = (_touched_bytes(other) for other in operands if other is not table)
+            yield min(nbytes, max((*others, *written)))
+        elif one is not unread:
+            yield nbytes
+
+
+def _touched_bytes(tensor: torch.Tensor) -> int:
+    """Of an expanded tensor only what is there."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _is_half(tensors: Sequence[torch.Tensor]) -> bool:
+    floats = (one for one in tensors if one.is_floating_point())
+    first = next(floats, None)
+    return first is not None and first.element_size() == 2
+
+
+def _flops(
+    func: Any, args: Args, options: Options, out: Any, convolution: Convolution | None
+) -> int:
+    if convolution is not None:
+        directions = sum(args[10][:2]) if func._opname == "convolution_backward" else 1
+        return directions * _convolution_flops(convolution)
+    packet = func.overloadpacket
+    like = _LIKE.get(func._opname)
+    formula: Callable[..., int] | None = flop_registry.get(getattr(_aten, like) if like else packet)
+    return 0 if formula is None else formula(*args, **options, out_val=out)
+
+
+def _convolution(func: Any, args: Args, out: Any) -> Convolution | None:
+    """Its geometry, also of a backward; ``None`` for other operators and transposed convolutions."""
+    if func is _aten.convolution.default:
+        data, weight, result, (stride, transposed, groups) = args[0], args[1], out, _of(args, 3)
+    elif func is _aten.convolution_backward.default:
+        result, data, weight, (stride, transposed, groups) = *args[:3], _of(args, 4)
+    else:
+        return None
+    if transposed:
+        return None
+    return Convolution(
+        batch=data.shape[0],
+        channels_in=data.shape[1],
+        channels_out=weight.shape[0],
+        groups=groups,
+        input_size=tuple(data.shape[2:]),
+        kernel_size=tuple(weight.shape[2:]),
+        output_size=tuple(result.shape[2:]),
+        stride=tuple(stride),
+        element_bytes=data.element_size(),
+    )
+
+
+def _of(args: Args, first: int) -> tuple[Sequence[int], bool, int]:
+    """Stride, whether it is transposed, and groups, of arguments that begin with the stride."""
+    return args[first], args[first + 3], args[first + 5]
+
+
+def _convolution_flops(one: Convolution) -> int:
+    """Of its forward; the gradient with respect to the input, or the weights, takes as many."""
+    per_output = 2 * (one.channels_in // one.groups) * prod(one.kernel_size)
+    return one.batch * one.channels_out * prod(one.output_size) * per_output

@@ -1,0 +1,293 @@
+"""Looks closely at a pass from which a plan is to be made: who made each storage, who ran when.
+
+The module tracker tells it of every call in one pass. All of it is exact, or it is not told:
+
+* A storage was *made* in the innermost call that had begun when it came to be: that of a module which
+  returns it and was not given it; else the one that saves it first, unless the number of its autograd
+  node says that it is older. What existed before the pass was made by nobody.
+* The *producer* of a slot is the innermost call that contains its making and everything that saved it.
+  Only by running that again, or one around it, is nothing left that holds the storage.
+* An *operator* is one uninterrupted run of a module's own code. In backward it is that module's whose
+  node asks for what it saved: nodes are numbered as they are made, while their module runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from penstock.hooks.modules import OUTSIDE, ModuleTracker, Place
+from penstock.plan.operators import Operator
+from penstock.runtime.residency import SlotRecord
+
+_next_node: Final[Callable[[], int]] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+_node: Final[Callable[[], Any]] = torch._C._current_autograd_node
+_task: Final[Callable[[], int]] = torch._C._current_graph_task_id
+_StorageOf = Callable[[torch.Tensor], torch.UntypedStorage | None]
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One call of a module."""
+
+    module: torch.nn.Module
+    place: Place
+    parent: _Call | None
+    depth: int
+    number: int
+    first_node: int
+    """Number of the next autograd node when it began."""
+    end_node: int | None = None
+    """The same when it had ended."""
+
+
+@dataclass(slots=True, eq=False)
+class _Claim:
+    """That a storage was made in a call."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    call: _Call | None
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """A slot, what is claimed of its storage, and the call that contains all that saved it."""
+
+    record: SlotRecord
+    claim: _Claim | None
+    savers: _Call | None
+
+
+@dataclass(slots=True)
+class _Input:
+    """A tensor that a call was given, as it was when the call was over."""
+
+    path: str
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+
+
+@dataclass(slots=True)
+class _Versions:
+    """The versions that a tensor was seen at, each with the number of calls that had begun."""
+
+    tensor: weakref.ref[torch.Tensor]
+    seen: list[tuple[int, int]]
+
+
+@dataclass
+class Observer:
+    """Observes one pass, in the thread that it is attached in.
+
+    Attributes:
+        unrepeatable: Paths of the modules that were seen to do what cannot be done twice.
+    """
+
+    modules: ModuleTracker
+    compute_ns: Callable[[], int]
+    storage_of: _StorageOf
+    """The storage of a tensor whose values are just strided bytes of one."""
+    unrepeatable: set[str] = field(default_factory=set)
+    _thread: int = 0
+    _stack: list[_Call] = field(default_factory=list)
+    _calls: list[_Call] = field(default_factory=list)
+    _first_nodes: list[int] = field(default_factory=list)
+    _claims: dict[int, _Claim] = field(default_factory=dict)
+    _slots: dict[int, _Slot] = field(default_factory=dict)
+    _inputs: list[_Input] = field(default_factory=list)
+    _versions: dict[int, _Versions] = field(default_factory=dict)
+    _operators: list[Operator] = field(default_factory=list)
+    _forward: tuple[_Call, int] | None = None
+    _backward: tuple[Place, int] | None = None
+
+    def attach(self) -> None:
+        """Begin, in this thread. What exists now is nobody's make."""
+        self._thread = threading.get_ident()
+        self.modules.observer = self
+        for tensor in _tensors_alive():
+            storage = self.storage_of(tensor)
+            if storage is not None:
+                self._claims[storage._cdata] = _Claim(weakref.ref(storage), None)
+
+    def detach(self) -> None:
+        """Stop."""
+        self.modules.observer = None
+
+    def finish(self, start_ns: int) -> tuple[Operator, ...]:
+        """The backward is over: tell the records' producers; say what has run since ``start_ns``."""
+        self._end_backward(self.compute_ns())
+        for slot in self._slots.values():
+            maker = None if slot.claim is None else slot.claim.call
+            both = _common(maker, slot.savers)
+            known = both is not None and both.end_node is not None
+            slot.record.producer = both.place.path if both is not None and known else None
+        for each in self._inputs:  # whoever needs it again would find something else
+            tensor = each.tensor()
+            if tensor is not None and tensor._version != each.version:
+                self.unrepeatable.add(each.path)
+        return tuple(each for each in self._operators if each.end_ns > start_ns)
+
+    def refuse_running(self) -> None:
+        """What runs now cannot be run again under ``torch.utils.checkpoint``."""
+        self.unrepeatable.update(call.place.path for call in self._stack)
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    def enter(self, module: torch.nn.Module, place: Place, args: Any) -> None:
+        """A module's call begins."""
+        if threading.get_ident() != self._thread:
+            return
+        parent = self._stack[-1] if self._stack else None
+        call = _Call(module, place, parent, len(self._stack), len(self._calls), _next_node())
+        self._switch(call)
+        self._stack.append(call)
+        for tensor in _tensors(args):
+            self._see(tensor)
+        self._calls.append(call)
+        self._first_nodes.append(call.first_node)
+        if not module.training:
+            self.unrepeatable.add(place.path)
+
+    def leave(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
+        """A module's call has ended."""
+        stack = self._stack
+        if threading.get_ident() != self._thread or not stack or stack[-1].module is not module:
+            return
+        call = stack.pop()
+        call.end_node = _next_node()
+        self._switch(call.parent)
+        given = set()
+        for tensor in _tensors(arguments):
+            self._check_unchanged(tensor, call)
+            storage = self.storage_of(tensor)
+            if storage is not None:
+                given.add(storage._cdata)
+                self._give(storage, call)
+        for tensor in _tensors(output):
+            self._see(tensor)
+            storage = self.storage_of(tensor)
+            if storage is not None and storage._cdata not in given:
+                self._claim(tensor, storage, call)
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        known = self._versions.get(id(tensor))
+        if known is None or known.tensor() is not tensor:
+            known = self._versions[id(tensor)] = _Versions(weakref.ref(tensor), [])
+        if not known.seen or known.seen[-1][1] != tensor._version:
+            known.seen.append((len(self._calls), tensor._version))
+
+    def _check_unchanged(self, tensor: torch.Tensor, call: _Call) -> None:
+        """A module that changes its input cannot be run again, for the input is gone."""
+        known = self._versions.get(id(tensor))
+        seen = known.seen if known is not None and known.tensor() is tensor else []
+        before = [version for begun, version in seen if begun <= call.number]
+        if tensor._version != (before[-1] if before else 0):
+            self.unrepeatable.add(call.place.path)
+        self._see(tensor)
+        self._inputs.append(_Input(call.place.path, weakref.ref(tensor), tensor._version))
+
+    # -- storages ---------------------------------------------------------------------------------
+
+    def packed(self, record: SlotRecord, tensor: torch.Tensor) -> None:
+        """A tensor is saved, as the slot ``record``."""
+        if _task() != -1 or threading.get_ident() != self._thread or not self._stack:
+            self._slots[id(record)] = _Slot(record, None, None)
+            return
+        call = self._stack[-1]
+        slot = self._slots.get(id(record))
+        if slot is not None:
+            slot.savers = _common(slot.savers, call)
+            return
+        storage = self.storage_of(tensor)
+        claim = None if storage is None else self._claim(tensor, storage, call)
+        self._slots[id(record)] = _Slot(record, claim, call)
+
+    def _claim(self, tensor: torch.Tensor, storage: torch.UntypedStorage, call: _Call) -> _Claim:
+        """The claim to a storage; made for the call that made it if there is none."""
+        known = self._claims.get(storage._cdata)
+        if known is not None and known.storage() is storage:
+            return known
+        base = tensor if tensor._base is None else tensor._base
+        maker: _Call | None = call
+        if base.grad_fn is not None and base.grad_fn._sequence_nr() < call.first_node:
+            maker = self._call_of(base.grad_fn._sequence_nr())
+        claim = self._claims[storage._cdata] = _Claim(weakref.ref(storage), maker)
+        return claim
+
+    def _give(self, storage: torch.UntypedStorage, call: _Call) -> None:
+        """A call was given ``storage``, so whoever claims to have made it within is wrong."""
+        known = self._claims.get(storage._cdata)
+        if known is None or known.storage() is not storage or known.call is None:
+            return
+        if known.call.number >= call.number:
+            known.call = call.parent
+
+    def _call_of(self, node: int) -> _Call | None:
+        """The innermost call in which an autograd node was made."""
+        place = bisect_right(self._first_nodes, node)
+        call = self._calls[place - 1] if place else None
+        while call is not None and call.end_node is not None and call.end_node <= node:
+            call = call.parent
+        return call
+
+    # -- operators --------------------------------------------------------------------------------
+
+    def _switch(self, call: _Call | None) -> None:
+        """From now on it is ``call``'s own code that runs."""
+        now_ns = self.compute_ns()
+        if self._forward is not None:
+            running, start_ns = self._forward
+            self._add(running.place, start_ns, now_ns, backward=False)
+        self._forward = None if call is None or _task() != -1 else (call, now_ns)
+
+    def unpacked(self) -> None:
+        """Backward asks for a saved tensor."""
+        node = _node()
+        if node is None or _task() == -1:
+            return
+        self.refuse_running()  # it runs a backward of its own
+        call = self._call_of(node._sequence_nr())
+        place = OUTSIDE if call is None else call.place
+        if self._backward is None or self._backward[0] is not place:
+            now_ns = self.compute_ns()
+            self._end_backward(now_ns)
+            self._backward = place, now_ns
+
+    def _end_backward(self, now_ns: int) -> None:
+        if self._backward is not None:
+            place, start_ns = self._backward
+            self._add(place, start_ns, now_ns, backward=True)
+            self._backward = None
+
+    def _add(self, place: Place, start_ns: int, end_ns: int, *, backward: bool) -> None:
+        if end_ns > start_ns:
+            self._operators.append(Operator(place.kind, place.path, 0, backward, start_ns, end_ns))
+
+
+def _common(one: _Call | None, other: _Call | None) -> _Call | None:
+    """The innermost call that contains two."""
+    while one is not other:
+        if one is None or other is None:
+            return None
+        if one.depth >= other.depth:
+            one = one.parent
+        else:
+            other = other.parent
+    return one
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
+
+
+def _tensors_alive() -> Iterable[torch.Tensor]:
+    """Every tensor that Python code could get hold of."""
+    return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]

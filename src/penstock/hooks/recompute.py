@@ -1,0 +1,430 @@
+"""Modules that are run again in backward instead of having what they made held.
+
+What a plan names in ``recomputed`` runs under ``torch.utils.checkpoint.checkpoint``, which drops what
+autograd saves and runs the module again when backward first asks for any of it, with the random numbers
+and the autocast of the first time. What is ours:
+
+1. Only the slots that the plan makes again are dropped. The others saved within (inputs, what somebody
+   outside needs) are packed as everywhere.
+2. The inputs are packed, not held: they may be spilled as well.
+3. Buffers, attributes and other random generators are as they were (:mod:`.module_state`).
+4. The memory of what will be made is taken from the budget before (:mod:`penstock.runtime.remade`).
+5. The first time, what is made again is compared with what was dropped, bit for bit.
+
+[Note: hooks of a module that is run again]
+    Only its ``forward`` is run again: hooks on the module itself run once, in forward. Hooks on modules
+    inside it run again with them, for they may change what is computed; so does whatever else their
+    forward does, as under ``torch.utils.checkpoint``.
+
+A module is left alone, and saves as it always does, where nothing is saved for us (no gradients, another
+thread, somebody else's hooks, a checkpoint of the script's own), in eval mode, while it is compiled, and
+where ``left_alone`` says so.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch.nn.parallel import DataParallel
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from penstock.core.errors import HookError, InPlaceError
+from penstock.hooks.digest import digest
+from penstock.hooks.module_state import ModuleState
+from penstock.hooks.modules import ModuleTracker, Place
+from penstock.hooks.saved_tensors import (
+    Flattened,
+    Foreign,
+    Kept,
+    Moved,
+    Packed,
+    SavedTensorHooks,
+    Small,
+)
+from penstock.runtime.passes import INPUT, Pass
+from penstock.runtime.remade import Remaking
+from penstock.runtime.repeats import Repeats
+from penstock.runtime.residency import SavedStorage
+
+_autograd: Final[Any] = torch._C._autograd
+_OURS: Final = (Kept, Foreign, Flattened, Small, Moved)
+_ADVICE: Final = "give recompute=False, or a plan that does not run it again"
+
+
+def left_alone(modules: dict[str, list[torch.nn.Module]]) -> set[str]:
+    """Paths, among known ones, of modules that must not be run again.
+
+    They are compiled, scripted or distributed, or contain, or are in, such a module; or share their path.
+    """
+    odd = [path for path, same in modules.items() if any(_is_odd(module) for module in same)]
+    unclear = {path for path, same in modules.items() if len(same) > 1 or path.endswith(">")}
+    return unclear | {
+        path
+        for path in modules
+        if any(_inside(path, other) or _inside(other, path) for other in odd)
+    }
+
+
+def _is_odd(module: torch.nn.Module) -> bool:
+    call = module.__dict__.get("_compiled_call_impl")
+    if call is not None and not isinstance(call, _Repeatable):
+        return True
+    if isinstance(module, torch.jit.ScriptModule | DataParallel):
+        return True
+    return any(
+        kind.__module__.startswith(("torch.distributed", "torch.nn.parallel", "torch._dynamo"))
+        for kind in type(module).__mro__
+    )
+
+
+def _inside(path: str, other: str) -> bool:
+    return path == other or path.startswith(other + ".")
+
+
+class Recompute:
+    """Has the modules that a plan names run again, while attached to a session."""
+
+    def __init__(
+        self,
+        *,
+        hooks: SavedTensorHooks,
+        modules: ModuleTracker,
+        repeats: Repeats,
+        device: torch.device,
+        floor_bytes: int,
+    ) -> None:
+        """Run nothing again yet."""
+        self.hooks = hooks
+        self.modules = modules
+        self.repeats = repeats
+        self.floor_bytes = floor_bytes
+        self.suspended = False
+        # by its device ``checkpoint`` knows which random generators to keep
+        self.markers = (torch.empty(0, device=device),) if device.type != "cpu" else ()
+        self._wrapped: dict[str, _Repeatable] = {}
+
+    def follow(self, paths: Collection[str]) -> None:
+        """From now on the modules at ``paths`` are run again, and no others."""
+        if not paths and not self._wrapped:
+            return
+        for path in [each for each in self._wrapped if each not in paths]:
+            self._wrapped.pop(path).undo()
+        missing = [path for path in paths if path not in self._wrapped]
+        if not missing:
+            return
+        known = self.modules.known()
+        alone = left_alone(known)
+        for path in missing:
+            if path in known and path not in alone:
+                self._wrapped[path] = _Repeatable(self, known[path][0], path)
+
+    def applies(self, module: torch.nn.Module) -> bool:
+        """Whether what ``module`` saves now would come to us, and may be dropped."""
+        if self.suspended or not module.training or not torch.is_grad_enabled():
+            return False
+        if torch.compiler.is_compiling() or self.modules.repeating:
+            return False
+        top = _autograd._top_saved_tensors_default_hooks(True)
+        return self.hooks.active and top is not None and bool(top[0] == self.hooks.pack)
+
+
+class _Repeatable:
+    """Stands in a module's place for its calls, until ``undo``.
+
+    ``Module.__call__`` looks for it where ``Module.compile`` puts the compiled call: copies and pickles
+    of the module do without it.
+    """
+
+    def __init__(self, owner: Recompute, module: torch.nn.Module, path: str) -> None:
+        self.owner = owner
+        self.module = module
+        self.path = path
+        self.proven = False
+        module.__dict__["_compiled_call_impl"] = self
+
+    def undo(self) -> None:
+        """Let the module be called as before, unless somebody else has taken the place since."""
+        if self.module.__dict__.get("_compiled_call_impl") is self:
+            del self.module.__dict__["_compiled_call_impl"]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module; its forward, between its hooks, so that it can be run again."""
+        module: Any = self.module
+        if not self.owner.applies(module):
+            return module._call_impl(*args, **kwargs)
+        own = module.__dict__
+        before = own.get("forward")
+        forward = module.forward
+
+        def put_back() -> None:
+            own.pop("forward", None)
+            if before is not None:
+                own["forward"] = before
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            put_back()
+            return _Call(self, forward).run(args, kwargs)
+
+        own["forward"] = run
+        try:
+            return module._call_impl(*args, **kwargs)
+        finally:
+            if own.get("forward") is run:  # a hook has raised before
+                put_back()
+
+
+@dataclass(slots=True)
+class _Input:
+    """A tensor that the module was called with: how to get it again."""
+
+    packed: Packed
+    requires_grad: bool
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+
+
+@dataclass(slots=True)
+class _Dropped:
+    """A saved tensor that is to be made again."""
+
+    digest: int | None
+
+
+class _Call:
+    """One forward of a module, and all that is needed to run it again; lives as long as its graph."""
+
+    def __init__(self, repeatable: _Repeatable, forward: Callable[..., Any]) -> None:
+        self._repeatable = repeatable
+        self._path = repeatable.path
+        self._owner = repeatable.owner
+        self._hooks = self._owner.hooks
+        self._repeats = self._owner.repeats
+        self._forward = forward
+        self._again = False
+        self._inputs: list[_Input] = []
+        self._unnamed: dict[int, SavedStorage] = {}
+        self._saves: list[_Dropped | None] = []
+        """In the order of saving; ``None``: it was packed by us, and is not made again."""
+        self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._dropped_bytes = 0
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward, so that what it saves can be dropped."""
+        leaves, self._layout = tree_flatten((args, kwargs))
+        if any(isinstance(each, torch.Tensor) and not _is_plain(each) for each in leaves):
+            return self._forward(*args, **kwargs)
+        self._of_pass: Pass = self._repeats.current_pass
+        self._state = ModuleState(self._repeatable.module)
+        self._take_inputs(leaves)
+        self._now: list[Any] | None = leaves
+        result = checkpoint(
+            self._compute,
+            *self._owner.markers,
+            use_reentrant=False,
+            context_fn=self._contexts,
+            preserve_rng_state=True,
+        )
+        self._state.settle()
+        self._check_inputs()
+        for saved in self._unnamed.values():
+            self._repeats.settle(saved)
+        self._unnamed.clear()
+        self._seen.clear()
+        return result
+
+    def _contexts(self) -> tuple[Any, Any]:
+        return _Reentrant(self._first_time), _Reentrant(self._another_time)
+
+    def _compute(self, *markers: torch.Tensor) -> Any:
+        leaves, self._now = self._now, None
+        assert leaves is not None
+        args, kwargs = tree_unflatten(leaves, self._layout)
+        del leaves
+        return self._forward(*args, **kwargs)
+
+    # -- inputs -----------------------------------------------------------------------------------
+
+    def _take_inputs(self, leaves: list[Any]) -> None:
+        """Pack them, under a name of their own; see [Note: names of slots ...] (runtime/repeats.py)."""
+        place = Place(f"{self._path}.{INPUT}", "")
+        self._others = [None if isinstance(each, torch.Tensor) else each for each in leaves]
+        self._places = [i for i, each in enumerate(leaves) if isinstance(each, torch.Tensor)]
+        with self._owner.modules.at(place):
+            for i in self._places:
+                tensor = leaves[i]
+                packed = self._hooks.pack(tensor)
+                ref = weakref.ref(tensor)
+                self._inputs.append(_Input(packed, tensor.requires_grad, ref, tensor._version))
+                saved = packed.saved if isinstance(packed, Moved) else None
+                if type(saved) is SavedStorage and saved.record.key.module == place.path:
+                    self._unnamed[saved.cdata] = saved
+
+    def _check_inputs(self) -> None:
+        for each in self._inputs:
+            tensor = each.tensor()
+            if tensor is not None and tensor._version != each.version:
+                raise HookError(
+                    f"{self._path} has changed its own input of {tuple(tensor.shape)} in place, so it"
+                    f" cannot be run again, as its plan says; in the profiled step it did not: {_ADVICE}"
+                )
+
+    def _inputs_again(self) -> list[Any]:
+        leaves = list(self._others)
+        for i, each in zip(self._places, self._inputs, strict=True):
+            try:
+                tensor = self._hooks.unpack(each.packed)
+            except InPlaceError as error:
+                raise InPlaceError(
+                    f"{self._path} is to be run again for its backward, but its input"
+                    f" has been modified by an inplace operation since its forward; {_ADVICE}: {error}"
+                ) from error
+            leaves[i] = tensor.detach().requires_grad_(each.requires_grad)
+        return leaves
+
+    # -- the first time ---------------------------------------------------------------------------
+
+    @contextmanager
+    def _first_time(self) -> Iterator[None]:
+        drop, make = _autograd._top_saved_tensors_default_hooks(True)
+        prove = not self._repeatable.proven
+        pack = partial(self._pack, drop, prove=prove)
+        with torch.autograd.graph.saved_tensors_hooks(pack, partial(self._unpack, make)):
+            yield
+
+    def _pack(self, drop: Callable[..., Any], tensor: torch.Tensor, *, prove: bool) -> Any:
+        """Drop a saved tensor if the plan has it made again, else pack it as everywhere."""
+        nbytes = self._hooks.slot_bytes(tensor)
+        if not nbytes or not self._drops(tensor, nbytes):
+            self._saves.append(None)
+            return self._hooks.pack(tensor)
+        self._saves.append(_Dropped(digest(tensor) if prove else None))
+        return drop(tensor)
+
+    def _drops(self, tensor: torch.Tensor, nbytes: int) -> bool:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        saved = self._unnamed.get(key)
+        if saved is not None and saved.source() is storage and saved.version == tensor._version:
+            del self._unnamed[key]
+            self._repeats.name(saved, self._owner.modules.here.path)
+            return False
+        seen = self._seen.get(key)
+        if seen is not None and seen[0]() is storage and seen[1] == tensor._version:
+            return True
+        if self._hooks.holds(tensor, storage):
+            return False
+        small = nbytes < self._owner.floor_bytes
+        if not small and not self._repeats.drops(self._owner.modules.here.path, nbytes):
+            return False
+        self._seen[key] = weakref.ref(storage), tensor._version
+        if seen is None or seen[0]() is not storage:
+            self._dropped_bytes += storage.nbytes()
+        return True
+
+    def _unpack(self, make: Callable[..., Any], packed: Any) -> Any:
+        if isinstance(packed, _OURS) or self._hooks.inquiring:
+            return self._hooks.unpack(packed)
+        return make(packed)
+
+    # -- another time -----------------------------------------------------------------------------
+
+    @contextmanager
+    def _another_time(self) -> Iterator[None]:
+        """All that is different while it is run again, which has begun when this is entered."""
+        start_ns = self._repeats.now_ns()
+        with ExitStack() as stack:  # ``checkpoint`` may end the run by raising
+            stack.callback(self._repeats.note_run, self._path, start_ns, self._dropped_bytes)
+            stack.enter_context(self._owner.modules.repeat())
+            self._repeats.reach(self._of_pass, self._path)
+            self._now = self._inputs_again()
+            made = _Made(
+                path=self._path,
+                expected=self._saves,
+                remaking=self._repeats.begin(self._of_pass, self._path, self._dropped_bytes),
+            )
+            stack.callback(made.remaking.close)
+            stack.enter_context(self._state.restored(self._path))
+            keep, _ = _autograd._top_saved_tensors_default_hooks(True)
+            stack.callback(self._prove, made)
+            pack = partial(made.pack, keep)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _as_it_is))
+            yield
+
+    def _prove(self, made: _Made) -> None:
+        self._repeatable.proven |= made.check()
+
+
+@dataclass(slots=True)
+class _Made:
+    """What one more run of a forward makes again."""
+
+    path: str
+    expected: list[_Dropped | None]
+    remaking: Remaking
+    count: int = 0
+    versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+
+    def pack(self, keep: Callable[..., Any], tensor: torch.Tensor) -> Any:
+        """Hand what was dropped to ``checkpoint``; it may end the run by raising."""
+        place = self.count
+        self.count += 1
+        if place >= len(self.expected):
+            raise HookError(f"{self.path} saves more when it is run again than before: {_ADVICE}")
+        dropped = self.expected[place]
+        if dropped is None:
+            return tensor.detach()
+        if dropped.digest is not None and digest(tensor) != dropped.digest:
+            raise HookError(
+                f"{self.path} computes something else when it is run again: tensor {place} that it"
+                f" saves, {tensor.dtype} of {tuple(tensor.shape)}, differs in its bits; {_ADVICE}"
+            )
+        self.remaking.made(tensor.untyped_storage())
+        self.versions.append((tensor.detach(), tensor._version))
+        return keep(tensor)
+
+    def check(self) -> bool:
+        """Autograd would have refused what the module has saved and then modified.
+
+        Returns:
+            Whether everything that was dropped has been made again.
+        """
+        versions, self.versions = self.versions, []
+        for tensor, version in versions:
+            if tensor._version != version:
+                raise InPlaceError(
+                    "one of the variables needed for gradient computation has been modified by an"
+                    f" inplace operation: a {tensor.dtype} tensor of {tuple(tensor.shape)}, within"
+                    f" {self.path}. Without Penstock autograd raises here too."
+                )
+        return len(versions) == sum(each is not None for each in self.expected)
+
+
+class _Reentrant:
+    """A context that may be entered again when it has been left: ``checkpoint`` is given it once."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._open: list[Any] = []
+
+    def __enter__(self) -> None:
+        context = self._make()
+        context.__enter__()
+        self._open.append(context)
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._open.pop().__exit__(*error)
+
+
+def _as_it_is(packed: Any) -> Any:
+    return packed
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided

@@ -1,0 +1,35 @@
+"""What a network needs and takes without any plan: the two ends that plans are measured against.
+
+vDNN (MICRO 2016) compares with a *static baseline*, which allocates everything that a step ever needs
+at once and for the whole step, and with an *oracle*, a device with memory enough (section 5).
+"""
+
+from __future__ import annotations
+
+from penstock.plan.convolution import with_algorithms
+from penstock.plan.machine import Machine
+from penstock.plan.profile import Profile
+
+
+def static_bytes(profile: Profile, machine: Machine) -> int:
+    """Device memory of a network-wide static allocation, with the fastest convolutions.
+
+    Every saved storage has its own place for the whole step; gradients, outputs that nobody saves, and
+    workspaces share one, as large as the most that is there at once.
+
+    Args:
+        profile: Of a whole device; else what its budget counts is meant.
+        machine: Chooses the convolutions' algorithms.
+    """
+    fast = with_algorithms(profile, machine, ())
+    if not fast.transients:
+        return fast.saved_bytes + fast.small_bytes
+    return fast.fixed_bytes + fast.saved_bytes + max(one.nbytes for one in fast.transients)
+
+
+def oracle_ns(profile: Profile, machine: Machine) -> int:
+    """The step time with memory without end: the fastest convolutions, and nothing is waited for."""
+    fast = with_algorithms(profile, machine, ())
+    begins = [one.start_ns for one in fast.passes] + [one.start_ns for one in fast.operators]
+    ends = [one.end_ns for one in fast.passes] + [one.end_ns for one in fast.operators]
+    return max(ends, default=0) - min(begins, default=0)

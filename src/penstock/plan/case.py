@@ -1,0 +1,196 @@
+"""What policies choose from, and what they choose: a case, worked out once, and a choice of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from penstock.plan.convolution import convolutions, least_lean, with_algorithms
+from penstock.plan.encoding import best
+from penstock.plan.groups import Group, groups_of, need_order
+from penstock.plan.layers import Layer, layers_of
+from penstock.plan.machine import Budgets, Machine
+from penstock.plan.profile import CodecSample, Profile
+from penstock.plan.recomputing import Recomputing
+from penstock.plan.residency import OFFLOADED, RECOMPUTED, Mask, Residency, Segment, residency
+from penstock.plan.slots import SlotKey
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What becomes of each group of a case."""
+
+    tiers: tuple[str, ...]
+    """By group: ``"host"``, ``"flash"``, or ``""`` where it stays, or is recomputed."""
+    recomputed: tuple[str, ...] = ()
+    """Modules of the case's ``recomputing``, none inside another."""
+    lean: tuple[str, ...] = ()
+    samples: Mapping[int, CodecSample] | None = None
+    """How groups are encoded, by group; None: wherever that pays (``pipeline.choose``)."""
+    prefetch: Mapping[int, int] = field(default_factory=dict)
+    """``Decision.prefetch_at``, by group."""
+
+
+class Case:
+    """A profile, a machine and budgets, with the convolution algorithms of ``lean``.
+
+    Attributes:
+        profile: With the times and workspaces of those algorithms.
+        machine: What it runs on.
+        budgets: What a plan may use.
+        lean: The convolutions without a workspace.
+        encodings: By tiers of the groups, what is encoded where that pays, as far as it is known.
+    """
+
+    def __init__(
+        self, profile: Profile, machine: Machine, budgets: Budgets, lean: tuple[str, ...] = ()
+    ) -> None:
+        self.given = profile
+        self.profile = with_algorithms(profile, machine, lean)
+        self.machine = machine
+        self.budgets = budgets
+        self.lean = lean
+        self.encodings: dict[tuple[str, ...], Mapping[int, CodecSample]] = {}
+        self._residencies: dict[object, Residency] = {}
+        self._others: dict[tuple[str, ...], Case] = {lean: self}
+
+    def leaning(self, lean: tuple[str, ...]) -> Case:
+        """The same with other convolutions lean; made once."""
+        if lean not in self._others:
+            case = Case(self.given, self.machine, self.budgets, lean)
+            case._others = self._others
+            self._others[lean] = case
+        return self._others[lean]
+
+    def fitted(self, tiers: Sequence[str] | None = None) -> Case:
+        """The same with those convolutions lean whose workspace would not fit beside what is resident.
+
+        Args:
+            tiers: What is offloaded; None: everything that can be.
+        """
+        if not self.convolutions:
+            return self
+        choice = self.offloaded(self.movable) if tiers is None else Choice(tuple(tiers))
+        if self.residency(choice).hard_bytes <= self.budgets.device_bytes:
+            return self
+        mask = self.mask(choice)
+        return self.leaning(least_lean(self.given, self.machine, mask, self.budgets.device_bytes))
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """What is decided upon, in the order of saving."""
+        return groups_of(self.profile)
+
+    @property
+    def indices(self) -> range:
+        """Of the groups."""
+        return range(len(self.groups))
+
+    @cached_property
+    def movable(self) -> frozenset[int]:
+        """Groups whose offloading frees something: nothing else keeps them alive."""
+        return frozenset(g for g, group in enumerate(self.groups) if not group.held_elsewhere)
+
+    @property
+    def main_tier(self) -> str:
+        """Flash, where there is any."""
+        return "flash" if self.budgets.flash_bytes else "host"
+
+    @cached_property
+    def best_samples(self) -> tuple[CodecSample | None, ...]:
+        """For each group its quickest way to the main tier and back; None: as it is."""
+        tier = self.main_tier
+        return tuple(
+            best(group.codecs, self.machine, tier) if group.codecs else None
+            for group in self.groups
+        )
+
+    @cached_property
+    def convolutions(self) -> tuple[str, ...]:
+        """Paths of the convolutions that have a choice of algorithms."""
+        return convolutions(self.given, self.machine)
+
+    @cached_property
+    def recomputing(self) -> Recomputing:
+        """Its modules, as far as they can be run again."""
+        return Recomputing(self.profile, self.groups)
+
+    @cached_property
+    def need_order(self) -> tuple[SlotKey, ...]:
+        """Keys in the order in which backward first asks for them, if nothing is recomputed."""
+        return need_order(self.profile)
+
+    @cached_property
+    def places(self) -> tuple[int | None, ...]:
+        """For each group, its place in ``need_order``; None: backward never asks for it."""
+        ranks = {key.match_key: rank for rank, key in enumerate(self.need_order)}
+        return tuple(ranks.get(group.key.match_key) for group in self.groups)
+
+    @cached_property
+    def layers(self) -> list[Layer]:
+        """Its layers, as vDNN sees them."""
+        return layers_of(self.profile, self.groups, self.places, self.recomputing.consumers)
+
+    def dropped(self, choice: Choice) -> frozenset[int]:
+        """The groups that are recomputed."""
+        modules = self.recomputing.modules if choice.recomputed else {}
+        return frozenset(g for path in choice.recomputed for g in modules[path].groups)
+
+    def mask(self, choice: Choice) -> Mask:
+        """What becomes of each slot of the profile."""
+        mask = bytearray(len(self.profile.slots))
+        for group, tier in zip(self.groups, choice.tiers, strict=True):
+            if tier:
+                for i in group.indices:
+                    mask[i] = OFFLOADED
+        for g in self.dropped(choice):
+            for i in self.groups[g].indices:
+                mask[i] = RECOMPUTED
+        return mask
+
+    def segments(self, choice: Choice) -> tuple[Segment, ...]:
+        """What is recomputed together."""
+        return self.recomputing.segments(choice.recomputed) if choice.recomputed else ()
+
+    def residency(self, choice: Choice) -> Residency:
+        """The bytes that the choice needs; worked out once."""
+        key = tuple(map(bool, choice.tiers)), choice.recomputed
+        known = self._residencies.get(key)
+        if known is None:
+            known = residency(self.profile, self.mask(choice), self.segments(choice))
+            self._residencies[key] = known
+        return known
+
+    def fits(self, choice: Choice) -> bool:
+        """Whether the device budget can be kept."""
+        if not choice.recomputed and self.lacks(g for g, tier in enumerate(choice.tiers) if tier):
+            return False
+        return self.residency(choice).hard_bytes <= self.budgets.device_bytes
+
+    def lacks(self, chosen: Iterable[int]) -> bool:
+        """Whether even all bytes of these groups together are too few to be gone. Quickly said."""
+        gone = sum(self._saved_bytes[g] for g in chosen)
+        return self.profile.peak_saved_bytes - gone > self.budgets.device_bytes
+
+    @cached_property
+    def _saved_bytes(self) -> tuple[int, ...]:
+        """By group, all of its slots."""
+        slots = self.profile.slots
+        return tuple(sum(slots[i].key.nbytes for i in group.indices) for group in self.groups)
+
+    def offloaded(self, chosen: Iterable[int], recomputed: Iterable[str] = ()) -> Choice:
+        """The choice that offloads these groups, to whichever tier: to count device memory with."""
+        return self.offload(dict.fromkeys(chosen, "flash"), recomputed)
+
+    def offload(self, tiers: Mapping[int, str], recomputed: Iterable[str] = ()) -> Choice:
+        """The choice that offloads these groups to these tiers, but for what is recomputed."""
+        placed = [""] * len(self.groups)
+        for g, tier in tiers.items():
+            placed[g] = tier
+        choice = Choice(tuple(placed), tuple(recomputed), self.lean)
+        dropped = self.dropped(choice)
+        if any(placed[g] for g in dropped):
+            kept = ("" if g in dropped else tier for g, tier in enumerate(placed))
+            return replace(choice, tiers=tuple(kept))
+        return choice

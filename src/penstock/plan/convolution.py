@@ -1,0 +1,225 @@
+"""A profile as it is with chosen convolution algorithms: its times, workspaces, and bytes beside slots.
+
+A convolution is *lean* where it uses the algorithm without a workspace, else it uses the fastest
+(:mod:`penstock.plan.algorithms`). It then takes another time than the profile has it, so everything
+after it moves. Workspaces are in device memory while their operator runs; they count where the profile is
+of a whole device.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from penstock.plan.algorithms import Algorithm, fastest, lean_algorithm
+from penstock.plan.machine import Machine
+from penstock.plan.operators import Operator
+from penstock.plan.profile import Event, Profile, Transient
+from penstock.plan.residency import KEPT, Mask
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """An operator, how it is computed now, and when."""
+
+    operator: Operator
+    algorithm: Algorithm
+    start_ns: int
+    end_ns: int
+
+
+def with_algorithms(profile: Profile, machine: Machine, lean: Sequence[str]) -> Profile:
+    """The profile with the convolutions of modules ``lean`` lean and all others as fast as can be.
+
+    It is made once (``Profile.derived``).
+
+    Args:
+        profile: Of shapes: the geometry of its convolutions is known, and no workspace is in it.
+        machine: Computes them; without ``compute`` the profile stays as it is.
+        lean: Paths of modules.
+    """
+    if not convolutions(profile, machine):
+        return profile
+    key = (machine.compute, tuple(lean))
+    known = profile.derived.get(key)
+    if known is None:
+        known = profile.derived[key] = _computed(profile, _runs(profile, machine, frozenset(lean)))
+    return known
+
+
+def _computed(profile: Profile, runs: Sequence[_Run]) -> Profile:
+    clock = _Clock(runs)
+    beside = _workspace_beside(profile, runs) if _whole_device(profile) else None
+    small = profile.small_beside
+    slots = tuple(
+        replace(
+            slot,
+            saved_at_ns=clock(slot.saved_at_ns),
+            needed_at_ns=None if slot.needed_at_ns is None else clock(slot.needed_at_ns),
+            small_bytes=slot.small_bytes if beside is None else small[i] + beside[i],
+        )
+        for i, slot in enumerate(profile.slots)
+    )
+    transients = tuple(Transient(clock(one.at_ns), one.nbytes) for one in profile.transients)
+    return replace(
+        profile,
+        slots=slots,
+        passes=tuple(
+            replace(
+                one,
+                start_ns=clock(one.start_ns),
+                backward_start_ns=clock(one.backward_start_ns),
+                end_ns=clock(one.end_ns),
+            )
+            for one in profile.passes
+        ),
+        operators=tuple(
+            replace(one, start_ns=clock(one.start_ns), end_ns=clock(one.end_ns))
+            for one in profile.operators
+        ),
+        small_bytes=max([profile.small_bytes, *(slot.small_bytes or 0 for slot in slots)]),
+        transients=transients if beside is None else tuple(_merged(transients, runs)),
+    )
+
+
+def convolutions(profile: Profile, machine: Machine) -> tuple[str, ...]:
+    """Paths of the modules that compute convolutions whose algorithm can be chosen, in order."""
+    if machine.compute is None:
+        return ()
+    return tuple(dict.fromkeys(one.module for one in profile.operators if one.convolution))
+
+
+def least_lean(
+    profile: Profile, machine: Machine, mask: Mask, device_bytes: int
+) -> tuple[str, ...]:
+    """The convolutions that must be lean, because their workspace does not fit beside what is resident.
+
+    It is vDNN's step-down (MICRO 2016, section 3.4), in one: which slots are resident beside a
+    convolution does not depend on the algorithms, so each can be looked at by itself.
+
+    Args:
+        profile: As for ``with_algorithms``.
+        machine: As for ``with_algorithms``.
+        mask: What is offloaded; nothing may be recomputed.
+        device_bytes: The device budget.
+    """
+    if not _whole_device(profile):
+        return ()
+    everything = convolutions(profile, machine)
+    spare = with_algorithms(profile, machine, everything)
+    times, needs = _needs(spare, mask)
+    too_large = set()
+    for run, as_lean in zip(
+        _runs(profile, machine, frozenset()),
+        _runs(profile, machine, frozenset(everything)),
+        strict=True,
+    ):
+        first = max(0, bisect_right(times, as_lean.start_ns) - 1)
+        since = bisect_left(times, times[first]) if times else 0  # all may be below the floor
+        beside = needs[since : bisect_left(times, as_lean.end_ns)]
+        if max(beside, default=spare.small_bytes) + run.algorithm.workspace_bytes > device_bytes:
+            too_large.add(run.operator.module)
+    return tuple(path for path in everything if path in too_large)
+
+
+def _needs(profile: Profile, mask: Mask) -> tuple[list[int], list[int]]:
+    """When slots are saved and asked for, and the bytes then resident that no wait can free."""
+    times, needs = [], []
+    kept = in_use = 0
+    for when_ns, event, i in profile.steps:
+        nbytes = profile.slots[i].key.nbytes
+        if event is Event.SAVE:
+            kept += nbytes
+            needs.append(kept + in_use + profile.small_beside[i])
+            kept -= 0 if mask[i] == KEPT else nbytes
+        elif event is Event.USE:
+            in_use += 0 if mask[i] == KEPT else nbytes
+            needs.append(kept + in_use + profile.small_beside[i])
+        elif mask[i] == KEPT:
+            kept -= nbytes
+            continue
+        else:
+            in_use -= nbytes if profile.slots[i].needed_at_ns is not None else 0
+            continue
+        times.append(when_ns)
+    return times, needs
+
+
+def _whole_device(profile: Profile) -> bool:
+    return bool(profile.transients or profile.fixed_bytes)
+
+
+def _runs(profile: Profile, machine: Machine, lean: Collection[str]) -> list[_Run]:
+    """The convolutions in order of time, each after those before it have taken theirs."""
+    if machine.compute is None:
+        return []
+    found = []
+    known: dict[object, Algorithm] = {}
+    shift_ns = 0
+    for one in sorted(profile.operators, key=lambda one: one.start_ns):
+        if one.convolution is not None:
+            choose = lean_algorithm if one.module in lean else fastest
+            work = (choose, one.convolution, one.flops, one.moved_bytes, one.half, one.backward)
+            algorithm = known.get(work)
+            if algorithm is None:
+                algorithm = known[work] = choose(one, machine.compute)
+            start_ns = one.start_ns + shift_ns
+            found.append(_Run(one, algorithm, start_ns, start_ns + algorithm.took_ns))
+            shift_ns += algorithm.took_ns - one.took_ns
+    return found
+
+
+class _Clock:
+    """From the profile's times to those with the convolutions as they run now."""
+
+    def __init__(self, runs: Sequence[_Run]) -> None:
+        self._old = [t for run in runs for t in (run.operator.start_ns, run.operator.end_ns)]
+        self._new = [t for run in runs for t in (run.start_ns, run.end_ns)]
+
+    def __call__(self, at_ns: int) -> int:
+        place = bisect_left(self._old, at_ns)
+        if place == len(self._old) or at_ns == self._old[place]:
+            place -= place == len(self._old)
+            return self._new[place] + at_ns - self._old[place]
+        if not place % 2:  # between two convolutions, or before the first
+            return self._new[place] - (self._old[place] - at_ns)
+        begin, took_ns = self._old[place - 1], self._old[place] - self._old[place - 1]
+        new_ns = self._new[place] - self._new[place - 1]
+        return self._new[place - 1] + (at_ns - begin) * new_ns // took_ns
+
+
+def _workspace_beside(profile: Profile, runs: Sequence[_Run]) -> list[int]:
+    """For each slot the largest workspace between its save, or need, and what happens next."""
+    starts, ends = zip(*((run.operator.start_ns, run.operator.end_ns) for run in runs), strict=True)
+    beside = [0] * len(profile.slots)
+    events = [step for step in profile.steps if step[1] is not Event.FREE]
+    after_ns = events[-1][0] if events else 0
+    for place in reversed(range(len(events))):
+        when_ns, _, i = events[place]
+        if place + 1 < len(events) and events[place + 1][0] > when_ns:
+            after_ns = events[place + 1][0]
+        first = bisect_right(ends, when_ns)
+        last = bisect_left(starts, after_ns) if after_ns > when_ns else len(runs)
+        for run in runs[first:last]:
+            beside[i] = max(beside[i], run.algorithm.workspace_bytes)
+    return beside
+
+
+def _merged(transients: Sequence[Transient], runs: Sequence[_Run]) -> Iterator[Transient]:
+    """The sum of two functions of time: what is transient, and what is workspace."""
+    changes: list[tuple[int, int]] = []
+    before = 0
+    for one in transients:
+        changes.append((one.at_ns, one.nbytes - before))
+        before = one.nbytes
+    for run in runs:
+        if run.algorithm.workspace_bytes:
+            changes.append((run.start_ns, run.algorithm.workspace_bytes))
+            changes.append((run.end_ns, -run.algorithm.workspace_bytes))
+    changes.sort()
+    total = 0
+    for place, (at_ns, change) in enumerate(changes):
+        total += change
+        if place + 1 == len(changes) or changes[place + 1][0] > at_ns:
+            yield Transient(at_ns, total)

@@ -1,0 +1,132 @@
+"""What a plan says for itself: reasons beside its decisions, and notes on budgets and waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from penstock.core.units import format_bytes, format_duration
+from penstock.plan.case import Case
+from penstock.plan.encoding import SlotCodecs
+from penstock.plan.groups import Group
+from penstock.plan.machine import Machine
+from penstock.plan.pipeline import windows_s
+from penstock.plan.plan import INFEASIBLE
+from penstock.plan.profile import CodecSample, Profile
+from penstock.plan.recomputing import Module
+from penstock.plan.residency import Mask, Residency, Segment, resident_at
+from penstock.plan.window import least_window, returning
+
+BINDING: Final = 3
+"""How many of the slots that bind a budget are named."""
+
+
+def why_kept(group: Group) -> str:
+    """Of a group that a policy could have offloaded, and did not."""
+    if group.held_elsewhere:
+        return "held elsewhere: offloading it would free nothing"
+    if group.idle_ns is None:
+        return "not needed in the profiled step"
+    return f"tail of forward; needed {format_duration(group.idle_ns / 1e9)} after it was saved"
+
+
+def why_no_room(case: Case) -> str:
+    """Of a group that no tier has room for."""
+    return (
+        f"no room: host tier {format_bytes(case.budgets.host_bytes)}, flash tier"
+        f" {format_bytes(case.budgets.flash_bytes)}"
+    )
+
+
+def why_offloaded(group: Group, machine: Machine, tier: str, sample: CodecSample | None) -> str:
+    """Of a group that goes to a tier."""
+    nbytes = moved = group.key.nbytes
+    encoded = decoded = ""
+    if sample is not None:
+        moved = sample.encoded_bytes(nbytes)
+        encoded = (
+            f"{sample.codec}: {sample.ratio:.2f} of the bytes, encoded in"
+            f" {format_duration(sample.encode_s(nbytes))}, "
+        )
+        decoded = f", decoded in {format_duration(sample.decode_s(nbytes))}"
+    written = f"{encoded}written in {format_duration(machine.write_s(moved, tier))}"
+    if group.idle_ns is None:
+        return f"not needed in the profiled step; {written}"
+    read = f"read in {format_duration(machine.read_s(moved, tier))}{decoded}"
+    return f"long idle; {format_duration(group.idle_ns / 1e9)}, {written}, {read}"
+
+
+def why_recomputed(module: Module) -> str:
+    """Of a group that is dropped."""
+    return (
+        f"made again by {module.path}; {format_bytes(module.nbytes)} in"
+        f" {format_duration(module.forward_ns / 1e9)}"
+    )
+
+
+def shortages(case: Case, mask: Mask, segments: tuple[Segment, ...], need: Residency) -> list[str]:
+    """Notes on a budget that is too small, or only just enough."""
+    device_bytes = case.budgets.device_bytes
+    if need.hard_bytes > device_bytes:
+        at = case.profile.slots[need.worst].key if need.worst >= 0 else "none"
+        return [
+            f"{INFEASIBLE}what is kept or in use reaches {format_bytes(need.hard_bytes)}"
+            f" ({need.hard_bytes} bytes) at slot {at}, the device budget is"
+            f" {format_bytes(device_bytes)} ({device_bytes} bytes); give at least"
+            f" {need.hard_bytes} bytes{_binding(case, mask, segments, need)}"
+        ]
+    room = device_bytes - need.kept_bytes
+    if room < least_window(returning(case.profile, mask), need.working_bytes):
+        return [f"reads cannot run ahead at first: {format_bytes(room)} are not kept"]
+    return []
+
+
+def _binding(case: Case, mask: Mask, segments: tuple[Segment, ...], need: Residency) -> str:
+    """What takes the device's memory at that moment: the largest slots, and what is no slot."""
+    slots = case.profile.slots
+    there = resident_at(case.profile, mask, segments, need.hard_bytes)
+    there.sort(key=lambda i: (-slots[i].key.nbytes, i))
+    named = [str(slots[i].key) for i in there[:BINDING]]
+    rest = need.hard_bytes - sum(slots[i].key.nbytes for i in there)
+    if len(there) > BINDING:
+        more_bytes = sum(slots[i].key.nbytes for i in there[BINDING:])
+        named.append(f"{len(there) - BINDING} more slots ({format_bytes(more_bytes)})")
+    if rest:
+        named.append(f"{format_bytes(rest)} that are no slots")
+    return f"; there are then {', '.join(named)}" if named else ""
+
+
+def waits(profile: Profile, machine: Machine, on_flash: Mask, codecs: SlotCodecs) -> list[str]:
+    """Passes in which flash alone takes longer than the network, the worst of each direction."""
+    worst = {"write": (0.0, ""), "read": (0.0, "")}
+    for one in profile.passes:
+        out = [
+            i
+            for i, (slot, m) in enumerate(zip(profile.slots, on_flash, strict=True))
+            if m and slot.pass_index == one.index
+        ]
+        back = [i for i in out if profile.slots[i].needed_at_ns is not None]
+        if not out:
+            continue
+        forward_s, backward_s = windows_s(one, min(profile.slots[i].saved_at_ns for i in out))
+        write, read = machine.bytes_per_s("flash")
+        for op, took_s, network_s, phase in (
+            ("write", _moved_bytes(profile, out, codecs) / write, forward_s, "forward"),
+            ("read", _moved_bytes(profile, back, codecs) / read, backward_s, "backward"),
+        ):
+            text = (
+                f"flash is slower than {phase}: it takes {format_duration(took_s)} to {op} what"
+                f" {phase} has {format_duration(network_s)} for"
+            )
+            worst[op] = max(worst[op], (took_s - network_s, text))
+    return [text for late_s, text in worst.values() if late_s > 0]
+
+
+def _moved_bytes(profile: Profile, indices: Iterable[int], codecs: SlotCodecs) -> int:
+    """What the transfers of these slots move one way."""
+    return sum(
+        codecs[i].encoded_bytes(profile.slots[i].key.nbytes)
+        if i in codecs
+        else profile.slots[i].key.nbytes
+        for i in indices
+    )

@@ -1,0 +1,27 @@
+"""Machines that one need not have, as TOML files with the source of every figure; or one's own file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from penstock.plan.machine import Machine
+
+
+def find(name_or_path: str | Path) -> Machine:
+    """The machine of this name, or in this file.
+
+    What has a suffix or a directory is a file, and everything else the name of a preset.
+
+    Raises:
+        ConfigError: There is no such preset or file, or the file is not a machine.
+    """
+    text = os.fspath(name_or_path)
+    if Path(text).suffix or Path(text).parent != Path():
+        return Machine.load(text)
+    return Machine.preset(text)
+
+
+def names() -> tuple[str, ...]:
+    """Names of the presets, in alphabetical order."""
+    return Machine.presets()

@@ -1,0 +1,60 @@
+"""What the network computes, operator by operator: the work, the moment, and what it needs beside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.core.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """The geometry of a convolution's forward; its backward is of the same."""
+
+    batch: int
+    channels_in: int
+    channels_out: int
+    groups: int
+    input_size: tuple[int, ...]
+    """Of the map that comes in, without batch and channels: height and width."""
+    kernel_size: tuple[int, ...]
+    output_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    element_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One call of an operator; in a measured profile, one uninterrupted run of a module's own code.
+
+    Raises:
+        PlanError: It ends before it starts, or a count is negative.
+    """
+
+    name: str
+    """As ``"aten.convolution"``; in a measured profile the module's type, as ``"Conv2d"``."""
+    module: str
+    """Path of the innermost module whose forward it belongs to, also in backward."""
+    pass_index: int
+    backward: bool
+    start_ns: int
+    end_ns: int
+    """Both on the profile's own axis of compute time."""
+    flops: int = 0
+    """Floating-point operations; a multiplication and an addition are two."""
+    moved_bytes: int = 0
+    """What it reads and writes of device memory at the least: its operands and results, each once."""
+    convolution: Convolution | None = None
+    half: bool = False
+    """Whether it computes in 16 bits."""
+
+    def __post_init__(self) -> None:
+        if self.end_ns < self.start_ns or min(self.flops, self.moved_bytes) < 0:
+            raise PlanError(
+                f"profile: operator {self.name!r} of {self.module!r} is impossible: {self}"
+            )
+
+    @property
+    def took_ns(self) -> int:
+        """Its time."""
+        return self.end_ns - self.start_ns

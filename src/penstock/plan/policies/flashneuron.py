@@ -1,0 +1,119 @@
+"""``flashneuron``: FlashNeuron's offloading scheduler (FAST 2021, section 4.2): activations to flash.
+
+It knows how many bytes must go, and the time at which each is saved; a FIFO channel writes them.
+
+Phase 1, linear
+    Slots above 1 MiB are chosen in the order of forward until enough is chosen. If their writes end
+    before the forward does, that is all.
+Phase 2, compression-aware
+    From the end of what was chosen, those that do not compress are put back one by one, and later ones
+    that do are added until they cover it, the sparsest first; until the writes end before forward does.
+    If it runs out of them, what is left is added, compressible ones first, until enough is chosen.
+
+What compresses, and how well, is what the profile measured (``SlotProfile.codecs``); the paper assumes
+ratios, and casts to 16 bits besides, which loses bits. Reading back is not looked at, as in the paper.
+Where flash has no budget, host memory takes its place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from penstock.plan.assemble import assemble
+from penstock.plan.case import Case, Choice
+from penstock.plan.explain import why_kept
+from penstock.plan.machine import Budgets, Machine
+from penstock.plan.placement import first_true, fitting
+from penstock.plan.plan import Plan
+from penstock.plan.profile import Profile
+
+LEAST_BYTES: Final = 2**20
+"""Smaller ones are not offloaded: their transfers would be slow."""
+
+
+def flashneuron(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
+    """Offload to flash what fits into forward, compressible slots in place of others."""
+    case = Case(profile, machine, budgets)
+    notes = [] if budgets.flash_bytes else ["no flash budget: host memory takes its place"]
+    if not any(group.codecs for group in case.groups):
+        notes.append("no slot was sampled for compression: phase 2 has nothing to choose")
+    return assemble("flashneuron", case, choose(case), why_kept, notes=notes)
+
+
+def choose(case: Case) -> Choice:
+    """Its choice of a case."""
+    case = case.fitted()
+    tier = case.main_tier
+    scheduler = _Scheduler(case, tier)
+    chosen = scheduler.schedule()
+    choice = case.offload(dict.fromkeys(chosen, tier))
+    samples = {g: sample for g in chosen if (sample := scheduler.samples[g]) is not None}
+    return replace(choice, samples=samples)
+
+
+class _Scheduler:
+    def __init__(self, case: Case, tier: str) -> None:
+        self._case = case
+        self._tier = tier
+        groups = case.groups
+        room = case.budgets.flash_bytes if tier == "flash" else case.budgets.host_bytes
+        large = (g for g in sorted(case.movable) if groups[g].key.nbytes > LEAST_BYTES)
+        self._candidates = fitting(large, groups, Budgets(0, flash_bytes=room))
+        self.samples = {g: case.best_samples[g] for g in self._candidates}
+
+    def schedule(self) -> list[int]:
+        """The groups to offload, in the order of forward."""
+        every = self._candidates
+        count = first_true(len(every), lambda k: self._enough(every[:k]))
+        linear, rest = every[:count], every[count:]
+        if self._in_time(linear):
+            return linear
+        later = sorted((g for g in rest if self.samples[g]), key=self._ratio)
+        given_up = [g for g in reversed(linear) if self.samples[g] is None]
+        dropped = first_true(
+            len(given_up), lambda k: self._in_time(self._exchange(linear, given_up[:k], later))
+        )
+        chosen = self._exchange(linear, given_up[:dropped], later)
+        there = set(chosen)
+        left = sorted((g for g in every if g not in there), key=self._ratio)
+        more = first_true(len(left), lambda k: self._enough([*chosen, *left[:k]]))
+        return sorted([*chosen, *left[:more]])
+
+    def _ratio(self, g: int) -> float:
+        sample = self.samples[g]
+        return 1.0 if sample is None else sample.ratio
+
+    def _enough(self, chosen: list[int]) -> bool:
+        return self._case.fits(self._case.offloaded(chosen))
+
+    def _exchange(self, linear: list[int], out: list[int], later: list[int]) -> list[int]:
+        """``linear`` without ``out``, and as many of ``later`` as have at least the same bytes."""
+        groups = self._case.groups
+        missing = sum(groups[g].key.nbytes for g in out)
+        added = []
+        for g in later:
+            if missing <= 0:
+                break
+            added.append(g)
+            missing -= groups[g].key.nbytes
+        return sorted({*linear, *added}.difference(out))
+
+    def _in_time(self, chosen: list[int]) -> bool:
+        """Whether the FIFO channel has written everything when its forward ends."""
+        profile, machine = self._case.profile, self._case.machine
+        turn_ns = {one.index: one.backward_start_ns for one in profile.passes}
+        writes = [
+            (slot.saved_at_ns, slot, self.samples[g])
+            for g in chosen
+            for slot in (profile.slots[i] for i in self._case.groups[g].indices)
+            if slot.saved_at_ns <= turn_ns[slot.pass_index]
+        ]
+        free_ns = 0
+        for saved_ns, slot, sample in sorted(writes, key=lambda one: one[0]):
+            nbytes = slot.key.nbytes
+            moved = nbytes if sample is None else sample.encoded_bytes(nbytes)
+            free_ns = max(free_ns, saved_ns) + round(machine.write_s(moved, self._tier) * 1e9)
+            if free_ns > turn_ns[slot.pass_index]:
+                return False
+        return True

@@ -1,0 +1,67 @@
+"""``lifetime``: what is large and idle for long goes; host memory and flash take it together.
+
+The idea of G10 (Zhang et al., MICRO 2023, its section on smart tensor migration): what moving a tensor is
+worth is the memory pressure that it relieves, its bytes times the time for which nobody wants them; both
+tiers are used at once, so that neither link limits what the other could take. Slots are offloaded in
+the order of bytes x idle time, as few as fit, each to the tier whose channel is done with it first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.plan.assemble import assemble
+from penstock.plan.case import Case, Choice
+from penstock.plan.encoding import cost_s
+from penstock.plan.explain import why_kept
+from penstock.plan.machine import Budgets, Machine
+from penstock.plan.placement import first_true, fitting
+from penstock.plan.plan import Plan
+from penstock.plan.profile import Profile
+
+
+def lifetime(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
+    """Offload the largest and longest idle, as few as fit, over both tiers."""
+    case = Case(profile, machine, budgets)
+    return assemble("lifetime", case, choose(case), why_kept)
+
+
+def choose(case: Case) -> Choice:
+    """Its choice of a case."""
+    case = case.fitted()
+    order = rank(case)
+    count = first_true(len(order), lambda k: case.fits(case.offloaded(order[:k])))
+    return spread(case, order[:count])
+
+
+def rank(case: Case) -> list[int]:
+    """Groups by bytes x idle time, the most first; those that were never needed last."""
+    groups = case.groups
+    order = sorted(
+        case.movable, key=lambda g: (-groups[g].key.nbytes * (groups[g].idle_ns or 0), g)
+    )
+    return fitting(order, groups, case.budgets)
+
+
+def spread(case: Case, chosen: Sequence[int], recomputed: tuple[str, ...] = ()) -> Choice:
+    """Offload these over both tiers, in the order in which they are saved."""
+    dropped = case.dropped(case.offload({}, recomputed))
+    machine = case.machine
+    room = {"host": case.budgets.host_bytes, "flash": case.budgets.flash_bytes}
+    busy_s = dict.fromkeys(room, 0.0)
+    tiers: dict[int, str] = {}
+    for g in sorted(chosen):
+        group = case.groups[g]
+        ends = {
+            tier: busy_s[tier] + cost_s(group.key.nbytes, machine, tier, None)
+            for tier in room
+            if group.nbytes <= room[tier] and g not in dropped
+        }
+        if ends:
+            tier = min(ends, key=lambda one: (ends[one], one == "flash"))
+            tiers[g] = tier
+            room[tier] -= group.nbytes
+            busy_s[tier] = ends[tier]
+            if tier == "flash" and machine.flash_over_link:
+                busy_s["host"] += cost_s(group.key.nbytes, machine, "host", None)
+    return case.offload(tiers, recomputed)

@@ -1,0 +1,137 @@
+"""``ranked``: offload what is idle longest for what it costs, as little of it as the budget allows.
+
+An offload frees bytes for the time that nobody wants them, and costs the flash channel the time to
+write and to read them, encoded where a codec pays. So slots are ranked by bytes x idle time, per second
+of channel time; the first saved are needed last, so they come first and the tail of forward stays. Of
+slots that are idle for as long, the compressible go and the others stay. Where the channel could not
+move everything behind the network, idle time no longer counts, and they are ranked by channel time per
+byte alone, so that the compressible go first: FlashNeuron's phase 2 (FAST 2021), by measured ratios. The
+plan offloads the shortest run of that ranking with which what is kept, and a window for reads, fit in
+the budget:
+
+1. Everything fits: everything stays.
+2. Slots that something else keeps alive stay: offloading them frees nothing.
+3. Slots that come back sooner than they could be written and read are offloaded last but for those
+   that were never needed.
+4. Room for reads must remain beside what is kept: at least what one node of backward uses and the
+   next read, and, up to a quarter of the budget, as much as reads must run ahead to stay hidden.
+   Beyond that quarter a kept byte is worth more than a byte to read ahead into: it is not moved at
+   all.
+5. Where even the whole ranking does not leave that room, all of it is offloaded.
+
+A larger budget never offloads more bytes as long as the tiers have room (see ``first_true``). ``auto``
+begins with this plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.core.units import format_bytes
+from penstock.plan.assemble import assemble
+from penstock.plan.case import Case, Choice
+from penstock.plan.encoding import SlotCodecs, cost_s, trip_s
+from penstock.plan.explain import why_kept
+from penstock.plan.machine import Budgets, Machine
+from penstock.plan.placement import first_true, fitting, place
+from penstock.plan.plan import Plan
+from penstock.plan.profile import Profile
+from penstock.plan.window import least_window, read_ahead_bytes, returning
+
+WINDOW_SHARE = 4
+"""Reads may run ahead by one part in this many of the budget before kept slots give way."""
+
+
+def ranked(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
+    """Offload as little as fits the budget, the longest idle first."""
+    case = Case(profile, machine, budgets)
+    if everything_fits(case):
+        return assemble("ranked", case, case.offload({}), lambda _: why_everything_fits(case))
+    return assemble("ranked", case, choose(case), why_kept)
+
+
+def everything_fits(case: Case) -> bool:
+    """Whether nothing need be done."""
+    return case.profile.peak_saved_bytes <= case.budgets.device_bytes
+
+
+def why_everything_fits(case: Case) -> str:
+    """The reason for it."""
+    return (
+        f"fits: everything saved is {format_bytes(case.profile.peak_saved_bytes)} of"
+        f" {format_bytes(case.budgets.device_bytes)}"
+    )
+
+
+def choose(case: Case) -> Choice:
+    """The shortest run of the ranking that will do."""
+    case = case.fitted()
+    order = rank(case)
+    return offload_first(case, order[: enough(case, order)])
+
+
+def enough(case: Case, order: Sequence[int], recomputed: tuple[str, ...] = ()) -> int:
+    """How many of an order must go, so that the rest and a good window fit."""
+    codecs = _codecs(case, order)
+    return first_true(len(order), lambda k: _fits(case, order[:k], recomputed, codecs))
+
+
+def offload_first(case: Case, chosen: Sequence[int], recomputed: tuple[str, ...] = ()) -> Choice:
+    """Offload these groups, the soonest needed to host memory, but for those that are recomputed."""
+    dropped = case.dropped(case.offload({}, recomputed))
+    gone = [g for g in chosen if g not in dropped]
+    tiers = place([case.groups[g] for g in gone], case.budgets)
+    return case.offload(dict(zip(gone, tiers, strict=True)), recomputed)
+
+
+def rank(case: Case) -> list[int]:
+    """Candidates, best first; the same for every device budget, which chooses a run of them."""
+    bound = _channel_bound(case)
+    order = sorted(case.movable, key=lambda g: (*_rank_key(case, g, bound=bound), g))
+    return fitting(order, case.groups, case.budgets)
+
+
+def _rank_key(case: Case, g: int, *, bound: bool) -> tuple[int, float, float]:
+    group, machine, tier = case.groups[g], case.machine, case.main_tier
+    if group.idle_ns is None:
+        return 2, 0.0, 0.0
+    nbytes, idle_s = group.key.nbytes, group.idle_ns / 1e9
+    sample = case.best_samples[g]
+    late = idle_s < trip_s(nbytes, machine, tier, sample)
+    freed_per_s = nbytes / cost_s(nbytes, machine, tier, sample)
+    if bound:
+        return int(late), -freed_per_s, -idle_s
+    return int(late), -freed_per_s * idle_s, 0.0
+
+
+def _channel_bound(case: Case) -> bool:
+    """Whether to move everything, as it is, would take longer than the network, either way."""
+    write, read = case.machine.bytes_per_s(case.main_tier)
+    passes, nbytes = case.profile.passes, case.profile.saved_bytes
+    forward_ns = sum(one.backward_start_ns - one.start_ns for one in passes)
+    backward_ns = sum(one.end_ns - one.backward_start_ns for one in passes)
+    return nbytes / write > forward_ns / 1e9 or nbytes / read > backward_ns / 1e9
+
+
+def _codecs(case: Case, chosen: Sequence[int]) -> SlotCodecs:
+    """Those that pay for a slot by itself. How many slots are offloaded does not change them."""
+    samples = ((g, case.best_samples[g]) for g in chosen)
+    return {i: sample for g, sample in samples if sample for i in case.groups[g].indices}
+
+
+def _fits(
+    case: Case, chosen: Sequence[int], recomputed: tuple[str, ...], codecs: SlotCodecs
+) -> bool:
+    """Whether what stays and a good window fit. True for a budget if true for a smaller one."""
+    if not recomputed and case.lacks(chosen):
+        return False
+    device_bytes = case.budgets.device_bytes
+    choice = case.offloaded(chosen, recomputed)
+    mask, need = case.mask(choice), case.residency(choice)
+    room = device_bytes - need.kept_bytes
+    if need.hard_bytes > device_bytes:
+        return False
+    if least_window(returning(case.profile, mask), need.working_bytes) > room:
+        return False
+    ahead = read_ahead_bytes(case.profile, mask, case.machine, codecs)
+    return min(ahead, device_bytes // WINDOW_SHARE) <= room

@@ -1,0 +1,64 @@
+"""``vdnn-all``: the input feature map of every layer is offloaded (vDNN, MICRO 2016, section 3.4)."""
+
+from __future__ import annotations
+
+from penstock.plan.assemble import assemble
+from penstock.plan.case import Case, Choice
+from penstock.plan.explain import why_kept
+from penstock.plan.layers import Layer, prefetch_search
+from penstock.plan.machine import Budgets, Machine
+from penstock.plan.plan import Plan
+from penstock.plan.profile import Profile
+
+
+def vdnn_all(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
+    """Offload every layer's X; fastest convolutions, or memory-optimal ones if those do not fit."""
+    case = Case(profile, machine, budgets)
+    return assemble("vdnn-all", case, choose(case), why_kept, notes=tier_notes(case))
+
+
+def choose(case: Case) -> Choice:
+    """Its choice of a case."""
+    return fastest_or_lean(case, every_map(case.layers))
+
+
+def every_map(layers: list[Layer]) -> list[int]:
+    """Every layer's X."""
+    return [g for layer in layers for g in layer.groups]
+
+
+def fastest_or_lean(case: Case, wanted: list[int]) -> Choice:
+    """These maps offloaded, with performance-optimal convolutions (p), or memory-optimal ones (m)."""
+    choice = offload_maps(case, wanted)
+    if case.fits(choice):
+        return choice
+    return offload_maps(case.leaning(case.convolutions), wanted)
+
+
+def offload_maps(case: Case, wanted: list[int]) -> Choice:
+    """Offload these maps, in the order of forward as far as the tier has room; prefetch by the search.
+
+    vDNN's tier is host memory. Where there is no budget for it, flash takes its place.
+    """
+    tier, room = _tier(case)
+    tiers: dict[int, str] = {}
+    for g in sorted(case.movable.intersection(wanted)):
+        if case.groups[g].nbytes <= room:
+            tiers[g] = tier
+            room -= case.groups[g].nbytes
+    choice = case.offload(tiers)
+    searched = prefetch_search(case.layers, tiers)
+    return Choice(choice.tiers, lean=choice.lean, prefetch=searched, samples={})
+
+
+def tier_notes(case: Case) -> tuple[str, ...]:
+    """Says so where the tier is not the paper's."""
+    if _tier(case)[0] == "flash":
+        return ("no host budget: flash takes the place of vDNN's host memory",)
+    return ()
+
+
+def _tier(case: Case) -> tuple[str, int]:
+    if case.budgets.host_bytes or not case.budgets.flash_bytes:
+        return "host", case.budgets.host_bytes
+    return "flash", case.budgets.flash_bytes

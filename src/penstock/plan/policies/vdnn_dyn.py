@@ -1,0 +1,47 @@
+"""``vdnn-dyn``: the first of vDNN's configurations that fits (MICRO 2016, section 3.4).
+
+The cheapest comes first: nothing offloaded, with the fastest convolutions; the X of convolutions, then of
+every layer, with the fastest; the same two with each convolution stepped down to the algorithm without
+a workspace where its workspace does not fit; the same two with all of them stepped down. If even the last
+does not fit, the network cannot be trained by vDNN, and the plan says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.plan.assemble import assemble
+from penstock.plan.case import Case, Choice
+from penstock.plan.explain import why_kept
+from penstock.plan.machine import Budgets, Machine
+from penstock.plan.plan import Plan
+from penstock.plan.policies.vdnn_all import every_map, offload_maps, tier_notes
+from penstock.plan.policies.vdnn_conv import convolutions_maps
+from penstock.plan.profile import Profile
+
+
+def vdnn_dyn(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
+    """Offload as little as fits, by vDNN's order of trying."""
+    case = Case(profile, machine, budgets)
+    return assemble("vdnn-dyn", case, choose(case), why_kept, notes=tier_notes(case))
+
+
+def choose(case: Case) -> Choice:
+    """Its choice of a case."""
+    choice = case.offload({})
+    for choice in _configurations(case):
+        if case.leaning(choice.lean).fits(choice):
+            break
+    return choice
+
+
+def _configurations(case: Case) -> Iterator[Choice]:
+    yield case.offload({})
+    sets = (convolutions_maps(case.layers), every_map(case.layers))
+    for wanted in sets:
+        yield offload_maps(case, wanted)
+    if case.convolutions:
+        for wanted in sets:
+            yield offload_maps(case.fitted(offload_maps(case, wanted).tiers), wanted)
+        for wanted in sets:
+            yield offload_maps(case.leaning(case.convolutions), wanted)

@@ -1,0 +1,214 @@
+"""Which modules can be run again in backward, what that frees, and what it costs.
+
+[Note: what a recomputed module drops]
+    A slot is made again by running module M if M (or what is inside it) made it, saved it, and is the
+    first to ask for it in backward. What something outside M asks for first is M's output, which the next
+    module reads as its input: it is kept or offloaded like the checkpoints between the segments of Chen
+    et al. (2016, section 3), or one module run again would need the one before it run again, and so on to
+    the start. M needs its inputs to run: a module none of whose inputs is saved anyway is never run
+    again, for holding them would cost what dropping its slots frees.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Final
+
+from penstock.plan.groups import Group
+from penstock.plan.operators import Operator
+from penstock.plan.profile import Event, Profile
+from penstock.plan.residency import Segment
+
+_NEVER: Final = 1 << 200
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A module that can be run again."""
+
+    path: str
+    groups: tuple[int, ...]
+    """What it makes again, by index into the groups."""
+    nbytes: int
+    """Their slots' bytes, over all passes."""
+    forward_ns: int
+    """What running it again takes, over all passes."""
+
+    @property
+    def worth(self) -> float:
+        """Bytes freed for each nanosecond of running it again."""
+        return self.nbytes / max(1, self.forward_ns)
+
+
+def inside(path: str, module: str) -> bool:
+    """Whether ``path`` is ``module`` or in it. Everything is inside the root, ``""``."""
+    return not module or path == module or path.startswith(module + ".")
+
+
+@lru_cache(maxsize=65536)
+def ancestors(path: str) -> tuple[str, ...]:
+    """A path and those that contain it, innermost first, the root last."""
+    if not path:
+        return ("",)
+    return (path, *ancestors(path.rpartition(".")[0]))
+
+
+class Recomputing:
+    """What a profile tells about running its modules again; nothing without operators.
+
+    Args:
+        profile: What the step saved and computed.
+        groups: Its slots by decision.
+    """
+
+    def __init__(self, profile: Profile, groups: Sequence[Group]) -> None:
+        self._profile = profile
+        self._groups = groups
+
+    @cached_property
+    def consumers(self) -> tuple[Operator | None, ...]:
+        """For each slot, the operator of backward that first asks for it, where that is known."""
+        by_pass: dict[int, list[Operator]] = {}
+        for operator in self._profile.operators:
+            if operator.backward:
+                by_pass.setdefault(operator.pass_index, []).append(operator)
+        starts = {}
+        for index, operators in by_pass.items():
+            operators.sort(key=lambda one: one.start_ns)
+            starts[index] = [one.start_ns for one in operators]
+        found: list[Operator | None] = []
+        for slot in self._profile.slots:
+            place = 0
+            if slot.needed_at_ns is not None and slot.pass_index in starts:
+                place = bisect_right(starts[slot.pass_index], slot.needed_at_ns)
+            found.append(by_pass[slot.pass_index][place - 1] if place else None)
+        return tuple(found)
+
+    @cached_property
+    def modules(self) -> dict[str, Module]:
+        """By path, the modules that can be run again; the root is not among them."""
+        if not self._profile.operators:
+            return {}
+        made: dict[str, list[int]] = {}
+        for g, group in enumerate(self._groups):
+            for module in self._makers(group):
+                made.setdefault(module, []).append(g)
+        return {
+            path: Module(path, tuple(groups), self._bytes(groups), self._forward_ns[path])
+            for path, groups in made.items()
+            if path in self._inputs
+            and path not in self._profile.unrepeatable
+            and self._runs_wherever_it_saves(path, groups)
+        }
+
+    def _runs_wherever_it_saves(self, path: str, groups: Iterable[int]) -> bool:
+        indices = (i for g in groups for i in self._groups[g].indices)
+        return all((path, self._profile.slots[i].pass_index) in self._calls for i in indices)
+
+    @cached_property
+    def _inputs(self) -> dict[str, list[int]]:
+        """For each module, the slots it reads that were made outside of it."""
+        found: dict[str, list[int]] = {}
+        for i, slot in enumerate(self._profile.slots):
+            consumer = self.consumers[i]
+            readers = {
+                *ancestors(slot.key.module),
+                *(ancestors(consumer.module) if consumer else ()),
+            }
+            makers = () if slot.producer is None else ancestors(slot.producer)
+            for module in readers.difference(makers):
+                found.setdefault(module, []).append(i)
+        return found
+
+    @cached_property
+    def _forward_ns(self) -> dict[str, int]:
+        own: dict[str, int] = {}
+        for operator in self._profile.operators:
+            if not operator.backward:
+                own[operator.module] = own.get(operator.module, 0) + operator.took_ns
+        total: dict[str, int] = {}
+        for path, took_ns in own.items():
+            for module in ancestors(path):
+                total[module] = total.get(module, 0) + took_ns
+        return total
+
+    def _makers(self, group: Group) -> Iterable[str]:
+        """The modules, without the root, that make every slot of a group again; innermost first."""
+        if group.held_elsewhere:
+            return ()
+        within: tuple[str, ...] = ancestors(group.key.module)
+        for i in group.indices:
+            slot, consumer = self._profile.slots[i], self.consumers[i]
+            if slot.producer is None:
+                return ()
+            others = [slot.producer, *([consumer.module] if consumer else [])]
+            for other in others:
+                within = tuple(path for path in within if inside(other, path))
+        return within[:-1]
+
+    def _bytes(self, groups: Iterable[int]) -> int:
+        return sum(
+            self._profile.slots[i].key.nbytes for g in groups for i in self._groups[g].indices
+        )
+
+    def segments(self, recomputed: Iterable[str]) -> tuple[Segment, ...]:
+        """What comes back together: each of these modules, in each pass."""
+        found: list[Segment] = []
+        slots = self._profile.slots
+        for path in recomputed:
+            made: dict[int, list[int]] = {}
+            for i in (i for g in self.modules[path].groups for i in self._groups[g].indices):
+                made.setdefault(slots[i].pass_index, []).append(i)
+            for index, mine in made.items():
+                again = tuple(i for i in mine if slots[i].needed_at_ns is not None)
+                drops = tuple((self._drop_place(path, i, frozenset(mine)), i) for i in mine)
+                inputs = tuple(i for i in self._inputs[path] if slots[i].pass_index == index)
+                found.append(Segment(again, inputs, drops))
+        return tuple(found)
+
+    @cached_property
+    def _calls(self) -> dict[tuple[str, int], list[tuple[int, int]]]:
+        """(start, end) of every uninterrupted forward of each module, by its path and pass."""
+        forward = [one for one in self._profile.operators if not one.backward]
+        forward.sort(key=lambda one: (one.pass_index, one.start_ns))
+        calls: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        last: dict[tuple[str, int], int] = {}
+        for place, one in enumerate(forward):
+            for path in ancestors(one.module):
+                key = path, one.pass_index
+                mine = calls.setdefault(key, [])
+                if last.get(key) == place - 1:
+                    mine[-1] = (mine[-1][0], one.end_ns)
+                else:
+                    mine.append((one.start_ns, one.end_ns))
+                last[key] = place
+        return calls
+
+    def _drop_place(self, path: str, i: int, mine: frozenset[int]) -> int:
+        """Before which step slot ``i`` is dropped: the first after the call of ``path`` that saved it.
+
+        What the call saves at its end is there before anything is dropped.
+        """
+        steps, slot = self._profile.steps, self._profile.slots[i]
+        calls = self._calls[path, slot.pass_index]
+        call = max(0, bisect_right(calls, (slot.saved_at_ns, _NEVER)) - 1)
+        end_ns = max(slot.saved_at_ns, calls[call][1])
+        at = place = bisect_left(steps, (end_ns,))
+        while at < len(steps) and steps[at][0] == end_ns:
+            at += 1
+            if steps[at - 1][1] is Event.SAVE and steps[at - 1][2] in mine:
+                place = at
+        return place
+
+    def antichain(self, limit_bytes: float) -> list[Module]:
+        """The largest modules, none inside another, that make no more than ``limit_bytes`` each."""
+        taken: dict[str, Module] = {}
+        for path, module in sorted(
+            self.modules.items(), key=lambda one: (one[0].count("."), one[0])
+        ):
+            if module.nbytes <= limit_bytes and not any(a in taken for a in ancestors(path)):
+                taken[path] = module
+        return list(taken.values())

@@ -1,0 +1,232 @@
+"""The channels of a machine: what moves when, and who goes first.
+
+A *channel* (a direction of the link, of flash, the codec's thread) does one thing at a time. A *lane*
+is a queue of jobs of one kind before one channel or two, first come, first served; a job occupies all
+of its lane's channels at once, as when bytes flow through the link to flash piece by piece. Where
+lanes share a channel, the job that could begin first goes first; of several that could begin at the
+same time the first of: decode, read, write, encode; of two reads or two writes the one that came first.
+What has begun is not interrupted.
+
+[Note: lanes run late]
+    Nothing happens here until somebody asks, by ``advance``: a job that is added waits in its lane.
+    Since jobs begin in the order of time, and are added at the time at which they arrive, it makes no
+    difference when they are looked at. Only what is done out of turn (giving up, going first) needs
+    that everything is up to date.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import Final
+
+NOT_YET: Final = -1
+"""In place of the time when a job is done."""
+GIVEN_UP: Final = -2
+"""A job that is not to begin any more."""
+DECODE, READ, WRITE, ENCODE = range(4)
+"""Kinds of lanes, by precedence."""
+_NEVER: Final = 1 << 200
+
+
+class Channel:
+    """Does one thing at a time; free from ``free_ns`` on."""
+
+    __slots__ = ("free_ns",)
+
+    def __init__(self) -> None:
+        self.free_ns = 0
+
+
+_free_ns: Final = attrgetter("free_ns")
+
+
+class Lane:
+    """A queue of jobs, each a slot by its index.
+
+    Attributes:
+        precedence: Over lanes with a larger one.
+        log: (when, slot) of every job that has begun, in order.
+        done: By slot, when its last stage ends; NOT_YET or GIVEN_UP before that has begun.
+        then: By slot, the lane of its next stage; None: this is the last. None for all: always.
+    """
+
+    __slots__ = ("_latency_ns", "_uses", "done", "log", "precedence", "queue", "then")
+
+    def __init__(
+        self,
+        *uses: tuple[Channel, Sequence[int]],
+        precedence: int,
+        done: list[int],
+        latency_ns: int = 0,
+        then: list[Lane | None] | None = None,
+    ) -> None:
+        """Before these channels, with the time for which each slot occupies each.
+
+        ``latency_ns`` passes from the end of a job to that of its stage; others go on meanwhile.
+        """
+        self._uses = uses
+        self.precedence = precedence
+        self._latency_ns = latency_ns
+        self.done = done
+        self.then = then
+        self.queue: deque[tuple[int, int]] = deque()
+        self.log: list[tuple[int, int]] = []
+
+    def add(self, at_ns: int, slot: int) -> None:
+        """Queue a job that arrives at ``at_ns``, behind those that arrive no later."""
+        queue = self.queue
+        place = len(queue)
+        while place and queue[place - 1][0] > at_ns:
+            place -= 1
+        if place == len(queue):
+            queue.append((at_ns, slot))
+        else:
+            queue.insert(place, (at_ns, slot))
+
+    def add_first(self, at_ns: int, slot: int) -> None:
+        """Queue a job before all others."""
+        self.queue.appendleft((at_ns, slot))
+
+    def go_first(self, slot: int) -> None:
+        """If it is queued, put it before all others."""
+        queue = self.queue
+        if queue and queue[0][1] != slot:
+            found = next((job for job in queue if job[1] == slot), None)
+            if found is not None:
+                queue.remove(found)
+                queue.appendleft(found)
+
+    def next_ns(self) -> int:
+        """When the next job can begin; ``_NEVER`` if there is none."""
+        queue, done = self.queue, self.done
+        while queue:
+            at_ns, slot = queue[0]
+            if done[slot] == GIVEN_UP:
+                queue.popleft()
+                continue
+            for channel, _ in self._uses:
+                at_ns = max(at_ns, channel.free_ns)
+            return at_ns
+        return _NEVER
+
+    def begin(self, at_ns: int) -> None:
+        """Begin the next job."""
+        _, slot = self.queue.popleft()
+        end_ns = at_ns
+        for channel, times in self._uses:
+            channel.free_ns = at_ns + times[slot]
+            end_ns = max(end_ns, channel.free_ns)
+        end_ns += self._latency_ns
+        self.log.append((at_ns, slot))
+        following = None if self.then is None else self.then[slot]
+        if following is None:
+            self.done[slot] = end_ns
+        else:
+            following.add(end_ns, slot)
+
+    def run(self, until_ns: int) -> None:
+        """Begin all that can begin by then, in a lane with one channel of its own and no next stage."""
+        queue, done, log = self.queue, self.done, self.log
+        ((channel, times),) = self._uses
+        free_ns, latency_ns = channel.free_ns, self._latency_ns
+        while queue:
+            at_ns, slot = queue[0]
+            if done[slot] != GIVEN_UP:
+                at_ns = max(at_ns, free_ns)
+                if at_ns > until_ns:
+                    break
+                free_ns = at_ns + times[slot]
+                log.append((at_ns, slot))
+                done[slot] = free_ns + latency_ns
+            queue.popleft()
+        channel.free_ns = free_ns
+
+    @property
+    def channels(self) -> tuple[Channel, ...]:
+        """What its jobs occupy."""
+        return tuple(channel for channel, _ in self._uses)
+
+
+class Lanes:
+    """All lanes of one machine, and which of them have to be run together.
+
+    Args:
+        lanes: All of them.
+        together: Whether some of them share a channel, or feed one another.
+    """
+
+    def __init__(self, lanes: Sequence[Lane], *, together: bool) -> None:
+        self._lanes = lanes
+        self._together = together
+        self._channels = [channel for lane in lanes for channel in lane.channels]
+
+    def advance(self, until_ns: int) -> None:
+        """Begin all that can begin by ``until_ns``."""
+        if not self._together:
+            for lane in self._lanes:
+                if lane.queue:
+                    lane.run(until_ns)
+            return
+        while True:
+            first, turn = None, (until_ns + 1, 0, 0)
+            for lane in self._lanes:
+                if lane.queue and (at_ns := lane.next_ns()) <= turn[0] and lane.queue:
+                    its = (at_ns, lane.precedence, lane.queue[0][0])
+                    if its < turn:
+                        first, turn = lane, its
+            if first is None:
+                return
+            first.begin(turn[0])
+
+    def next_ns(self) -> int:
+        """When the next of all jobs can begin; a time that never comes if there is none."""
+        return min((lane.next_ns() for lane in self._lanes), default=_NEVER)
+
+    def end_of(self, slot: int, done: Sequence[int]) -> int:
+        """When a job that was added ends, if nothing is added until then."""
+        while done[slot] == NOT_YET:
+            self.advance(self.next_ns())
+        return done[slot]
+
+    def busy_until(self) -> int:
+        """From when on nothing is under way, of what has begun."""
+        return max(map(_free_ns, self._channels), default=0)
+
+
+class Endings:
+    """The jobs of some lanes that have begun, as they end."""
+
+    def __init__(self, lanes: Lanes, those: Sequence[Lane]) -> None:
+        """Of ``those``, each of which must end its jobs in order; ``lanes`` are all of them."""
+        self._lanes = lanes
+        self._those = those
+        self._seen = [0] * len(those)
+
+    def by(self, until_ns: int) -> Iterator[tuple[int, int]]:
+        """(when, slot) of every job that has ended by then, once; lane by lane."""
+        self._lanes.advance(until_ns)
+        for place, lane in enumerate(self._those):
+            log, done, seen = lane.log, lane.done, self._seen[place]
+            while seen < len(log):
+                slot = log[seen][1]
+                if done[slot] > until_ns:
+                    break
+                seen += 1
+                yield done[slot], slot
+            self._seen[place] = seen
+
+    def next_ns(self) -> int | None:
+        """When the next of them ends, of those that ``by`` has not told; None if there is none."""
+        while True:
+            ends = [
+                lane.done[lane.log[seen][1]]
+                for lane, seen in zip(self._those, self._seen, strict=True)
+                if seen < len(lane.log)
+            ]
+            end_ns = min(ends, default=_NEVER)
+            begin_ns = self._lanes.next_ns()
+            if begin_ns >= end_ns:
+                return None if end_ns == _NEVER else end_ns
+            self._lanes.advance(begin_ns)

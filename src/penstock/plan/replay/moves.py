@@ -1,0 +1,155 @@
+"""What a plan does with each slot of a profile, and how long that occupies which channel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from penstock.core.units import round_up
+from penstock.plan.groups import PAGE_BYTES
+from penstock.plan.machine import Machine
+from penstock.plan.plan import Action, Decision, Plan
+from penstock.plan.profile import CodecSample, Profile, SlotProfile
+from penstock.plan.replay.lanes import DECODE, ENCODE, NOT_YET, READ, WRITE, Channel, Lane, Lanes
+
+HOST: Final = 0
+FLASH: Final = 1
+TIERS: Final = {"host": HOST, "flash": FLASH}
+
+KEPT: Final = 0
+OFFLOADED: Final = 1
+RECOMPUTED: Final = 2
+
+
+@dataclass(slots=True)
+class Moves:
+    """By slot of the profile: what becomes of it, and what that takes. 0 where nothing does."""
+
+    action: bytearray
+    """KEPT, OFFLOADED or RECOMPUTED."""
+    tier: bytearray
+    """HOST or FLASH, of what is offloaded."""
+    not_before: dict[int, int]
+    """``prefetch_at`` of the slots that have one."""
+    moved_bytes: list[int]
+    """What goes each way, encoded."""
+    held_bytes: list[int]
+    """The same in whole pages, as a tier holds it."""
+    link_out_ns: list[int]
+    link_in_ns: list[int]
+    flash_out_ns: list[int]
+    flash_in_ns: list[int]
+    encode_ns: list[int]
+    decode_ns: list[int]
+
+    @property
+    def used_tiers(self) -> set[int]:
+        """Those that the plan uses."""
+        return {t for t, a in zip(self.tier, self.action, strict=True) if a == OFFLOADED}
+
+
+def moves_of(profile: Profile, plan: Plan, machine: Machine) -> Moves:
+    """Look every slot up in the plan. Slots that it does not know are kept."""
+    count = len(profile.slots)
+    moves = Moves(bytearray(count), bytearray(count), {}, *([0] * count for _ in range(8)))
+    find = plan.lookup_match
+    for i, match in enumerate(profile.match_keys):
+        decision = find(match)
+        if decision is None or decision.action is Action.KEEP:
+            continue
+        if decision.action is Action.RECOMPUTE:
+            moves.action[i] = RECOMPUTED
+        else:
+            _offload(moves, i, profile.slots[i], decision, machine)
+    return moves
+
+
+def _offload(moves: Moves, i: int, slot: SlotProfile, decision: Decision, machine: Machine) -> None:
+    nbytes = moved = slot.key.nbytes
+    sample = _sample(slot, decision)
+    if sample is not None:
+        moved = sample.encoded_bytes(nbytes)
+        moves.encode_ns[i] = round(sample.encode_s(nbytes) * 1e9)
+        moves.decode_ns[i] = round(sample.decode_s(nbytes) * 1e9)
+    tier = TIERS[decision.tier]
+    moves.action[i] = OFFLOADED
+    moves.tier[i] = tier
+    moves.moved_bytes[i] = moved
+    moves.held_bytes[i] = round_up(moved, PAGE_BYTES)
+    if tier == FLASH:
+        moves.flash_out_ns[i] = round(moved / machine.flash_write_bytes_per_s * 1e9)
+        moves.flash_in_ns[i] = round(moved / machine.flash_read_bytes_per_s * 1e9)
+    if tier == HOST or machine.flash_over_link:
+        moves.link_out_ns[i] = round(moved / machine.host_write_bytes_per_s * 1e9)
+        moves.link_in_ns[i] = round(moved / machine.host_read_bytes_per_s * 1e9)
+    if decision.prefetch_at is not None:
+        moves.not_before[i] = decision.prefetch_at
+
+
+def _sample(slot: SlotProfile, decision: Decision) -> CodecSample | None:
+    if not decision.codec:
+        return None
+    return next((sample for sample in slot.codecs if sample.codec == decision.codec), None)
+
+
+@dataclass(slots=True)
+class Channels:
+    """The lanes of a machine, as far as a plan uses them."""
+
+    lanes: Lanes
+    out: dict[int, Lane]
+    """By tier. A slot that is to be encoded goes to ``encode`` first."""
+    back: dict[int, Lane]
+    encode: Lane | None
+    decode: Lane | None
+    written: list[int]
+    """By slot, when its write has ended; NOT_YET or GIVEN_UP before it has begun."""
+    arrived: list[int]
+    """By slot, when its last read has ended, decoded; NOT_YET before."""
+
+
+def channels_of(moves: Moves, machine: Machine) -> Channels:
+    """The lanes that the moves need, all of them idle."""
+    count = len(moves.action)
+    written, arrived = [NOT_YET] * count, [NOT_YET] * count
+    tiers = moves.used_tiers
+    coded = any(moves.encode_ns) or any(moves.decode_ns)
+    codec, link_out, link_in, flash_out = Channel(), Channel(), Channel(), Channel()
+    flash_in = flash_out if machine.flash_shared else Channel()
+    together = coded or (FLASH in tiers and machine.flash_shared)
+    together = together or (len(tiers) == 2 and machine.flash_over_link)
+    out: dict[int, Lane] = {}
+    back: dict[int, Lane] = {}
+    decode = Lane((codec, moves.decode_ns), precedence=DECODE, done=arrived) if coded else None
+    to_decode: list[Lane | None] | None = None
+    if coded:
+        to_decode = [decode if took else None for took in moves.decode_ns]
+    for tier in sorted(tiers):
+        out_uses, in_uses = [(link_out, moves.link_out_ns)], [(link_in, moves.link_in_ns)]
+        latency_ns = 0
+        if tier == FLASH:
+            latency_ns = round(machine.flash_latency_s * 1e9)
+            out_uses.append((flash_out, moves.flash_out_ns))
+            in_uses.append((flash_in, moves.flash_in_ns))
+            if not machine.flash_over_link:
+                del out_uses[0], in_uses[0]
+        if not together:
+            out_uses, in_uses = _merged(out_uses), _merged(in_uses)
+        out[tier] = Lane(*out_uses, precedence=WRITE, done=written, latency_ns=latency_ns)
+        back[tier] = Lane(
+            *in_uses, precedence=READ, done=arrived, latency_ns=latency_ns, then=to_decode
+        )
+    encode = None
+    if coded:
+        to_tier: list[Lane | None] = [out.get(tier) for tier in moves.tier]
+        encode = Lane((codec, moves.encode_ns), precedence=ENCODE, done=written, then=to_tier)
+    ordered = (decode, *back.values(), *out.values(), encode)
+    lanes = Lanes([lane for lane in ordered if lane is not None], together=together)
+    return Channels(lanes, out, back, encode, decode, written, arrived)
+
+
+def _merged(uses: list[tuple[Channel, list[int]]]) -> list[tuple[Channel, list[int]]]:
+    """Channels that no other lane uses are one, busy as long as the busier of them."""
+    if len(uses) == 1:
+        return uses
+    return [(Channel(), list(map(max, *(times for _, times in uses))))]

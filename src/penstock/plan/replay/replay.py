@@ -1,0 +1,90 @@
+"""``replay``: from a profile, a plan and a machine to what one step will cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from penstock.plan.convolution import with_algorithms
+from penstock.plan.machine import Machine
+from penstock.plan.plan import Plan
+from penstock.plan.profile import Profile
+from penstock.plan.replay.lanes import Lane
+from penstock.plan.replay.moves import FLASH, HOST, Channels, Moves, channels_of, moves_of
+from penstock.plan.replay.rerun import reruns_of
+from penstock.plan.replay.result import Replayed, TierUse
+from penstock.plan.replay.timeline import average_bytes, trace_of
+from penstock.plan.replay.walk import Walk, axis
+
+
+def replay(profile: Profile, plan: Plan, machine: Machine, *, trace: bool = False) -> Replayed:
+    """Run one step of a plan on paper. Pure; the same answer for the same arguments.
+
+    Args:
+        profile: What the network does; not necessarily the one that the plan was made from.
+        plan: What goes where and when. Slots that it does not know are kept.
+        machine: How fast the channels are.
+        trace: Whether to tell memory and the use of channels over time as well.
+
+    Raises:
+        PlanError: The plan recomputes what the profile cannot tell about.
+    """
+    begin_ns, end_ns = axis(_computed(profile, machine, ()))
+    ideal_ns = end_ns - begin_ns
+    profile = _computed(profile, machine, plan.lean_convolutions)
+    moves = moves_of(profile, plan, machine)
+    channels = channels_of(moves, machine)
+    reruns = reruns_of(profile, plan, moves.action)
+    walk = Walk(profile, plan, moves, channels, reruns, interference=machine.interference)
+    walk.run()
+    capacity = (plan.budgets.host_bytes, plan.budgets.flash_bytes)
+    host, flash = (_tier_use(walk, moves, channels, tier) for tier in (HOST, FLASH))
+    return Replayed(
+        step_ns=walk.now_ns,
+        ideal_ns=ideal_ns,
+        lean_ns=walk.computed_ns - ideal_ns,
+        recompute_ns=walk.recompute_ns,
+        interference_ns=walk.interference_ns,
+        budget_ns=walk.budget_ns,
+        demand_ns=walk.demand_ns,
+        late_ns=walk.late_ns,
+        peak_bytes=walk.held.peak_bytes,
+        average_bytes=average_bytes(profile, walk),
+        host=host,
+        flash=flash,
+        link_out_ns=_busy_ns(channels.out.values(), moves.link_out_ns),
+        link_in_ns=_busy_ns(channels.back.values(), moves.link_in_ns),
+        flash_write_ns=_busy_ns(channels.out.values(), moves.flash_out_ns),
+        flash_read_ns=_busy_ns(channels.back.values(), moves.flash_in_ns),
+        codec_ns=_busy_ns([channels.encode], moves.encode_ns)
+        + _busy_ns([channels.decode], moves.decode_ns),
+        forwarded_bytes=walk.forwarded_bytes,
+        feasible=walk.held.peak_bytes <= plan.budgets.device_bytes
+        and all(peak <= room for peak, room in zip(walk.held.tier_peak, capacity, strict=True)),
+        trace=trace_of(profile, walk, moves, channels) if trace else None,
+    )
+
+
+def _computed(profile: Profile, machine: Machine, lean: tuple[str, ...]) -> Profile:
+    """The profile with its convolutions as this machine computes them; made once."""
+    if machine.compute is None or not profile.operators:
+        return profile
+    key = (machine.compute, lean)
+    known = profile.derived.get(key)
+    if known is None:
+        known = profile.derived[key] = with_algorithms(profile, machine, lean)
+    return known
+
+
+def _tier_use(walk: Walk, moves: Moves, channels: Channels, tier: int) -> TierUse:
+    if tier not in channels.out:
+        return TierUse()
+    moved = moves.moved_bytes
+    return TierUse(
+        written_bytes=sum(moved[i] for _, i in channels.out[tier].log),
+        read_bytes=sum(moved[i] for _, i in channels.back[tier].log),
+        peak_bytes=walk.held.tier_peak[tier],
+    )
+
+
+def _busy_ns(lanes: Iterable[Lane | None], times: Sequence[int]) -> int:
+    return sum(times[i] for lane in lanes if lane is not None for _, i in lane.log)

@@ -1,0 +1,159 @@
+"""Which modules a plan runs again, what that makes and needs, and how long it takes."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from penstock.core.errors import PlanError
+from penstock.plan.operators import Operator
+from penstock.plan.plan import Plan
+from penstock.plan.profile import Event, Profile, SlotProfile
+from penstock.plan.replay.moves import OFFLOADED, RECOMPUTED
+
+DROP: Final = 3
+"""An event beside those of profiles: the forward of a recomputed module is over."""
+_NEVER: Final = 1 << 200
+
+
+@dataclass(slots=True, eq=False)
+class Rerun:
+    """One recomputed module in one pass; all of its calls, which are run again together."""
+
+    took_ns: int = 0
+    """Its operators in forward, together."""
+    calls: list[tuple[int, int]] = field(default_factory=list)
+    """(start, end) of each uninterrupted run of them."""
+    slots: list[int] = field(default_factory=list)
+    """What it makes again."""
+    inputs: list[int] = field(default_factory=list)
+    """Offloaded slots that were made outside of it, and that it reads."""
+
+    def drop_ns(self, saved_ns: int) -> int:
+        """When a slot that it saved then is dropped: at the end of the call."""
+        place = bisect_right(self.calls, (saved_ns, _NEVER))
+        return max(saved_ns, self.calls[max(0, place - 1)][1])
+
+
+def reruns_of(profile: Profile, plan: Plan, action: Sequence[int]) -> dict[int, Rerun]:
+    """By slot, for those that are recomputed, what makes them again.
+
+    Args:
+        profile: Its operators tell what a forward takes.
+        plan: Its ``recomputed`` modules.
+        action: What becomes of each slot.
+
+    Raises:
+        PlanError: The plan recomputes what the profile cannot tell about: a slot that no module of
+            ``recomputed`` has both made and saved, or a module without operators.
+    """
+    if RECOMPUTED not in action:
+        return {}
+    modules = frozenset(plan.recomputed)
+    reruns: dict[tuple[str, int], Rerun] = {}
+    backward = _backward(profile.operators)
+    before: dict[int, str | None] = {}
+    for operator in sorted(profile.operators, key=lambda one: one.start_ns):
+        if operator.backward:
+            continue
+        index, module = operator.pass_index, owner_of(operator.module, modules)
+        if module is not None:
+            rerun = reruns.setdefault((module, index), Rerun())
+            rerun.took_ns += operator.took_ns
+            begin_ns = operator.start_ns
+            if before.get(index) == module:
+                begin_ns = rerun.calls.pop()[0]
+            rerun.calls.append((begin_ns, operator.end_ns))
+        before[index] = module
+    found = {}
+    for i, slot in enumerate(profile.slots):
+        if action[i] == RECOMPUTED:
+            found[i] = _maker(slot, modules, reruns)
+            found[i].slots.append(i)
+        elif action[i] == OFFLOADED:
+            for module in _readers(slot, modules, backward.get(slot.pass_index)):
+                if (module, slot.pass_index) in reruns:
+                    reruns[module, slot.pass_index].inputs.append(i)
+    return found
+
+
+def with_drops(profile: Profile, reruns: dict[int, Rerun]) -> Sequence[tuple[int, int, int]]:
+    """The profile's steps, and where each recomputed slot is dropped: events ``DROP``.
+
+    A drop comes first of all that happens at its time, but after the module's own saves.
+    """
+    steps = profile.steps
+    if not reruns:
+        return steps
+    places = []
+    for i, rerun in reruns.items():
+        drop_ns = rerun.drop_ns(profile.slots[i].saved_at_ns)
+        at = place = bisect_left(steps, (drop_ns,))
+        while at < len(steps) and steps[at][0] == drop_ns:
+            at += 1
+            if reruns.get(steps[at - 1][2]) is rerun and steps[at - 1][1] is Event.SAVE:
+                place = at
+        places.append((place, drop_ns, i))
+    found: list[tuple[int, int, int]] = []
+    taken = 0
+    for place, drop_ns, i in sorted(places):
+        found += steps[taken:place]
+        found.append((drop_ns, DROP, i))
+        taken = place
+    return [*found, *steps[taken:]]
+
+
+_Timed = tuple[list[int], list[Operator]]
+
+
+def _backward(operators: Sequence[Operator]) -> dict[int, _Timed]:
+    """The operators of each pass's backward, in order, and when they start."""
+    found: dict[int, list[Operator]] = {}
+    for operator in operators:
+        if operator.backward:
+            found.setdefault(operator.pass_index, []).append(operator)
+    for one in found.values():
+        one.sort(key=lambda operator: operator.start_ns)
+    return {index: ([one.start_ns for one in each], each) for index, each in found.items()}
+
+
+def owner_of(path: str | None, modules: Collection[str]) -> str | None:
+    """That of ``modules`` which ``path`` is, or is in; the innermost. None if there is none."""
+    if path is None:
+        return None
+    while path not in modules:
+        if not path:
+            return None
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _maker(
+    slot: SlotProfile, modules: Collection[str], reruns: dict[tuple[str, int], Rerun]
+) -> Rerun:
+    module = owner_of(slot.key.module, modules)
+    if module is None or owner_of(slot.producer, modules) != module:
+        raise PlanError(
+            f"plan: slot {slot.key} is to be recomputed, but no module of 'recomputed' has both made"
+            f" and saved it (it was made by {slot.producer!r})"
+        )
+    rerun = reruns.get((module, slot.pass_index))
+    if rerun is None:
+        raise PlanError(
+            f"plan: module {module!r} is to be recomputed, but the profile has no operators of its"
+            f" forward in pass {slot.pass_index}, so nobody knows how long that takes"
+        )
+    return rerun
+
+
+def _readers(slot: SlotProfile, modules: Collection[str], backward: _Timed | None) -> set[str]:
+    """The modules that save a slot, or are the first to ask for it, without having made it."""
+    readers = {owner_of(slot.key.module, modules)}
+    if backward is not None and slot.needed_at_ns is not None:
+        starts, operators = backward
+        place = bisect_right(starts, slot.needed_at_ns)
+        if place:
+            readers.add(owner_of(operators[place - 1].module, modules))
+    return {one for one in readers if one is not None} - {owner_of(slot.producer, modules)}

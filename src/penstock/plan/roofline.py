@@ -1,0 +1,169 @@
+"""How long operators take on a machine that one need not have, from their shapes alone.
+
+The roofline (Williams et al., CACM 2009): an operator takes the longer of its arithmetic at the device's
+peak and its memory traffic at the device's bandwidth, and at least its launch. Convolutions and matrix
+products reach only a share of the peak, ``Compute.efficiency``; everything else is bound by memory.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import replace
+from itertools import pairwise
+from typing import Final
+
+from penstock.core.errors import ConfigError, PlanError
+from penstock.plan.machine import Compute, Machine
+from penstock.plan.operators import Operator
+from penstock.plan.profile import Profile
+
+DENSE: Final = frozenset(
+    {
+        "aten.addmm",
+        "aten.baddbmm",
+        "aten.bmm",
+        "aten.convolution",
+        "aten.convolution_backward",
+        "aten.mm",
+    }
+)
+"""Operators that multiply matrices, or do what amounts to it; and all of fused attention."""
+_FUSED_ATTENTION: Final = "aten._scaled_dot_product_"
+
+
+def is_dense(name: str) -> bool:
+    """Whether an operator of this name is bound by arithmetic where its shapes allow it."""
+    return name in DENSE or name.startswith(_FUSED_ATTENTION)
+
+
+def compute_of(machine: Machine) -> Compute:
+    """What ``machine`` computes with. Raises ConfigError if that is not known."""
+    if machine.compute is None:
+        raise ConfigError(
+            f"machine {machine.name!r}: its field 'compute' is missing, so no operator can be timed from"
+            " its shape; take a preset, or add the device's peak rates and memory bandwidth"
+        )
+    return machine.compute
+
+
+def operator_ns(compute: Compute, *, flops: int, moved_bytes: int, half: bool, dense: bool) -> int:
+    """Nanoseconds that an operator takes; at least one, and never less for more work.
+
+    Args:
+        compute: What it runs on.
+        flops: Floating-point operations; a multiplication and an addition are two.
+        moved_bytes: What it reads and writes of device memory.
+        half: Whether it computes in 16 bits.
+        dense: Whether it reaches only ``compute.efficiency`` of the peak.
+    """
+    peak = compute.half_flops_per_s if half else compute.float32_flops_per_s
+    arithmetic_ns = _ns(flops, peak * compute.efficiency if dense else peak)
+    traffic_ns = _ns(moved_bytes, compute.memory_bytes_per_s)
+    return max(1, arithmetic_ns, traffic_ns, round(compute.operator_s * 1e9))
+
+
+def _ns(count: int, per_s: float) -> int:
+    """Time of ``count`` at a rate, rounded up; in integers, so that more never takes less."""
+    numerator, denominator = per_s.as_integer_ratio()
+    return -(-count * denominator * 1_000_000_000 // numerator)
+
+
+def retimed(profile: Profile, machine: Machine) -> Profile:
+    """A profile as it would be on another machine: the same slots and bytes, other times.
+
+    What lies between operators keeps its length; a moment within one, its share of the operator.
+
+    Args:
+        profile: One whose operators have counts, as a dry profile's have.
+        machine: One that says what it computes with.
+
+    Raises:
+        ConfigError: The machine does not.
+        PlanError: The profile has no operators, or one without counts, or two at the same time.
+    """
+    compute = compute_of(machine)
+    _check(profile)
+    took = [_time_of(operator, compute) for operator in profile.operators]
+    axis = _Axis(profile.operators, took)
+    at = axis.at
+    return replace(
+        profile,
+        slots=tuple(
+            replace(
+                slot,
+                saved_at_ns=at(slot.saved_at_ns),
+                needed_at_ns=None if slot.needed_at_ns is None else at(slot.needed_at_ns),
+            )
+            for slot in profile.slots
+        ),
+        passes=tuple(
+            replace(
+                one,
+                start_ns=at(one.start_ns),
+                backward_start_ns=at(one.backward_start_ns),
+                end_ns=at(one.end_ns),
+            )
+            for one in profile.passes
+        ),
+        operators=tuple(
+            replace(operator, start_ns=start_ns, end_ns=start_ns + took_ns)
+            for operator, start_ns, took_ns in zip(
+                profile.operators, axis.new_starts, took, strict=True
+            )
+        ),
+        transients=tuple(replace(one, at_ns=at(one.at_ns)) for one in profile.transients),
+    )
+
+
+class _Axis:
+    """From moments of the old axis of time to those of the new."""
+
+    def __init__(self, operators: tuple[Operator, ...], took: list[int]) -> None:
+        self._operators = operators
+        self._took = took
+        self._starts = [operator.start_ns for operator in operators]
+        self.new_starts: list[int] = []
+        shift = 0
+        for operator, took_ns in zip(operators, took, strict=True):
+            self.new_starts.append(operator.start_ns + shift)
+            shift += took_ns - operator.took_ns
+
+    def at(self, ns: int) -> int:
+        """Where a moment of the old axis lies on the new."""
+        place = bisect_right(self._starts, ns) - 1
+        if place < 0:
+            return ns
+        operator, new_start = self._operators[place], self.new_starts[place]
+        if ns >= operator.end_ns:
+            return new_start + self._took[place] + ns - operator.end_ns
+        return new_start + (ns - operator.start_ns) * self._took[place] // operator.took_ns
+
+
+def _time_of(operator: Operator, compute: Compute) -> int:
+    return operator_ns(
+        compute,
+        flops=operator.flops,
+        moved_bytes=operator.moved_bytes,
+        half=operator.half,
+        dense=is_dense(operator.name),
+    )
+
+
+def _check(profile: Profile) -> None:
+    if not profile.operators:
+        raise PlanError(
+            "profile: it has no operators, so it cannot be timed for another machine; take a dry profile"
+        )
+    for operator in profile.operators:
+        if not (operator.flops or operator.moved_bytes):
+            raise PlanError(
+                f"profile: operator {operator.name!r} of {operator.module!r} has neither flops nor"
+                " moved_bytes: it was measured, and holds for the machine it was measured on only; take"
+                " a dry profile"
+            )
+    for one, following in pairwise(profile.operators):
+        if following.start_ns < one.end_ns:
+            raise PlanError(
+                f"profile: operator {following.name!r} of {following.module!r} starts at"
+                f" {following.start_ns} ns, before {one.name!r} has ended at {one.end_ns} ns"
+            )

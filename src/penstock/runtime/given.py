@@ -1,0 +1,83 @@
+"""A plan that the user brings: for this model, this batch, these tiers, or it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+from penstock.core.errors import ConfigError, PlanError
+from penstock.core.units import format_bytes
+from penstock.plan.machine import Budgets
+from penstock.plan.plan import Plan
+from penstock.plan.slots import SlotKey
+
+SUFFIX: Final = ".json"
+"""What the name of a plan's file ends with; names of policies do not."""
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan from a file, as ``penstock plan --json`` writes it, or ``Plan.to_json``.
+
+    Raises:
+        ConfigError: It cannot be read.
+        PlanError: It is no plan; names the file and the field at fault.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"plan {str(path)!r} cannot be read: {error}") from error
+    return Plan.from_json(text, source=str(path))
+
+
+def check_tiers(plan: Plan, budgets: Budgets) -> None:
+    """Refuse a plan that sends slots to a tier that there is not."""
+    for tier, nbytes in (("host", budgets.host_bytes), ("flash", budgets.flash_bytes)):
+        user = next((d for d in plan.decisions if d.tier == tier), None)
+        if user is not None and not nbytes:
+            wanted = "host_memory" if tier == "host" else "a flash directory"
+            raise PlanError(
+                f"plan {plan.policy!r} sends slot {user.key} to the {tier} tier, but there is none;"
+                f" give {wanted}, or plan anew"
+            )
+
+
+def note_on_budget(plan: Plan, budgets: Budgets) -> tuple[str, ...]:
+    """What to tell if the plan was made for more device memory than there is: room will be made."""
+    needed, there = plan.budgets.device_bytes, budgets.device_bytes
+    if needed <= there:
+        return ()
+    return (
+        f"the plan was made for {format_bytes(needed)} of device memory, the session has"
+        f" {format_bytes(there)}: what does not fit is spilled on demand, which is slow",
+    )
+
+
+def check_paths(plan: Plan, known: Collection[str], root: str) -> None:
+    """Refuse a plan that tells of modules below ``root`` that are not there."""
+    for key in (decision.key for decision in plan.decisions):
+        mine = key.module == root or key.module.startswith(root + ".")
+        if mine and "<" not in key.module and key.module not in known:
+            raise PlanError(
+                f"plan {plan.policy!r} is for another model: it tells of slot {key}, and this"
+                f" {root} has no module {key.module!r}; plan anew"
+            )
+
+
+def check_slot(plan: Plan, key: SlotKey) -> None:
+    """Refuse a plan that does not know a slot that is being saved."""
+    decision = plan.lookup(key)
+    if decision is not None and decision.key.nbytes == key.nbytes:
+        return
+    named = (d.key for d in plan.decisions)
+    other = next((k for k in named if (k.module, k.ordinal) == (key.module, key.ordinal)), None)
+    if other is not None:
+        raise PlanError(
+            f"plan {plan.policy!r} is for another batch or model: {key.module or '<root>'} saves"
+            f" {key.nbytes} bytes ({format_bytes(key.nbytes)}) as its slot {key.ordinal}, the plan says"
+            f" {other.nbytes} ({format_bytes(other.nbytes)}); plan anew for this batch"
+        )
+    raise PlanError(
+        f"plan {plan.policy!r} is for another model: slot {key} of {key.nbytes} bytes is saved, and the"
+        " plan does not know it; plan anew"
+    )

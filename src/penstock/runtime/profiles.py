@@ -1,0 +1,69 @@
+"""From the passes that a session has seen to the profile that plans are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from penstock.plan.profile import CodecSample, PassProfile, Profile, SlotProfile
+from penstock.plan.slots import MatchKey
+from penstock.runtime.passes import Pass
+from penstock.runtime.residency import SlotRecord
+from penstock.runtime.sampling import POSITIVE
+
+
+def profile_of(
+    kinds: Sequence[Pass],
+    *,
+    device: str,
+    held: Collection[MatchKey],
+    unrepeatable: Collection[str],
+) -> Profile:
+    """The profile of a step that has one pass of each kind.
+
+    Args:
+        kinds: Finished passes.
+        device: What they ran on.
+        held: Slots that something else was found to keep alive, in any pass.
+        unrepeatable: Paths of the modules that cannot be run again.
+    """
+    passes = sorted(kinds, key=lambda one: one.index)
+    operators = (replace(each, pass_index=one.index) for one in passes for each in one.operators)
+    return Profile(
+        device=device,
+        slots=tuple(_slot(one, record, held) for one in passes for record in one.records),
+        passes=tuple(_pass(one) for one in passes),
+        small_bytes=max((one.small_bytes for one in passes), default=0),
+        small_count=sum(one.small_count for one in passes),
+        operators=tuple(operators),
+        unrepeatable=tuple(sorted(unrepeatable)),
+    )
+
+
+def _pass(one: Pass) -> PassProfile:
+    # another thread's stall, once over, takes this one's time back to before it
+    backward_ns = max(one.backward_start_ns or one.end_ns or 0, one.start_ns)
+    return PassProfile(one.index, one.start_ns, backward_ns, max(one.end_ns or 0, backward_ns))
+
+
+def _slot(one: Pass, record: SlotRecord, held: Collection[MatchKey]) -> SlotProfile:
+    needed_ns = record.needed_at_ns
+    return SlotProfile(
+        key=record.key,
+        pass_index=one.index,
+        saved_at_ns=record.saved_at_ns,
+        needed_at_ns=needed_ns and max(needed_ns, record.saved_at_ns),
+        kind=record.origin.kind,
+        held_elsewhere=record.held_elsewhere or record.key.match_key in held,
+        dtype=record.origin.dtype,
+        small_bytes=record.small_bytes,
+        codecs=_usable(record),
+        producer=record.producer,
+    )
+
+
+def _usable(record: SlotRecord) -> tuple[CodecSample, ...]:
+    """Its samples, without the codec of signs where they are not proven to be enough."""
+    if record.sign_only_handles == record.handles:
+        return record.codecs
+    return tuple(sample for sample in record.codecs if sample.codec != POSITIVE)

@@ -1,0 +1,53 @@
+"""Device memory of what is made again in backward.
+
+It is taken before a module is run again, and given back when what the module made dies.
+
+Autograd holds these storages, through ``torch.utils.checkpoint``, and not the executor: they are never
+moved. But they are resident, so they count against the budget like everything else.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from penstock.core.budget import Budget
+from penstock.core.locks import defer
+
+REMADE: Final = "recomputed"
+"""Owner, in the device budget, of storages that are made again."""
+
+
+class Remaking:
+    """The memory of one module that is being run again. Take it first; ``close`` it when it has run."""
+
+    def __init__(self, nbytes: int, *, take: Callable[[int], None], budget: Budget) -> None:
+        """Take ``nbytes`` by ``take``, which waits for room. Raises BudgetError if there can be none."""
+        self._take = take
+        self._budget = budget
+        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        take(nbytes)
+        self._left_bytes = nbytes
+
+    def made(self, storage: torch.UntypedStorage) -> None:
+        """Charge a storage until it dies; once, however often it is said."""
+        known = self._made.get(storage._cdata)
+        if known is not None and known() is storage:
+            return
+        nbytes = storage.nbytes()
+        missing = nbytes - self._left_bytes
+        if missing > 0:  # more than the first time
+            self._take(missing)
+            self._left_bytes += missing
+        self._left_bytes -= nbytes
+        self._made[storage._cdata] = weakref.ref(storage)
+        weakref.finalize(storage, defer, self._budget.give, nbytes, REMADE).atexit = False
+
+    def close(self) -> None:
+        """The module has run: what was taken and not used is given back. Idempotent."""
+        left, self._left_bytes = self._left_bytes, 0
+        if left:
+            self._budget.give(left, REMADE)

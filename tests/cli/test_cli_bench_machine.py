@@ -1,0 +1,126 @@
+"""``penstock bench machine``: what is measured, printed and written. Not how fast."""
+
+import json
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from penstock.cli import bench_machine, compute, main
+from penstock.cli.bandwidth import Measurement, Rate
+from penstock.core.errors import ConfigError
+from penstock.core.units import MIB
+from penstock.observe import Stage
+from penstock.plan.machine import Machine
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Everything once, and small."""
+    monkeypatch.setattr(bench_machine, "_FILE_BYTES", 32 * MIB)
+    monkeypatch.setattr(compute, "ROUND_S", 0.0)
+    monkeypatch.setattr(compute, "_SIDES", (32, 64))
+    monkeypatch.setattr(compute, "_BATCH", {"cpu": 2})
+    monkeypatch.setattr(compute, "_LOAD", {"size": "tiny"})
+    monkeypatch.setattr(compute, "_STREAM_FLOATS", {"cpu": 1 << 12})
+    monkeypatch.setattr(compute, "device", lambda: torch.device("cpu"))
+
+
+def bench(directory, *more):
+    return main(
+        ["bench", "machine", "--flash", str(directory), "--seconds", "0.02", *map(str, more)]
+    )
+
+
+def test_a_machine_file_is_printed_and_written(quick, disk_path, capsys):
+    output = disk_path / "here.toml"
+    assert bench(disk_path, "--output", output) == 0
+    captured = capsys.readouterr()
+    machine = Machine.load(output)
+    assert captured.out == output.read_text(encoding="utf-8") == machine.to_toml()
+    assert machine.compute is not None
+    assert machine.device_bytes == machine.host_bytes > 0
+    assert machine.flash_bytes > 0
+    assert not machine.flash_over_link
+    assert machine.interference >= 0
+    assert "measured by penstock bench machine on 20" in machine.sources[0]
+    for word in ("flash in", "host copies", "computing on cpu", "while flash moves", "latency"):
+        assert word in captured.err
+    assert list(disk_path.iterdir()) == [output]
+
+
+def test_json_is_one_document(quick, disk_path, capsys):
+    assert bench(disk_path, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema"] == 1
+    assert document["machine"]["compute"]["float32_flops_per_s"] > 0
+    assert document["machine"]["sources"]
+    assert list(disk_path.iterdir()) == []
+
+
+def test_what_cannot_be_measured_or_written(quick, disk_path, capsys):
+    assert bench(disk_path / "none") == 2
+    assert "No such file" in capsys.readouterr().err
+    assert bench(disk_path, "--output", disk_path / "no" / "where.toml") == 2
+    assert "--output" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="no time to measure"):
+        bench_machine.measure(str(disk_path), seconds=0.0, file_bytes=32 * MIB)
+
+
+def test_interference_is_how_much_longer_a_turn_takes_while_flash_moves(disk_path):
+    def work(seconds):
+        assert seconds == 1.0
+        moving = any(thread.name == "penstock-bench" for thread in threading.enumerate())
+        return 0.015 if moving else 0.010
+
+    found = bench_machine.interference(str(disk_path), work, 12.0)
+    assert found == pytest.approx(0.5)
+    assert bench_machine.interference(str(disk_path), lambda _: 1.0, 12.0) == 0.0
+    assert list(disk_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("way", [bench_machine._write_on, bench_machine._read_on])
+def test_what_moves_beside_goes_on_until_it_is_enough(disk_path, way, monkeypatch):
+    monkeypatch.setattr(bench_machine, "_MOVED_BYTES", 1 * MIB)
+    with bench_machine._flash_tier(str(disk_path)) as (tier, addresses):
+        assert len(addresses) == 4
+        with bench_machine._beside(partial(way, tier, addresses)):
+            time.sleep(0.1)
+        totals = tier.recorder.snapshot()
+        stage = Stage.READ if way is bench_machine._read_on else Stage.WRITE
+        assert totals.flow(stage, "flash").nbytes > 8 * MIB
+        assert tier._held_bytes == 0
+
+
+def test_a_failure_beside_computing_is_told():
+    def fail(enough):
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"), bench_machine._beside(fail):
+        pass
+
+
+@pytest.mark.parametrize(("mixed", "shared"), [(1.0e9, True), (1.4e9, True), (1.9e9, False)])
+def test_flash_is_shared_if_both_ways_at_once_win_little(mixed, shared):
+    rates = [
+        Rate(kind=kind, engine_bytes_per_s=rate, plain_bytes_per_s=rate, ratio=1.0, rounds=3)
+        for kind, rate in (("read", 1e9), ("overwrite", 1e9), ("mixed", mixed))
+    ]
+    measured = Measurement(
+        directories=("d",), direct=True, granule_bytes=512, threads=1, piece_bytes=4 * MIB,
+        file_bytes=1, pass_bytes=1, latency_s=1e-4, rates=tuple(rates),
+    )  # fmt: skip
+    assert bench_machine._share_one_bandwidth(measured) is shared
+
+
+def test_rates_are_operations_over_time(monkeypatch):
+    monkeypatch.setattr(compute, "_SIDES", (256,))
+    monkeypatch.setattr(compute, "ROUND_S", 0.0)
+    times = iter([0.5, 0.25])
+    monkeypatch.setattr(compute, "_best_s", lambda work, wait: next(times))
+    where = torch.device("cpu")
+    assert compute._peak_flops(where, torch.float32, lambda: None) == 2 * 256**3 / 0.5
+    monkeypatch.setattr(compute, "_STREAM_FLOATS", {"cpu": 1000})
+    assert compute._stream(where, lambda: None) == 12_000 / 0.25

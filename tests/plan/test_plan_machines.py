@@ -1,0 +1,121 @@
+"""Machines in files: TOML and JSON, both ways and strictly; and those that come with Penstock."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_profiles import MACHINE, machines
+
+from penstock.core.errors import ConfigError, PlanError
+from penstock.plan import Compute, Machine
+from penstock.plan.machines import find, names
+
+COMPUTE = Compute(1e12, 2e12, 0.5, 1e11, 1e-6)
+WHOLE = replace(
+    MACHINE,
+    compute=COMPUTE,
+    device_bytes=12 * 2**30,
+    flash_shared=True,
+    interference=0.25,
+    sources=('a "quoted" \\ figure', "über\n"),
+)
+
+
+@st.composite
+def whole_machines(draw):
+    some = st.none() | st.builds(Compute, *[st.floats(1e3, 1e15)] * 2, st.floats(0.01, 1), *[
+        st.floats(1e3, 1e15)
+    ] * 2)  # fmt: skip
+    return replace(
+        draw(machines()),
+        name=draw(st.text(st.characters(codec="utf-8"))),
+        compute=draw(some),
+        device_bytes=draw(st.integers(0, 2**50)),
+        flash_over_link=draw(st.booleans()),
+        sources=tuple(draw(st.lists(st.text(st.characters(codec="utf-8"))))),
+    )
+
+
+@given(whole_machines())
+def test_machines_survive_toml_and_json(machine):
+    assert Machine.from_toml(machine.to_toml()) == machine
+    assert Machine.from_json(machine.to_json()) == machine
+
+
+def test_a_file_is_read_by_what_is_in_it(tmp_path):
+    for name, text in (("a.toml", WHOLE.to_toml()), ("b.json", WHOLE.to_json())):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        assert Machine.load(tmp_path / name) == find(tmp_path / name) == WHOLE
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("flash_write_bytes_per_s = 1", "flash_write_bytes_per_s = -1", "flash_write_bytes_per_s is -"),
+        ("flash_latency_s = 0.0", "", "field 'flash_latency_s' is missing"),
+        ("flash_latency_s = 0.0", "flash_latency_s = nan", "flash_latency_s: nan is not a finite"),
+        ("flash_latency_s = 0.0", "flash_latency_s = 'no'", "flash_latency_s: 'no' is str, not float"),
+        ("flash_latency_s = 0.0", "flash_latency_s = 1979-05-27", "'1979-05-27' is str, not float"),
+        ("flash_shared = true", "flash_shared = true\ncolour = 1", "unknown field 'colour'"),
+        ("device_bytes = 12_884_901_888", "device_bytes = -1", "device_bytes is -1, it must be zero"),
+        ("device_bytes = 12_884_901_888", "device_bytes = 1.5", "device_bytes: 1.5 is float, not int"),
+        ("interference = 0.25", "interference = -0.25", "interference is -0.25, it must be zero"),
+        ("efficiency = 0.5", "efficiency = 1.5", "efficiency is 1.5, it must be over 0 and at most 1"),
+        ("efficiency = 0.5", "", "compute: field 'efficiency' is missing"),
+        ("operator_s = 1e-06", "operator_s = -1.0", "operator_s is -1.0, it must be zero or more"),
+        ("[compute]", "[compute", "is not TOML"),
+        ("version = 2", "version = 1", "field 'version' is 1, this Penstock reads 2"),
+        ('penstock = "machine"', 'penstock = "plan"', "not a Penstock machine"),
+    ],
+)  # fmt: skip
+def test_a_bad_figure_is_told_with_its_file_and_field(tmp_path, old, new, message):
+    path = tmp_path / "mine.toml"
+    text = WHOLE.to_toml()
+    assert old in text
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        Machine.load(path)
+    assert "mine.toml" in str(caught.value)
+    assert message in str(caught.value)
+    with pytest.raises(PlanError):
+        Machine.from_toml(path.read_text(encoding="utf-8"))
+
+
+def test_a_machine_need_not_know_what_it_computes_with():
+    text = replace(WHOLE, compute=None).to_toml()
+    assert "compute" not in text
+    assert Machine.from_toml(text).compute is None
+
+
+def test_files_that_cannot_be_read_and_names_that_are_not_known(tmp_path):
+    with pytest.raises(ConfigError, match=r"machine file '.*gone\.toml' cannot be read"):
+        find(tmp_path / "gone.toml")
+    with pytest.raises(ConfigError, match=r"machine file 'gone\.toml' cannot be read"):
+        find("gone.toml")
+    (tmp_path / "bin.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        find(tmp_path / "bin.toml")
+    with pytest.raises(
+        ConfigError, match=r"unknown machine 'titan-y'; known are a100-g10, .*titan-x"
+    ):
+        find("titan-y")
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_preset_is_whole_and_says_where_each_figure_is_from(name):
+    machine = find(name)
+    assert machine == Machine.preset(name)
+    assert Machine.from_toml(machine.to_toml()) == machine
+    assert machine.compute is not None
+    assert min(machine.device_bytes, machine.host_bytes, machine.flash_bytes) > 0
+    told = " ".join(machine.sources)
+    for word in ("compute", "memory_bytes_per_s", "device_bytes", "efficiency", "host_", "flash"):
+        assert word in told
+
+
+def test_the_machines_of_the_papers_are_there():
+    assert {"titan-x", "v100-nvme", "rtx-3090", "rtx-4090", "h200", "a100-g10", "cpu"} <= {*names()}
+    g10 = find("a100-g10")
+    assert (g10.flash_read_bytes_per_s, g10.host_read_bytes_per_s) == (3.2e9, 15.754e9)
+    assert find("titan-x").device_bytes == 12 * 2**30
