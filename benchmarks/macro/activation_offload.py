@@ -12,13 +12,14 @@ the same round. Peers take part in the first ``--peer-rounds`` only. The modes:
 
 The bound is what flash bandwidth, measured in this run, allows on paper: no step can be faster than
 the plain one, nor its forward than the bytes written, nor its backward than the bytes read.
+
+Every mode runs with glibc told to keep what is freed (see ``_memory``).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -29,12 +30,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as `penstock run` does; for every mode alike
-
 import torch
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import _memory
 import _results
 import penstock
 from penstock import zoo
@@ -60,21 +60,28 @@ Times = tuple[float, float, float]
 
 
 def main() -> None:
+    _memory.keep_what_is_freed()
     args = parse()
     earlier = _results.RESULTS / "activation_offload.json"
     results = json.loads(earlier.read_text())["figures"] if earlier.exists() else {}
     for name in args.networks:
         results[name] = measure(JOBS[name], args)
         show(name, results[name])
-    if not args.quick:
-        config = {
-            "rounds": args.rounds,
-            "peer_rounds": args.peer_rounds,
-            "threads": torch.get_num_threads(),
-            "optimizer": "SGD",
-        }
-        path = _results.write("activation_offload", results, config, directory=args.dir)
-        print(f"wrote {path.name}")
+        if not args.quick:
+            record(results, args)
+
+
+def record(results: dict[str, Any], args: argparse.Namespace) -> None:
+    """After each network, so that what was measured is not lost with the next."""
+    config = {
+        "rounds": args.rounds,
+        "peer_rounds": args.peer_rounds,
+        "threads": torch.get_num_threads(),
+        "optimizer": "SGD",
+        "environment": _memory.KEEPS,
+    }
+    path = _results.write("activation_offload", results, config, directory=args.dir)
+    print(f"wrote {path.name}")
 
 
 def parse() -> argparse.Namespace:

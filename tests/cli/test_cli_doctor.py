@@ -11,7 +11,8 @@ from penstock.cli.checks import Check, Verdict
 from penstock.io.files import FileSystem
 from penstock.io.gds import Availability
 
-NAMES = ["python", "torch", "cuda", "settings", "huge pages", "buffers", "tensor pages", "memory"]
+NAMES = ["python", "torch", "cuda", "settings", "huge pages", "buffers", "tensor pages"]
+NAMES += ["memory", "freed memory"]
 
 
 def test_this_machine_passes_and_json_is_one_document(disk_path, capsys):
@@ -189,6 +190,20 @@ def test_memory_tells_what_limits_it(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 31, -1))
     assert "limited to 2.00 GiB" in checks.memory().value
     assert checks.memory().verdict is Verdict.WARN
+
+
+def test_memory_that_a_virtual_machine_returns_to_its_host(tmp_path, monkeypatch):
+    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
+    assert checks.freed_memory(tmp_path / "none").verdict is Verdict.OK
+    features = tmp_path / "virtio0" / "features"
+    features.parent.mkdir()
+    features.write_text("0110000010\n")
+    assert checks.freed_memory(tmp_path).verdict is Verdict.OK
+    features.write_text("0110010010\n")
+    assert checks.freed_memory(tmp_path).verdict is Verdict.WARN
+    for size, verdict in (("1048576", "warn"), ("4294967296", "ok"), ("much", "warn")):
+        monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", size)
+        assert checks.freed_memory(tmp_path).verdict == verdict
 
 
 def test_disks(disk_path, monkeypatch):

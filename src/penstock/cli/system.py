@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Final
 
 HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+BALLOONS: Final = Path("/sys/bus/virtio/drivers/virtio_balloon")
+_FREE_PAGE_REPORTING: Final = 5
+"""VIRTIO_BALLOON_F_REPORTING, the number of a feature bit (VIRTIO 1.2, section 5.5.3)."""
 _NVIDIA: Final = Path("/proc/driver/nvidia/version")
 _NO_LIMIT: Final = 1 << 60
 """Cgroups of the first version write a number like this where there is no limit."""
@@ -46,6 +49,15 @@ def memory_sizes() -> dict[str, int]:
     return {
         name: int(rest.split()[0]) * 1024 for name, _, rest in (x.partition(":") for x in lines)
     }
+
+
+def reports_free_pages(balloons: Path = BALLOONS) -> bool:
+    """Whether this is a virtual machine that hands memory that is free back to its host."""
+    try:
+        features = [file.read_text().strip() for file in balloons.glob("virtio*/features")]
+    except OSError:
+        return False
+    return any(bits[_FREE_PAGE_REPORTING : _FREE_PAGE_REPORTING + 1] == "1" for bits in features)
 
 
 def nvidia_driver() -> str | None:
