@@ -16,8 +16,8 @@
     have codes, which take float32 to 0.88 and bfloat16 to 0.76 of its bytes.
 
 Mantissas are noise, so that there is hardly anything to win but the exponent's entropy.
-``benchmarks/micro/codecs.py`` measures this codec beside blosc2, zstd and lz4 on dense float32, and on what
-networks save; the figures are in ``benchmarks/results/codecs.json``.
+``benchmarks/micro/codecs.py`` measures this codec beside blosc2, zstd and lz4 on dense float32, and on
+what networks save; the figures are in ``benchmarks/results/codecs.json``.
 
 Not for float16 and float64, whose exponents are not of 8 bits: one bit in sixteen and seven in sixty-four
 are not worth a second format.

@@ -566,10 +566,10 @@ def _placed(profile: Profile, plan: Plan) -> list[tuple[Group, str]]:
 
 
 def _is_tight(profile: Profile, plan: Plan, budgets: Budgets) -> bool:
-    """Whether there may be too little room for bytes as they are."""
-    tiers_bytes = budgets.host_bytes + budgets.flash_bytes
-    device_bytes = 0 if plan.policy == "all" else budgets.device_bytes
-    return not plan.feasible or profile.peak_saved_bytes > device_bytes + tiers_bytes
+    """Whether the tiers have too little room for bytes as they are, and more of it would do good."""
+    lacking = profile.saved_bytes > budgets.host_bytes + budgets.flash_bytes
+    counted_on = any(decision.codec for decision in plan.decisions)
+    return lacking and (plan.policy == "all" or not plan.feasible or counted_on)
 
 
 def _was_sampled(known: Pass) -> bool:
