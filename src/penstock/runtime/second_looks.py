@@ -2,8 +2,8 @@
 
 Of what is encoded each pass tells how long its frames were. Of what goes as it is, nothing is known but
 the sample of a pass long ago. So in every ``EVERY`` passes one such slot is sampled again, in turn, the
-largest first: four stretches of 256 KiB at most, about a millisecond. If a codec now makes much fewer of
-its bytes than it did, all slots are sampled once more, and planned anew.
+largest first: four stretches of 256 KiB at most. If a codec now makes much fewer of its bytes than it
+did, all slots are sampled once more, and planned anew.
 """
 
 from __future__ import annotations
