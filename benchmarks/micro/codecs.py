@@ -1,26 +1,32 @@
 """Codecs on one core: beside a copy of the same bytes and general compressors, and on real activations.
 
-1. Every codec each way, on float32 of which half is zero, in no order; those that lose something too.
-   Beside them in the same run, taking turns: what one writes in NumPy (``x[x != 0]`` and ``packbits``),
-   blosc2, zstd and lz4 as far as they are installed, and the limit: a copy of the same bytes. The figure
-   that counts is the ratio to the copy. Peers allocate what they return, where their interface has no
-   other way. ``narrow`` is left out, for it gives up on such bytes at once.
+1. Every codec each way, on normal float32 of which half is zero, in no order, and on the same without
+   zeros; those that lose something too. Beside them in the same run, taking turns: what one writes in
+   NumPy (``x[x != 0]`` and ``packbits``), blosc2, zstd and lz4 as far as they are installed, and the
+   limit: a copy of the same bytes. The figure that counts is the ratio to the copy. Peers allocate what
+   they return, where their interface has no other way. ``narrow`` is left out, for it gives up on such
+   bytes at once.
 2. Bytes and speed of each codec that can be chosen by itself, and of ``csr``, on what networks of the zoo
-   save for images, or text, as small as they take them. The same share of every storage is sampled.
-   Every network is looked at fresh; those in ``TRAINED``, whose steps are quick, once more after
-   ``--steps`` steps on the zoo's real data, or as many as ``--seconds`` allow: the result says how many.
-   ``positive`` is measured on every float, though it is only used where signs are proven to be enough.
+   save for images, or text, as small as they take them, in batches that keep a step near a second on two
+   cores (``BATCH``). The same share of every storage is sampled. Every network is looked at fresh, and
+   once more after ``--steps`` steps on the zoo's real data, or as many as ``--seconds`` allow: the result
+   says how many, and at what loss. ``positive`` is measured on every float, though it is only used where
+   signs are proven to be enough.
 
-    python benchmarks/micro/codecs.py
+To train takes long and need not be undisturbed; to measure is quick and must be. With ``--samples
+FOLDER`` what was sampled is kept there, and taken from there when the script is run again with the same
+settings.
+
+    python benchmarks/micro/codecs.py --table docs/codec_speed_table.md
 """
 
 import argparse
-import importlib
+import json
+import math
 import os
 import statistics
 import sys
 import time
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -29,160 +35,30 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 import _activations
+import _memory
 import _results
+from _codec_sides import PEERS, SIDES, memory
 from penstock import zoo
 from penstock.codec import registry
 from penstock.codec.base import Fidelity
-from penstock.core.units import parse_bytes, round_up
-from penstock.io.mapping import PAGE_BYTES, Mapping
-from penstock.testing.codec_samples import check_decoded
+from penstock.core.units import parse_bytes
 
 TARGET_GB_PER_S = 5.0
 """Of zero-value, each way."""
-TRAINED = ("alexnet", "googlenet", "resnet18", "densenet-bc-100-12")
+BATCH = {
+    "vgg116": 2,
+    "resnet272": 2,
+    "resnet1202": 2,
+    "senet154": 2,
+    "densenet121": 4,
+} | dict.fromkeys(("bert-base", "gpt2", "gpt-neo-125m"), 1)
+"""Images or texts in a step, where the step would take long with ``--batch-size``."""
+RATE = {"vgg116": 1e-4}
+"""Learning rates, where the usual one makes the loss infinite."""
 CHOSEN = ("zero-value", "narrow", "byteplane", "zero-value+byteplane", "positive", "csr")
-CHECKED_BYTES = 1 << 20
-"""Of what a codec that loses something gives back; to check all takes longer than to measure."""
-
-_MAPPINGS = []
 
 
-def memory(nbytes):
-    """Huge pages, touched once, kept as long as the process: what a session's arena hands out."""
-    mapping = Mapping(round_up(nbytes, PAGE_BYTES))
-    _MAPPINGS.append(mapping)
-    found = mapping.array(0, nbytes)
-    found[:] = 0
-    return found
-
-
-class Side:
-    """One way to encode and decode; ``encode()`` returns how many bytes that takes."""
-
-    def __init__(self, source, back):
-        self.source, self.back = source, back
-
-    def check(self):
-        """That what was decoded is right."""
-        assert np.array_equal(self.back, self.source), type(self).__name__
-
-
-class Copy(Side):
-    def encode(self):
-        np.copyto(self.back, self.source)
-        return self.source.size
-
-    decode = encode
-
-
-class ByCodec(Side):
-    def __init__(self, source, back, name="zero-value"):
-        super().__init__(source, back)
-        self.codec = registry.get(name)
-        self.out = memory(self.codec.spec("float32", source.size).bound_bytes)
-
-    def encode(self):
-        self.length = self.codec.encode(self.source, self.out, dtype="float32")
-        return self.length
-
-    def decode(self):
-        self.codec.decode(self.out[: self.length], self.back)
-
-    def check(self):
-        if self.codec.fidelity is Fidelity.EXACT:
-            super().check()
-        else:
-            parts = (each[:CHECKED_BYTES] for each in (self.source, self.back))
-            check_decoded(self.codec, "float32", *parts)
-
-
-class ByNumpy(Side):
-    """What one writes by hand."""
-
-    def encode(self):
-        words = self.source.view(np.uint32)
-        mask = words != 0
-        self.bits, self.packed = np.packbits(mask, bitorder="little"), words[mask]
-        return self.bits.nbytes + self.packed.nbytes
-
-    def decode(self):
-        words = self.back.view(np.uint32)
-        mask = np.unpackbits(self.bits, count=words.size, bitorder="little").view(bool)
-        words[:] = 0
-        words[mask] = self.packed
-
-
-class ByBlosc2(Side):
-    """LZ4 behind a byte shuffle, in one thread."""
-
-    def __init__(self, source, back):
-        super().__init__(source, back)
-        self.blosc2 = importlib.import_module("blosc2")
-        self.blosc2.set_nthreads(1)
-
-    def encode(self):
-        self.frame = self.blosc2.compress2(
-            self.source,
-            typesize=4,
-            clevel=5,
-            codec=self.blosc2.Codec.LZ4,
-            filters=[self.blosc2.Filter.SHUFFLE],
-            nthreads=1,
-        )
-        return len(self.frame)
-
-    def decode(self):
-        self.blosc2.decompress2(self.frame, dst=self.back, nthreads=1)
-
-
-class ByZstd(Side):
-    """Level 1."""
-
-    def __init__(self, source, back):
-        super().__init__(source, back)
-        zstandard = importlib.import_module("zstandard")
-        self.compressor = zstandard.ZstdCompressor(level=1)
-        self.decompressor = zstandard.ZstdDecompressor()
-
-    def encode(self):
-        self.frame = self.compressor.compress(self.source)
-        return len(self.frame)
-
-    def decode(self):
-        self.back[:] = np.frombuffer(self.decompressor.decompress(self.frame), np.uint8)
-
-
-class ByLz4(Side):
-    """The default mode."""
-
-    def __init__(self, source, back):
-        super().__init__(source, back)
-        self.block = importlib.import_module("lz4.block")
-
-    def encode(self):
-        self.frame = self.block.compress(self.source)
-        return len(self.frame)
-
-    def decode(self):
-        self.back[:] = np.frombuffer(self.block.decompress(self.frame), np.uint8)
-
-
-SIDES = {
-    "memcpy": Copy,
-    "zero-value": ByCodec,
-    "numpy": ByNumpy,
-    "blosc2": ByBlosc2,
-    "zstd": ByZstd,
-    "lz4": ByLz4,
-    **{
-        name: partial(ByCodec, name=name)
-        for name in ("byteplane", "csr", "positive", "float16", "bfloat16", "float8", "int8")
-    },
-}
-PEERS = {"blosc2": "blosc2", "zstd": "zstandard", "lz4": "lz4", "numba": "numba"}
-
-
-def half_zero(nbytes, share, seed=0):
+def normal(nbytes, share, seed=0):
     """Normal float32, of which a share is zero, in no order."""
     random = np.random.default_rng(seed)
     source = memory(nbytes)
@@ -192,9 +68,8 @@ def half_zero(nbytes, share, seed=0):
     return source
 
 
-def beside_peers(options):
+def beside_peers(options, source, back):
     """GB/s of source bytes each way of every side, and ratios to the copy; and who is not installed."""
-    source, back = half_zero(options.bytes, options.zeros), memory(options.bytes)
     sides, missing = {}, []
     for name, kind in SIDES.items():
         try:
@@ -229,29 +104,84 @@ def _one_side(name, share, samples):
 
 
 def on_activations(options):
-    """For each network, fresh and maybe trained: bytes and speed of every codec."""
+    """For each network, fresh and trained: bytes and speed of every codec."""
     figures = {}
     for name in options.networks:
-        settings = _activations.small_inputs(name, options.size)
-        trainee = _activations.Trainee(name, batch_size=options.batch_size, **settings)
-        figures[name] = {"fresh": _one_stage(trainee, options)}
-        if name in TRAINED and options.steps:
-            trainee.train(options.steps, options.seconds)
-            figures[name]["trained"] = _one_stage(trainee, options)
+        figures[name] = {}
+        for stage, (facts, pieces) in _sampled(name, options).items():
+            codecs = {each: _one_codec(registry.get(each), pieces) for each in CHOSEN}
+            figures[name][stage] = facts | {"codecs": codecs}
         _print_network(name, figures[name])
     return figures
 
 
-def _one_stage(trainee, options):
+def _sampled(name, options):
+    """By stage, what is to be told of it and ``[(dtype, bytes)]``: trained now, or kept from before."""
+    wanted = {
+        "size": options.size,
+        "steps": options.steps,
+        "seconds": options.seconds,
+        "batch_size": min(options.batch_size, BATCH.get(name, options.batch_size)),
+        "learning_rate": RATE.get(name, _activations.LEARNING_RATE),
+        "sample": options.sample,
+        "least": options.least,
+    }
+    kept = options.samples and Path(options.samples) / name
+    if kept and (found := _load(kept, wanted)):
+        return found
+    settings = _activations.small_inputs(name, options.size)
+    rates = {each: wanted[each] for each in ("batch_size", "learning_rate")}
+    trainee = _activations.Trainee(name, **rates, **settings)
+    stages = {"fresh": _one_stage(name, trainee, settings, options)}
+    if options.steps:
+        trainee.train(options.steps, options.seconds)
+        stages["trained"] = _one_stage(name, trainee, settings, options)
+    if kept:
+        _keep(kept, wanted, stages)
+    return stages
+
+
+def _one_stage(name, trainee, settings, options):
     steps = trainee.steps
     pieces, total, loss = trainee.saved(options.sample, options.least)
-    return {
+    if not math.isfinite(loss):
+        sys.exit(f"{name}: the loss is {loss} after {steps} steps; lower its RATE")
+    sizes = {each: settings[each] for each in ("image_size", "sequence_length") if each in settings}
+    facts = {
         "steps": steps,
         "loss": round(loss, 4),
+        "batch_size": trainee.batch_size,
+        **(sizes or {"image_size": trainee.config.image_size}),
         "saved_bytes": total,
         "sampled_bytes": sum(piece.size for _, piece in pieces),
-        "codecs": {name: _one_codec(registry.get(name), pieces) for name in CHOSEN},
     }
+    return facts, pieces
+
+
+def _keep(folder, wanted, stages):
+    """Write what ``_load`` reads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    told = {}
+    for stage, (facts, pieces) in stages.items():
+        np.savez(folder / f"{stage}.npz", *[piece for _, piece in pieces])
+        told[stage] = {"facts": facts, "dtypes": [dtype for dtype, _ in pieces]}
+    (folder / "stages.json").write_text(json.dumps({"settings": wanted, "stages": told}))
+
+
+def _load(folder, wanted):
+    """What was kept of a network; nothing, where that is of other settings."""
+    try:
+        kept = json.loads((folder / "stages.json").read_text())
+    except FileNotFoundError:
+        return {}
+    if kept["settings"] != wanted:
+        return {}
+    stages = {}
+    for stage, told in kept["stages"].items():
+        with np.load(folder / f"{stage}.npz") as found:
+            pieces = [found[f"arr_{index}"] for index in range(len(told["dtypes"]))]
+        stages[stage] = told["facts"], list(zip(told["dtypes"], pieces, strict=True))
+    return stages
 
 
 def _one_codec(codec, pieces):
@@ -306,6 +236,64 @@ def _print_network(name, stages):
         print(f"{name:20} step {stage['steps']:4} {', '.join(cells)}", flush=True)
 
 
+# -- the tables ---------------------------------------------------------------------------------------
+
+
+def page(figures):
+    """The tables as a file that another page of the manual includes, from the mark on."""
+    return (
+        "---\norphan: true\n---\n\n"
+        "<!-- Written by benchmarks/micro/codecs.py --table; do not edit. -->\n"
+        "<!-- speeds -->\n\n"
+        + speeds(figures)
+        + "\n<!-- activations -->\n\n"
+        + shares(figures["activations"])
+    )
+
+
+def speeds(figures):
+    """Of every codec and its peers, beside the copy."""
+    lines = [
+        "| | Half zeros: share of the bytes | encode, GB/s | decode, GB/s"
+        " | No zeros: share of the bytes | encode, GB/s | decode, GB/s |",
+        "|---|" + "---|" * 6,
+    ]
+    for name, row in figures["half_zero"].items():
+        cells = []
+        for one in (row, figures["dense"][name]):
+            ways = (one[f"{way}_gb_per_s"]["median"] for way in ("encode", "decode"))
+            cells += [f"{one['share_of_source_bytes']:.2f}", *(f"{speed:.1f}" for speed in ways)]
+        kind = f"`{name}`" if name in registry.names() else name
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def shares(networks):
+    """Of every network's saved bytes, before training and after."""
+    lines = [
+        "| Network | Input | Saved, MiB | Step | "
+        + " | ".join(f"`{one}`" for one in CHOSEN)
+        + " |",
+        "|---|---|---|---|" + "---|" * len(CHOSEN),
+    ]
+    for name, stages in networks.items():
+        for facts in stages.values():
+            inputs = f"{facts['batch_size']} of " + (
+                f"{facts['image_size']} px"
+                if "image_size" in facts
+                else f"{facts['sequence_length']} tokens"
+            )
+            cells = (f"{facts['codecs'][one]['share_of_source_bytes']:.2f}" for one in CHOSEN)
+            saved = f"{facts['saved_bytes'] / 2**20:.0f}"
+            lines.append(
+                f"| {name} | {inputs} | {saved} | {facts['steps']} | {' | '.join(cells)} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+# -- the command line ---------------------------------------------------------------------------------
+
+
 def parse(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="tiny networks; no result file")
@@ -313,10 +301,14 @@ def parse(arguments=None):
     parser.add_argument("--bytes", help="source of the first part (64MiB; quick: 8MiB)")
     parser.add_argument("--zeros", type=float, default=0.5, help="share of zeros in it")
     parser.add_argument("--networks", nargs="*", help="of the zoo (one of each family; quick: 2)")
-    parser.add_argument("--steps", type=int, help="to train quick ones for (200; quick: 5)")
-    parser.add_argument("--seconds", type=float, default=60, help="at most, to train a network")
+    parser.add_argument("--samples", help="folder of what was sampled, to measure it again")
+    parser.add_argument("--train-only", action="store_true", help="fill --samples, measure nothing")
+    parser.add_argument("--table", type=Path, help="write the tables of the manual to this file")
+    parser.add_argument("--from-result", action="store_true", help="--table of the last result")
+    parser.add_argument("--steps", type=int, help="to train for (200; quick: 5)")
+    parser.add_argument("--seconds", type=float, default=600, help="at most, to train a network")
     parser.add_argument("--size", choices=("full", "tiny"), help="of networks (full; quick: tiny)")
-    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=8, help="see BATCH")
     parser.add_argument("--sample", help="bytes sampled of a network (32MiB; quick: 4MiB)")
     parser.add_argument("--least", default="16KiB", help="smaller storages are left out")
     options = parser.parse_args(arguments)
@@ -329,28 +321,50 @@ def parse(arguments=None):
     options.bytes = parse_bytes(options.bytes or ("8MiB" if quick else "64MiB"))
     options.sample = parse_bytes(options.sample or ("4MiB" if quick else "32MiB"))
     options.least = parse_bytes(options.least)
+    if options.from_result and not options.table:
+        parser.error("--from-result writes nothing without --table")
+    if options.train_only and not options.samples:
+        parser.error("--train-only keeps nothing without --samples")
     return options
 
 
 def main(arguments=None):
     options = parse(arguments)
+    if options.from_result:
+        result = json.loads((_results.RESULTS / f"{Path(__file__).stem}.json").read_text())
+        options.table.write_text(page(result["figures"]), encoding="utf-8")
+        return
+    if options.train_only:
+        for name in options.networks:
+            for facts, _ in _sampled(name, options).values():
+                print(name, facts, flush=True)
+        return
     _results.warn_if_busy()
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(cores)})  # everything is measured on one core
-    sides, missing = beside_peers(options)
-    os.sched_setaffinity(0, cores)  # training may have them all
-    _print_sides(sides, missing)
-    figures = {"half_zero": sides, "target_gb_per_s": {"zero-value": TARGET_GB_PER_S}}
+    back, figures = memory(options.bytes), {"target_gb_per_s": {"zero-value": TARGET_GB_PER_S}}
+    for kind, share in (("half_zero", options.zeros), ("dense", 0.0)):
+        source = normal(options.bytes, share)
+        figures[kind], missing = beside_peers(options, source, back)
+        print(f"{share:.0%} of the elements zero")
+        _print_sides(figures[kind], missing)
+    if not options.samples:
+        os.sched_setaffinity(0, cores)  # training may have them all
     figures |= {"not_installed": missing, "activations": on_activations(options)}
     if options.quick:
         return
-    config = vars(options) | {"trained": TRAINED}
+    told = ("samples", "train_only", "table", "from_result")
+    config = {name: value for name, value in vars(options).items() if name not in told}
+    config |= {"batch": BATCH, "learning_rate": RATE, "environment": _memory.KEEPS}
     config["peers"] = {
         name: version(package) for name, package in PEERS.items() if name not in missing
     }
     path = _results.write(Path(__file__).stem, figures, config)
     print(f"wrote {path.name}")
+    if options.table:
+        options.table.write_text(page(figures), encoding="utf-8")
 
 
 if __name__ == "__main__":
+    _memory.keep_what_is_freed()
     main()

@@ -148,7 +148,7 @@ def test_a_dtype_the_codec_never_encodes_is_refused():
     ("index", "value", "message"),
     [
         (0, ord("Q"), "begins with b'QNSC'"),
-        (4, 2, "format 2; this Penstock reads format 1"),
+        (4, 3, "format 3; this Penstock reads formats 1 and 2"),
         (6, len(DTYPES), "dtype 10"),
         (7, 2, "flags 0x2"),
         (63, 1, "padding"),
@@ -160,6 +160,28 @@ def test_errors_of_headers_say_what_is_wrong(index, value, message):
     frame[index] = value
     with pytest.raises(CodecError, match=message):
         read_header(frame)
+
+
+def test_a_version_that_the_codec_never_had_is_refused():
+    """Though another codec has it."""
+    frame = placed(encode(Halve(), placed(b"aabb"), "uint8"))
+    frame[4] = 2
+    assert read_header(frame).version == 2
+    with pytest.raises(CodecError, match="halve: a frame of its format 2, it has 1"):
+        decode(Halve(), frame, 4)
+
+
+def test_a_damaged_dtype_is_a_damaged_frame_wherever_it_is_decoded_to():
+    """It was a ConfigError, about the memory, where elements of that type could not lie."""
+    frame = placed(encode(Keep(), placed(bytes(40)), "int32"))
+    frame[6] = DTYPES.index("int64")
+    with pytest.raises(CodecError, match=r"int64.*the frame is damaged"):
+        decode(Keep(), frame, 40, skew=4)
+    with pytest.raises(CodecError, match="a frame of int64, made from int32"):
+        Keep().decode(frame, placed(bytes(40), skew=4), dtype="int32")
+    good = placed(encode(Keep(), placed(bytes(40)), "int32"))
+    with pytest.raises(ConfigError, match="no place for int32"):
+        Keep().decode(good, placed(bytes(40), skew=1), dtype="int32")
 
 
 def test_a_payload_shorter_than_the_tail_is_refused():
@@ -183,8 +205,8 @@ class Careless(Keep):
         if self.fault == "bound":
             np.lib.stride_tricks.as_strided(payload, (payload.size + 1,))[-1] = 0
 
-    def decode(self, frame, out):
-        super().decode(frame, out)
+    def decode(self, frame, out, *, dtype=None):
+        super().decode(frame, out, dtype=dtype)
         if self.fault == "value" and out.size:
             out[-1] ^= 1
 

@@ -196,9 +196,9 @@ class GatedCodec:
         self._pass("encode")
         return self._inner.encode(source, out, dtype=dtype)
 
-    def decode(self, frame, out):
+    def decode(self, frame, out, *, dtype=None):
         self._pass("decode")
-        self._inner.decode(frame, out)
+        self._inner.decode(frame, out, dtype=dtype)
 
     def _pass(self, what):
         self.log.append(what)

@@ -13,10 +13,11 @@ run in the calling thread, on one core, without the GIL in their hot part. Codec
 instance serves every thread.
 
 [Note: frames]
-    A frame is a header of 64 bytes and a payload. Little-endian: magic ``PNSC``; u8 format version; u8
-    codec; u8 dtype; u8 flags (1: the payload is the source as it was); u64 bytes of the source; u64 bytes
-    of the payload; the rest MUST be zero. The payload ends with the source's last ``nbytes % itemsize``
-    bytes, as they were: a storage need not be a whole number of the elements that a view of it has.
+    A frame is a header of 64 bytes and a payload. Little-endian: magic ``PNSC``; u8 version of the
+    codec's format, of a chain's first member's; u8 codec; u8 dtype; u8 flags (1: the payload is the
+    source as it was); u64 bytes of the source; u64 bytes of the payload; the rest MUST be zero. The
+    payload ends with the source's last ``nbytes % itemsize`` bytes, as they were: a storage need not be a
+    whole number of the elements that a view of it has.
     Frames have no checksum, because tiers and checkpoints checksum what they hold.
 """
 
@@ -39,7 +40,8 @@ Words: TypeAlias = npt.NDArray[Any]
 """The same memory as unsigned integers of the element's width."""
 
 HEADER_BYTES: Final = 64
-VERSION: Final = 1
+VERSIONS: Final = (1, 2)
+"""Of formats, that some codec reads: each says which are its own."""
 _MAGIC: Final = b"PNSC"
 _HEADER: Final = struct.Struct("<4sBBBBQQ40x")
 _RAW: Final = 1
@@ -111,10 +113,12 @@ class Codec(ABC):
         id: What a frame's header says. Never reused.
         dtypes: What it accepts.
         fidelity: What it gives back.
+        versions: Of its format, those that it decodes; the last is the one that it encodes.
     """
 
     name: str
     id: int
+    versions: tuple[int, ...] = (1,)
     dtypes: frozenset[str]
     fidelity: Fidelity
 
@@ -139,6 +143,10 @@ class Codec(ABC):
     @abstractmethod
     def _decode(self, payload: Bytes, words: Words, dtype: str) -> None:
         """Fill all of ``words``. Raises CodecError if ``payload`` is not what ``_encode`` makes."""
+
+    def _decode_old(self, payload: Bytes, words: Words, dtype: str, version: int) -> None:
+        """As ``_decode``, for an earlier one of ``versions``."""
+        raise NotImplementedError(f"codec {self.name} does not decode its format {version}")
 
     # -- what everybody calls ---------------------------------------------------------------------
 
@@ -195,15 +203,21 @@ class Codec(ABC):
             body[:] = source[:length]
         end = HEADER_BYTES + length + tail.size
         out[HEADER_BYTES + length : end] = tail
-        header = Header(self.id, dtype, raw, source.size, length + tail.size)
+        header = Header(self.id, dtype, raw, source.size, length + tail.size, self.versions[-1])
         out[:HEADER_BYTES] = np.frombuffer(header.pack(), np.uint8)
         return end
 
-    def decode(self, frame: Bytes, out: Bytes) -> None:
+    def decode(self, frame: Bytes, out: Bytes, *, dtype: str | None = None) -> None:
         """Decode ``frame`` to all of ``out``; bytes behind the frame are ignored.
 
+        Args:
+            frame: What ``encode`` made, anywhere in memory.
+            out: As long as the source was; aligned to its elements.
+            dtype: The type that it was encoded as, if that is known: a frame of another is damaged.
+
         Raises:
-            CodecError: The frame is damaged, another codec's, or of another length than ``out``.
+            CodecError: The frame is damaged, another codec's, of another length than ``out``, or, where
+                no ``dtype`` vouches for it, of a type that could not lie there.
             ConfigError: A buffer is not what it must be.
         """
         _check_buffer(frame, "frame", self.name)
@@ -213,9 +227,21 @@ class Codec(ABC):
             raise CodecError(f"codec {self.name} (id {self.id}): a frame of codec {header.codec}")
         if not self.accepts(header.dtype):
             raise CodecError(f"codec {self.name}: a frame of {header.dtype}, which it never makes")
+        if header.version not in self.versions:
+            raise CodecError(
+                f"codec {self.name}: a frame of its format {header.version}, it has"
+                f" {', '.join(map(str, self.versions))}"
+            )
+        if dtype is not None and header.dtype != dtype:
+            raise CodecError(f"codec {self.name}: a frame of {header.dtype}, made from {dtype}")
         if header.source_bytes != out.size:
             raise CodecError(
                 f"codec {self.name}: a frame of {header.source_bytes} bytes for {out.size} bytes"
+            )
+        if dtype is None and _misaligned(out, header.dtype):  # nobody vouches for the type
+            raise CodecError(
+                f"codec {self.name}: a frame of {header.dtype} for memory at {out.ctypes.data:#x}, which"
+                " is no place for that: the frame is damaged, or the memory another's"
             )
         payload = frame[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
         words, tail = _words(out, header.dtype, self.name)
@@ -224,7 +250,10 @@ class Codec(ABC):
         body = payload[: payload.size - tail.size]
         tail[:] = payload[body.size :]
         if not header.raw:
-            self._decode(body, words, header.dtype)
+            if header.version == self.versions[-1]:
+                self._decode(body, words, header.dtype)
+            else:
+                self._decode_old(body, words, header.dtype, header.version)
             return
         if self.fidelity is not Fidelity.EXACT or body.size != words.nbytes:
             raise CodecError(
@@ -252,12 +281,14 @@ class Header:
     """Whether the payload is the source as it was."""
     source_bytes: int
     payload_bytes: int
+    version: int = 1
+    """Of the codec's format."""
 
     def pack(self) -> bytes:
         """The 64 bytes that ``read_header`` reads."""
         code, flags = DTYPES.index(self.dtype), _RAW if self.raw else 0
         lengths = self.source_bytes, self.payload_bytes
-        return _HEADER.pack(_MAGIC, VERSION, self.codec, code, flags, *lengths)
+        return _HEADER.pack(_MAGIC, self.version, self.codec, code, flags, *lengths)
 
 
 def read_header(frame: Bytes) -> Header:
@@ -269,8 +300,9 @@ def read_header(frame: Bytes) -> Header:
     magic, version, codec, code, flags, source, payload = _HEADER.unpack_from(frame.data)
     if magic != _MAGIC:
         raise CodecError(f"not a frame: it begins with {magic!r}, not {_MAGIC!r}")
-    if version != VERSION:
-        raise CodecError(f"a frame of format {version}; this Penstock reads format {VERSION}")
+    if version not in VERSIONS:
+        known = " and ".join(map(str, VERSIONS))
+        raise CodecError(f"a frame of format {version}; this Penstock reads formats {known}")
     if code >= len(DTYPES) or flags & ~_RAW or frame[24:HEADER_BYTES].tobytes() != _PADDING:
         raise CodecError(
             f"a damaged frame: dtype {code}, flags {flags:#x}, or padding that is not 0"
@@ -279,18 +311,24 @@ def read_header(frame: Bytes) -> Header:
         raise CodecError(
             f"a truncated frame: its payload has {payload} bytes, {frame.size - HEADER_BYTES} are there"
         )
-    return Header(codec, DTYPES[code], bool(flags & _RAW), source, payload)
+    return Header(codec, DTYPES[code], bool(flags & _RAW), source, payload, version)
 
 
 def _words(memory: Bytes, dtype: str, codec: str) -> tuple[Words, Bytes]:
     """Memory as words of the element's width, and the bytes left over."""
     size = ITEMSIZE[dtype]
     whole = memory.size - memory.size % size
-    if whole and memory.ctypes.data % size:
+    if _misaligned(memory, dtype):
         raise ConfigError(
             f"codec {codec}: memory at {memory.ctypes.data:#x} is no place for {dtype}"
         )
     return memory[:whole].view(_WORD[size]), memory[whole:]
+
+
+def _misaligned(memory: Bytes, dtype: str) -> bool:
+    """Whether elements of this type could not lie there."""
+    size = ITEMSIZE[dtype]
+    return memory.size >= size and memory.ctypes.data % size != 0
 
 
 def _check_buffer(memory: Bytes, name: str, codec: str, *, writeable: bool = False) -> None:

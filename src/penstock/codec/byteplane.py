@@ -15,12 +15,9 @@
     Any other kind, and any other length, is damage. A block is packed if and only if all its exponents
     have codes, which take float32 to 0.88 and bfloat16 to 0.76 of its bytes.
 
-A general compressor does not pay. Mantissas are noise, so that there is little to win but the exponent's
-entropy, 2 to 3 bits in 8. On dense activations of ResNet-50, GPT-2, BERT and VGG-16, up to 4 MiB of each,
-one core of an AMD EPYC, this took float32 to 0.88 at 10 to 12 GB/s each way (8 to 10 on 64 MiB of noise)
-and bfloat16 to 0.76 at 8. Bit-shuffled LZ4, from blosc and blosc2, took float32 to 0.82 to 0.92 and
-bfloat16 to 0.77 to 0.80 (0.58 in GPT-2 after a step), but encoded at 1.6 to 5 GB/s, slower than an SSD
-writes; zstd of the exponents alone, 0.81 to 0.85 and 0.57 to 0.68 at 0.7 to 1.9.
+Mantissas are noise, so that there is hardly anything to win but the exponent's entropy.
+``benchmarks/micro/codecs.py`` measures this codec beside blosc2, zstd and lz4 on dense float32, and on
+what networks save; the figures are in ``benchmarks/results/codecs.json``.
 
 Not for float16 and float64, whose exponents are not of 8 bits: one bit in sixteen and seven in sixty-four
 are not worth a second format.

@@ -1,98 +1,99 @@
-"""Compressed sparse rows: the values that are not zero, with one byte each that says where.
+"""FlashNeuron's compressed sparse form: a bit for each element, counts of rows, what is not zero.
 
-Kept to compare ``zero-value`` with: a column per value kept is shorter than a bit per element only where
-more than seven elements of eight are zero. Rows of 256, so that a column fits in a byte, are those of
-Gist (ISCA 2018, narrow value optimization); FlashNeuron (FAST 2021) calls its own form CSR as well, but
-keeps a bit per element, as ``zero-value`` does.
+Kept to compare ``zero-value`` with, which is the same without the counts. FlashNeuron (FAST 2021) takes
+compressed sparse rows and has a bit for each element say where, in place of a column index for each that
+is kept; the counts let rows be packed and unpacked beside each other, as a GPU does. How long its rows
+are we could not look up; here they are of 256. Its values then are cast to float16, which loses
+something: that is the chain ``csr+float16`` here.
 
 [Note: format csr]
-    ``count`` elements of ``w`` bytes are rows of 256; the last row may be shorter. The payload is:
+    Version 2. ``count`` elements of ``w`` bytes are rows of 256; the last row may be shorter.
 
-    1. One little-endian u16 per row: how many elements of it are kept; then zeros up to a multiple of 8
-       bytes, which MUST be zeros.
-    2. The kept elements, in order, ``w`` bytes each: those that have any bit set, so that -0.0 is kept.
-    3. For each of them, in the same order, its column in its row, a u8. Columns MUST rise within a row.
+    1. A bitmap, as in [Note: format zero-value]: four u64 for each row.
+    2. One little-endian u16 per row, which MUST be how many bits of it are set; then zeros up to a
+       multiple of 8 bytes, which MUST be zeros.
+    3. The kept elements, in order, ``w`` bytes each: those that have any bit set, so that -0.0 is kept.
 
-    The payload MUST be exactly as long as the counts say. A decoder checks all of this before it writes.
+    The payload MUST be exactly as long as the bitmap says. A decoder checks all of this before it writes.
+    Frames of version 1, which had column indices, are decoded: see [Note: format csr, version 1] in
+    ``csr_columns.py``.
 
-    A share ``z`` of zeros makes float32 take ``1/512 + 5/4 (1 - z)`` of its bytes.
+    A share ``z`` of zeros makes float32 take ``1/32 + 1/512 + 1 - z`` of its bytes.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
+from penstock.codec import csr_columns
 from penstock.codec.base import DTYPES, Bytes, Codec, Fidelity, Words
 from penstock.codec.kernels import csr as kernels
+from penstock.codec.kernels import zero_value
 from penstock.core.errors import CodecError
 
-__all__ = ["Csr"]
+__all__ = ["Csr", "head_bytes"]
 
 ROW = kernels.ROW
 
 
-class _Parts(NamedTuple):
-    values: Words
-    columns: Words
-
-
 class Csr(Codec):
-    """Row counts, values, columns. Lossless; every dtype."""
+    """Bitmap, row counts, values. Lossless; every dtype."""
 
     name = "csr"
     id = 2
+    versions = (1, 2)
     dtypes = frozenset(DTYPES)
     fidelity = Fidelity.EXACT
 
     def _encode(self, words: Words, payload: Bytes, dtype: str) -> int | None:
-        head = _head_bytes(words.size)
+        head = head_bytes(words.size)
         if head > payload.size:
             return None
-        payload[:head] = 0
-        counts = _counts(payload, words.size)
-        end = head + int(kernels.count(words, counts)) * (words.itemsize + 1)
-        if end > payload.size:
+        bitmap, counts, padding = _head(payload, words.size)
+        room = (payload.size - head) // words.itemsize * words.itemsize
+        kept = zero_value.pack(words, bitmap, payload[head : head + room].view(words.dtype))
+        if kept < 0:
             return None
-        parts = _parts(payload[head:end], words)
-        kernels.pack(words, counts, parts.values, parts.columns)
-        return end
+        kernels.count_rows(bitmap, counts)
+        padding[:] = 0
+        return head + int(kept) * words.itemsize
 
     def _decode(self, payload: Bytes, words: Words, dtype: str) -> None:
-        head = _head_bytes(words.size)
+        head = head_bytes(words.size)
         if head > payload.size:
             raise CodecError(
-                f"codec {self.name}: {payload.size} bytes have no room for {head} of row counts"
+                f"codec {self.name}: {payload.size} bytes have no room for a bitmap and row counts of"
+                f" {head}"
             )
-        counts = _counts(payload, words.size)
-        kept, left = int(counts.sum(dtype=np.int64)), payload.size - head
-        if kept * (words.itemsize + 1) != left:
+        bitmap, counts, padding = _head(payload, words.size)
+        kept, left = zero_value.count(bitmap, words.size), payload.size - head
+        if kept < 0 or kept * words.itemsize != left:
             raise CodecError(
-                f"codec {self.name}: {left} bytes behind row counts of {kept} {dtype}, which would take"
-                f" {kept * (words.itemsize + 1)}"
+                f"codec {self.name}: {left} bytes behind bitmap and row counts of {words.size} {dtype},"
+                f" {'with bits beyond them' if kept < 0 else f'of which {kept} are kept'}"
             )
-        parts = _parts(payload[head:], words)
-        if payload[counts.nbytes : head].any() or not kernels.check(
-            counts, parts.columns, words.size
-        ):
+        if padding.any() or not kernels.counts_agree(bitmap, counts):
             raise CodecError(
-                f"codec {self.name}: columns of {words.size} {dtype} that do not rise within their"
-                " rows, or padding that is not 0"
+                f"codec {self.name}: row counts of {words.size} {dtype} that are not those of the"
+                " bitmap, or padding that is not 0"
             )
-        kernels.unpack(counts, parts.values, parts.columns, words)
+        zero_value.unpack(bitmap, payload[head:].view(words.dtype), words)
+
+    def _decode_old(self, payload: Bytes, words: Words, dtype: str, version: int) -> None:
+        csr_columns.decode(payload, words, dtype)
 
 
-def _head_bytes(elements: int) -> int:
-    """Row counts, rounded up to 8."""
-    return -(-(2 * -(-elements // ROW)) // 8) * 8
+def head_bytes(elements: int) -> int:
+    """How long bitmap and row counts are."""
+    return 8 * -(-elements // 64) + -(-(2 * -(-elements // ROW)) // 8) * 8
 
 
-def _counts(payload: Bytes, elements: int) -> Words:
-    return payload[: 2 * -(-elements // ROW)].view(np.uint16)
-
-
-def _parts(body: Bytes, words: Words) -> _Parts:
-    kept = body.size // (words.itemsize + 1)
-    border = kept * words.itemsize
-    return _Parts(body[:border].view(words.dtype), body[border:])
+def _head(payload: Bytes, elements: int) -> tuple[Words, Words, Bytes]:
+    """Bitmap, row counts, and what is behind these."""
+    first = 8 * -(-elements // 64)
+    second = first + 2 * -(-elements // ROW)
+    return (
+        payload[:first].view(np.uint64),
+        payload[first:second].view(np.uint16),
+        payload[second : head_bytes(elements)],
+    )

@@ -72,7 +72,7 @@ def codec_of(frame: Bytes) -> Codec:
     if header.codec != CHAIN_ID:
         return by_id(header.codec)
     if header.raw:  # the source as it was: lossless chains are alike then
-        return get("zero-value+byteplane")
+        return get("csr+byteplane")
     chain: Codec = importlib.import_module("penstock.codec.chain").of(frame)
     return chain
 
@@ -94,11 +94,11 @@ def _codecs() -> tuple[Codec, ...]:
     return tuple(_codec(name) for name in _MODULES)
 
 
-def decode(frame: Bytes, out: Bytes) -> None:
-    """Decode a frame of any codec to all of ``out``.
+def decode(frame: Bytes, out: Bytes, *, dtype: str | None = None) -> None:
+    """Decode a frame of any codec to all of ``out``, as ``Codec.decode``.
 
     Raises:
         CodecError: The frame is damaged, of an unknown codec, or of another length than ``out``.
         ConfigError: A buffer is not what it must be.
     """
-    codec_of(frame).decode(frame, out)
+    codec_of(frame).decode(frame, out, dtype=dtype)

@@ -10,6 +10,7 @@ from penstock.plan.case import Case, Choice
 from penstock.plan.encoding import SlotCodecs
 from penstock.plan.groups import Group, need_order
 from penstock.plan.pipeline import choose
+from penstock.plan.placement import packed
 from penstock.plan.plan import Action, Decision, Plan
 from penstock.plan.profile import CodecSample, Profile
 from penstock.plan.residency import OFFLOADED, Mask, Segment
@@ -52,6 +53,7 @@ def assemble(
         notes=(
             *notes,
             *explain.shortages(case, mask, segments, need),
+            *explain.crowded(case, choice.tiers, samples),
             *explain.waits(
                 case.profile,
                 case.machine,
@@ -121,13 +123,14 @@ def _decisions(
 def _samples(case: Case, choice: Choice) -> Mapping[int, CodecSample]:
     """How groups are encoded, by group."""
     if choice.samples is not None:
-        return choice.samples
+        return packed(case.groups, choice.tiers, choice.samples, case.budgets)
     known = case.encodings.get(choice.tiers)
     if known is None:
         gone = [g for g, tier in enumerate(choice.tiers) if tier]
         placed = [(case.groups[g], choice.tiers[g]) for g in gone]
         chosen = zip(gone, choose(case.profile, case.machine, placed), strict=True)
-        known = {g: sample for g, sample in chosen if sample is not None}
+        quick = {g: sample for g, sample in chosen if sample is not None}
+        known = packed(case.groups, choice.tiers, quick, case.budgets)
         case.encodings[choice.tiers] = known
     return known
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from penstock.core.units import format_bytes, format_duration
@@ -11,6 +11,7 @@ from penstock.plan.encoding import SlotCodecs
 from penstock.plan.groups import Group
 from penstock.plan.machine import Machine
 from penstock.plan.pipeline import windows_s
+from penstock.plan.placement import packed_bytes
 from penstock.plan.plan import INFEASIBLE
 from penstock.plan.profile import CodecSample, Profile
 from penstock.plan.recomputing import Module
@@ -62,6 +63,27 @@ def why_recomputed(module: Module) -> str:
         f"made again by {module.path}; {format_bytes(module.nbytes)} in"
         f" {format_duration(module.forward_ns / 1e9)}"
     )
+
+
+def crowded(case: Case, tiers: Sequence[str], samples: Mapping[int, CodecSample]) -> list[str]:
+    """Notes on tiers that have room for what they get only as it is encoded."""
+    notes = []
+    for name, room in (("host", case.budgets.host_bytes), ("flash", case.budgets.flash_bytes)):
+        mine = [g for g, tier in enumerate(tiers) if tier == name]
+        raw = sum(case.groups[g].nbytes for g in mine)
+        if raw > room:
+            taken = sum(
+                case.groups[g].nbytes
+                if g not in samples
+                else packed_bytes(case.groups[g], samples[g])
+                for g in mine
+            )
+            notes.append(
+                f"the {name} tier ({format_bytes(room)}) gets {format_bytes(raw)}, which take"
+                f" {format_bytes(taken)} of it encoded, margin included: if they come to compress less,"
+                " what has no room stays on the device until there is another plan"
+            )
+    return notes
 
 
 def shortages(case: Case, mask: Mask, segments: tuple[Segment, ...], need: Residency) -> list[str]:

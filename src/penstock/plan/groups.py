@@ -28,8 +28,8 @@ class Group:
     indices: tuple[int, ...]
     """Which of the profile's slots they are."""
     nbytes: int
-    """The most bytes of them that can be at rest in a tier at once: whole pages, as tiers hold them.
-    See [Note: a tier's room is counted before encoding] (placement.py)."""
+    """The most bytes of them that can be at rest in a tier at once, as they are: whole pages, as tiers
+    hold them. See [Note: a tier's room is counted before encoding] (placement.py)."""
     idle_ns: int | None
     """The shortest time from save to need among them; None: none was ever needed."""
     held_elsewhere: bool

@@ -166,14 +166,16 @@ class Executor:
             saved = self._register(storage, base, version, origin)
             saved.views = [weakref.ref(view)]
             charged = self._traffic.take_spare(saved.nbytes)
-        decision = self.planner.decide(saved.record)
+        planner = self.planner
+        if planner.wants_samples or planner.second_look == saved.record.key:
+            start_ns = self._recorder.clock.now_ns()
+            saved.record.codecs = self._sampler.sample(storage, origin.dtype, sign_only=sign_only)
+            self._room.stalled(start_ns, StallCause.SAMPLING, saved.label)
+        decision = planner.decide(saved.record)
         if not charged and not self._traffic.take(saved.nbytes):
             self._wait_for_room(saved)
-        if self.planner.wants_samples:
-            start_ns = self._recorder.clock.now_ns()
-            sampled = self._sampler.sample(storage, origin.dtype, sign_only=sign_only)
-            saved.record.codecs = sampled
-            self._room.stalled(start_ns, StallCause.SAMPLING, saved.label)
+        if planner.crowded:
+            self._sample_from_now_on(saved)
         if decision.action is Action.OFFLOAD:
             if decision.codec == POSITIVE and sign_only:
                 saved.deferred = decision
@@ -181,6 +183,15 @@ class Executor:
                 unproven = decision.codec == POSITIVE
                 self._spill(saved, decision.tier, "" if unproven else decision.codec)
         return saved
+
+    def _sample_from_now_on(self, saved: SavedStorage) -> None:
+        """Make room for what codecs work in, by letting writes end; then have what follows sampled."""
+        start_ns = self._recorder.clock.now_ns()
+        with self._lock:
+            while self._traffic.writing:
+                self._traffic.changed.wait()
+        self._room.stalled(start_ns, StallCause.BUDGET, saved.label)
+        self.planner.sample_now()
 
     def prove(self, saved: SavedStorage, view: View, *, sign_only: bool) -> bool:
         """Say whether backward asks one handle only which elements are above zero.

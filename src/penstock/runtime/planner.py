@@ -2,21 +2,22 @@
 
 The first pass has no plan. Under ``auto`` it keeps what it saves while half the budget is free and
 spills the rest, so that a network that fits is never spilled; under ``all`` it spills everything above
-the floor. After each pass the planner compares what was saved with what it knows, and makes a new
-plan when that has drifted: slots it has never seen, or slots whose offloading freed nothing because
-the program itself still held them. A slot that is not in the plan is never an error, only a guess.
-A plan whose reads come late is improved (:mod:`.feedback`).
+the floor (:mod:`.guesses`). After each pass the planner compares what was saved with what it knows, and
+makes a new plan when that has drifted: slots it has never seen, or slots whose offloading freed nothing
+because the program itself still held them. A slot that is not in the plan is never an error, only a
+guess. A plan whose reads come late is improved (:mod:`.feedback`).
 
 [Note: observed passes]
     A pass that a plan is made from is *observed*: who made what is noted, and nothing is run again, for
     what is not saved cannot be planned. So it is with the first one. When a pass drifts under a plan that
     runs modules again, it does not tell enough: then the next ones are observed, until one tells.
 
-Where transfers keep a tier busy for as long as the network, and codecs are to be chosen, the next pass is
-sampled: what lossless codecs make of each storage is measured, and the plan is made again with that. Else
-they would win nothing, and Numba, which they need, takes memory, and time to compile. It is
-sampled once more when codecs no longer make of the bytes what the plan was made for: sparsity changes
-during training.
+Where transfers keep a tier busy for as long as the network, or the tiers have not room enough for bytes
+as they are, and codecs are to be chosen, the next pass is sampled: what lossless codecs make of each
+storage is measured, and the plan is made again with that. Else they would win nothing, and Numba, which
+they need, takes memory, and time to compile. It is sampled once more when codecs no longer make of the
+bytes what the plan was made for: sparsity changes during training. What goes raw tells nothing of that,
+so one such slot is looked at every few passes (:mod:`.second_looks`).
 """
 
 from __future__ import annotations
@@ -44,9 +45,11 @@ from penstock.plan.profile import Profile
 from penstock.plan.slots import MatchKey, SlotKey
 from penstock.runtime.feedback import improve
 from penstock.runtime.given import check_slot, check_tiers, note_on_budget
+from penstock.runtime.guesses import Guesses
 from penstock.runtime.passes import INPUT, Pass
 from penstock.runtime.profiles import profile_of
 from penstock.runtime.residency import SlotRecord
+from penstock.runtime.second_looks import SecondLooks
 from penstock.runtime.stores import LEAST_CODEC_BUDGET_BYTES
 
 DRIFT: Final = 0.05
@@ -77,6 +80,8 @@ class Planner:
         ranks: The plan's order of need by match key, for prefetching.
         replans: Plans made so far.
         wants_samples: Whether what is saved now is to be sampled.
+        crowded: Whether the rest of this pass should be sampled, for a tier is filling up.
+        second_look: The one slot that is to be sampled in this pass, if any is.
         triggers: When, by match key, reading a slot back may begin, as a place in the order of need.
         unrepeatable: Paths of the modules that are known not to be fit for being run again.
         observing: Whether the pass that begins next is observed; see [Note: observed passes].
@@ -130,6 +135,11 @@ class Planner:
         self._next_replan = 0
         self.moves_nothing = False
         self.wants_samples = False
+        self.crowded = False
+        self.second_look: SlotKey | None = None
+        self._second_looks = SecondLooks()
+        self._guesses = Guesses(policy, budgets, budget)
+        self._tight = False
         self._auto_codec = codec == "auto"
         self._forced_codec = "" if codec in ("auto", "none") else codec
         self._prepare_codecs = prepare_codecs
@@ -217,7 +227,7 @@ class Planner:
             if known is not None and known.action is Action.KEEP:
                 self._kept_keys.add((key.module, key.ordinal, key.nbytes))
         if known is None:
-            return self._forced(self._guess(key))
+            return self._guess(record)
         record.planned = True
         return known
 
@@ -236,7 +246,7 @@ class Planner:
     def decide_input(self, record: SlotRecord) -> Decision:
         """What to do with the input of a module that is run again, now that it has its name."""
         if record.key.module.endswith(INPUT):
-            return self._forced(self._guess(record.key))
+            return self._guess(record)
         return self.decide(record)
 
     def recomputes(self, module: str, ordinal: int) -> bool:
@@ -256,15 +266,22 @@ class Planner:
             return decision
         return replace(decision, codec=self._forced_codec)
 
-    def _guess(self, key: SlotKey) -> Decision:
-        tier = "flash" if self._budgets.flash_bytes else "host"
-        if self.policy_name == "keep" or not (
-            self._budgets.flash_bytes or self._budgets.host_bytes
-        ):
-            return Decision(key, Action.KEEP, "", "not in the plan")
-        if self.policy_name == "all" or self._budget.free_bytes < self._budget.limit_bytes // 2:
-            return Decision(key, Action.OFFLOAD, tier, "not in the plan")
-        return Decision(key, Action.KEEP, "", "not in the plan, and half the budget is free")
+    def _guess(self, record: SlotRecord) -> Decision:
+        guesses = self._guesses
+        codecs = record.codecs if self._has_scratch and self._auto_codec else ()
+        decision = guesses.decide(record.key, codecs)
+        self.crowded = (
+            guesses.crowded and self._auto_codec and self.plan is None and not self.wants_samples
+        )
+        return self._forced(decision)
+
+    def sample_now(self) -> None:
+        """Because ``crowded``: sample the rest of this pass. Called while nothing is on its way out."""
+        with self._lock:
+            self.crowded = False
+            self.wants_samples = self._has_scratch or self._take_scratch() > 0
+            if not self.wants_samples:
+                self._do_without_codecs()
 
     def learn(self, finished: Pass) -> bool:
         """Take note of a finished pass; make a new plan if it differs from what is known.
@@ -286,7 +303,9 @@ class Planner:
             else:
                 reason = ""
                 self._improve(finished)
+            self._guesses.end_pass()
             self._want_samples(finished.index + 1)
+            self._want_second_look()
             self._want_observation(finished.index + 1)
             self._want_records()
         return bool(reason)
@@ -406,9 +425,19 @@ class Planner:
             and plan.offloaded_bytes > 0
             and index >= self._next_replan
             and self._sampled_passes < MAX_SAMPLED_PASSES
-            and self._channel_bound
+            and (self._channel_bound or self._tight)
             and (self._resample or not all(_was_sampled(known) for known in self._kinds))
         )
+
+    def _want_second_look(self) -> None:
+        """Which slot the next pass is to sample: none, where no plan would be made of what that tells."""
+        look = (
+            self._auto_codec
+            and not (self.wants_samples or self._resample)
+            and self._sampled_passes < MAX_SAMPLED_PASSES
+            and (self._channel_bound or self._tight)
+        )
+        self.second_look = self._second_looks.next() if look else None
 
     def _count_full(self, finished: Pass, *, missed: bool) -> None:
         """Have the next passes recorded in full, if that of this one was missed."""
@@ -436,7 +465,7 @@ class Planner:
             self._sampled_passes += 1
         if sampled:
             self._resample = False
-        elif self._ratios_drifted(finished):
+        elif self._ratios_drifted(finished) or self._second_looks.found(finished.records):
             self._resample = True
         return sampled
 
@@ -519,6 +548,9 @@ class Planner:
             if decision.action is Action.RECOMPUTE
         )
         self._first_ranks = _first_ranks(plan)
+        self._tight = self.profile is not None and _is_tight(self.profile, plan, self._budgets)
+        if self.profile is not None:
+            self._second_looks.begin(self.profile, plan)
         self.plan = plan
         self._decided, self._kept_keys, self._full_passes = {}, set(), 0
         budgets = self._budgets
@@ -531,6 +563,13 @@ def _placed(profile: Profile, plan: Plan) -> list[tuple[Group, str]]:
     """What the plan offloads, and to which tier."""
     decisions = ((group, plan.lookup(group.key)) for group in groups_of(profile))
     return [(group, decision.tier) for group, decision in decisions if decision and decision.tier]
+
+
+def _is_tight(profile: Profile, plan: Plan, budgets: Budgets) -> bool:
+    """Whether the tiers have too little room for bytes as they are, and more of it would do good."""
+    lacking = profile.saved_bytes > budgets.host_bytes + budgets.flash_bytes
+    counted_on = any(decision.codec for decision in plan.decisions)
+    return lacking and (plan.policy == "all" or not plan.feasible or counted_on)
 
 
 def _was_sampled(known: Pass) -> bool:

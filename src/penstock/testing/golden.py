@@ -2,7 +2,7 @@
 
 A folder holds pairs ``<dtype>.frame`` and ``<dtype>.decoded``. An encoder may come to make other frames
 of the same version; those that are here MUST decode to the bytes they gave on the day they were made.
-Frames of a later version stand beside them: ``<dtype>-<version>.frame``.
+Frames of a later version stand beside them: ``<dtype>-<version>.frame``, with what they decode to.
 
     python -m penstock.testing.golden NAME FOLDER
 """
@@ -22,9 +22,14 @@ from penstock.testing.codec_samples import check_decoded, placed, special_words,
 
 
 def write_golden(codec: Codec, folder: Path) -> None:
-    """Write a codec's golden files. Raises ConfigError where there are some already."""
+    """Write a codec's golden files, of the version that it encodes now.
+
+    Raises:
+        ConfigError: There are some already.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
+    names = {dtype: _name(codec, dtype) for dtype in codec.dtypes}
+    if any((folder / f"{name}.frame").exists() for name in names.values()):
         raise ConfigError(f"{folder} has golden files; they are written once: use another folder")
     for dtype in sorted(codec.dtypes):
         source = _source(dtype)
@@ -33,14 +38,17 @@ def write_golden(codec: Codec, folder: Path) -> None:
         decoded = placed(bytes(source.size))
         codec.decode(frame, decoded)
         check_decoded(codec, dtype, source, decoded)
-        (folder / f"{dtype}.frame").write_bytes(frame.tobytes())
-        (folder / f"{dtype}.decoded").write_bytes(decoded.tobytes())
+        (folder / f"{names[dtype]}.frame").write_bytes(frame.tobytes())
+        (folder / f"{names[dtype]}.decoded").write_bytes(decoded.tobytes())
 
 
 def check_golden(codec: Codec, folder: Path) -> None:
-    """Decode all that is in ``folder``; fail if a dtype is missing or a byte differs."""
+    """Decode all that is in ``folder``; fail if a dtype is missing or a byte differs.
+
+    Of the version that is encoded now there must be one for each dtype.
+    """
     frames = {path.stem: path for path in sorted(folder.glob("*.frame"))}
-    assert codec.dtypes <= {name.split("-")[0] for name in frames}, (
+    assert {_name(codec, dtype) for dtype in codec.dtypes} <= frames.keys(), (
         f"{folder} lacks golden files of {codec.name}; make them once, and keep them:"
         f" python -m penstock.testing.golden {codec.name} {folder}"
     )
@@ -50,6 +58,11 @@ def check_golden(codec: Codec, folder: Path) -> None:
         out = placed(bytes(read_header(frame).source_bytes))
         codec.decode(frame, out)
         assert out.tobytes() == wanted, f"{path} decodes to other bytes than it used to"
+
+
+def _name(codec: Codec, dtype: str) -> str:
+    version = codec.versions[-1]
+    return dtype if version == 1 else f"{dtype}-{version}"
 
 
 def _source(dtype: str) -> Bytes:

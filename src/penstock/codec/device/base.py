@@ -52,7 +52,8 @@ def encode_tensor(codec_name: str, memory: Tensor, dtype: str) -> Tensor:
     assert not raw or form.CODEC.fidelity is Fidelity.EXACT, f"{codec_name} exceeded its bound"
     body = memory[:whole] if payload is None else payload
     tail = memory[whole:]
-    header = Header(form.CODEC.id, dtype, raw, memory.numel(), body.numel() + tail.numel())
+    nbytes, version = body.numel() + tail.numel(), form.CODEC.versions[-1]
+    header = Header(form.CODEC.id, dtype, raw, memory.numel(), nbytes, version)
     return torch.cat([_pack_header(header).to(memory.device), body, tail])
 
 
@@ -71,12 +72,17 @@ def decode_tensor(frame: Tensor, nbytes: int, *, header: Header | None = None) -
         The source's bytes, uint8[nbytes], on the same device.
 
     Raises:
-        CodecError: The frame is damaged, or of another length or of a codec without a device form.
+        CodecError: The frame is damaged, or of another length, or of a codec without a device form, or of
+            an earlier version of its format, which only the host decodes.
         ConfigError: The frame is no row of bytes.
     """
     _check_row(frame, "frame")
     header = header or _header_of(frame)
     form = _form_of(header)
+    if header.version != form.CODEC.versions[-1]:
+        raise CodecError(
+            f"codec {form.CODEC.name}: a frame of its format {header.version}; decode that on the host"
+        )
     if header.source_bytes != nbytes:
         raise CodecError(
             f"codec {form.CODEC.name}: a frame of {header.source_bytes} bytes for {nbytes}"

@@ -7,55 +7,43 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from penstock.codec.csr import ROW, Csr
-from penstock.codec.device.words import as_bytes, as_type, in_blocks, word_type
+from penstock.codec.csr import ROW, Csr, head_bytes
+from penstock.codec.device import zero_value
+from penstock.codec.device.words import as_bytes, in_blocks
 from penstock.core.errors import CodecError
 
 CODEC: Final = Csr()
 
 
 def encode(words: Tensor, dtype: str) -> Tensor | None:
-    """Words to row counts, values and columns. Waits once, for how many are kept."""
+    """Words to bitmap, row counts and non-zero words. Waits once, for how many are kept."""
     there = words != 0
-    counts = as_bytes(in_blocks(there.view(torch.uint8), ROW).sum(1, dtype=torch.int16))
-    head = torch.nn.functional.pad(counts, (0, -counts.numel() % 8))
-    places = there.nonzero().flatten()
-    values, columns = as_bytes(words[places]), (places % ROW).to(torch.uint8)
-    length = head.numel() + values.numel() + columns.numel()
-    if length >= as_bytes(words).numel() > 0:
+    bitmap, packed = zero_value.bitmap_of(there), as_bytes(words[there])
+    counts = _counts(there)
+    if bitmap.numel() + counts.numel() + packed.numel() >= as_bytes(words).numel() > 0:
         return None
-    return torch.cat([head, values, columns])
+    return torch.cat([bitmap, counts, packed])
 
 
 def decode(payload: Tensor, count: int, dtype: str) -> Tensor:
-    """Row counts, values and columns to words. Waits for the sum of the counts and for a check."""
-    rows, word = -(-count // ROW), word_type(dtype)
-    head = -(-2 * rows // 8) * 8
+    """Bitmap, row counts and packed words to words. Waits for the number of bits and for a check."""
+    first, head = 8 * -(-count // 64), head_bytes(count)
     if head > payload.numel():
         raise CodecError(
-            f"codec {CODEC.name}: {payload.numel()} bytes have no room for {head} of row counts"
+            f"codec {CODEC.name}: {payload.numel()} bytes have no room for a bitmap and row counts of"
+            f" {head}"
         )
-    counts = as_type(payload[: 2 * rows], torch.int16).to(torch.int64) & 0xFFFF
-    kept, left = int(counts.sum()), payload.numel() - head
-    if kept * (word.itemsize + 1) != left:
-        raise CodecError(f"codec {CODEC.name}: {left} bytes behind row counts of {kept} {dtype}")
-    border = head + kept * word.itemsize
-    columns = payload[border:].to(torch.int64)
-    places = _row_starts(counts, kept) + columns
-    wrong = (
-        (places[1:] <= places[:-1]).any() | (places >= count).any() | payload[2 * rows : head].any()
-    )
-    if bool(wrong):
+    words = zero_value.decode(torch.cat([payload[:first], payload[head:]]), count, dtype)
+    there = zero_value.bits_of(payload[:first])
+    if not torch.equal(_counts(there), payload[first:head]):
         raise CodecError(
-            f"codec {CODEC.name}: columns of {count} {dtype} that do not rise within their rows, or"
+            f"codec {CODEC.name}: row counts of {count} {dtype} that are not those of the bitmap, or"
             " padding that is not 0"
         )
-    words = torch.zeros(count, dtype=word, device=payload.device)
-    words[places] = as_type(payload[head:border], word)
     return words
 
 
-def _row_starts(counts: Tensor, kept: int) -> Tensor:
-    """For every kept element the place of its row's first."""
-    starts = torch.arange(counts.numel(), device=counts.device) * ROW
-    return torch.repeat_interleave(starts, counts, output_size=kept)
+def _counts(there: Tensor) -> Tensor:
+    """The bytes of the row counts, with their padding, of a bool for each element."""
+    counts = as_bytes(in_blocks(there.view(torch.uint8), ROW).sum(1, dtype=torch.int16))
+    return torch.nn.functional.pad(counts, (0, -counts.numel() % 8))

@@ -17,9 +17,7 @@ CODEC: Final = ZeroValue()
 def encode(words: Tensor, dtype: str) -> Tensor | None:
     """Words to bitmap and non-zero words. Waits once, for how many there are."""
     there = words != 0
-    bits = in_blocks(there.view(torch.uint8), 64).view(-1, 8)
-    bitmap = (bits << _places(words)).sum(1, dtype=torch.uint8)
-    packed = as_bytes(words[there])
+    bitmap, packed = bitmap_of(there), as_bytes(words[there])
     if bitmap.numel() + packed.numel() >= as_bytes(words).numel() > 0:
         return None
     return torch.cat([bitmap, packed])
@@ -33,7 +31,7 @@ def decode(payload: Tensor, count: int, dtype: str) -> Tensor:
         raise CodecError(
             f"codec {CODEC.name}: {payload.numel()} bytes have no room for a bitmap of {head}"
         )
-    bits = ((payload[:head].unsqueeze(1) >> _places(payload)) & 1).flatten().to(torch.bool)
+    bits = bits_of(payload[:head])
     total, beyond = torch.stack([bits.sum(), bits[count:].sum()]).tolist()
     left = payload.numel() - head
     if beyond or total * word.itemsize != left:
@@ -43,6 +41,17 @@ def decode(payload: Tensor, count: int, dtype: str) -> Tensor:
         )
     words = torch.zeros(count, dtype=word, device=payload.device)
     return words.masked_scatter_(bits[:count], as_type(payload[head:], word))
+
+
+def bitmap_of(there: Tensor) -> Tensor:
+    """The bytes of a bitmap of whole u64, of a bool for each element."""
+    bits = in_blocks(there.view(torch.uint8), 64).view(-1, 8)
+    return (bits << _places(there)).sum(1, dtype=torch.uint8)
+
+
+def bits_of(bitmap: Tensor) -> Tensor:
+    """A bool for each bit."""
+    return ((bitmap.unsqueeze(1) >> _places(bitmap)) & 1).flatten().to(torch.bool)
 
 
 def _places(like: Tensor) -> Tensor:

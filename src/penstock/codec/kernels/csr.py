@@ -1,4 +1,4 @@
-"""The hot loops of the codec ``csr``: rows of 256 elements, a column and a value for each kept."""
+"""The hot loops of the codec ``csr``: rows of 256 elements, and of its version 1, with columns."""
 
 from __future__ import annotations
 
@@ -8,45 +8,32 @@ import numba
 import numpy as np
 
 from penstock.codec.base import Words
+from penstock.codec.kernels.zero_value import ones
 
 ROW: Final = 256
+_WORDS: Final = ROW // 64
 
 
 @numba.njit(nogil=True, cache=True)
-def count(words: Words, counts: Words) -> int:
-    """Fill ``counts`` (u16, one per row) with how many words of each row are not zero; their sum."""
-    total: Any = 0
+def count_rows(bitmap: Words, counts: Words) -> None:
+    """Fill ``counts`` (u16, one per row) with how many bits are set in each row's four words."""
     for row in range(counts.size):
         kept: Any = 0
-        for word in words[row * ROW : (row + 1) * ROW]:
-            kept += np.int64(word != 0)
+        for bits in bitmap[row * _WORDS : (row + 1) * _WORDS]:
+            kept += ones(bits)
         counts[row] = kept
-        total += kept
-    return int(total)
 
 
 @numba.njit(nogil=True, cache=True)
-def pack(words: Words, counts: Words, values: Words, columns: Words) -> None:
-    """Fill ``values`` and ``columns``, which are as long as ``counts`` sums up to.
-
-    Without a branch per word, as in [Note: no branch per word] of the codec ``zero-value``.
-    """
-    place: Any = 0
+def counts_agree(bitmap: Words, counts: Words) -> bool:
+    """Whether ``counts`` are what ``count_rows`` makes of the bitmap."""
+    wrong = False
     for row in range(counts.size):
-        line = words[row * ROW : (row + 1) * ROW]
-        end = place + np.int64(counts[row])
-        if place + line.size <= values.size:  # words may be others now than when they were counted
-            for column in range(line.size):
-                values[place] = line[column]
-                columns[place] = column
-                place += np.int64(line[column] != 0)
-        else:
-            for column in range(line.size):
-                if line[column] != 0 and place < end:
-                    values[place] = line[column]
-                    columns[place] = column
-                    place += 1
-        place = end
+        kept: Any = 0
+        for bits in bitmap[row * _WORDS : (row + 1) * _WORDS]:
+            kept += ones(bits)
+        wrong |= kept != np.int64(counts[row])
+    return not wrong
 
 
 @numba.njit(nogil=True, cache=True)

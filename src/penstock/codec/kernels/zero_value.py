@@ -27,7 +27,7 @@ _BLOCK = 64
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
-def _ones(bits: Any) -> Any:
+def ones(bits: Any) -> Any:
     """How many bits of a u64 are set; compiles to one instruction."""
     bits = bits - ((bits >> np.uint64(1)) & np.uint64(0x5555555555555555))
     two = np.uint64(0x3333333333333333)
@@ -56,7 +56,7 @@ def pack(words: Words, bitmap: Words, packed: Words) -> int:
         for index in range(length):
             bits |= np.uint64(words[start + index] != 0) << np.uint64(index)
         bitmap[block] = bits
-        end = place + _ones(bits)
+        end = place + ones(bits)
         if place + length <= packed.size:
             for index in range(length):
                 word = words[start + index]
@@ -78,7 +78,7 @@ def count(bitmap: Words, elements: int) -> int:
     """How many bits are set in a bitmap of so many elements; -1 if one is set beyond them."""
     total: Any = 0
     for bits in bitmap:
-        total += _ones(bits)
+        total += ones(bits)
     left = elements % _BLOCK
     if left and bitmap[-1] >> np.uint64(left) != 0:
         return -1
@@ -96,7 +96,7 @@ def unpack(bitmap: Words, packed: Words, words: Words) -> None:
         start = block * _BLOCK
         length = min(_BLOCK, words.size - start)
         bits = bitmap[block]
-        end = place + _ones(bits)
+        end = place + ones(bits)
         if end < packed.size:
             for index in range(length):
                 bit = (bits >> np.uint64(index)) & _ONE

@@ -8,18 +8,18 @@ from penstock.codec.base import Words
 from penstock.codec.kernels.csr import ROW
 
 
-def count(words: Words, counts: Words) -> int:
+def count_rows(bitmap: Words, counts: Words) -> None:
     """As the kernel's."""
-    rows = np.flatnonzero(words) // ROW
-    counts[:] = np.bincount(rows, minlength=counts.size)
-    return int(rows.size)
+    bits = np.unpackbits(bitmap.view(np.uint8), bitorder="little")
+    rows = np.pad(bits, (0, -bits.size % ROW)).reshape(-1, ROW)
+    counts[:] = rows.sum(1, dtype=np.uint16)
 
 
-def pack(words: Words, counts: Words, values: Words, columns: Words) -> None:
+def counts_agree(bitmap: Words, counts: Words) -> bool:
     """As the kernel's."""
-    places = np.flatnonzero(words)
-    values[:] = words[places]
-    columns[:] = places % ROW
+    found = np.empty_like(counts)
+    count_rows(bitmap, found)
+    return np.array_equal(found, counts)
 
 
 def check(counts: Words, columns: Words, elements: int) -> bool:

@@ -88,7 +88,7 @@ def rank(case: Case) -> list[int]:
     """Candidates, best first; the same for every device budget, which chooses a run of them."""
     bound = _channel_bound(case)
     order = sorted(case.movable, key=lambda g: (*_rank_key(case, g, bound=bound), g))
-    return fitting(order, case.groups, case.budgets)
+    return fitting(order, case.groups, case.budgets, encoded=True)
 
 
 def _rank_key(case: Case, g: int, *, bound: bool) -> tuple[int, float, float]:

@@ -145,7 +145,8 @@ class ReadJob(Job):
         frame = slot.memory[part.window.skew : part.window.skew + part.nbytes]
         start_ns = recorder.clock.now_ns()
         try:
-            self.codec.decode(frame, memory_at(self._address + start, nbytes))
+            target = memory_at(self._address + start, nbytes)
+            self.codec.decode(frame, target, dtype=ticket.encoding.dtype)
         except CodecError as error:
             problem = str(error)
         else:
