@@ -105,7 +105,7 @@ def variants(paper: OnPaper, profile: Profile) -> Iterator[tuple[str, Plan, Plan
         Its name, its plan in the whole card, and the same in the least device memory that it needs.
     """
     whole = Case(profile, paper.machine, paper.budgets)
-    for letter, lean in (("m", whole.convolutions), ("p", ())):
+    for letter, lean in (("m", whole.leanest), ("p", ())):
         case = whole.leaning(lean)
         for name, wanted in (
             ("all", every_map(case.layers)),

@@ -52,6 +52,7 @@ def assemble(
         notes=(
             *notes,
             *explain.shortages(case, mask, segments, need),
+            *explain.advice(case),
             *explain.waits(
                 case.profile,
                 case.machine,
@@ -97,7 +98,7 @@ def _plan(
             segments=segments,
         ),
         recomputed=choice.recomputed,
-        lean_convolutions=choice.lean,
+        workspace_limits=choice.lean,
     )
 
 
