@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
-from penstock.plan.algorithms import MOST_PARTS, Algorithm, fastest
+from penstock.plan.algorithms import MOST_PARTS, Algorithm, fastest, least_for_time
 from penstock.plan.machine import Machine
 from penstock.plan.operators import Operator, WorkspaceLimit
 from penstock.plan.profile import Event, Profile, Transient
@@ -21,6 +21,8 @@ from penstock.plan.residency import KEPT, Mask
 
 Limits: TypeAlias = tuple[WorkspaceLimit, ...]
 """Of the convolutions that are not to be computed the fastest way, in the order of the profile."""
+HARDLY_MORE: Final = 1 / 32
+"""Of its time, for which a convolution may be computed with less workspace."""
 _Kind: TypeAlias = tuple[str, bool]
 """A convolution by its module, forward or backward: what has one limit."""
 _NO_LIMITS: Final[Mapping[_Kind, WorkspaceLimit]] = {}
@@ -130,12 +132,26 @@ def stepped_down(
     if machine.compute is None or not _whole_device(profile):
         return ()
     rooms = _rooms(profile, machine, mask, device_bytes)
-    parts = MOST_PARTS if split else 1
+    return _within(profile, machine, rooms, MOST_PARTS if split else 1)
+
+
+def frugal(profile: Profile, machine: Machine) -> Limits:
+    """Limits for convolutions that do with less workspace in hardly more time, in parts."""
+    if machine.compute is None or not _whole_device(profile):
+        return ()
+    rooms: dict[_Kind, int] = {}
+    for run in _runs(profile, machine, _NO_LIMITS):
+        need = least_for_time(run.operator, machine.compute, HARDLY_MORE).workspace_bytes
+        rooms[run.kind] = max(need, rooms.get(run.kind, 0))
+    return _within(profile, machine, rooms, MOST_PARTS)
+
+
+def _within(profile: Profile, machine: Machine, rooms: Mapping[_Kind, int], parts: int) -> Limits:
+    """Limits where the fastest needs more than its room, and no stricter than must be."""
+    assert machine.compute is not None
     found: dict[_Kind, list[Algorithm]] = {}
     runs = _runs(profile, machine, _NO_LIMITS)
-    too_large = {
-        run.kind for run in runs if run.algorithm.workspace_bytes > rooms[run.kind]
-    }
+    too_large = {run.kind for run in runs if run.algorithm.workspace_bytes > rooms[run.kind]}
     for run in runs:
         if run.kind in too_large:
             within = fastest(run.operator, machine.compute, rooms[run.kind], parts)
@@ -148,10 +164,8 @@ def stepped_down(
     )
 
 
-def _rooms(
-    profile: Profile, machine: Machine, mask: Mask, device_bytes: int
-) -> dict[_Kind, int]:
-    """The room for the workspace of each convolution, in the order of the profile; of several calls the least."""
+def _rooms(profile: Profile, machine: Machine, mask: Mask, device_bytes: int) -> dict[_Kind, int]:
+    """The room for the workspace of each convolution, in order; of several calls the least."""
     everything = leanest(profile, machine)
     spare = with_algorithms(profile, machine, everything)
     times, needs = _needs(spare, mask)
@@ -192,9 +206,7 @@ def _whole_device(profile: Profile) -> bool:
     return bool(profile.transients or profile.fixed_bytes)
 
 
-def _runs(
-    profile: Profile, machine: Machine, limits: Mapping[_Kind, WorkspaceLimit]
-) -> list[_Run]:
+def _runs(profile: Profile, machine: Machine, limits: Mapping[_Kind, WorkspaceLimit]) -> list[_Run]:
     """The convolutions in order of time, each after those before it have taken theirs."""
     if machine.compute is None:
         return []

@@ -104,8 +104,9 @@ def advice(case: Case) -> list[str]:
     cut = f", {parts} of them in parts of the batch" if parts else ""
     most = max(case.lean, key=lambda one: one.nbytes)
     return [
-        f"on paper only: {len(case.lean)} convolutions have a limit for their workspace (the largest is"
-        f" {format_bytes(most.nbytes)}, of {most.module}){cut}; PyTorch chooses the algorithms of a real run"
+        f"on paper only: {len(case.lean)} convolutions have a limit for their workspace (the largest"
+        f" is {format_bytes(most.nbytes)}, of {most.module}){cut}; in a real run PyTorch chooses the"
+        " algorithms"
     ]
 
 

@@ -16,7 +16,7 @@ from penstock.plan import serial
 
 VERSION = 2
 _PRESETS: Final = "penstock.plan.machines"
-_OPTIONAL_COMPUTE: Final[Mapping[str, object]] = {"winograd": False, "processors": 0}
+_OPTIONAL_COMPUTE: Final[Mapping[str, object]] = {"cudnn": 4, "processors": 0}
 """What a file need not tell of a device, as those written before it was known."""
 
 
@@ -36,14 +36,16 @@ class Compute:
     memory_bytes_per_s: float
     operator_s: float
     """The least that any operator takes: its launch."""
-    winograd: bool = False
-    """Whether its library has Winograd's convolutions, as cuDNN since version 5."""
+    cudnn: int = 4
+    """Version of the library of convolutions, which had other algorithms in its time."""
     processors: int = 0
     """Multiprocessors, which compute a tile of a product each at a time; 0: no matter, or not known."""
 
     def __post_init__(self) -> None:
-        if self.processors < 0:
-            raise ConfigError(f"compute: processors is {self.processors}, it must be zero or more")
+        for name, fewest in (("cudnn", 4), ("processors", 0)):
+            if getattr(self, name) < fewest:
+                value = getattr(self, name)
+                raise ConfigError(f"compute: {name} is {value}, it must be {fewest} or more")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in _OPTIONAL_COMPUTE:

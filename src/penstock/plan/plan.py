@@ -89,8 +89,8 @@ class Plan:
     recomputed: tuple[str, ...] = ()
     """Paths of the modules that are run again in backward. None is inside another."""
     workspace_limits: tuple[WorkspaceLimit, ...] = ()
-    """The convolutions that are not computed the fastest way (vDNN, sections 3.4 and 4.3); the others are.
-    Advice, as replays follow it: the runtime leaves the choice of algorithms to PyTorch."""
+    """The convolutions that are not computed the fastest way (vDNN, sections 3.4 and 4.3). Advice, which
+    replays follow: the runtime leaves the choice of algorithms to PyTorch."""
     joined: bool = False
     """Whether a layer of forward is over only when what is written under it is, as vDNN has it (section
     3.2). On paper only: the runtime writes behind while there is room."""

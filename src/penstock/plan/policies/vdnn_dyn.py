@@ -2,7 +2,8 @@
 
 The cheapest comes first: nothing offloaded, with the fastest convolutions; the X of convolutions, then of
 every layer, with the fastest; the same two with each convolution stepped down to the fastest algorithm
-whose workspace fits; the same two with no workspace at all. If even the last does not fit, the network cannot be trained by vDNN, and the plan says so.
+whose workspace fits; the same two with no workspace at all. If even the last does not fit, the network
+cannot be trained by vDNN, and the plan says so.
 """
 
 from __future__ import annotations
