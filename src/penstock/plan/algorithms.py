@@ -247,7 +247,8 @@ def _filled(compute: Compute, rows: int, columns: int, products: int) -> float:
     """The share of the device that so many products of one size keep busy; over 0, at most 1."""
     if not compute.processors:
         return 1.0
-    width = min(TILE_COLUMNS, max(NARROWEST_TILE, 2 ** math.ceil(math.log2(columns))))
+    even = 1 << (columns - 1).bit_length()
+    width = min(TILE_COLUMNS, max(NARROWEST_TILE, even))
     height = TILE_COLUMNS**2 // width
     tiles = products * math.ceil(rows / height) * math.ceil(columns / width)
     waves = math.ceil(tiles / compute.processors)
