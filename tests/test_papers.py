@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from penstock.dry.networks import dry_zoo_profile
 from penstock.plan import Machine
 from penstock.plan.algorithms import fastest
+from penstock.plan.baseline import static_bytes
 
 MACRO = Path(__file__).parents[1] / "benchmarks" / "macro"
 
@@ -21,11 +22,11 @@ MACRO = Path(__file__).parents[1] / "benchmarks" / "macro"
 @pytest.fixture(scope="module")
 def papers():
     """The benchmark's modules by name."""
-    sys.path.insert(0, str(MACRO))
+    sys.path[:0] = [str(MACRO), str(MACRO.parent)]
     try:
         yield {name: importlib.import_module(f"_papers_{name}") for name in ("flash", "vdnn")}
     finally:
-        sys.path.remove(str(MACRO))
+        del sys.path[:2]
 
 
 @given(
@@ -76,7 +77,7 @@ def test_a_slowed_machine_takes_so_many_times_as_long(papers):
     assert slow.passes[0].end_ns == pytest.approx(7 * quick.passes[0].end_ns, rel=1e-3)
 
 
-def test_the_static_baseline_is_everything_at_once(papers):
+def test_the_static_baseline_is_everything_at_once():
     machine = Machine.preset("titan-x")
     profile = dry_zoo_profile("alexnet", 8, machine=machine, device="cuda")
     workspaces = [
@@ -87,10 +88,22 @@ def test_the_static_baseline_is_everything_at_once(papers):
     weights = 61_100_840 * 4
     maps = sum(slot.key.nbytes for slot in profile.slots)
     passing = max(one.nbytes for one in profile.transients)
-    assert papers["vdnn"].static_bytes(profile, machine) == (
-        2 * weights + maps + passing + max(workspaces)
-    )
+    assert static_bytes(profile, machine) == (2 * weights + maps + passing + max(workspaces))
     assert max(workspaces) > 0
+
+
+def test_cudnns_pooling_keeps_no_indices_and_what_was_beside_them_stays(papers):
+    profile = dry_zoo_profile("alexnet", 8, machine=Machine.preset("titan-x"), device="cuda")
+    without = papers["vdnn"].with_cudnns_pooling(profile)
+    indices = [slot for slot in profile.slots if slot.dtype == "int64"]
+    assert len(indices) == 2  # those of the third pooling are small
+    assert without.saved_bytes == profile.saved_bytes - sum(one.key.nbytes for one in indices)
+    assert max(without.small_beside) == max(profile.small_beside)
+    assert all(slot.dtype != "int64" for slot in without.slots)
+
+
+def test_zeros_of_relu_are_left_out_and_the_rest_is_cast(papers):
+    assert 1 / 32 < papers["flash"].cast_ratio("resnet50") < 0.5
 
 
 def test_the_quick_run_has_its_lines_and_leaves_no_result():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,12 +45,16 @@ class OnPaper:
     machine: Machine
     overrides: dict[str, Any] = field(default_factory=dict)
     known: dict[int, Profile] = field(default_factory=dict)
+    adapted: Callable[[Profile], Profile] = lambda profile: profile
+    """From a profile of PyTorch's to one of the paper's library."""
 
     def profile(self, batch: int) -> Profile:
         """Of the whole device, with SGD without momentum: weights and their gradients are fixed."""
         if batch not in self.known:
-            self.known[batch] = dry_zoo_profile(
-                self.network, batch, machine=self.machine, device="cuda", **self.overrides
+            self.known[batch] = self.adapted(
+                dry_zoo_profile(
+                    self.network, batch, machine=self.machine, device="cuda", **self.overrides
+                )
             )
         return self.known[batch]
 

@@ -43,7 +43,7 @@ def main() -> None:
             "optimizer": "SGD without momentum: weights and their gradients are fixed",
             "dtype": "float32, TF32 not counted",
             "machines": ["titan-x", "v100-nvme", "a100-g10"],
-            "codecs": "none: a profile from shapes has no samples to compress",
+            "codecs": "none, but where a line says so: a profile from shapes has no samples to compress",
         }
         print(f"wrote {_results.write('papers', figures, config).name}")
 

@@ -75,7 +75,8 @@ def refused(capsys, *words):
 
 
 def test_json_tells_what_the_replay_and_the_plan_say(capsys):
-    facts = told(capsys, *TINY, *ON_CPU, "--device-memory", "36MiB", "--tbw", "1TB")
+    words = [*TINY, *ON_CPU, "--device-memory", "36MiB", "--tbw", "1TB", "--policy", "ranked"]
+    facts = told(capsys, *words)
     (one,) = facts["policies"]
     profile = dry_zoo_profile(
         "alexnet",
@@ -89,7 +90,7 @@ def test_json_tells_what_the_replay_and_the_plan_say(capsys):
     assert facts["budgets"]["device_bytes"] == 36 * MIB
     assert facts["budgets"]["host_bytes"] == 0
     assert not facts["whole_device"]
-    assert (one["policy"], one["fits"]) == ("auto", True)
+    assert (one["policy"], one["fits"]) == ("ranked", True)
     assert one["peak_bytes"] <= 36 * MIB < profile.peak_saved_bytes
     assert one["step_ns"] == sum(
         one[part] for part in ("ideal_ns", "lean_ns", "recompute_ns", "interference_ns", "stall_ns")
@@ -134,12 +135,13 @@ def test_every_policy_is_compared_best_first(capsys):
 
 
 def test_what_is_printed_for_people(capsys):
-    assert main(["plan", *TINY, *ON_CPU, "--device-memory", "36MiB", "--verbose"]) == 0
+    words = [*TINY, *ON_CPU, "--device-memory", "36MiB", "--policy", "ranked", "--verbose"]
+    assert main(["plan", *words]) == 0
     text = capsys.readouterr().out
     for words in (
         "alexnet, batch 512 on Two cores",
         "budget 36.00 MiB of what autograd saves",
-        "policy auto: it fits; largest batch that fits: ",
+        "policy ranked: it fits; largest batch that fits: ",
         "with memory without end (the oracle)",
         "addresses, two-ended",
         "written to the SSD in each step",

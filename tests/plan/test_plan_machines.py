@@ -26,7 +26,7 @@ WHOLE = replace(
 def whole_machines(draw):
     some = st.none() | st.builds(Compute, *[st.floats(1e3, 1e15)] * 2, st.floats(0.01, 1), *[
         st.floats(1e3, 1e15)
-    ] * 2)  # fmt: skip
+    ] * 2, st.integers(4, 9), st.integers(0, 200))  # fmt: skip
     return replace(
         draw(machines()),
         name=draw(st.text(st.characters(codec="utf-8"))),
@@ -64,6 +64,8 @@ def test_a_file_is_read_by_what_is_in_it(tmp_path):
         ("efficiency = 0.5", "efficiency = 1.5", "efficiency is 1.5, it must be over 0 and at most 1"),
         ("efficiency = 0.5", "", "compute: field 'efficiency' is missing"),
         ("operator_s = 1e-06", "operator_s = -1.0", "operator_s is -1.0, it must be zero or more"),
+        ("processors = 0", "processors = -1", "processors is -1, it must be 0 or more"),
+        ("cudnn = 4", "cudnn = 3", "cudnn is 3, it must be 4 or more"),
         ("[compute]", "[compute", "is not TOML"),
         ("version = 2", "version = 1", "field 'version' is 1, this Penstock reads 2"),
         ('penstock = "machine"', 'penstock = "plan"', "not a Penstock machine"),
@@ -80,6 +82,12 @@ def test_a_bad_figure_is_told_with_its_file_and_field(tmp_path, old, new, messag
     assert message in str(caught.value)
     with pytest.raises(PlanError):
         Machine.from_toml(path.read_text(encoding="utf-8"))
+
+
+def test_a_file_of_before_need_not_tell_of_cudnn_nor_of_processors():
+    text = WHOLE.to_toml().replace("cudnn = 4\n", "").replace("processors = 0\n", "")
+    assert "cudnn" not in text
+    assert Machine.from_toml(text) == WHOLE
 
 
 def test_a_machine_need_not_know_what_it_computes_with():

@@ -93,6 +93,21 @@ def test_the_search_ends_at_a_convolution():
     assert prefetch_search(layers, {5}) == {5: 0}
 
 
+def test_a_map_belongs_to_the_operator_that_begins_when_it_has_been_asked_for():
+    profile = network([10] * 4, convolution=SHAPE)
+    asking = tuple(
+        replace(one, start_ns=one.start_ns + 2) if one.backward else one
+        for one in profile.operators
+    )  # a node asks for what it needs, one by one, and then computes
+    case = Case(replace(profile, operators=asking), MACHINE, Budgets(AMPLE))
+    assert [(layer.module, layer.convolution, layer.groups) for layer in case.layers] == [
+        ("block.0.0", True, (0,)),
+        ("block.0.1", False, (1,)),
+        ("block.1.0", True, (2,)),
+        ("block.1.1", False, (3,)),
+    ]
+
+
 def slow_search(layers, offloaded):
     """Figure 10 of the paper, line by line."""
     done, found = set(), {}

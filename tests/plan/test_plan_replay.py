@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from plan_profiles import MACHINE, MB, MS, encodable, stack
+from plan_profiles import MACHINE, MB, MS, encodable, network, stack
 
 from penstock.plan import (
     Action,
@@ -294,3 +294,19 @@ def test_ten_thousand_slots_are_replayed_at_once(policy):
     found = replay(profile, plan, MACHINE)
     assert found.feasible
     assert found.slowdown < 1.01
+
+
+def test_a_joined_layer_is_over_when_what_is_written_under_it_is():
+    profile = replace(network([20, 20, 20, 1]), device="cuda")
+    # 20 ms to write, each layer takes 10, then 20
+    plan = plan_of(profile, flash(0, 1, 2), window=20 * MB)
+    behind, joined = (replay(profile, replace(plan, joined=one), MACHINE) for one in (False, True))
+    # slot 0 is saved at 0 and written by 20: its layer, over at 10, waits as long; so do two more
+    assert joined.budget_ns == 30 * MS
+    assert behind.budget_ns == 0
+    assert joined.step_ns == joined.ideal_ns + joined.stall_ns
+    # one slot is there at a time, and the one that is kept
+    assert joined.peak_bytes == 21 * MB < behind.peak_bytes
+    assert joined.average_bytes < behind.average_bytes
+    kept = replay(profile, replace(plan_of(profile, {}), joined=True), MACHINE)
+    assert kept.stall_ns == 0

@@ -36,7 +36,7 @@ from penstock.io.arena import Arena
 from penstock.io.engine import Transfer
 from penstock.io.threads import ThreadEngine
 from penstock.observe.recorder import Recorder
-from penstock.plan.machine import Compute, Machine
+from penstock.plan.machine import Machine
 from penstock.runtime import probe
 from penstock.tier.base import Ticket
 from penstock.tier.flash import FlashTier
@@ -135,7 +135,9 @@ def measure(directory: str, *, seconds: float, file_bytes: int) -> Machine:
         flash_latency_s=_short(flash.latency_s),
         host_write_bytes_per_s=_short(machine.host_write_bytes_per_s),
         host_read_bytes_per_s=_short(machine.host_read_bytes_per_s),
-        compute=Compute(**{name: _short(value) for name, value in asdict(found).items()}),
+        compute=replace(
+            found, **{k: _short(v) for k, v in asdict(found).items() if isinstance(v, float)}
+        ),
         device_bytes=compute.device_bytes(device) or host_bytes,
         host_bytes=host_bytes,
         flash_bytes=round_down(max(0, free_space_bytes(directory)), MIB),

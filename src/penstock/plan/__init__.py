@@ -10,7 +10,7 @@ milliseconds.
 """
 
 from penstock.plan.machine import Budgets, Compute, Machine
-from penstock.plan.operators import Convolution, Operator
+from penstock.plan.operators import Convolution, Operator, WorkspaceLimit
 from penstock.plan.plan import Action, Decision, Plan
 from penstock.plan.profile import CodecSample, PassProfile, Profile, SlotProfile, Transient
 from penstock.plan.slots import MatchKey, SlotKey
@@ -31,4 +31,5 @@ __all__ = [
     "SlotKey",
     "SlotProfile",
     "Transient",
+    "WorkspaceLimit",
 ]

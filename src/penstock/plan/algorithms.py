@@ -1,10 +1,9 @@
 """How long convolutions take, and what they need beside, by the algorithm that computes them.
 
-vDNN (MICRO 2016, section 4.3) chooses for each convolution between a memory-optimal algorithm, which
-needs no workspace, and the performance-optimal one. What either takes is modelled here, for any
+cuDNN has a family of algorithms for a convolution, and takes the fastest whose workspace fits a limit;
+vDNN (MICRO 2016, sections 3.4 and 4.3) makes a plan of that. What each takes is modelled here, for any
 geometry, from the work and the bytes that it moves: a phase takes the longer of its arithmetic and its
 memory traffic (:class:`Compute`), and an algorithm the sum of its phases. Nothing is fitted to a network.
-The algorithms are those that cuDNN had when vDNN was measured; Winograd's came with the next version.
 
 Implicit GEMM (Chetlur et al., "cuDNN", 2014, section 3)
     A matrix product whose left side is gathered from the map on the fly. No workspace. Beside the product
@@ -12,22 +11,43 @@ Implicit GEMM (Chetlur et al., "cuDNN", 2014, section 3)
     used for a whole tile of ``TILE_COLUMNS``.
 GEMM with precomputed indices (cuDNN's IMPLICIT_PRECOMP_GEMM)
     The same without that. Its workspace is an offset for each element of a filter and of an output map.
+    (cuDNN's GEMM writes out what the product reads: more bytes and more time than this. It is left out.)
 FFT (Mathieu et al. 2013; Vasilache et al. 2014, section 2 and its table of steps)
     Maps and filters are transformed, transposed, multiplied point by point as complex matrices, and the
     products transposed and transformed back. A real transform of n points is 2.5 n log2 n operations; of
     a plane it is two passes over memory, in tiles small enough for on-chip memory one. The spectra of
-    input, filters and output are its workspace. Stride 1, 32 bits; maps of up to 256 points a side,
-    padded to a power of two, or tiles of 32 by 32.
+    input, filters and output are its workspace: cuDNN's need for the second convolution of AlexNet, as
+    Oyama et al. (2018) tell it, recalled, is that to within 1 %. Stride 1, 32 bits; maps of up to 256
+    points a side, padded to a power of two.
+Tiled FFT (cuDNN 4 and later; for the gradient of filters 6 and later)
+    The same over tiles of 32 by 32, with the spectra of the filters and of one tile of every image at a
+    time. cuDNN's manual says that it needs less than FFT for large maps, as it would not if it held all
+    tiles; a tile of every image makes the matrices wide enough. For a map of one tile the sizes are
+    those that NVIDIA's sample ``mnistCUDNN`` prints.
+Winograd (Lavin and Gray 2016; cuDNN 5 and later; for the gradient of filters 6 and later)
+    F(4x4, 3x3), not fused: tiles of 6 by 6 are transformed, multiplied point by point and transformed
+    back to 4 by 4 outputs. All transformed tiles are its workspace. Filters of 3 by 3, stride 1, 32 bits.
 
-An operator of backward computes the gradient of the input, of the filters, or both: one or two
-convolutions of the same geometry, by its count of operations.
+An operator of backward computes the gradient of the filters, or of the input as well, by its count of
+operations: one or two *passes* of the geometry of the forward. Each has an algorithm of its own, and they
+use one workspace after the other.
+
+Small products do not fill a device whose ``Compute.processors`` are known (NVIDIA's "Matrix
+Multiplication Background User's Guide", chapter 3: tile and wave quantization): a processor is busy with
+128 by 128 outputs at a time, or as many in another shape, and a last wave takes as long as a full
+one. The gradient of filters is split along its depth as well, so it always fills.
+
+A convolution may also be computed in *parts* of its batch, one after the other, each with a workspace for
+that part only (Oyama et al., "μ-cuDNN", CLUSTER 2018): filters are read, and transformed, for each.
 """
 
 from __future__ import annotations
 
+import enum
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Final
 
 from penstock.plan.machine import Compute
@@ -39,14 +59,22 @@ TILE_COLUMNS: Final = 128
 """Of the blocks that matrix products are computed in (Lavin and Gray's and cuDNN's SGEMM alike)."""
 INDEXING_SHARE: Final = TILE_COLUMNS / (TILE_COLUMNS + INDEXING_OPERATIONS)
 """Speed of implicit GEMM in that of a plain matrix product."""
+NARROWEST_TILE: Final = 32
+"""Columns of the narrowest block that cuDNN's kernels compute."""
+MOST_PARTS: Final = 64
+"""Into how many parts a batch is cut at the most; halves of halves."""
 _INDEX_BYTES: Final = 4
-_COMPLEX_BYTES: Final = 8
 _FFT_MOST: Final = 256
 _TILE: Final = 32
 _MOVES_IN_PASSES: Final = 5
 """How often a spectrum is written or read beside the product: by two passes and a transposition."""
 _MOVES_ON_CHIP: Final = 3
 """By one pass and a transposition."""
+_WINOGRAD_TILE: Final = 6
+_WINOGRAD_MOVES: Final = 1
+"""The transform writes in the order that the product reads."""
+_WINOGRAD_TRANSFORM_OPERATIONS: Final = 12 * 12
+"""Of a tile: twelve transforms of one dimension, of twelve operations (Lavin and Gray, section 4.3)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,82 +83,254 @@ class Algorithm:
 
     name: str
     took_ns: int
+    """All parts together."""
     workspace_bytes: int
+    parts: int = 1
+    """Of the batch, one after the other."""
 
 
 def lean_algorithm(operator: Operator, compute: Compute) -> Algorithm:
     """The memory-optimal algorithm. The operator must be a convolution."""
-    return Algorithm("implicit GEMM", _gemm_ns(operator, compute, INDEXING_SHARE), 0)
+    return _together(_lean(one, compute) for one in _passes(operator))
 
 
-def fastest(operator: Operator, compute: Compute) -> Algorithm:
-    """The performance-optimal algorithm of those that apply; of equals, that of the least workspace."""
-    return min(_applicable(operator, compute), key=lambda one: (one.took_ns, one.workspace_bytes))
+def fastest(
+    operator: Operator, compute: Compute, limit_bytes: int | None = None, most_parts: int = 1
+) -> Algorithm:
+    """The fastest algorithm whose workspace fits; of equals that of the least workspace.
+
+    Args:
+        operator: A convolution, or its backward.
+        compute: What it runs on.
+        limit_bytes: For the workspace; None: there is none, which makes it the performance-optimal one.
+        most_parts: Into how many parts the batch may be cut.
+    """
+    best: Algorithm | None = None
+    parts = 1
+    while parts <= min(most_parts, _geometry(operator).batch):
+        found = (_first_that_fits(one, compute, limit_bytes) for one in _passes(operator, parts))
+        whole = _together(found, parts)
+        if best is None or whole.took_ns + parts < best.took_ns:  # by more than is rounded
+            best = whole
+        parts *= 2
+    assert best is not None
+    return best
 
 
-def _applicable(operator: Operator, compute: Compute) -> Iterator[Algorithm]:
+def least_for_time(operator: Operator, compute: Compute, more: float) -> Algorithm:
+    """The least workspace that takes at most ``1 + more`` times as long as the fastest; in parts."""
+    found = better = fastest(operator, compute)
+    most_ns = found.took_ns * (1 + more)
+    while better.took_ns <= most_ns:
+        found = better
+        if not found.workspace_bytes:
+            break
+        better = fastest(operator, compute, found.workspace_bytes - 1, MOST_PARTS)
+    return found
+
+
+class _Kind(enum.Enum):
+    """What a pass computes."""
+
+    OUTPUT = enum.auto()
+    INPUT_GRADIENT = enum.auto()
+    FILTER_GRADIENT = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One convolution."""
+
+    shape: Convolution
+    kind: _Kind
+    flops: float
+    moved_bytes: float
+    half: bool
+
+
+def _passes(operator: Operator, parts: int = 1) -> Iterator[_Pass]:
+    """What the operator computes, for the largest part of the batch."""
     shape = _geometry(operator)
-    yield lean_algorithm(operator, compute)
+    kinds = [_Kind.OUTPUT]
+    if operator.backward:
+        kinds = [_Kind.FILTER_GRADIENT]
+        if not operator.flops or operator.flops > 1.5 * _direct_flops(shape):
+            kinds = [_Kind.INPUT_GRADIENT, _Kind.FILTER_GRADIENT]
+    flops = operator.flops / len(kinds) if operator.flops else _direct_flops(shape)
+    moved_bytes = operator.moved_bytes / len(kinds)
+    if parts > 1:
+        batch = math.ceil(shape.batch / parts)
+        filters = shape.channels_in // shape.groups * shape.channels_out
+        filter_bytes = filters * math.prod(shape.kernel_size) * shape.element_bytes
+        flops *= batch / shape.batch
+        map_bytes = max(0, moved_bytes - filter_bytes)
+        moved_bytes = map_bytes * batch / shape.batch + filter_bytes
+        shape = replace(shape, batch=batch)
+    for kind in kinds:
+        yield _Pass(shape, kind, flops, moved_bytes, operator.half)
+
+
+def _together(found: Iterable[Algorithm], parts: int = 1) -> Algorithm:
+    """One pass after the other, part by part."""
+    each = list(found)
+    return Algorithm(
+        " and ".join(dict.fromkeys(one.name for one in each)),
+        parts * sum(one.took_ns for one in each),
+        max(one.workspace_bytes for one in each),
+        parts,
+    )
+
+
+def _first_that_fits(one: _Pass, compute: Compute, limit_bytes: int | None) -> Algorithm:
+    for found in _by_speed(one, compute):
+        if limit_bytes is None or found.workspace_bytes <= limit_bytes:
+            return found
+    return _lean(one, compute)
+
+
+@lru_cache(maxsize=4096)
+def _by_speed(one: _Pass, compute: Compute) -> tuple[Algorithm, ...]:
+    found = _applicable(one, compute)
+    return tuple(sorted(found, key=lambda each: (each.took_ns, each.workspace_bytes)))
+
+
+def _applicable(one: _Pass, compute: Compute) -> Iterator[Algorithm]:
+    shape = one.shape
+    yield _lean(one, compute)
     entries = shape.channels_in // shape.groups * math.prod(shape.kernel_size)
     indices_bytes = _INDEX_BYTES * (entries + math.prod(shape.output_size))
-    yield Algorithm("precomputed GEMM", _gemm_ns(operator, compute, 1.0), indices_bytes)
+    yield Algorithm("precomputed GEMM", _gemm_ns(one, compute, 1.0), indices_bytes)
     plane = len(shape.kernel_size) == 2 and set(shape.stride) == {1} and shape.groups == 1
-    if operator.half or not plane:
+    if one.half or not plane:
         return
+    of_filters = one.kind is _Kind.FILTER_GRADIENT
     if max(shape.kernel_size) > 1:
-        sides = [_padded(*one) for one in zip(shape.output_size, shape.kernel_size, strict=True)]
+        sides = [_padded(*each) for each in zip(shape.output_size, shape.kernel_size, strict=True)]
         if max(sides) <= _FFT_MOST:
-            yield _fft("FFT", operator, compute, sides, tiles=1)
-        if max(shape.kernel_size) < _TILE:
-            spans = zip(shape.output_size, shape.kernel_size, strict=True)
-            tiles = math.prod(math.ceil(out / (_TILE - k + 1)) for out, k in spans)
-            yield _fft("tiled FFT", operator, compute, [_TILE, _TILE], tiles=tiles)
+            yield _transformed(one, compute, _fft(sides, tiles=1))
+        if max(shape.kernel_size) < _TILE and (compute.cudnn >= 6 or not of_filters):
+            yield _transformed(one, compute, _fft([_TILE, _TILE], tiles=_tiles(shape, _TILE)))
+    if shape.kernel_size == (3, 3) and compute.cudnn >= 5 + of_filters:
+        yield _transformed(one, compute, _winograd(_tiles(shape, _WINOGRAD_TILE)))
 
 
-def _gemm_ns(operator: Operator, compute: Compute, share: float) -> int:
-    rate = compute.half_flops_per_s if operator.half else compute.float32_flops_per_s
-    work_s = _flops(operator) / (rate * compute.efficiency * share)
-    traffic_s = operator.moved_bytes / compute.memory_bytes_per_s
+def _lean(one: _Pass, compute: Compute) -> Algorithm:
+    return Algorithm("implicit GEMM", _gemm_ns(one, compute, INDEXING_SHARE), 0)
+
+
+def _tiles(shape: Convolution, side: int) -> int:
+    """How many overlapping tiles of this side a map needs."""
+    spans = zip(shape.output_size, shape.kernel_size, strict=True)
+    return math.prod(math.ceil(out / (side - k + 1)) for out, k in spans)
+
+
+def _gemm_ns(one: _Pass, compute: Compute, share: float) -> int:
+    rate = compute.half_flops_per_s if one.half else compute.float32_flops_per_s
+    work_s = one.flops / (rate * compute.efficiency * share * _gemm_filled(one, compute))
+    traffic_s = one.moved_bytes / compute.memory_bytes_per_s
     return round(1e9 * max(work_s, traffic_s, compute.operator_s))
 
 
-def _fft(
-    name: str, operator: Operator, compute: Compute, sides: list[int], *, tiles: int
-) -> Algorithm:
-    shape = _geometry(operator)
+def _gemm_filled(one: _Pass, compute: Compute) -> float:
+    shape = one.shape
+    if one.kind is _Kind.FILTER_GRADIENT or shape.groups == shape.channels_in > 1:
+        return 1.0  # the latter is no product at all
+    if one.kind is _Kind.OUTPUT:
+        size, channels = shape.output_size, shape.channels_out
+    else:
+        size, channels = shape.input_size, shape.channels_in
+    rows = shape.batch * math.prod(size)
+    return _filled(compute, rows, channels // shape.groups, shape.groups)
+
+
+def _filled(compute: Compute, rows: int, columns: int, products: int) -> float:
+    """The share of the device that so many products of one size keep busy; over 0, at most 1."""
+    if not compute.processors:
+        return 1.0
+    even = 1 << (columns - 1).bit_length()
+    width = min(TILE_COLUMNS, max(NARROWEST_TILE, even))
+    height = TILE_COLUMNS**2 // width
+    tiles = products * math.ceil(rows / height) * math.ceil(columns / width)
+    waves = math.ceil(tiles / compute.processors)
+    return products * rows * columns / (waves * compute.processors * TILE_COLUMNS**2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Transform:
+    """From a tile of a map to what is multiplied point by point, and back."""
+
+    name: str
+    tiles: int
+    """Of one map."""
+    held: int
+    """Tiles of one map that are there at once."""
+    tile_bytes: int
+    """Of one transformed tile."""
+    operations: float
+    """To transform one tile."""
+    points: int
+    """Of one transformed tile: so many products of matrices."""
+    point_operations: int
+    """To multiply two points, and add it up."""
+    moves: int
+    """How often a transformed tile is written or read beside the product."""
+
+
+def _fft(sides: list[int], *, tiles: int) -> _Transform:
     points, kept = math.prod(sides), sides[0] * (sides[1] // 2 + 1)
-    images = shape.batch * tiles
-    maps = images * (shape.channels_in + shape.channels_out)
-    filters = shape.channels_in * shape.channels_out
-    spectra_bytes = (maps + filters) * kept * _COMPLEX_BYTES
-    moves = _MOVES_ON_CHIP if max(sides) <= _TILE else _MOVES_IN_PASSES
-    transform = _phase_s(
-        compute,
-        flops=2.5 * points * math.log2(points) * (maps + filters),
-        nbytes=operator.moved_bytes / _passes(operator) + moves * spectra_bytes,
+    on_chip = max(sides) <= _TILE
+    return _Transform(
+        name="FFT" if tiles == 1 else "tiled FFT",
+        tiles=tiles,
+        held=1,
+        tile_bytes=8 * kept,
+        operations=2.5 * points * math.log2(points),
+        points=kept,
+        point_operations=8,
+        moves=_MOVES_ON_CHIP if on_chip else _MOVES_IN_PASSES,
     )
-    product = _phase_s(compute, flops=8.0 * images * filters * kept, nbytes=spectra_bytes)
-    return Algorithm(name, _total_ns(operator, compute, transform + product), spectra_bytes)
+
+
+def _winograd(tiles: int) -> _Transform:
+    return _Transform(
+        name="Winograd",
+        tiles=tiles,
+        held=tiles,
+        tile_bytes=4 * _WINOGRAD_TILE**2,
+        operations=_WINOGRAD_TRANSFORM_OPERATIONS,
+        points=_WINOGRAD_TILE**2,
+        point_operations=2,
+        moves=_WINOGRAD_MOVES,
+    )
+
+
+def _transformed(one: _Pass, compute: Compute, into: _Transform) -> Algorithm:
+    shape = one.shape
+    channels = shape.channels_in + shape.channels_out
+    filters = shape.channels_in * shape.channels_out
+    images = shape.batch * into.tiles
+    transformed = images * channels + filters
+    transformed_bytes = transformed * into.tile_bytes
+    transform_s = _phase_s(
+        compute,
+        flops=into.operations * transformed,
+        nbytes=one.moved_bytes + into.moves * transformed_bytes,
+    )
+    filled = 1.0
+    if one.kind is not _Kind.FILTER_GRADIENT:
+        filled = _filled(compute, images, shape.channels_out, into.points)
+    product_flops = float(into.point_operations * into.points * images * filters)
+    product_s = _phase_s(compute, flops=product_flops / filled, nbytes=transformed_bytes)
+    return Algorithm(
+        into.name,
+        round(1e9 * max(compute.operator_s, transform_s + product_s)),
+        (shape.batch * into.held * channels + filters) * into.tile_bytes,
+    )
 
 
 def _phase_s(compute: Compute, *, flops: float, nbytes: float) -> float:
     work_s = flops / (compute.float32_flops_per_s * compute.efficiency)
     return max(work_s, nbytes / compute.memory_bytes_per_s)
-
-
-def _total_ns(operator: Operator, compute: Compute, one_s: float) -> int:
-    return round(1e9 * max(compute.operator_s, _passes(operator) * one_s))
-
-
-def _passes(operator: Operator) -> int:
-    """How many convolutions of its geometry the operator computes."""
-    if not operator.flops:
-        return 2 if operator.backward else 1
-    return max(1, round(operator.flops / _direct_flops(_geometry(operator))))
-
-
-def _flops(operator: Operator) -> float:
-    return operator.flops or _passes(operator) * _direct_flops(_geometry(operator))
 
 
 def _direct_flops(shape: Convolution) -> float:

@@ -54,6 +54,7 @@ def assemble(
             *notes,
             *explain.shortages(case, mask, segments, need),
             *explain.crowded(case, choice.tiers, samples),
+            *explain.advice(case),
             *explain.waits(
                 case.profile,
                 case.machine,
@@ -99,7 +100,7 @@ def _plan(
             segments=segments,
         ),
         recomputed=choice.recomputed,
-        lean_convolutions=choice.lean,
+        workspace_limits=choice.lean,
     )
 
 

@@ -6,6 +6,7 @@ at once and for the whole step, and with an *oracle*, a device with memory enoug
 
 from __future__ import annotations
 
+from penstock.plan.algorithms import fastest
 from penstock.plan.convolution import with_algorithms
 from penstock.plan.machine import Machine
 from penstock.plan.profile import Profile
@@ -14,8 +15,9 @@ from penstock.plan.profile import Profile
 def static_bytes(profile: Profile, machine: Machine) -> int:
     """Device memory of a network-wide static allocation, with the fastest convolutions.
 
-    Every saved storage has its own place for the whole step; gradients, outputs that nobody saves, and
-    workspaces share one, as large as the most that is there at once.
+    Every saved storage has its own place for the whole step; gradients and outputs that nobody saves
+    share one, as large as the most that is there at once; workspaces share another, as large as the
+    largest.
 
     Args:
         profile: Of a whole device; else what its budget counts is meant.
@@ -24,7 +26,16 @@ def static_bytes(profile: Profile, machine: Machine) -> int:
     fast = with_algorithms(profile, machine, ())
     if not fast.transients:
         return fast.saved_bytes + fast.small_bytes
-    return fast.fixed_bytes + fast.saved_bytes + max(one.nbytes for one in fast.transients)
+    passing = max(one.nbytes for one in profile.transients)
+    return fast.fixed_bytes + fast.saved_bytes + passing + workspace_bytes(profile, machine)
+
+
+def workspace_bytes(profile: Profile, machine: Machine) -> int:
+    """The largest workspace of the fastest convolutions."""
+    if machine.compute is None:
+        return 0
+    found = (fastest(one, machine.compute) for one in profile.operators if one.convolution)
+    return max((one.workspace_bytes for one in found), default=0)
 
 
 def oracle_ns(profile: Profile, machine: Machine) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from penstock.plan.convolution import convolutions, least_lean, with_algorithms
+from penstock.plan.convolution import Limits, leanest, stepped_down, with_algorithms
 from penstock.plan.encoding import best
 from penstock.plan.groups import Group, groups_of, need_order
 from penstock.plan.layers import Layer, layers_of
@@ -25,7 +25,8 @@ class Choice:
     """By group: ``"host"``, ``"flash"``, or ``""`` where it stays, or is recomputed."""
     recomputed: tuple[str, ...] = ()
     """Modules of the case's ``recomputing``, none inside another."""
-    lean: tuple[str, ...] = ()
+    lean: Limits = ()
+    """The convolutions that are not computed the fastest way."""
     samples: Mapping[int, CodecSample] | None = None
     """How groups are encoded, by group; None: wherever that pays (``pipeline.choose``)."""
     prefetch: Mapping[int, int] = field(default_factory=dict)
@@ -33,49 +34,63 @@ class Choice:
 
 
 class Case:
-    """A profile, a machine and budgets, with the convolution algorithms of ``lean``.
+    """A profile, a machine and budgets, with the convolution algorithms within ``lean``.
 
     Attributes:
         profile: With the times and workspaces of those algorithms.
         machine: What it runs on.
         budgets: What a plan may use.
-        lean: The convolutions without a workspace.
+        lean: The limits of convolutions' workspaces.
+        split: Whether convolutions may be computed in parts of their batch.
         encodings: By tiers of the groups, what is encoded where that pays, as far as it is known.
     """
 
     def __init__(
-        self, profile: Profile, machine: Machine, budgets: Budgets, lean: tuple[str, ...] = ()
+        self,
+        profile: Profile,
+        machine: Machine,
+        budgets: Budgets,
+        lean: Limits = (),
+        *,
+        split: bool = False,
     ) -> None:
         self.given = profile
         self.profile = with_algorithms(profile, machine, lean)
         self.machine = machine
         self.budgets = budgets
         self.lean = lean
+        self.split = split
         self.encodings: dict[tuple[str, ...], Mapping[int, CodecSample]] = {}
         self._residencies: dict[object, Residency] = {}
-        self._others: dict[tuple[str, ...], Case] = {lean: self}
+        self._others: dict[Limits, Case] = {lean: self}
 
-    def leaning(self, lean: tuple[str, ...]) -> Case:
-        """The same with other convolutions lean; made once."""
+    def leaning(self, lean: Limits) -> Case:
+        """The same with other limits for convolutions; made once."""
         if lean not in self._others:
-            case = Case(self.given, self.machine, self.budgets, lean)
+            case = Case(self.given, self.machine, self.budgets, lean, split=self.split)
             case._others = self._others
             self._others[lean] = case
         return self._others[lean]
 
     def fitted(self, tiers: Sequence[str] | None = None) -> Case:
-        """The same with those convolutions lean whose workspace would not fit beside what is resident.
+        """The same with those convolutions limited whose workspace would not fit beside what is resident.
 
         Args:
             tiers: What is offloaded; None: everything that can be.
         """
-        if not self.convolutions:
+        if not self.leanest:
             return self
         choice = self.offloaded(self.movable) if tiers is None else Choice(tuple(tiers))
         if self.residency(choice).hard_bytes <= self.budgets.device_bytes:
             return self
-        mask = self.mask(choice)
-        return self.leaning(least_lean(self.given, self.machine, mask, self.budgets.device_bytes))
+        limits = stepped_down(
+            self.given,
+            self.machine,
+            self.mask(choice),
+            self.budgets.device_bytes,
+            split=self.split,
+        )
+        return self.leaning(limits)
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -107,9 +122,9 @@ class Case:
         )
 
     @cached_property
-    def convolutions(self) -> tuple[str, ...]:
-        """Paths of the convolutions that have a choice of algorithms."""
-        return convolutions(self.given, self.machine)
+    def leanest(self) -> Limits:
+        """No workspace for any convolution that has a choice of algorithms."""
+        return leanest(self.given, self.machine)
 
     @cached_property
     def recomputing(self) -> Recomputing:

@@ -80,7 +80,7 @@ class _Walk:
 
 def peak_bytes(profile: Profile, plan: Plan, machine: Machine) -> int:
     """The most bytes resident at once under ``plan``; over its device budget if it fails."""
-    profile = with_algorithms(profile, machine, plan.lean_convolutions)
+    profile = with_algorithms(profile, machine, plan.workspace_limits)
     segments = Recomputing(profile, groups_of(profile)).segments(plan.recomputed)
     drops = deque(sorted(drop for one in segments for drop in one.drops))
     walk = _Walk(machine, plan.budgets.device_bytes, peak=profile.small_bytes)

@@ -1,6 +1,6 @@
 """A profile as it is with chosen convolution algorithms: its times, workspaces, and bytes beside slots.
 
-A convolution is *lean* where it uses the algorithm without a workspace, else it uses the fastest
+A convolution uses the fastest algorithm whose workspace is within its limit, if it has one
 (:mod:`penstock.plan.algorithms`). It then takes another time than the profile has it, so everything
 after it moves. Workspaces are in device memory while their operator runs; they count where the profile is
 of a whole device.
@@ -9,14 +9,23 @@ of a whole device.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
 
-from penstock.plan.algorithms import Algorithm, fastest, lean_algorithm
+from penstock.plan.algorithms import MOST_PARTS, Algorithm, fastest, least_for_time
 from penstock.plan.machine import Machine
-from penstock.plan.operators import Operator
+from penstock.plan.operators import Operator, WorkspaceLimit
 from penstock.plan.profile import Event, Profile, Transient
 from penstock.plan.residency import KEPT, Mask
+
+Limits: TypeAlias = tuple[WorkspaceLimit, ...]
+"""Of the convolutions that are not to be computed the fastest way, in the order of the profile."""
+HARDLY_MORE: Final = 1 / 32
+"""Of its time, for which a convolution may be computed with less workspace."""
+_Kind: TypeAlias = tuple[str, bool]
+"""A convolution by its module, forward or backward: what has one limit."""
+_NO_LIMITS: Final[Mapping[_Kind, WorkspaceLimit]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,23 +37,29 @@ class _Run:
     start_ns: int
     end_ns: int
 
+    @property
+    def kind(self) -> _Kind:
+        """What its limit is of."""
+        return self.operator.module, self.operator.backward
 
-def with_algorithms(profile: Profile, machine: Machine, lean: Sequence[str]) -> Profile:
-    """The profile with the convolutions of modules ``lean`` lean and all others as fast as can be.
+
+def with_algorithms(profile: Profile, machine: Machine, limits: Limits) -> Profile:
+    """The profile with its convolutions within ``limits``, and all others as fast as can be.
 
     It is made once (``Profile.derived``).
 
     Args:
         profile: Of shapes: the geometry of its convolutions is known, and no workspace is in it.
         machine: Computes them; without ``compute`` the profile stays as it is.
-        lean: Paths of modules.
+        limits: Of some of its convolutions.
     """
     if not convolutions(profile, machine):
         return profile
-    key = (machine.compute, tuple(lean))
+    key = (machine.compute, limits)
     known = profile.derived.get(key)
     if known is None:
-        known = profile.derived[key] = _computed(profile, _runs(profile, machine, frozenset(lean)))
+        by_kind = {(one.module, one.backward): one for one in limits}
+        known = profile.derived[key] = _computed(profile, _runs(profile, machine, by_kind))
     return known
 
 
@@ -85,42 +100,83 @@ def _computed(profile: Profile, runs: Sequence[_Run]) -> Profile:
 
 def convolutions(profile: Profile, machine: Machine) -> tuple[str, ...]:
     """Paths of the modules that compute convolutions whose algorithm can be chosen, in order."""
+    return tuple(dict.fromkeys(one.module for one in leanest(profile, machine)))
+
+
+def leanest(profile: Profile, machine: Machine) -> Limits:
+    """The memory-optimal algorithm for every convolution: none has a workspace (vDNN's (m))."""
     if machine.compute is None:
         return ()
-    return tuple(dict.fromkeys(one.module for one in profile.operators if one.convolution))
+    kinds = dict.fromkeys(
+        (one.module, one.backward) for one in profile.operators if one.convolution
+    )
+    return tuple(WorkspaceLimit(module, backward, 0) for module, backward in kinds)
 
 
-def least_lean(
-    profile: Profile, machine: Machine, mask: Mask, device_bytes: int
-) -> tuple[str, ...]:
-    """The convolutions that must be lean, because their workspace does not fit beside what is resident.
+def stepped_down(
+    profile: Profile, machine: Machine, mask: Mask, device_bytes: int, *, split: bool = False
+) -> Limits:
+    """Limits for the convolutions whose workspace does not fit beside what is resident; the least strict.
 
     It is vDNN's step-down (MICRO 2016, section 3.4), in one: which slots are resident beside a
-    convolution does not depend on the algorithms, so each can be looked at by itself.
+    convolution does not depend on the algorithms, so each can be looked at by itself, and gets the
+    fastest algorithm that fits.
 
     Args:
         profile: As for ``with_algorithms``.
         machine: As for ``with_algorithms``.
         mask: What is offloaded; nothing may be recomputed.
         device_bytes: The device budget.
+        split: Whether convolutions may be computed in parts of their batch.
     """
-    if not _whole_device(profile):
+    if machine.compute is None or not _whole_device(profile):
         return ()
-    everything = convolutions(profile, machine)
+    rooms = _rooms(profile, machine, mask, device_bytes)
+    return _within(profile, machine, rooms, MOST_PARTS if split else 1)
+
+
+def frugal(profile: Profile, machine: Machine) -> Limits:
+    """Limits for convolutions that do with less workspace in hardly more time, in parts."""
+    if machine.compute is None or not _whole_device(profile):
+        return ()
+    rooms: dict[_Kind, int] = {}
+    for run in _runs(profile, machine, _NO_LIMITS):
+        need = least_for_time(run.operator, machine.compute, HARDLY_MORE).workspace_bytes
+        rooms[run.kind] = max(need, rooms.get(run.kind, 0))
+    return _within(profile, machine, rooms, MOST_PARTS)
+
+
+def _within(profile: Profile, machine: Machine, rooms: Mapping[_Kind, int], parts: int) -> Limits:
+    """Limits where the fastest needs more than its room, and no stricter than must be."""
+    assert machine.compute is not None
+    found: dict[_Kind, list[Algorithm]] = {}
+    runs = _runs(profile, machine, _NO_LIMITS)
+    too_large = {run.kind for run in runs if run.algorithm.workspace_bytes > rooms[run.kind]}
+    for run in runs:
+        if run.kind in too_large:
+            within = fastest(run.operator, machine.compute, rooms[run.kind], parts)
+            found.setdefault(run.kind, []).append(within)
+    return tuple(
+        WorkspaceLimit(
+            *kind, max(one.workspace_bytes for one in those), max(one.parts for one in those)
+        )
+        for kind, those in found.items()
+    )
+
+
+def _rooms(profile: Profile, machine: Machine, mask: Mask, device_bytes: int) -> dict[_Kind, int]:
+    """The room for the workspace of each convolution, in order; of several calls the least."""
+    everything = leanest(profile, machine)
     spare = with_algorithms(profile, machine, everything)
     times, needs = _needs(spare, mask)
-    too_large = set()
-    for run, as_lean in zip(
-        _runs(profile, machine, frozenset()),
-        _runs(profile, machine, frozenset(everything)),
-        strict=True,
-    ):
-        first = max(0, bisect_right(times, as_lean.start_ns) - 1)
+    rooms: dict[_Kind, int] = {}
+    for run in _runs(profile, machine, {(one.module, one.backward): one for one in everything}):
+        first = max(0, bisect_right(times, run.start_ns) - 1)
         since = bisect_left(times, times[first]) if times else 0  # all may be below the floor
-        beside = needs[since : bisect_left(times, as_lean.end_ns)]
-        if max(beside, default=spare.small_bytes) + run.algorithm.workspace_bytes > device_bytes:
-            too_large.add(run.operator.module)
-    return tuple(path for path in everything if path in too_large)
+        beside = needs[since : bisect_left(times, run.end_ns)]
+        room = max(0, device_bytes - max(beside, default=spare.small_bytes))
+        rooms[run.kind] = min(room, rooms.get(run.kind, room))
+    return rooms
 
 
 def _needs(profile: Profile, mask: Mask) -> tuple[list[int], list[int]]:
@@ -150,7 +206,7 @@ def _whole_device(profile: Profile) -> bool:
     return bool(profile.transients or profile.fixed_bytes)
 
 
-def _runs(profile: Profile, machine: Machine, lean: Collection[str]) -> list[_Run]:
+def _runs(profile: Profile, machine: Machine, limits: Mapping[_Kind, WorkspaceLimit]) -> list[_Run]:
     """The convolutions in order of time, each after those before it have taken theirs."""
     if machine.compute is None:
         return []
@@ -159,11 +215,12 @@ def _runs(profile: Profile, machine: Machine, lean: Collection[str]) -> list[_Ru
     shift_ns = 0
     for one in sorted(profile.operators, key=lambda one: one.start_ns):
         if one.convolution is not None:
-            choose = lean_algorithm if one.module in lean else fastest
-            work = (choose, one.convolution, one.flops, one.moved_bytes, one.half, one.backward)
+            limit = limits.get((one.module, one.backward))
+            within = () if limit is None else (limit.nbytes, limit.parts)
+            work = (one.convolution, one.flops, one.moved_bytes, one.half, one.backward, within)
             algorithm = known.get(work)
             if algorithm is None:
-                algorithm = known[work] = choose(one, machine.compute)
+                algorithm = known[work] = fastest(one, machine.compute, *within)
             start_ns = one.start_ns + shift_ns
             found.append(_Run(one, algorithm, start_ns, start_ns + algorithm.took_ns))
             shift_ns += algorithm.took_ns - one.took_ns

@@ -118,6 +118,20 @@ def _binding(case: Case, mask: Mask, segments: tuple[Segment, ...], need: Reside
     return f"; there are then {', '.join(named)}" if named else ""
 
 
+def advice(case: Case) -> list[str]:
+    """A note on convolutions that are to be computed otherwise than the runtime would have them."""
+    if not case.lean:
+        return []
+    parts = sum(one.parts > 1 for one in case.lean)
+    cut = f", {parts} of them in parts of the batch" if parts else ""
+    most = max(case.lean, key=lambda one: one.nbytes)
+    return [
+        f"on paper only: {len(case.lean)} convolutions have a limit for their workspace (the largest"
+        f" is {format_bytes(most.nbytes)}, of {most.module}){cut}; in a real run PyTorch chooses the"
+        " algorithms"
+    ]
+
+
 def waits(profile: Profile, machine: Machine, on_flash: Mask, codecs: SlotCodecs) -> list[str]:
     """Passes in which flash alone takes longer than the network, the worst of each direction."""
     worst = {"write": (0.0, ""), "read": (0.0, "")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib.resources import files
 from pathlib import Path
@@ -15,6 +16,8 @@ from penstock.plan import serial
 
 VERSION = 2
 _PRESETS: Final = "penstock.plan.machines"
+_OPTIONAL_COMPUTE: Final[Mapping[str, object]] = {"cudnn": 4, "processors": 0}
+"""What a file need not tell of a device, as those written before it was known."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,20 @@ class Compute:
     memory_bytes_per_s: float
     operator_s: float
     """The least that any operator takes: its launch."""
+    cudnn: int = 4
+    """Version of the library of convolutions, which had other algorithms in its time."""
+    processors: int = 0
+    """Multiprocessors, which compute a tile of a product each at a time; 0: no matter, or not known."""
 
     def __post_init__(self) -> None:
+        for name, fewest in (("cudnn", 4), ("processors", 0)):
+            if getattr(self, name) < fewest:
+                value = getattr(self, name)
+                raise ConfigError(f"compute: {name} is {value}, it must be {fewest} or more")
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name in _OPTIONAL_COMPUTE:
+                continue
             low = value < 0 or (value == 0 and field.name != "operator_s")
             if not math.isfinite(value) or low or (field.name == "efficiency" and value > 1):
                 least = {"operator_s": "zero or more", "efficiency": "over 0 and at most 1"}
@@ -121,7 +134,9 @@ class Machine:
     @staticmethod
     def from_json(text: str, *, source: str = "") -> Machine:
         """Parse ``to_json``'s text. Raises PlanError naming ``source`` and the field at fault."""
-        return serial.load(Machine, text, kind="machine", version=VERSION, source=source)
+        return serial.load(
+            Machine, _completed(text), kind="machine", version=VERSION, source=source
+        )
 
     def to_toml(self) -> str:
         """One TOML document: bytes, seconds, and per second."""
@@ -175,6 +190,17 @@ class Machine:
         """Names of the machines that come with Penstock."""
         names = (Path(each.name) for each in files(_PRESETS).iterdir())
         return tuple(sorted(name.stem for name in names if name.suffix == ".toml"))
+
+
+def _completed(text: str) -> str:
+    """A machine's JSON with what it need not tell of its device; what is no machine as it is."""
+    try:
+        data = json.loads(text)
+    except ValueError:
+        return text
+    if isinstance(data, dict) and isinstance(data.get("compute"), dict):
+        return json.dumps({**data, "compute": {**_OPTIONAL_COMPUTE, **data["compute"]}})
+    return text
 
 
 def _toml(value: object) -> str:

@@ -24,6 +24,28 @@ class Convolution:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkspaceLimit:
+    """A convolution that is computed otherwise than the fastest way.
+
+    It takes the fastest algorithm whose workspace is within the limit (:mod:`penstock.plan.algorithms`).
+
+    Raises:
+        PlanError: The limit is negative, or there is not even one part.
+    """
+
+    module: str
+    backward: bool
+    nbytes: int
+    """The most that its workspace may take; 0: the algorithm without any."""
+    parts: int = 1
+    """Into how many parts its batch may be cut, one computed after the other."""
+
+    def __post_init__(self) -> None:
+        if self.nbytes < 0 or self.parts < 1:
+            raise PlanError(f"convolution {self.module!r}: a workspace limit is impossible: {self}")
+
+
+@dataclass(frozen=True, slots=True)
 class Operator:
     """One call of an operator; in a measured profile, one uninterrupted run of a module's own code.
 

@@ -10,9 +10,10 @@ from penstock.core.errors import PlanError
 from penstock.core.units import format_bytes
 from penstock.plan import serial
 from penstock.plan.machine import Budgets
+from penstock.plan.operators import WorkspaceLimit
 from penstock.plan.slots import MatchKey, SlotKey
 
-VERSION = 3
+VERSION = 4
 INFEASIBLE = "infeasible: "
 """How the note of a plan begins that cannot keep its budget."""
 
@@ -87,9 +88,12 @@ class Plan:
     """What a user should know, as waits that are certain or a budget that cannot be kept."""
     recomputed: tuple[str, ...] = ()
     """Paths of the modules that are run again in backward. None is inside another."""
-    lean_convolutions: tuple[str, ...] = ()
-    """Paths of the convolutions that use the algorithm without a workspace (vDNN, section 4.3); the
-    others use the fastest. On paper only: the runtime leaves the choice to PyTorch."""
+    workspace_limits: tuple[WorkspaceLimit, ...] = ()
+    """The convolutions that are not computed the fastest way (vDNN, sections 3.4 and 4.3). Advice, which
+    replays follow: the runtime leaves the choice of algorithms to PyTorch."""
+    joined: bool = False
+    """Whether a layer of forward is over only when what is written under it is, as vDNN has it (section
+    3.2). On paper only: the runtime writes behind while there is room."""
     _by_match: dict[MatchKey, Decision] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -107,6 +111,11 @@ class Plan:
     def lookup_match(self, match: MatchKey) -> Decision | None:
         """The same by the slot's ``match_key``, where that is known already."""
         return self._by_match.get(match)
+
+    @property
+    def lean_convolutions(self) -> tuple[str, ...]:
+        """Paths of the convolutions that have a limit for their workspace."""
+        return tuple(dict.fromkeys(one.module for one in self.workspace_limits))
 
     @property
     def feasible(self) -> bool:

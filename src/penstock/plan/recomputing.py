@@ -75,16 +75,18 @@ class Recomputing:
         for operator in self._profile.operators:
             if operator.backward:
                 by_pass.setdefault(operator.pass_index, []).append(operator)
-        starts = {}
+        ends = {}
         for index, operators in by_pass.items():
             operators.sort(key=lambda one: one.start_ns)
-            starts[index] = [one.start_ns for one in operators]
+            ends[index] = [one.end_ns for one in operators]
         found: list[Operator | None] = []
         for slot in self._profile.slots:
-            place = 0
-            if slot.needed_at_ns is not None and slot.pass_index in starts:
-                place = bisect_right(starts[slot.pass_index], slot.needed_at_ns)
-            found.append(by_pass[slot.pass_index][place - 1] if place else None)
+            operators, place = by_pass.get(slot.pass_index, []), 0
+            if slot.needed_at_ns is not None and operators:
+                # it asks just before it begins: it is the first that is not over then
+                place = bisect_right(ends[slot.pass_index], slot.needed_at_ns)
+            known = slot.needed_at_ns is not None and place < len(operators)
+            found.append(operators[place] if known else None)
         return tuple(found)
 
     @cached_property

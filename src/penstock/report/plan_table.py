@@ -118,7 +118,7 @@ def _step(one: Outcome) -> Table:
     table = grid(title, ("", "time", "vs oracle"))
     parts = {
         "with memory without end (the oracle)": found.ideal_ns,
-        "convolutions without workspace": found.lean_ns,
+        "convolutions with less workspace": found.lean_ns,
         "computed again": found.recompute_ns,
         "slowed down by transfers": found.interference_ns,
         "waits for room": found.budget_ns,
@@ -228,7 +228,7 @@ def _notes(one: Outcome) -> Iterator[Text]:
     if one.plan.recomputed:
         yield Text(f"run again in backward: {_named(one.plan.recomputed)}")
     if one.plan.lean_convolutions:
-        yield Text(f"convolutions without workspace: {_named(one.plan.lean_convolutions)}")
+        yield Text(f"convolutions with less workspace: {_named(one.plan.lean_convolutions)}")
     yield from (Text(f"note: {note}", style="yellow") for note in one.plan.notes)
 
 

@@ -1,9 +1,11 @@
 """``auto``: at least as good as every other policy, by replay; then better, while that is quickly found.
 
 1. Everything fits: everything stays.
-2. The choices of all other policies are replayed, and the best is taken: those that fit before those
-   that do not, then by step time, then by the bytes that are moved. So none is better on paper. If a step
-   takes no longer than with memory without end, that is the plan: so ``ranked`` often is at once.
+2. The choices of all other policies are replayed; and the same with convolutions in parts of the batch
+   where their workspace does not fit, or can be less for little time (Oyama et al., "μ-cuDNN", 2018). The
+   best is taken: those that fit before those that do not, then by step time, then by the bytes that are
+   moved. So none is better on paper. If a step takes no longer than with memory without end, that is the
+   plan: so ``ranked`` often is at once.
 3. Recompute and offload are mixed: for each size of segments, of those modules that free most for each
    second of running them again, none, a few, more, all; and what must still be offloaded is, by rank
    or by lifetime, to one tier after the other or to both.
@@ -22,6 +24,7 @@ from typing import Final
 
 from penstock.plan.assemble import assemble
 from penstock.plan.case import Case, Choice
+from penstock.plan.convolution import frugal
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.placement import place
 from penstock.plan.plan import Plan
@@ -66,7 +69,7 @@ OTHERS: Final[tuple[Callable[[Case], Choice], ...]] = (
 
 def auto(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
     """The best plan that is quickly found."""
-    case = Case(profile, machine, budgets)
+    case = Case(profile, machine, budgets, split=True)
     if ranked.everything_fits(case):
         why = ranked.why_everything_fits(case)
         return assemble("auto", case, case.offload({}), lambda _: why)
@@ -76,11 +79,24 @@ def auto(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
 def choose(case: Case) -> Choice:
     """Its choice of a case in which not everything fits."""
     search = Search(case)
-    search.look(choose_one(case) for choose_one in OTHERS)
+    search.look(_others(case))
     if not search.done:
-        search.explore(mixed(case))
+        search.explore(mixed(case.leaning(search.best.lean)))
         search.descend()
     return search.best
+
+
+def _others(case: Case) -> Iterator[Choice]:
+    """The other policies' choices: with small workspaces, in parts of the batch, and as they are."""
+    small = case.leaning(frugal(case.given, case.machine))
+    whole = Case(case.given, case.machine, case.budgets)
+    for choose_one in OTHERS:
+        if small is not case:
+            yield choose_one(small)
+        choice = choose_one(case)
+        yield choice
+        if any(one.parts > 1 for one in choice.lean):
+            yield choose_one(whole)
 
 
 def mixed(case: Case) -> Iterator[Choice]:

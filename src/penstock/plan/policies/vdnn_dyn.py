@@ -1,9 +1,9 @@
 """``vdnn-dyn``: the first of vDNN's configurations that fits (MICRO 2016, section 3.4).
 
 The cheapest comes first: nothing offloaded, with the fastest convolutions; the X of convolutions, then of
-every layer, with the fastest; the same two with each convolution stepped down to the algorithm without
-a workspace where its workspace does not fit; the same two with all of them stepped down. If even the last
-does not fit, the network cannot be trained by vDNN, and the plan says so.
+every layer, with the fastest; the same two with each convolution stepped down to the fastest algorithm
+whose workspace fits; the same two with no workspace at all. If even the last does not fit, the network
+cannot be trained by vDNN, and the plan says so.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def _configurations(case: Case) -> Iterator[Choice]:
     sets = (convolutions_maps(case.layers), every_map(case.layers))
     for wanted in sets:
         yield offload_maps(case, wanted)
-    if case.convolutions:
+    if case.leanest:
         for wanted in sets:
             yield offload_maps(case.fitted(offload_maps(case, wanted).tiers), wanted)
         for wanted in sets:
-            yield offload_maps(case.leaning(case.convolutions), wanted)
+            yield offload_maps(case.leaning(case.leanest), wanted)

@@ -7,8 +7,9 @@ written, read ahead in the plan's order of need, waited for, used and freed, as 
 2. :mod:`.lanes`: the channels, and who goes first.
 3. :mod:`.order`: in which order slots are read back.
 4. :mod:`.rerun`: which modules are run again, and what that takes.
-5. :mod:`.walk`: compute, and the device's memory.
-6. :mod:`.result`: step time, waits by cause, bytes, and on demand the timelines (:mod:`.timeline`).
+5. :mod:`.joins`: vDNN's rule, for plans that ask for it.
+6. :mod:`.walk`: compute, and the device's memory.
+7. :mod:`.result`: step time, waits by cause, bytes, and on demand the timelines (:mod:`.timeline`).
 """
 
 from penstock.plan.replay.replay import replay

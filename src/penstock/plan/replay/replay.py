@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from penstock.plan.convolution import with_algorithms
+from penstock.plan.convolution import Limits, with_algorithms
 from penstock.plan.machine import Machine
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
@@ -30,7 +30,7 @@ def replay(profile: Profile, plan: Plan, machine: Machine, *, trace: bool = Fals
     """
     begin_ns, end_ns = axis(_computed(profile, machine, ()))
     ideal_ns = end_ns - begin_ns
-    profile = _computed(profile, machine, plan.lean_convolutions)
+    profile = _computed(profile, machine, plan.workspace_limits)
     moves = moves_of(profile, plan, machine)
     channels = channels_of(moves, machine)
     reruns = reruns_of(profile, plan, moves.action)
@@ -64,7 +64,7 @@ def replay(profile: Profile, plan: Plan, machine: Machine, *, trace: bool = Fals
     )
 
 
-def _computed(profile: Profile, machine: Machine, lean: tuple[str, ...]) -> Profile:
+def _computed(profile: Profile, machine: Machine, lean: Limits) -> Profile:
     """The profile with its convolutions as this machine computes them; made once."""
     if machine.compute is None or not profile.operators:
         return profile

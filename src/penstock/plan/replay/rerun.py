@@ -109,14 +109,14 @@ _Timed = tuple[list[int], list[Operator]]
 
 
 def _backward(operators: Sequence[Operator]) -> dict[int, _Timed]:
-    """The operators of each pass's backward, in order, and when they start."""
+    """The operators of each pass's backward, in order, and when they end."""
     found: dict[int, list[Operator]] = {}
     for operator in operators:
         if operator.backward:
             found.setdefault(operator.pass_index, []).append(operator)
     for one in found.values():
         one.sort(key=lambda operator: operator.start_ns)
-    return {index: ([one.start_ns for one in each], each) for index, each in found.items()}
+    return {index: ([one.end_ns for one in each], each) for index, each in found.items()}
 
 
 def owner_of(path: str | None, modules: Collection[str]) -> str | None:
@@ -152,8 +152,8 @@ def _readers(slot: SlotProfile, modules: Collection[str], backward: _Timed | Non
     """The modules that save a slot, or are the first to ask for it, without having made it."""
     readers = {owner_of(slot.key.module, modules)}
     if backward is not None and slot.needed_at_ns is not None:
-        starts, operators = backward
-        place = bisect_right(starts, slot.needed_at_ns)
-        if place:
-            readers.add(owner_of(operators[place - 1].module, modules))
+        ends, operators = backward
+        place = bisect_right(ends, slot.needed_at_ns)  # it asks just before it begins
+        if place < len(operators):
+            readers.add(owner_of(operators[place].module, modules))
     return {one for one in readers if one is not None} - {owner_of(slot.producer, modules)}

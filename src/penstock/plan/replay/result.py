@@ -63,13 +63,14 @@ class Replayed:
     """The same with memory without end: the fastest algorithms, nothing moved, nothing computed twice,
     nothing waited for."""
     lean_ns: int
-    """By how much longer the convolutions take that do without a workspace."""
+    """By how much longer the convolutions take whose workspace has a limit."""
     recompute_ns: int
     """Forwards that were run again."""
     interference_ns: int
     """By how much computing was slower because bytes moved meanwhile."""
     budget_ns: int
-    """Waits for room, until writes or reads had ended (``StallCause.BUDGET``)."""
+    """Waits for room, until writes or reads had ended (``StallCause.BUDGET``); and where layers wait for
+    their writes (``Plan.joined``)."""
     demand_ns: int
     """Waits for reads that had not begun when backward asked (``StallCause.DEMAND``)."""
     late_ns: int

@@ -13,6 +13,9 @@ As the runtime does it (``runtime/executor.py``, ``traffic.py``, ``room.py``):
    it runs the module again: that needs its inputs, and all that it made, and backward still needs, is
    there from then on.
 
+6. Under a plan that is ``joined``, each layer of forward is over when what is written under it is
+   (:mod:`.joins`).
+
 Of what is held elsewhere an offload frees the budget, and nothing has to be read.
 """
 
@@ -24,6 +27,7 @@ from typing import Final
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Event, Profile
 from penstock.plan.replay.held import Held
+from penstock.plan.replay.joins import JOIN, with_joins
 from penstock.plan.replay.lanes import GIVEN_UP, NOT_YET, Endings
 from penstock.plan.replay.moves import OFFLOADED, RECOMPUTED, Channels, Moves
 from penstock.plan.replay.order import Order
@@ -78,6 +82,7 @@ class Walk:
         self._slower = round(interference * _MILLION)
         self._slowed = False  # whether bytes may be moving, so that computing is slower
         self._window = plan.window_bytes
+        self._joined = plan.joined
         self._small = profile.small_beside
         self._state = bytearray(len(profile.slots))
         self.held = Held(profile, moves, plan.budgets.device_bytes)
@@ -99,7 +104,10 @@ class Walk:
         changes = self.held.changes
         save, use = Event.SAVE, Event.USE
         now, gate = 0, min(self.held.peak_bytes, self.held.limit)
-        for when, event, i in with_drops(self._profile, self._reruns):
+        steps = with_drops(self._profile, self._reruns)
+        if self._joined:
+            steps = with_joins(self._profile, action, steps)
+        for when, event, i in steps:
             if when > clock:
                 self._clock_ns = when
                 now = self._compute(when - clock, now) if self._slowed else now + when - clock
@@ -120,6 +128,8 @@ class Walk:
                 gate = min(self.held.peak_bytes, self.held.limit)
             elif event == DROP:
                 self._drop(i, now)
+            elif event == JOIN:
+                now = self._join(i, now)
             elif action[i]:
                 self._free(i, now)
             else:
@@ -192,6 +202,15 @@ class Walk:
             if state[i] == _WRITING or state[i] == _DEAD:
                 state[i] = _AWAY if state[i] == _WRITING else _GONE
                 self.held.give(i, end)
+
+    def _join(self, i: int, now: int) -> int:
+        """Wait until a slot is written; when it is."""
+        if self._state[i] != _WRITING:
+            return now
+        there = max(now, self._lanes.end_of(i, self._channels.written))
+        self.budget_ns += self._waited(now, there)
+        self._settle(there)
+        return there
 
     def _drop_one_read_ahead(self, now: int) -> bool:
         arrived = self._channels.arrived
