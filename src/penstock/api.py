@@ -214,7 +214,9 @@ class Session:
             policy=config.policy,
             machine=self._machine or stores.measure(),
             budgets=Budgets(
-                device_bytes=config.device_bytes,
+                device_bytes=config.device_bytes
+                if self._given is not None
+                else stores.plannable_bytes(config.device_bytes),
                 host_bytes=stores.capacity_bytes("host"),
                 flash_bytes=stores.capacity_bytes("flash"),
             ),

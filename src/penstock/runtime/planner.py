@@ -166,7 +166,7 @@ class Planner:
             ConfigError: There is no such codec, or it may not be used everywhere.
             BudgetError: The budget has no room for its scratch memory.
         """
-        if self._auto_codec and self._budgets.device_bytes < LEAST_CODEC_BUDGET_BYTES:
+        if self._auto_codec and self._budget.limit_bytes < LEAST_CODEC_BUDGET_BYTES:
             self._do_without_codecs()  # or passes would be sampled for nothing
         name = self._forced_codec
         if not name:
