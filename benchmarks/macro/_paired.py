@@ -9,8 +9,10 @@ that are predicted. In every round
 3. a step under the plan is timed, after one that is not.
 
 The profile is of a step that kept everything. Its forward and its backward are stretched to what those
-of the plain steps took, and the plan is replayed on that, with the bandwidths of the rounds. What lies
-outside (the optimizer's step, a forward's begin before it saves anything) is as in the plain step.
+of the plain steps took, and to what hooks cost that keep everything, which is measured before in the same
+way. The plan is replayed on that. Flash is as fast as the machine file says it is beside computing, or as
+the rounds' transfers, which run alone, if these are slower. What lies outside (the optimizer's step, a
+forward's begin before it saves anything) is as in the plain step.
 
 Memory is looked at in steps that are not timed: pages that restored tensors have left idle, which count
 until somebody needs them, are given back before each. Else the peak is the budget, whatever a step needs.
@@ -99,6 +101,8 @@ class Profiled:
 
     profile: Profile
     times: Times
+    hooks: float = 1.0
+    """A step whose tensors are kept by a session, over one without."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +159,20 @@ def profile_of(training: Training) -> Profiled:
             times = training.step()
             assert session.profile is not None
             found.append(Profiled(session.profile, times))
-    return sorted(found, key=lambda one: one.times.whole)[PROFILES // 2]
+    middle = sorted(found, key=lambda one: one.times.whole)[PROFILES // 2]
+    return replace(middle, hooks=_hooks(training))
+
+
+def _hooks(training: Training) -> float:
+    kept, plain = [], []
+    with penstock.offload(training.network, training.optimizer, policy="keep") as session:
+        for _ in range(WARM_UP):
+            training.step()
+        for _ in range(PROFILES):
+            kept.append(training.step())
+            with session.paused():
+                plain.append(training.step())
+    return max(1.0, median(kept).whole / median(plain).whole)
 
 
 def run(
@@ -247,8 +264,9 @@ def median(times: list[Times]) -> Times:
 
 def stretched(profiled: Profiled, plain: Times) -> Profile:
     """The profile, with forward and backward as long as in the plain steps."""
-    profile, was = profiled.profile, profiled.times
-    forward, backward = plain.forward / was.forward, plain.backward / was.backward
+    profile, was, hooks = profiled.profile, profiled.times, profiled.hooks
+    forward = hooks * plain.forward / was.forward
+    backward = hooks * plain.backward / was.backward
     (only,) = profile.passes
     start, middle = only.start_ns, only.backward_start_ns
 
@@ -279,6 +297,7 @@ class Predicted:
 
     replayed: Replayed
     step_s: float
+    hooks_s: float
 
 
 def predict(profiled: Profiled, machine: Machine, flash: Flash, found: Rounds) -> Predicted:
@@ -288,12 +307,19 @@ def predict(profiled: Profiled, machine: Machine, flash: Flash, found: Rounds) -
     here = flash.machine(
         replace(
             machine,
-            flash_write_bytes_per_s=statistics.median(found.writes),
-            flash_read_bytes_per_s=statistics.median(found.reads),
+            flash_write_bytes_per_s=min(
+                machine.flash_write_bytes_per_s, statistics.median(found.writes)
+            ),
+            flash_read_bytes_per_s=min(
+                machine.flash_read_bytes_per_s, statistics.median(found.reads)
+            ),
         )
     )
     replayed = replay(stretched(profiled, plain), found.plan, here)
-    return Predicted(replayed, plain.whole + (replayed.step_ns - replayed.ideal_ns) / 1e9)
+    added_s = (replayed.step_ns - replayed.ideal_ns) / 1e9
+    return Predicted(
+        replayed, plain.whole * profiled.hooks + added_s, hooks_s=plain.whole * (profiled.hooks - 1)
+    )
 
 
 def compare(predicted: Predicted, found: Rounds) -> dict[str, Any]:
@@ -313,6 +339,7 @@ def compare(predicted: Predicted, found: Rounds) -> dict[str, Any]:
         "measured_read_bytes": found.read_bytes,
         "predicted_stall_s": round(paper.stall_ns / 1e9, 5),
         "measured_stall_s": round(statistics.median(found.stall_s), 5),
+        "hooks_s": round(predicted.hooks_s, 5),
         "predicted_interference_s": round(paper.interference_ns / 1e9, 5),
         "predicted_recompute_s": round(paper.recompute_ns / 1e9, 5),
         "flash_write_bytes_per_s": round(statistics.median(found.writes)),
