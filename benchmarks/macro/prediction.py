@@ -37,6 +37,7 @@ from penstock.plan import Machine, policies
 
 NAME = Path(__file__).stem
 TARGET = 0.1
+TABLE = _results.ROOT / "docs" / "prediction_table.md"
 JOBS = {
     "alexnet": Job("alexnet", 16),
     "vgg16": Job("vgg16", 8, {"image_size": 128}),
@@ -53,29 +54,37 @@ CASES = (("auto", None), ("auto", 0.5), ("all", None), ("all", 1.0))
 
 def main() -> None:
     args = parse()
+    if args.table:
+        write_table(json.loads((_results.RESULTS / f"{NAME}.json").read_text())["figures"])
+        return
     _results.warn_if_busy()
     machine = machine_for(args)
     earlier = _results.RESULTS / f"{NAME}.json"
     found = json.loads(earlier.read_text())["figures"]["networks"] if earlier.exists() else {}
     for name in args.networks:
         found[name] = predict(JOBS[name], machine, args)
-    worst = summary([found[name] for name in args.networks])
-    print(worst)
-    if not args.quick:
-        figures = {"networks": found, "target": TARGET, **summary(list(found.values()))}
-        config = {
-            "rounds": args.rounds,
-            "threads": torch.get_num_threads(),
-            "memory": _kept_memory.in_force(),
-            "machine": asdict(replace(machine, name="this machine")),
-        }
-        path = _results.write(NAME, figures, config, directory=args.dir)
-        print(f"wrote {path.name}")
+        if not args.quick:
+            store(found, machine, args)
+    print(summary([found[name] for name in args.networks]))
+
+
+def store(found: dict[str, Any], machine: Machine, args: argparse.Namespace) -> None:
+    """After each network: the last may take long."""
+    figures = {"networks": found, "target": TARGET, **summary(list(found.values()))}
+    config = {
+        "rounds": args.rounds,
+        "threads": torch.get_num_threads(),
+        "memory": _kept_memory.in_force(),
+        "machine": asdict(replace(machine, name="this machine")),
+    }
+    _results.write(NAME, figures, config, directory=args.dir)
+    write_table(figures)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--networks", nargs="*", choices=JOBS, default=list(JOBS))
+    parser.add_argument("--table", action="store_true", help="only write the table in docs again")
     add_common(parser, rounds=6)
     args = parser.parse_args()
     if args.quick:
@@ -147,6 +156,33 @@ def summary(networks: list[dict[str, Any]]) -> dict[str, Any]:
         "median_peak_error": round(statistics.median(peaks), 4),
         "peaks_within_target": sum(error <= TARGET for error in peaks),
     }
+
+
+def write_table(figures: dict[str, Any]) -> None:
+    """For the manual: a line for each case, and how many are within the target."""
+    lines = [
+        "---\norphan: true\n---\n",
+        "<!-- Written by benchmarks/macro/prediction.py; do not edit. -->",
+        "",
+        "| Network | Policy and flash | Plain step | Predicted | Measured | Difference | Peak |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, network in figures["networks"].items():
+        lines += [
+            f"| {name}, batch {network['batch']} | {case} | {one['plain_step_s'] * 1e3:.0f} ms |"
+            f" {one['predicted_step_s'] * 1e3:.0f} ms | {one['measured_step_s'] * 1e3:.0f} ms |"
+            f" {one['step_error']:+.1%} | {one['peak_error']:+.1%} |"
+            for case, one in network["cases"].items()
+        ]
+    lines += [
+        "",
+        f"{figures['steps_within_target']} of {figures['cases']} steps are within"
+        f" {figures['target']:.0%}, the median difference is {figures['median_step_error']:.1%}, the"
+        f" largest {figures['worst_step_error']:.1%}. Of the peaks {figures['peaks_within_target']} are within"
+        f" {figures['target']:.0%}, the largest difference is {figures['worst_peak_error']:.1%}.",
+        "",
+    ]
+    TABLE.write_text("\n".join(lines))
 
 
 if __name__ == "__main__":

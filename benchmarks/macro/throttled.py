@@ -124,7 +124,11 @@ def measure(job: Job, machine: Machine, args: argparse.Namespace) -> dict[str, A
 
 def write_table(figures: dict[str, Any]) -> None:
     """For the manual: predicted and measured, a line for each policy and share."""
-    lines = ["% Written by benchmarks/macro/throttled.py; do not edit.", ""]
+    lines = [
+        "---\norphan: true\n---\n",
+        "<!-- Written by benchmarks/macro/throttled.py; do not edit. -->",
+        "",
+    ]
     for one in figures["networks"].values():
         lines += [
             f"**{one['network']}**, batch {one['batch']}, budget {one['budget_bytes'] / MIB:.0f} of"
