@@ -127,6 +127,7 @@ def write_table(figures: dict[str, Any]) -> None:
     lines = [
         "---\norphan: true\n---\n",
         "<!-- Written by benchmarks/macro/throttled.py; do not edit. -->",
+        "<!-- table -->",
         "",
     ]
     for one in figures["networks"].values():
