@@ -194,6 +194,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         figures[kind] = {
             mode: {
                 "neighbour_slowdown": ratio(alone[kind], [n for _, n in together[kind, mode]]),
+                "neighbour_slowdown_against_plain": ratio(
+                    [n for _, n in together[kind, "plain"]], [n for _, n in together[kind, mode]]
+                ),
                 "training_slowdown": ratio(
                     unhindered[mode], [steps for steps, _ in together[kind, mode]]
                 ),
@@ -210,13 +213,13 @@ def ratio(numerators: list[float], denominators: list[float]) -> float:
 
 
 def show(figures: dict[str, Any]) -> None:
-    print("times as long as alone     neighbour  training   (median of rounds)")
+    print("times as long as alone     neighbour  training   neighbour beside plain = 1")
     for kind in NEIGHBOURS:
         for mode in MODES:
             one = figures[kind][mode]
             print(
                 f"  {kind:<6} beside {mode:<6}      {one['neighbour_slowdown']:8.2f}  "
-                f"{one['training_slowdown']:8.2f}"
+                f"{one['training_slowdown']:8.2f}  {one['neighbour_slowdown_against_plain']:8.2f}"
             )
     against = figures["training_alone_against_plain"]
     print("training's speed with nobody beside it, of plain:", against)

@@ -54,17 +54,22 @@ def main() -> None:
     found = json.loads(earlier.read_text())["figures"]["networks"] if earlier.exists() else {}
     for name in args.networks:
         found[name] = measure(JOBS[name], machine, args)
-    if not args.quick:
-        config = {
-            "rounds": args.rounds,
-            "shares": list(SHARES),
-            "threads": torch.get_num_threads(),
-            "memory": _kept_memory.in_force(),
-            "machine": asdict(replace(machine, name="this machine")),
-        }
-        figures = {"networks": found}
-        print(f"wrote {_results.write(NAME, figures, config, directory=args.dir).name}")
-        write_table(figures)
+        if not args.quick:
+            store(found, machine, args)
+
+
+def store(found: dict[str, Any], machine: Machine, args: argparse.Namespace) -> None:
+    """After each network: the last may take long."""
+    config = {
+        "rounds": args.rounds,
+        "shares": list(SHARES),
+        "threads": torch.get_num_threads(),
+        "memory": _kept_memory.in_force(),
+        "machine": asdict(replace(machine, name="this machine")),
+    }
+    figures = {"networks": found}
+    print(f"wrote {_results.write(NAME, figures, config, directory=args.dir).name}")
+    write_table(figures)
 
 
 def parse() -> argparse.Namespace:
