@@ -25,12 +25,16 @@ from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as `penstock run` does; for every mode alike
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import _kept_memory
+
+if __name__ == "__main__":
+    _kept_memory.start_again()
 
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import _results
 import penstock
 from penstock import zoo
@@ -49,7 +53,8 @@ def main() -> None:
     figures = measure(args)
     show(figures)
     if not args.quick:
-        config = {key: getattr(args, key) for key in ("network", "batch", "rounds", "seconds")}
+        names = ("network", "batch", "image_size", "rounds", "seconds")
+        config = {key: getattr(args, key) for key in names} | {"memory": _kept_memory.in_force()}
         path = _results.write("interference", figures, config, directory=args.dir)
         print(f"wrote {path.name}")
 
@@ -57,10 +62,10 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--network", default="vgg16")
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--image-size", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--seconds", type=float, default=2.5, help="of each measurement")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--image-size", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
     parser.add_argument("--dir", default=tempfile.gettempdir(), help="directory to spill to")
     parser.add_argument("--quick", action="store_true", help="one short round; no result")
     args = parser.parse_args()
@@ -189,6 +194,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         figures[kind] = {
             mode: {
                 "neighbour_slowdown": ratio(alone[kind], [n for _, n in together[kind, mode]]),
+                "neighbour_slowdown_against_plain": ratio(
+                    [n for _, n in together[kind, "plain"]], [n for _, n in together[kind, mode]]
+                ),
                 "training_slowdown": ratio(
                     unhindered[mode], [steps for steps, _ in together[kind, mode]]
                 ),
@@ -205,13 +213,13 @@ def ratio(numerators: list[float], denominators: list[float]) -> float:
 
 
 def show(figures: dict[str, Any]) -> None:
-    print("times as long as alone     neighbour  training   (median of rounds)")
+    print("times as long as alone     neighbour  training   neighbour beside plain = 1")
     for kind in NEIGHBOURS:
         for mode in MODES:
             one = figures[kind][mode]
             print(
                 f"  {kind:<6} beside {mode:<6}      {one['neighbour_slowdown']:8.2f}  "
-                f"{one['training_slowdown']:8.2f}"
+                f"{one['training_slowdown']:8.2f}  {one['neighbour_slowdown_against_plain']:8.2f}"
             )
     against = figures["training_alone_against_plain"]
     print("training's speed with nobody beside it, of plain:", against)

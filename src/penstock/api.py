@@ -25,8 +25,10 @@ from penstock.hooks.observer import Observer
 from penstock.hooks.protected import ProtectedStorages
 from penstock.hooks.recompute import Recompute, left_alone
 from penstock.hooks.saved_tensors import SavedTensorHooks
+from penstock.observe.counters import SESSION
 from penstock.observe.log import EventLog
 from penstock.observe.recorder import Recorder
+from penstock.observe.records import LastWords
 from penstock.observe.rss import RssSampler
 from penstock.observe.summary import RunFacts, SlotFact, Summary, summarize
 from penstock.plan.machine import Budgets, Machine
@@ -188,6 +190,8 @@ class Session:
         self._state = "closed"
         self._detach()
         self.executor.close()
+        if self.recorder.log is not None:
+            self.recorder.log.conclude(LastWords(self.summary().to_json()))
         self._stores_close()
 
     def _open(self) -> None:
@@ -210,7 +214,9 @@ class Session:
             policy=config.policy,
             machine=self._machine or stores.measure(),
             budgets=Budgets(
-                device_bytes=config.device_bytes,
+                device_bytes=config.device_bytes
+                if self._given is not None
+                else stores.plannable_bytes(config.device_bytes),
                 host_bytes=stores.capacity_bytes("host"),
                 flash_bytes=stores.capacity_bytes("flash"),
             ),
@@ -289,6 +295,14 @@ class Session:
         self._aside.attach()
         self._context.__enter__()
         _active.append(weakref.ref(self))
+        self.recorder.mark(
+            SESSION,
+            policy=self._policy_name,
+            device=str(self._device),
+            budget_bytes=self._limit_bytes,
+            host_budget_bytes=self.config.host_bytes or None,
+            tbw_bytes=self.config.tbw_bytes,
+        )
         self.recorder.begin_step(0)
 
     def _met(self, root: torch.nn.Module) -> None:
@@ -395,7 +409,7 @@ class Session:
         """What was moved, where, at what stall; what stayed and why. At any time after entering."""
         if self._state == "new":
             raise ClosedError("summary: the session has not been entered")
-        return summarize(self.recorder.snapshot(), self._facts())
+        return summarize(self.recorder.snapshot(), self._facts(), self.recorder.steps())
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -417,16 +431,26 @@ class Session:
             )
         )
         return RunFacts(
-            policy=config.policy if self._given is None else self._given.policy,
+            policy=self._policy_name,
             device=str(self._device),
-            budget_bytes=None if config.device_bytes == UNLIMITED else config.device_bytes,
+            budget_bytes=self._limit_bytes,
             host_budget_bytes=config.host_bytes or None,
             steps=self._steps,
             slots=slots,
             saved_bytes_per_step=self._saved_bytes(),
             tbw_bytes=config.tbw_bytes,
+            foreseen=self.planner.foreseen,
             warnings=(*self._notes(), *self.planner.notes),
         )
+
+    @property
+    def _policy_name(self) -> str:
+        return self.config.policy if self._given is None else self._given.policy
+
+    @property
+    def _limit_bytes(self) -> int | None:
+        """Of the device's memory; ``None``: none."""
+        return None if self.config.device_bytes == UNLIMITED else self.config.device_bytes
 
     def _saved_bytes(self) -> int:
         """What a step saves."""

@@ -73,11 +73,13 @@ def test_interference_is_how_much_longer_a_turn_takes_while_flash_moves(disk_pat
     def work(seconds):
         assert seconds == 1.0
         moving = any(thread.name == "penstock-bench" for thread in threading.enumerate())
+        time.sleep(0.05 * moving)
         return 0.015 if moving else 0.010
 
     found = bench_machine.interference(str(disk_path), work, 12.0)
-    assert found == pytest.approx(0.5)
-    assert bench_machine.interference(str(disk_path), lambda _: 1.0, 12.0) == 0.0
+    assert found.slower == pytest.approx(0.5)
+    assert min(found.write_bytes_per_s, found.read_bytes_per_s) > 0
+    assert bench_machine.interference(str(disk_path), lambda _: 1.0, 12.0).slower == 0.0
     assert list(disk_path.iterdir()) == []
 
 
@@ -92,6 +94,12 @@ def test_what_moves_beside_goes_on_until_it_is_enough(disk_path, way, monkeypatc
         stage = Stage.READ if way is bench_machine._read_on else Stage.WRITE
         assert totals.flow(stage, "flash").nbytes > 8 * MIB
         assert tier._held_bytes == 0
+
+
+def test_the_bandwidth_of_flash_is_that_beside_computing_where_that_is_slower():
+    assert bench_machine._slower(3e9, 2e9) == 2e9
+    assert bench_machine._slower(3e9, 4e9) == 3e9
+    assert bench_machine._slower(3e9, 0.0) == 3e9  # nothing was moved
 
 
 def test_a_failure_beside_computing_is_told():

@@ -5,7 +5,7 @@ import pytest
 import penstock
 from penstock.cli import main
 
-COMMANDS = (["run"], ["bench"], ["bench", "io"], ["plan"], ["doctor"])
+COMMANDS = (["run"], ["bench"], ["bench", "io"], ["plan"], ["report"], ["doctor"])
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

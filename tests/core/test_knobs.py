@@ -18,6 +18,7 @@ NAMES = {
     "PENSTOCK_STRIPE": knobs.stripe_bytes,
     "PENSTOCK_VERIFY": knobs.verify,
     "PENSTOCK_GPU_DIRECT": knobs.gpu_direct,
+    "PENSTOCK_OWN_POOL": knobs.own_pool,
     "PENSTOCK_FLOOR": knobs.floor_bytes,
     "PENSTOCK_MAX_EVENTS": knobs.max_events,
 }
@@ -26,6 +27,7 @@ COUNTS = [name for name in NAMES if re.search("THREADS|EVENTS", name)]
 SWITCHES = [name for name in NAMES if re.search("BUFFERED", name)]
 CHOICES = {
     "PENSTOCK_GPU_DIRECT": ("auto", "off", "on"),
+    "PENSTOCK_OWN_POOL": ("off", "on"),
     "PENSTOCK_VERIFY": ("full", "off", "sampled"),
 }
 

@@ -82,6 +82,9 @@ class LazyLink:
         ctypes.memset(storage.data_ptr(), 0xFF, nbytes)  # a NaN in every floating-point type
         return storage
 
+    def empty_target(self, nbytes, device):
+        return self.empty(nbytes, device)
+
     def keep(self, storage, stream):
         pass
 

@@ -140,15 +140,21 @@ class SimLink:
         return 1000
 
     def empty(self, nbytes, device):
+        return self._empty(nbytes, "torch's")
+
+    def empty_target(self, nbytes, device):
+        return self._empty(nbytes, "targets")
+
+    def _empty(self, nbytes, whose):
         if self.out_of_memory:
             raise torch.OutOfMemoryError("simulated")
         self._reclaim()
-        pool = self._pools.setdefault((self.current, nbytes), [])
+        pool = self._pools.setdefault((whose, self.current, nbytes), [])
         memory = pool.pop() if pool else np.zeros(nbytes, np.uint8)
         self._memory.append(memory)
         self.live += 1
         array = memory[:]
-        weakref.finalize(array, self._freed, memory, self.current)
+        weakref.finalize(array, self._freed, memory, self.current, whose)
         return torch.from_numpy(array).untyped_storage()
 
     def keep(self, storage, stream):
@@ -189,21 +195,21 @@ class SimLink:
 
     # -- the allocator ----------------------------------------------------------------------------
 
-    def _freed(self, memory, stream):
+    def _freed(self, memory, stream, whose):
         """As torch's: at once free for the stream it was allocated on, later if others were named."""
         self.live -= 1
         others = self._kept.pop(memory.ctypes.data, set()) - {stream}
         events = [self.record(other) for other in others]
-        self._limbo.append((events, memory, stream))
+        self._limbo.append((events, memory, (whose, stream)))
         self._reclaim()
 
     def _reclaim(self):
         waiting = []
-        for events, memory, stream in self._limbo:
+        for events, memory, place in self._limbo:
             if all(event.reached for event in events):
-                self._pools.setdefault((stream, memory.nbytes), []).append(memory)
+                self._pools.setdefault((*place, memory.nbytes), []).append(memory)
             else:
-                waiting.append((events, memory, stream))
+                waiting.append((events, memory, place))
         self._limbo = waiting
 
 

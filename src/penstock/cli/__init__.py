@@ -12,14 +12,15 @@ from collections.abc import Sequence
 from typing import Final
 
 from penstock import __version__
+from penstock.cli import output
 from penstock.cli.command import Command, formatter
-from penstock.cli.output import report
 from penstock.core.errors import PenstockError
 
 _COMMANDS: Final = {
     "run": "run a script that knows nothing of Penstock, under a memory budget",
     "bench": "measure this machine",
     "plan": "tell what training will take, before a step of it is run",
+    "report": "tell what a run did, and what was predicted of it",
     "doctor": "check what Penstock needs, and say what to do about what is missing",
 }
 _EXAMPLES: Final = """\
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PenstockError as error:
         if options.debug:
             raise
-        return report(error)
+        return output.report(error)  # a module of this package is called report
     except KeyboardInterrupt:
         if options.debug:
             raise

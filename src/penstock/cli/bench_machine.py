@@ -3,7 +3,9 @@
 1. Flash, through our engine, with one file of the directory (:mod:`.bandwidth`).
 2. Copies to and from the host tier.
 3. What the device computes (:mod:`.compute`).
-4. By how much training is slower while a flash tier is written and read: interference.
+4. By how much training is slower while a flash tier is written and read (interference), and how fast
+   the tier is meanwhile: on a CPU both want memory and cores. Where that is slower than alone, the
+   machine's bandwidth of flash is what it is beside computing, for that is when plans use it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -35,7 +37,7 @@ from penstock.core.units import MIB, format_bandwidth, format_duration, round_do
 from penstock.io.arena import Arena
 from penstock.io.engine import Transfer
 from penstock.io.threads import ThreadEngine
-from penstock.observe.recorder import Recorder
+from penstock.observe.recorder import Recorder, Stage
 from penstock.plan.machine import Machine
 from penstock.runtime import probe
 from penstock.tier.base import Ticket
@@ -125,13 +127,19 @@ def measure(directory: str, *, seconds: float, file_bytes: int) -> Machine:
         told.append(f"{found.efficiency:.0%} of it in layers")
         told.append(f"memory {format_bandwidth(found.memory_bytes_per_s)}")
     with _told("computing while flash moves") as told:
-        slower = interference(directory, compute.Load(device).run, seconds)
-        told.append(f"{slower:.1%} slower")
+        beside = interference(directory, compute.Load(device).run, seconds)
+        told.append(f"{beside.slower:.1%} slower")
+        told.append(f"write {format_bandwidth(beside.write_bytes_per_s)}")
+        told.append(f"read {format_bandwidth(beside.read_bytes_per_s)}")
     host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return Machine(
         name=platform.node() or "this machine",
-        flash_write_bytes_per_s=_short(flash.rate("overwrite").engine_bytes_per_s),
-        flash_read_bytes_per_s=_short(flash.rate("read").engine_bytes_per_s),
+        flash_write_bytes_per_s=_short(
+            _slower(flash.rate("overwrite").engine_bytes_per_s, beside.write_bytes_per_s)
+        ),
+        flash_read_bytes_per_s=_short(
+            _slower(flash.rate("read").engine_bytes_per_s, beside.read_bytes_per_s)
+        ),
         flash_latency_s=_short(flash.latency_s),
         host_write_bytes_per_s=_short(machine.host_write_bytes_per_s),
         host_read_bytes_per_s=_short(machine.host_read_bytes_per_s),
@@ -143,8 +151,12 @@ def measure(directory: str, *, seconds: float, file_bytes: int) -> Machine:
         flash_bytes=round_down(max(0, free_space_bytes(directory)), MIB),
         flash_shared=_share_one_bandwidth(flash),
         flash_over_link=device.type == "cuda",
-        interference=round(slower, 3),
-        sources=(_source(flash, str(device)),),
+        interference=round(beside.slower, 3),
+        sources=(
+            _source(flash, str(device)),
+            "interference, and bandwidth of flash where computing makes it slower: the tier moving"
+            f" without a pause beside the training of a network; alone {_rates_text(flash)}",
+        ),
     )
 
 
@@ -164,7 +176,22 @@ def host_machine() -> Machine:
         arena.close()
 
 
-def interference(directory: str, work: Callable[[float], float], seconds: float) -> float:
+@dataclass(frozen=True)
+class Beside:
+    """A flash tier and computing, at the same time."""
+
+    slower: float
+    """By what share computing takes longer."""
+    write_bytes_per_s: float
+    """0: nothing was moved meanwhile."""
+    read_bytes_per_s: float
+
+
+def _slower(alone: float, beside: float) -> float:
+    return min(alone, beside) if beside else alone
+
+
+def interference(directory: str, work: Callable[[float], float], seconds: float) -> Beside:
     """By what share ``work`` takes longer while a flash tier is written or read without a pause.
 
     Through the tier, as in a session: its checksums and its threads take time of the cores as well.
@@ -177,13 +204,21 @@ def interference(directory: str, work: Callable[[float], float], seconds: float)
     each_s = seconds / (4 * _ROUNDS)
     work(each_s)
     ratios = []
+    rates: dict[Stage, list[float]] = {Stage.WRITE: [], Stage.READ: []}
     with _flash_tier(directory) as (tier, addresses):
         for _ in range(_ROUNDS):
-            for way in (_write_on, _read_on):
+            for way, stage in ((_write_on, Stage.WRITE), (_read_on, Stage.READ)):
                 alone_s = work(each_s)
                 with _beside(partial(way, tier, addresses)):
+                    before, begun = tier.recorder.snapshot(), time.perf_counter()
                     ratios.append(work(each_s) / alone_s)
-    return max(0.0, statistics.median(ratios) - 1)
+                    after, took_s = tier.recorder.snapshot(), time.perf_counter() - begun
+                moved = after.flow(stage, "flash").nbytes - before.flow(stage, "flash").nbytes
+                rates[stage].append(moved / took_s)
+    return Beside(
+        max(0.0, statistics.median(ratios) - 1),
+        *(statistics.median(rates[stage]) for stage in (Stage.WRITE, Stage.READ)),
+    )
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from penstock.core.units import MIB, parse_bytes
 Choice = TypeVar("Choice", bound=str)
 _VERIFY: Final[tuple[Literal["full", "off", "sampled"], ...]] = ("full", "off", "sampled")
 _GPU_DIRECT: Final[tuple[Literal["auto", "off", "on"], ...]] = ("auto", "off", "on")
+_OWN_POOL: Final[tuple[Literal["off", "on"], ...]] = ("off", "on")
 
 
 def io_threads() -> int:
@@ -50,6 +51,11 @@ def verify() -> Literal["full", "off", "sampled"]:
 def gpu_direct() -> Literal["auto", "off", "on"]:
     """``PENSTOCK_GPU_DIRECT`` (auto): GPU to flash without host memory: if it works, never, or must."""
     return _choice("PENSTOCK_GPU_DIRECT", "auto", _GPU_DIRECT)
+
+
+def own_pool() -> Literal["off", "on"]:
+    """``PENSTOCK_OWN_POOL`` (off): on CUDA, what comes back has a memory pool of its own."""
+    return _choice("PENSTOCK_OWN_POOL", "off", _OWN_POOL)
 
 
 def floor_bytes() -> int:

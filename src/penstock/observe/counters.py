@@ -1,4 +1,4 @@
-"""Names of counters that both who counts and who tells must know."""
+"""Names of counters and marks that both who counts and who tells must know."""
 
 from __future__ import annotations
 
@@ -12,3 +12,5 @@ MOVED_EARLIER: Final = "prefetch.moved_earlier"
 """Places at which reads begin that were moved, because the reads had come late."""
 WINDOW_GROWN: Final = "prefetch.window_grown_bytes"
 """Bytes by which the window of reads has grown, because it held up reads that came late."""
+SESSION: Final = "session"
+"""The mark that a session begins with; its fields are those of ``RunFacts`` that are known then."""

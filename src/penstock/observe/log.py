@@ -25,7 +25,7 @@ from typing import Any, Final
 from penstock.core.errors import PenstockWarning, transfer_error
 from penstock.observe.clock import Clock, RealClock
 from penstock.observe.events import RawEvent
-from penstock.observe.records import header_record, line_of, record_of
+from penstock.observe.records import LastWords, header_record, line_of, record_of
 from penstock.observe.totals import StepTotals
 
 MAX_PENDING: Final = 100_000
@@ -36,7 +36,7 @@ _POLL_S: Final = 0.2
 _PATIENCE_S: Final = 10.0
 """How long ``flush`` and ``close`` wait for the disk."""
 
-_Entry = RawEvent | StepTotals | threading.Event
+_Entry = RawEvent | StepTotals | LastWords | threading.Event
 
 
 class EventLog:
@@ -98,6 +98,11 @@ class EventLog:
             self._pending.append(step)
             self._wake.set()
         self._warn_of_failure()
+
+    def conclude(self, last: LastWords) -> None:
+        """Log what a session says of itself at its end. Returns at once."""
+        if self._writing:
+            self._pending.append(last)
 
     def flush(self) -> bool:
         """Wait, ten seconds at most, until all that was appended is with the operating system.

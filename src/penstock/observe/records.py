@@ -12,6 +12,7 @@ Every line has a ``kind``; times are nanoseconds of the recorder's clock, sizes 
 ``step``    ``index``, and the totals of the step: ``t_ns``, ``dur_ns``, ``flows``, ``stalls``,
             ``counters``, ``memory`` (see ``Totals.to_json``)
 ``lost``    ``count``: events left out here because the disk did not keep up
+``summary`` ``summary``: what the session says of itself at its end (see ``Summary.to_json``)
 ``end``     nothing: the log was closed in an orderly way
 =========== ===================================================================================
 """
@@ -21,15 +22,23 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from penstock.core.errors import ConfigError
 from penstock.observe.clock import Clock
 from penstock.observe.events import Event, Level, Mark, RawEvent, Span, typed
-from penstock.observe.totals import StepTotals
+from penstock.observe.totals import StepTotals, step_from_json
 
 SCHEMA: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LastWords:
+    """What a session says of itself at its end, for the log."""
+
+    summary: Mapping[str, Any]
 
 
 def read_log(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
@@ -54,6 +63,16 @@ def read_events(path: str | os.PathLike[str]) -> list[Event]:
     return [event for event in events if event is not None]
 
 
+def step_of(record: Mapping[str, Any], *, where: str) -> StepTotals:
+    """The totals of a line of kind ``step``. Raises ConfigError naming ``where`` if it is damaged."""
+    try:
+        return step_from_json(record)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{where}: a line of kind 'step' is damaged: {type(error).__name__}: {error}"
+        ) from error
+
+
 def header_record(clock: Clock) -> dict[str, Any]:
     """The first line: what the file is, and one moment on both clocks."""
     return {
@@ -65,8 +84,10 @@ def header_record(clock: Clock) -> dict[str, Any]:
     }
 
 
-def record_of(entry: RawEvent | StepTotals) -> dict[str, Any]:
-    """The line of one event, or of the totals of a step."""
+def record_of(entry: RawEvent | StepTotals | LastWords) -> dict[str, Any]:
+    """The line of one event, of the totals of a step, or of the summary."""
+    if isinstance(entry, LastWords):
+        return {"kind": "summary", "summary": dict(entry.summary)}
     if isinstance(entry, StepTotals):
         return {"kind": "step", "index": entry.index, **entry.totals.to_json()}
     event = typed(entry)

@@ -17,8 +17,9 @@ from rich.console import RenderableType
 from penstock.core.errors import ConfigError
 from penstock.observe.counters import MOVED_EARLIER, PLANS, WINDOW_GROWN
 from penstock.observe.events import Stage
+from penstock.observe.foreseen import Foreseen, Prediction, compare
 from penstock.observe.summary_text import render, to_text
-from penstock.observe.totals import Totals
+from penstock.observe.totals import StepTotals, Totals
 
 SCHEMA: Final = 1
 MISSES: Final = "prefetch.missed"
@@ -80,6 +81,8 @@ class RunFacts:
     """What the SSD is rated to have written to it in its life (its TBW), if stated."""
     ssd_tiers: tuple[str, ...] = ("flash",)
     """Tiers whose bytes wear an SSD."""
+    foreseen: Foreseen | None = None
+    """What the plan in force was expected to cost, if that is known."""
     warnings: tuple[str, ...] = ()
 
 
@@ -201,6 +204,8 @@ class Summary:
     """``ssd_written_bytes`` over ``tbw_bytes``; ``None`` where no TBW was stated."""
     steps_to_wear_out: int | None
     """Steps that write a whole TBW at this rate; ``None`` where unknown, or nothing is written."""
+    prediction: Prediction | None
+    """The plan in force, replayed, beside the steps that ran under it; ``None`` before there are any."""
     warnings: tuple[str, ...]
 
     @property
@@ -219,8 +224,13 @@ class Summary:
         return render(self)
 
 
-def summarize(totals: Totals, facts: RunFacts) -> Summary:
+def summarize(totals: Totals, facts: RunFacts, steps: Iterable[StepTotals] = ()) -> Summary:
     """Join what was recorded with what the runtime knows.
+
+    Args:
+        totals: Of the run.
+        facts: What the recorder does not know.
+        steps: Those whose totals are kept one by one; for what was foreseen of a step.
 
     Raises:
         ConfigError: The stated TBW is not positive.
@@ -250,6 +260,7 @@ def summarize(totals: Totals, facts: RunFacts) -> Summary:
         tbw_bytes=facts.tbw_bytes,
         tbw_share=None if facts.tbw_bytes is None else written / facts.tbw_bytes,
         steps_to_wear_out=_steps_to_wear_out(written, facts),
+        prediction=None if facts.foreseen is None else compare(facts.foreseen, steps),
         warnings=facts.warnings,
     )
 

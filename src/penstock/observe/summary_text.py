@@ -19,6 +19,7 @@ from penstock.core.units import format_bandwidth, format_bytes, format_duration
 from penstock.observe.counters import MOVED_EARLIER, PLANS, WINDOW_GROWN
 
 if TYPE_CHECKING:
+    from penstock.observe.foreseen import ComparedLine
     from penstock.observe.summary import MemoryLine, PlaceLine, Summary
 
 NARROWEST: Final = 60
@@ -64,6 +65,7 @@ def render(summary: Summary) -> RenderableType:
         _traffic(summary),
         _codecs(summary),
         _stalls(summary),
+        _prediction(summary),
         _places(summary),
     ):
         if part is not None:
@@ -199,6 +201,27 @@ def _stalls(summary: Summary) -> Table | None:
             percent(line.share),
         )
     return table
+
+
+def _prediction(summary: Summary) -> Table | None:
+    found = summary.prediction
+    if found is None or not found.lines:
+        return None
+    title = f"Predicted against measured, per step, of {_plural(found.steps, 'step')}"
+    table = grid(title, ("", "predicted", "measured", "difference"))
+    for line in found.lines:
+        add_row(
+            table,
+            line.what,
+            _figure(line, line.predicted),
+            _figure(line, line.measured),
+            "-" if line.difference is None else f"{line.difference * 100:+.1f} %",
+        )
+    return table
+
+
+def _figure(line: ComparedLine, value: float) -> str:
+    return format_bytes(value) if line.unit == "bytes" else format_duration(value)
 
 
 def _places(summary: Summary) -> Table | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.observe.events import Stage
 
@@ -128,6 +128,91 @@ class StepTotals:
     index: int
     totals: Totals
     """Of this step alone, ``peak_bytes`` and ``average_bytes`` too."""
+
+
+def step_from_json(record: Mapping[str, Any]) -> StepTotals:
+    """``index``, and what ``Totals.to_json`` gave. Averages are as exact as they were written.
+
+    Raises:
+        KeyError, TypeError, ValueError: It is not that.
+    """
+    start_ns, took_ns = int(record["t_ns"]), int(record["dur_ns"])
+    totals = Totals(
+        start_ns=start_ns,
+        end_ns=start_ns + took_ns,
+        flows=MappingProxyType(
+            {
+                (Stage(one["stage"]), str(one["tier"])): Flow(
+                    count=int(one["count"]), nbytes=int(one["nbytes"]), busy_ns=int(one["busy_ns"])
+                )
+                for one in record["flows"]
+            }
+        ),
+        stalls=MappingProxyType(
+            {
+                cause: Stall(count=int(one["count"]), total_ns=int(one["total_ns"]))
+                for cause, one in record["stalls"].items()
+            }
+        ),
+        counters=MappingProxyType({name: int(n) for name, n in record["counters"].items()}),
+        memory=MappingProxyType(
+            {
+                name: MemoryUse(
+                    current_bytes=int(one["current_bytes"]),
+                    peak_bytes=int(one["peak_bytes"]),
+                    area_byte_ns=int(one["average_bytes"]) * took_ns,
+                    observed_ns=took_ns,
+                )
+                for name, one in record["memory"].items()
+            }
+        ),
+    )
+    return StepTotals(index=int(record["index"]), totals=totals)
+
+
+def summed(steps: Sequence[StepTotals]) -> Totals:
+    """The totals of steps in their order, as if nothing had been in between.
+
+    Raises:
+        ValueError: There is no step.
+    """
+    if not steps:
+        raise ValueError("no step to sum up")
+    flows: dict[tuple[Stage, str], Flow] = {}
+    stalls: dict[str, Stall] = {}
+    counters: dict[str, int] = {}
+    memory: dict[str, MemoryUse] = {}
+    for one in (step.totals for step in steps):
+        for key, flow in one.flows.items():
+            flows[key] = _added(flows.get(key, Flow()), flow)
+        for cause, stall in one.stalls.items():
+            stalls[cause] = _added(stalls.get(cause, Stall()), stall)
+        for name, amount in one.counters.items():
+            counters[name] = counters.get(name, 0) + amount
+        for name, use in one.memory.items():
+            before = memory.get(name, MemoryUse())
+            memory[name] = replace(
+                _added(before, use),
+                current_bytes=use.current_bytes,
+                peak_bytes=max(before.peak_bytes, use.peak_bytes),
+            )
+    return Totals(
+        start_ns=steps[0].totals.start_ns,
+        end_ns=steps[-1].totals.end_ns,
+        flows=MappingProxyType(flows),
+        stalls=MappingProxyType(stalls),
+        counters=MappingProxyType(counters),
+        memory=MappingProxyType(memory),
+    )
+
+
+_Summable = TypeVar("_Summable", Flow, Stall, MemoryUse)
+
+
+def _added(one: _Summable, other: _Summable) -> _Summable:
+    """Field by field."""
+    names = (field.name for field in fields(one))
+    return replace(one, **{name: getattr(one, name) + getattr(other, name) for name in names})
 
 
 def between(start: Totals, end: Totals, peaks: Mapping[str, int]) -> Totals:

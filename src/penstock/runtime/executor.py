@@ -85,7 +85,8 @@ class Executor:
         self._sampler = Sampler()
         self._closed = False
         self._pid = process.this.pid
-        self._pass = Pass(1, self.compute_ns())
+        self._pass = self._new_pass(0)
+        self._pass.end_ns = self._pass.start_ns  # the first one begins with the first save
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -350,7 +351,7 @@ class Executor:
         if record.needed_at_ns is None:
             record.needed_at_ns = self.compute_ns()
             if saved.of_pass.backward_start_ns is None:
-                saved.of_pass.backward_start_ns = record.needed_at_ns
+                saved.of_pass.begin_backward(record.needed_at_ns, self._recorder.clock.now_ns())
         storage = in_memory(saved)
         if storage is not None and saved.storage is None and saved.source() is storage:
             record.held_elsewhere = True  # spilling it has freed nothing (TRAPS rule 18)
@@ -399,7 +400,7 @@ class Executor:
         """One of them is unpacked, the first of its pass or in one that has spilled others."""
         of_pass = kept.of_pass
         if of_pass.backward_start_ns is None:
-            of_pass.backward_start_ns = self.compute_ns()
+            of_pass.begin_backward(self.compute_ns(), self._recorder.clock.now_ns())
         if of_pass.spilled:
             self._prefetch(kept, again=False)
 
@@ -487,8 +488,11 @@ class Executor:
     def _current_pass(self) -> Pass:
         current = self._pass
         if current.end_ns is not None or current.abandoned:
-            self._pass = current = Pass(current.index + 1, self.compute_ns())
+            self._pass = current = self._new_pass(current.index + 1)
         return current
+
+    def _new_pass(self, index: int) -> Pass:
+        return Pass(index, self.compute_ns(), self._recorder.clock.now_ns())
 
     def observed(self, finish: Callable[[int], tuple[Operator, ...]]) -> None:
         """The pass that is about to end was observed; ``finish`` says what has run since it began."""
@@ -509,10 +513,18 @@ class Executor:
             if finished.end_ns is not None or not (finished.saved_count or finished.dropped):
                 return False
             finished.end_ns = self.compute_ns()
+        self._tell(finished)
         planned = self.planner.learn(finished)
         if planned:
             self._mover.trim(self.budget.limit_bytes)
         return planned
+
+    def _tell(self, finished: Pass) -> None:
+        """Spans of its forward and its backward, waits included."""
+        span, end_ns = self._recorder.span, self._recorder.clock.now_ns()
+        middle_ns = finished.backward_began_ns or end_ns
+        span(Stage.FORWARD, finished.began_ns, middle_ns, slot=f"pass {finished.index}")
+        span(Stage.BACKWARD, middle_ns, end_ns, slot=f"pass {finished.index}")
 
     def use_mover(self, mover: Mover) -> None:
         """Move by ``mover`` from now on, which knows the tickets of the one before."""

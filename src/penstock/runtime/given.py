@@ -17,7 +17,7 @@ SUFFIX: Final = ".json"
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Read a plan from a file, as ``penstock plan --json`` writes it, or ``Plan.to_json``.
+    """Read a plan from a file, as ``penstock plan --save-plan FILE.json`` writes it, or ``Plan.to_json``.
 
     Raises:
         ConfigError: It cannot be read.

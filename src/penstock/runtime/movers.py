@@ -34,6 +34,19 @@ CACHE_LINE_BYTES: Final = 64
 """BLAS rounds otherwise where a vector begins elsewhere modulo this."""
 
 
+PAGE_SLACK_SHARE: Final = 8
+"""The part of a small budget that is left for pages that are not full."""
+
+
+def page_slack_bytes(device_bytes: int) -> int:
+    """What a plan for host memory must leave of the budget, because restored storages take whole pages.
+
+    They are taken and given back in order, so that but the first and the last page of what is there are
+    full. A plan that fills the budget to the last byte would have kept storages evicted for these.
+    """
+    return min(2 * HUGE_PAGE_BYTES, device_bytes // PAGE_SLACK_SHARE)
+
+
 class Encoding(NamedTuple):
     """How a storage's bytes are to be made fewer on the way out."""
 

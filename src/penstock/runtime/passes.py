@@ -39,6 +39,8 @@ class Pass:
         start_ns: When it began, in compute time.
         backward_start_ns: When the first of its storages was needed.
         end_ns: When its backward was over.
+        began_ns: When it began, by the recorder's clock.
+        backward_began_ns: When the first of its storages was needed, by the recorder's clock.
         records: What was learnt about each slot, in the order of saving; not about those kept.
         saved_count: Storages above the floor that it has saved.
         ordinals: How many of them each module has saved, by its path.
@@ -55,12 +57,14 @@ class Pass:
         operators: What ran in it, if it was observed.
     """
 
-    def __init__(self, index: int, start_ns: int) -> None:
-        """Begin a pass at ``start_ns`` of compute time."""
+    def __init__(self, index: int, start_ns: int, began_ns: int) -> None:
+        """Begin a pass at ``start_ns`` of compute time, and ``began_ns`` of the clock's."""
         self.index = index
         self.start_ns = start_ns
         self.backward_start_ns: int | None = None
         self.end_ns: int | None = None
+        self.began_ns = began_ns
+        self.backward_began_ns = 0
         self.records: list[SlotRecord] = []
         self.small_bytes = 0
         self.small_count = 0
@@ -80,6 +84,11 @@ class Pass:
         self._here = 0
         self._ahead = 0
         self._position: dict[int, int] = {}
+
+    def begin_backward(self, at_ns: int, clock_ns: int) -> None:
+        """The first of its storages is needed, at these times of compute and of the clock."""
+        self.backward_start_ns = at_ns
+        self.backward_began_ns = clock_ns
 
     def new_key(self, module: str, nbytes: int) -> SlotKey:
         """The identity of the next storage that ``module`` saves."""

@@ -35,6 +35,7 @@ from penstock.core.errors import BudgetError, ConfigError
 from penstock.core.locks import Lock
 from penstock.core.units import format_bytes
 from penstock.observe.counters import MOVED_EARLIER, PLANS, UNKNOWN, WINDOW_GROWN
+from penstock.observe.foreseen import PREDICTION, Foreseen
 from penstock.observe.recorder import Recorder, Stage
 from penstock.plan import policies
 from penstock.plan.groups import Group, groups_of
@@ -44,6 +45,7 @@ from penstock.plan.plan import Action, Decision, Plan
 from penstock.plan.profile import Profile
 from penstock.plan.slots import MatchKey, SlotKey
 from penstock.runtime.feedback import improve
+from penstock.runtime.foresight import foresee
 from penstock.runtime.given import check_slot, check_tiers, note_on_budget
 from penstock.runtime.guesses import Guesses
 from penstock.runtime.passes import INPUT, Pass
@@ -87,6 +89,8 @@ class Planner:
         observing: Whether the pass that begins next is observed; see [Note: observed passes].
         sure: Slots that the plan keeps, as (module path, ordinal, bytes), of those that it has been asked
             for before. Empty while records of all slots are wanted.
+        foreseen: What a replay says of the plan in force; ``None`` before there is one, or where no
+            profile tells enough.
         moves_nothing: Whether nothing will ever be moved: there is a plan, it keeps everything, and
             there is no budget, or no tier, that it could be departed from for.
     """
@@ -133,6 +137,7 @@ class Planner:
         self._kinds: list[Pass] = []
         self._held: set[MatchKey] = set()
         self._next_replan = 0
+        self.foreseen: Foreseen | None = None
         self.moves_nothing = False
         self.wants_samples = False
         self.crowded = False
@@ -171,7 +176,7 @@ class Planner:
             ConfigError: There is no such codec, or it may not be used everywhere.
             BudgetError: The budget has no room for its scratch memory.
         """
-        if self._auto_codec and self._budgets.device_bytes < LEAST_CODEC_BUDGET_BYTES:
+        if self._auto_codec and self._budget.limit_bytes < LEAST_CODEC_BUDGET_BYTES:
             self._do_without_codecs()  # or passes would be sampled for nothing
         name = self._forced_codec
         if not name:
@@ -315,7 +320,16 @@ class Planner:
         unknown = sum(not self._is_known(record) for record in finished.records)
         if unknown:
             self._recorder.count(UNKNOWN, unknown)
+        if finished.index <= FULL_PASSES and not finished.kept_bytes:
+            self._foresee_given(finished)
         self._improve(finished)
+
+    def _foresee_given(self, finished: Pass) -> None:
+        """Replay a given plan on the passes that it has met; each kind is told of once."""
+        assert self.plan is not None
+        if self._place_of_kind(finished) is None:
+            self._remember(finished)
+            self._foresee(self._profile())
 
     def _why_replan(self, finished: Pass) -> str:
         """Why a new plan is to be made of a finished pass; empty if not."""
@@ -340,9 +354,7 @@ class Planner:
         if finished.observed or not (self.plan and self.plan.recomputed):
             self._remember(finished)
         start_ns = self._recorder.clock.now_ns()
-        self.profile = profile_of(
-            self._kinds, device=self._device, held=self._held, unrepeatable=self.unrepeatable
-        )
+        self.profile = self._profile()
         self._adopt(self._make_plan(self.profile))
         self._recorder.span(Stage.PLAN, start_ns, self._recorder.clock.now_ns())
         self._recorder.count(f"{PLANS}.{reason}")
@@ -354,6 +366,20 @@ class Planner:
         self._recorder.mark(
             "replan", plans=self.replans, slots=len(self.profile.slots), reason=reason
         )
+        self._foresee(self.profile)
+
+    def _profile(self) -> Profile:
+        return profile_of(
+            self._kinds, device=self._device, held=self._held, unrepeatable=self.unrepeatable
+        )
+
+    def _foresee(self, profile: Profile) -> None:
+        """Replay the plan that is in force from now on; for the summary and the log."""
+        assert self.plan is not None
+        now_ns = self._recorder.clock.now_ns()
+        self.foreseen = foresee(profile, self.plan, self.machine, since_ns=now_ns)
+        if self.foreseen is not None:
+            self._recorder.mark(PREDICTION, **self.foreseen.to_fields())
 
     def _want_observation(self, index: int) -> None:
         """Whether pass ``index`` is to be observed: only if a plan may be made of what that tells."""
@@ -387,6 +413,8 @@ class Planner:
         self._recorder.mark(
             "read_earlier", triggers=found.moved, window_bytes=found.plan.window_bytes
         )
+        if self.foreseen is not None:
+            self._foresee(self.profile or self._profile())
 
     def _make_plan(self, profile: Profile) -> Plan:
         plan = self._ask(profile)

@@ -19,7 +19,7 @@ from typing import Final
 import torch
 
 from penstock.core.budget import Budget
-from penstock.core.config import OffloadConfig
+from penstock.core.config import UNLIMITED, OffloadConfig
 from penstock.core.errors import BudgetError, ConfigError, free_space_bytes
 from penstock.core.units import GIB, MIB, format_bytes, round_down
 from penstock.io.arena import Arena
@@ -34,7 +34,7 @@ from penstock.runtime.cuda.link import CudaLink, Link
 from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.cuda.pinned import Slab
 from penstock.runtime.encoding.mover import EncodingMover
-from penstock.runtime.movers import CpuMover, Mover
+from penstock.runtime.movers import CpuMover, Mover, page_slack_bytes
 from penstock.runtime.probe import host_memory, measure
 from penstock.tier.base import Tier
 from penstock.tier.flash import FlashTier
@@ -127,6 +127,12 @@ class Stores:
         except BudgetError:
             return 0
         return scratch_bytes
+
+    def plannable_bytes(self, device_bytes: int) -> int:
+        """What of a device budget plans may use; see ``page_slack_bytes``."""
+        if not isinstance(self.mover, CpuMover) or device_bytes >= UNLIMITED:
+            return device_bytes
+        return device_bytes - page_slack_bytes(device_bytes)
 
     def capacity_bytes(self, name: str) -> int:
         """What a tier can hold; 0 if there is none of this name."""

@@ -85,7 +85,7 @@ class Inbound:
         elif not self._budget.try_take(nbytes, RESTORED):
             return None
         try:
-            storage = self._link.empty(nbytes, device)
+            storage = self._link.empty_target(nbytes, device)
         except BaseException as error:
             self._budget.give(nbytes, RESTORED)
             if force or not isinstance(error, torch.OutOfMemoryError):

@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 
+from penstock.runtime.cuda import pools
 from penstock.runtime.cuda.digest import DIGEST_BYTES, digest_of
 
 Stream: TypeAlias = Any
@@ -51,6 +52,9 @@ class Link(Protocol):
     def empty(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         """Device memory, allocated on the current stream. Raises ``torch.OutOfMemoryError``."""
 
+    def empty_target(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        """The same for what comes back and goes again, apart from what stays if that can be had."""
+
     def keep(self, storage: torch.UntypedStorage, stream: Stream) -> None:
         """Once freed, the memory is not used again before ``stream`` has done all it then has to do."""
 
@@ -75,6 +79,10 @@ class Link(Protocol):
 
 class CudaLink:
     """The link to CUDA devices, by way of torch."""
+
+    def __init__(self) -> None:
+        """Targets are allocated from pools of their own, if the knob says so. Raises ConfigError."""
+        self._pools = pools.shared()
 
     def current_stream(self, device: torch.device) -> Stream:
         """``torch.cuda.current_stream``."""
@@ -109,6 +117,12 @@ class CudaLink:
     def empty(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         """From torch's caching allocator, in its pool of the current stream."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+
+    def empty_target(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        """From a pool of its own; see [Note: own pool]."""
+        if self._pools is None:
+            return self.empty(nbytes, device)
+        return self._pools.empty(nbytes, device)
 
     def keep(self, storage: torch.UntypedStorage, stream: Stream) -> None:
         """``record_stream``; nothing happens if it is the stream that the memory is allocated on."""

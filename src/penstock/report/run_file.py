@@ -1,0 +1,230 @@
+"""A run that is over, read again from what it wrote: an event log, or its summary as JSON.
+
+An orderly log ends with the summary. One of a killed process has none: then the totals of the steps that
+had ended are summed up, and what only the session knew (slots, plans, warnings) is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import types
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
+
+from penstock.core.errors import ConfigError
+from penstock.observe import records
+from penstock.observe.counters import SESSION
+from penstock.observe.foreseen import PREDICTION, Foreseen
+from penstock.observe.records import read_log, step_of
+from penstock.observe.summary import SCHEMA, RunFacts, Summary, summarize
+from penstock.observe.totals import StepTotals, summed
+
+T = TypeVar("T")
+LOG: Final = "event log"
+SUMMARY: Final = "summary"
+_WANTED: Final = (
+    "name an event log (`penstock run --event-log FILE`, or event_log=...), or a summary as JSON"
+    " (what `penstock run --json` prints, or Summary.to_json)"
+)
+_GZIP: Final = b"\x1f\x8b"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a file tells of a run."""
+
+    kind: str
+    """``"event log"`` or ``"summary"``."""
+    summary: Summary
+    complete: bool = True
+    """False: the log ends before the session did, and the summary is of the steps that it has."""
+    lost_events: int = 0
+    """Events that the log left out because the disk did not keep up."""
+
+
+def read_run(path: str | os.PathLike[str]) -> Run:
+    """Read it.
+
+    Raises:
+        ConfigError: The file cannot be read, is neither, is of another version, is damaged, or has no
+            step. The message names the file, and the line or the field.
+    """
+    where = os.fspath(path)
+    try:
+        with open(where, "rb") as file:
+            first = file.readline()
+        if first.startswith(_GZIP):
+            raise ConfigError(f"{where} is compressed; is it a trace? {_WANTED}")
+        header = _header(first)
+        if header is not None:
+            return _from_log(where, header)
+        text = Path(where).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where} is no text; {_WANTED}") from error
+    return Run(SUMMARY, _from_document(where, text))
+
+
+def _header(line: bytes) -> dict[str, Any] | None:
+    """The first line, if it is that of an event log."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and found.get("kind") == "header" else None
+
+
+# -- event logs ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Gathered:
+    """What of a log is looked at."""
+
+    steps: list[StepTotals] = field(default_factory=list)
+    session: dict[str, Any] = field(default_factory=dict)
+    foreseen: Foreseen | None = None
+    summary: Summary | None = None
+    lost_events: int = 0
+    ended: bool = False
+
+
+def _from_log(where: str, header: dict[str, Any]) -> Run:
+    if header.get("schema") != records.SCHEMA:
+        raise ConfigError(
+            f"{where} is an event log of schema {header.get('schema')!r}, this Penstock reads"
+            f" {records.SCHEMA}; use the version that wrote it"
+        )
+    found = _Gathered()
+    for number, record in enumerate(read_log(where), start=1):
+        _gather(found, record, f"{where}:{number}")
+    if found.summary is not None:
+        return Run(LOG, found.summary, found.ended, found.lost_events)
+    if not found.steps:
+        raise ConfigError(
+            f"{where} ends before any step did, and without a summary: there is nothing to report"
+        )
+    return Run(LOG, _pieced_together(found, where), False, found.lost_events)
+
+
+def _gather(found: _Gathered, record: dict[str, Any], where: str) -> None:
+    kind = record.get("kind")
+    if kind == "step":
+        found.steps.append(step_of(record, where=where))
+    elif kind == "mark" and record.get("name") == PREDICTION:
+        found.foreseen = Foreseen.from_fields(_object(record, "fields", where), source=where)
+    elif kind == "mark" and record.get("name") == SESSION:
+        found.session = _object(record, "fields", where)
+    elif kind == "summary":
+        found.summary = _summary(_object(record, "summary", where), where)
+    elif kind == "lost":
+        found.lost_events += int(record.get("count", 0))
+    elif kind == "end":
+        found.ended = True
+
+
+def _object(record: dict[str, Any], name: str, where: str) -> dict[str, Any]:
+    value = record.get(name)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: field {name!r} is {value!r}, not an object")
+    return value
+
+
+def _pieced_together(found: _Gathered, where: str) -> Summary:
+    known, foreseen = found.session, found.foreseen
+    facts = _decode(
+        RunFacts,
+        {
+            "policy": known.get("policy", "unknown"),
+            "device": known.get("device", "unknown"),
+            **{
+                name: known.get(name) for name in ("budget_bytes", "host_budget_bytes", "tbw_bytes")
+            },
+            "steps": len(found.steps),
+            "saved_bytes_per_step": 0 if foreseen is None else foreseen.saved_bytes,
+        },
+        f"{where}: mark {SESSION!r}",
+    )
+    facts = dataclasses.replace(facts, foreseen=foreseen)
+    return summarize(summed(found.steps), facts, found.steps)
+
+
+# -- documents ----------------------------------------------------------------------------------------
+
+
+def _from_document(where: str, text: str) -> Summary:
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"{where} is no event log, and no whole JSON document ({error}); {_WANTED}"
+        ) from error
+    if isinstance(data, dict) and "traceEvents" in data:
+        raise ConfigError(f"{where} is a trace for Perfetto, which has no totals; {_WANTED}")
+    if isinstance(data, dict) and "penstock" in data:
+        raise ConfigError(f"{where} is a {data['penstock']}, not a run; {_WANTED}")
+    if not isinstance(data, dict) or not data.keys() & {"summary", "policy"}:
+        raise ConfigError(f"{where} is neither an event log nor a summary; {_WANTED}")
+    if "summary" not in data:
+        return _summary(data, where)
+    _check_schema(data, 1, where)
+    if data["summary"] is None:
+        raise ConfigError(
+            f"{where}: the script did not import torch, so there is nothing to report"
+        )
+    return _summary(_object(data, "summary", where), where)
+
+
+def _summary(data: dict[str, Any], where: str) -> Summary:
+    _check_schema(data, SCHEMA, where)
+    return _decode(Summary, {k: v for k, v in data.items() if k != "schema"}, f"{where}: summary")
+
+
+def _check_schema(data: dict[str, Any], schema: int, where: str) -> None:
+    if data.get("schema") != schema:
+        raise ConfigError(
+            f"{where}: field 'schema' is {data.get('schema')!r}, this Penstock reads {schema}; use the"
+            " version that wrote it"
+        )
+
+
+def _decode(cls: type[T], data: dict[str, Any], where: str) -> T:
+    """A frozen dataclass from what ``dataclasses.asdict`` made of it; fields with defaults may lack."""
+    hints = get_type_hints(cls)
+    values = {}
+    for each in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if each.name in data:
+            place = f"{where}: field {each.name!r}"
+            values[each.name] = _value(hints[each.name], data[each.name], place)
+        elif each.default is dataclasses.MISSING:
+            raise ConfigError(
+                f"{where}: field {each.name!r} is missing; was it written by another version of"
+                " Penstock?"
+            )
+    unknown = sorted(data.keys() - hints.keys())
+    if unknown:
+        raise ConfigError(
+            f"{where}: unknown field {unknown[0]!r}; was it written by another version of Penstock?"
+        )
+    return cls(**values)
+
+
+def _value(kind: Any, data: Any, where: str) -> Any:
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (types.UnionType,):
+        return None if data is None else _value(args[0], data, where)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(data, dict):
+        return _decode(kind, data, where)
+    if origin is tuple and isinstance(data, list):
+        return tuple(_value(args[0], each, f"{where}[{i}]") for i, each in enumerate(data))
+    if origin is dict and isinstance(data, dict):
+        return {key: _value(args[1], each, f"{where}[{key!r}]") for key, each in data.items()}
+    if kind is float and type(data) is int:
+        return float(data)
+    if not isinstance(kind, type) or type(data) is not kind:
+        raise ConfigError(f"{where} is {data!r}, not {getattr(kind, '__name__', kind)}")
+    return data

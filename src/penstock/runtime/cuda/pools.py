@@ -1,0 +1,89 @@
+"""A pool of device memory of its own for what comes and goes: the targets of reads.
+
+They are taken and given back all through backward, amid gradients that stay: from one pool, what they
+leave are holes. From a pool of their own the holes are each other's size, step after step.
+
+[Note: own pool]
+    Torch's allocator gives a pool's memory to nobody else while the pool lives. So this is done only
+    where a pool can be told to lend (``use_on_oom``, from torch 2.9 on): what is idle in it is then used
+    before torch would say that it is out of memory. The other way round the pool cannot ask for idle
+    memory of torch's own, so what it has no room for is allocated there. A pool that was deleted made
+    some versions fail when they were out of memory (pytorch #169699): those here live as long as the
+    process, one for each device, and sessions share them. While a CUDA graph is being captured its pool
+    is the one in force, and stays that.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from penstock.core import knobs
+from penstock.core.errors import ConfigError
+from penstock.core.locks import Lock
+
+
+class Pools:
+    """One pool for each device, made when first needed. Thread-safe."""
+
+    def __init__(self, cuda: Any = torch.cuda) -> None:
+        """Make none yet.
+
+        Args:
+            cuda: ``torch.cuda``, or what a test puts in its place.
+        """
+        self._cuda = cuda
+        self._lock = Lock()
+        self._pools: dict[int, Any] = {}
+
+    @property
+    def supported(self) -> bool:
+        """Whether this torch has pools that lend; see [Note: own pool]."""
+        pool = getattr(self._cuda, "MemPool", None)
+        if pool is None or not hasattr(self._cuda, "use_mem_pool"):
+            return False
+        return "use_on_oom" in inspect.signature(pool.__init__).parameters
+
+    def empty(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        """Device memory from the pool, or torch's own if there is no room. Raises OutOfMemoryError."""
+        if not self._cuda.is_current_stream_capturing():
+            index = self._cuda.current_device() if device.index is None else device.index
+            try:
+                # two threads must not route allocations to one pool at the same time
+                with self._lock, self._cuda.use_mem_pool(self._pool(index), device=index):
+                    return _empty(nbytes, device)
+            except torch.OutOfMemoryError:
+                pass
+        return _empty(nbytes, device)
+
+    def _pool(self, index: int) -> Any:
+        pool = self._pools.get(index)
+        if pool is None:
+            with self._cuda.device(index):
+                pool = self._pools[index] = self._cuda.MemPool(use_on_oom=True)
+        return pool
+
+
+_shared = Pools()
+
+
+def shared() -> Pools | None:
+    """The pools of this process; None: the knob says that there are none.
+
+    Raises:
+        ConfigError: They are asked for, and this torch does not have them.
+    """
+    if knobs.own_pool() == "off":
+        return None
+    if not _shared.supported:
+        raise ConfigError(
+            "PENSTOCK_OWN_POOL=on: this torch has no memory pools that lend what is idle (torch 2.9 has);"
+            " unset it, or install a newer torch"
+        )
+    return _shared
+
+
+def _empty(nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()

@@ -1,0 +1,66 @@
+"""``penstock report``: one document or tables, and what its exit code says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from penstock.cli import main
+from penstock.observe.clock import ManualClock
+from penstock.observe.events import Stage
+from penstock.observe.log import EventLog
+from penstock.observe.recorder import Recorder
+from penstock.observe.records import LastWords
+from penstock.observe.summary import RunFacts, summarize
+
+
+@pytest.fixture(params=["whole", "cut"])
+def log(request, tmp_path):
+    """A log, and whether it is whole."""
+    path = tmp_path / "events.jsonl"
+    with EventLog(path) as log:
+        clock = ManualClock()
+        recorder = Recorder(clock=clock, log=log)
+        recorder.begin_step(0)
+        recorder.span(Stage.WRITE, 0, 1000, nbytes=4096, tier="flash")
+        clock.advance(10**9)
+        recorder.end_step()
+        facts = RunFacts(policy="auto", device="cpu", budget_bytes=None, steps=1)
+        if request.param == "whole":
+            log.conclude(LastWords(summarize(recorder.snapshot(), facts).to_json()))
+    return path, request.param == "whole"
+
+
+def test_tables_and_the_exit_code(log, capsys):
+    path, whole = log
+    assert main(["report", str(path)]) == (0 if whole else 1)
+    out, err = capsys.readouterr()
+    assert "1 step in 1.00 s" in out
+    assert "Traffic" in out
+    assert "no prediction" in out
+    if whole:
+        assert not err
+    else:
+        assert err.startswith("penstock: error: ")
+        assert "of the 1 steps that it has" in err
+
+
+def test_one_document(log, capsys):
+    path, whole = log
+    main(["report", str(path), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["schema"], found["source"], found["complete"]) == (1, "event log", whole)
+    assert found["summary"]["steps"] == 1
+    assert found["summary"]["flows"][0]["nbytes"] == 4096
+
+
+def test_what_is_no_run_is_told_in_one_line(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    path.write_text('{"penstock": "plan"}')
+    assert main(["report", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith("penstock: error: ")
+    assert err.count("\n") == 1
+    assert str(path) in err

@@ -1,0 +1,128 @@
+"""Pools of their own for what comes and goes: on a simulated device, and on what stands for torch."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from cuda_rig import Rig
+from simulated_device import DEVICE
+
+from penstock.core.errors import ConfigError
+from penstock.core.units import KIB
+from penstock.runtime.cuda import pools
+from penstock.runtime.cuda.pools import Pools
+
+
+def test_what_comes_back_takes_no_hole_of_what_stays_and_finds_its_own_again():
+    rig = Rig()
+    ticket = rig.spill(1, 8 * KIB)
+    rig.settle()
+    holes = [rig.link.empty(8 * KIB, DEVICE) for _ in range(3)]
+    addresses = {each.data_ptr() for each in holes}
+    del holes
+    first = rig.restored(ticket)
+    assert first.data_ptr() not in addresses
+    before = first.data_ptr()
+    del first
+    rig.settle()
+    assert rig.link.empty(8 * KIB, DEVICE).data_ptr() != before
+    again = rig.restored(ticket)
+    assert again.data_ptr() == before
+    del again
+    rig.settle()
+    rig.mover.discard(rig.flash, ticket)
+    rig.close()
+
+
+class Cuda:
+    """Of ``torch.cuda`` what pools need; knows which pool is in force."""
+
+    def __init__(self, *, full=()):
+        self.made, self.used, self.inside = [], [], None
+        self.capturing = False
+        self.full = full
+
+        class MemPool:
+            def __init__(pool, allocator=None, use_on_oom=False, no_split=False):
+                self.made.append((pool, use_on_oom))
+
+        self.MemPool = MemPool
+
+    def is_current_stream_capturing(self):
+        return self.capturing
+
+    def current_device(self):
+        return 0
+
+    @contextmanager
+    def device(self, index):
+        yield
+
+    @contextmanager
+    def use_mem_pool(self, pool, device):
+        assert self.inside is None, "two at the same time"
+        self.inside = pool
+        self.used.append((pool, device))
+        try:
+            yield
+        finally:
+            self.inside = None
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    found = Cuda()
+
+    def empty(nbytes, device):
+        if (found.inside is None) in found.full:
+            raise torch.OutOfMemoryError("simulated")
+        return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+
+    monkeypatch.setattr(pools, "_empty", empty)
+    return found
+
+
+def test_every_device_has_one_pool_that_lends(cuda):
+    own = Pools(cuda)
+    assert own.supported
+    for name in ("cuda", "cuda:0", "cuda:1"):
+        assert own.empty(100, torch.device(name)).nbytes() == 100
+    assert [lends for _, lends in cuda.made] == [True, True]
+    assert [index for _, index in cuda.used] == [0, 0, 1]
+    assert cuda.used[0][0] is cuda.used[1][0] is not cuda.used[2][0]
+
+
+def test_what_the_pool_has_no_room_for_is_torchs_own(cuda):
+    own = Pools(cuda)
+    cuda.full = (False,)
+    assert own.empty(100, torch.device("cuda")).nbytes() == 100
+    cuda.full = (False, True)
+    with pytest.raises(torch.OutOfMemoryError):
+        own.empty(100, torch.device("cuda"))
+    assert cuda.inside is None
+
+
+def test_a_graph_that_is_captured_keeps_its_pool(cuda):
+    cuda.capturing = True
+    Pools(cuda).empty(100, torch.device("cuda"))
+    assert not cuda.used
+
+
+def test_a_torch_without_pools_that_lend_is_refused_by_name(cuda, monkeypatch):
+    class Older:
+        def __init__(self, allocator=None):
+            pass
+
+    monkeypatch.setattr(pools, "_shared", Pools(cuda))
+    monkeypatch.delenv("PENSTOCK_OWN_POOL", raising=False)
+    assert pools.shared() is None
+    monkeypatch.setenv("PENSTOCK_OWN_POOL", "on")
+    assert pools.shared() is pools._shared
+    cuda.MemPool = Older
+    with pytest.raises(ConfigError, match=r"PENSTOCK_OWN_POOL=on.*2\.9"):
+        pools.shared()
+    del cuda.MemPool
+    with pytest.raises(ConfigError, match="PENSTOCK_OWN_POOL"):
+        pools.shared()

@@ -1,0 +1,38 @@
+"""Restored storages take whole pages: a session plans with less than its budget, for those not full."""
+
+import pytest
+import torch
+
+from penstock.core.units import GIB, MIB
+from penstock.runtime.movers import page_slack_bytes
+
+
+@pytest.mark.parametrize(("budget", "slack"), [(8 * MIB, MIB), (64 * MIB, 4 * MIB), (GIB, 4 * MIB)])
+def test_a_session_plans_with_two_pages_less_than_its_budget(session_for, budget, slack):
+    net = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
+    with session_for(net, policy="auto", device_memory=budget) as session:
+        net(torch.randn(64, 256)).sum().backward()
+        assert session.plan.budgets.device_bytes == budget - slack
+        assert session.budget.limit_bytes == budget
+
+
+def test_a_plan_that_was_given_is_followed_as_it_is(session_for, tmp_path):
+    net = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
+    with session_for(net, policy="auto", device_memory=8 * MIB) as session:
+        net(torch.randn(64, 256)).sum().backward()
+        plan = session.plan
+    path = tmp_path / "plan.json"
+    path.write_text(plan.to_json())
+    with session_for(net, policy=str(path), device_memory=plan.budgets.device_bytes) as session:
+        net(torch.randn(64, 256)).sum().backward()
+        assert session.plan == plan
+        assert not session.summary().warnings
+        assert session.summary().prediction is None  # no step has ended
+        session.step()
+        net(torch.randn(64, 256)).sum().backward()
+        session.step()
+        assert session.summary().prediction.steps == 1
+
+
+def test_without_a_budget_nothing_is_left():
+    assert page_slack_bytes(0) == 0
