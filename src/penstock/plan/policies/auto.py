@@ -3,10 +3,11 @@
 1. Everything fits: everything stays.
 2. The choices of all other policies are replayed, and the best is taken: those that fit before those
    that do not, then by step time, then by the bytes that are moved. So none is better on paper. If a step
-   takes no longer than with memory without end, that is the plan: so ``ranked`` often is at once.
-3. Recompute and offload are mixed: for each size of segments, of those modules that free most for each
-   second of running them again, none, a few, more, all; and what must still be offloaded is, by rank
-   or by lifetime, to one tier after the other or to both.
+   takes no longer than with memory without end, that is the plan: so ``ranked`` often is at once. One
+   that cannot be better, by what bounds its step, is not replayed.
+3. Recompute and offload are mixed (:mod:`penstock.plan.mixing`): sets of modules, those first that allow
+   the shortest step at best; and what must still be offloaded is, by rank or by lifetime, to one tier
+   after the other or to both. Then sets with one module more or less than the best.
 4. The best of these, and then the next best, are changed slot by slot, module by module: kept, to host
    memory, to flash, recomputed, two exchanged, encoded or not, read back later, as long as the step
    becomes shorter.
@@ -17,14 +18,16 @@ some thousand slots; of larger ones the last of its policies may not have been r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 from penstock.plan.assemble import assemble
 from penstock.plan.case import Case, Choice
 from penstock.plan.machine import Budgets, Machine
+from penstock.plan.mixing import Mixing
 from penstock.plan.placement import place
 from penstock.plan.plan import Plan
+from penstock.plan.policies import all as everything
 from penstock.plan.policies import (
     flashneuron,
     lifetime,
@@ -50,18 +53,26 @@ def _keep(case: Case) -> Choice:
     return case.fitted([""] * len(case.groups)).offload({})
 
 
+_FOR_SETS: Final = 0.5
+"""Up to what share of the work sets of modules are looked at."""
+_FOR_NEIGHBOURS: Final = 0.8
+"""And up to what share those next to the best."""
+
 OTHERS: Final[tuple[Callable[[Case], Choice], ...]] = (
     ranked.choose,
     lifetime.choose,
     flashneuron.choose,
+    _all,
     vdnn_dyn.choose,
     vdnn_all.choose,
-    _all,
     recompute.choose,
     vdnn_conv.choose,
     _keep,
+    everything.choose,
 )
 """The other policies, those that are most often the best first."""
+_QUICK: Final = 4
+"""The first of them know how good they are at best before one is replayed, for they choose quickly."""
 
 
 def auto(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
@@ -76,28 +87,28 @@ def auto(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
 def choose(case: Case) -> Choice:
     """Its choice of a case in which not everything fits."""
     search = Search(case)
-    search.look(choose_one(case) for choose_one in OTHERS)
+    search.look_first(choose_one(case) for choose_one in OTHERS[:_QUICK])
     if not search.done:
-        search.explore(mixed(case))
+        search.look(choose_one(case) for choose_one in OTHERS[_QUICK:])
+    if not search.done:
+        mix(case, search)
         search.descend()
     return search.best
 
 
-def mixed(case: Case) -> Iterator[Choice]:
-    """Recompute some, offload what must still go."""
-    case = case.fitted()
-    orders = (ranked.rank(case), lifetime.rank(case))
-    for recomputed in _sets(case):
-        for order in orders:
-            count = ranked.enough(case, order, recomputed)
-            yield lifetime.spread(case, order[:count], recomputed)
-            yield ranked.offload_first(case, order[:count], recomputed)
-
-
-def _sets(case: Case) -> Iterator[tuple[str, ...]]:
-    yield ()
-    for limit in recompute.sizes(case):
-        order = recompute.by_worth(case.recomputing.antichain(limit))
-        counts = {len(order) * part // 8 for part in (1, 2, 4, 6, 8)} - {0}
-        for count in sorted(counts):
-            yield tuple(sorted(order[:count]))
+def mix(case: Case, search: Search) -> None:
+    """Recompute some, offload what must still go: sets of modules, and then what is next to the best."""
+    mixing = Mixing(case)
+    for recomputed in mixing.sets():
+        if search.done or search.spent(_FOR_SETS):
+            break
+        if mixing.least_ns(recomputed) < search.best_wait_ns:
+            search.explore(mixing.choices(recomputed))
+    tried: set[tuple[str, ...]] = set()
+    while not search.done and not search.spent(_FOR_NEIGHBOURS):
+        near = mixing.neighbours(search.best.recomputed, search.best_wait_ns)
+        recomputed = next((each for each in near if each not in tried), None)
+        if recomputed is None:
+            break
+        tried.add(recomputed)
+        search.explore(mixing.choices(recomputed))
