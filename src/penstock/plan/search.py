@@ -87,7 +87,7 @@ class Search:
         """Look at these, those that promise most first, until ``done``."""
         if not self._bounded:
             return self.look(choices)
-        waiting = []
+        waiting: list[tuple[int, int, Choice]] = []
         for choice in choices:
             least_ns = least_step_ns(self._case, choice)
             if least_ns == self._ideal_ns:

@@ -107,8 +107,8 @@ def mix(case: Case, search: Search) -> None:
     tried: set[tuple[str, ...]] = set()
     while not search.done and not search.spent(_FOR_NEIGHBOURS):
         near = mixing.neighbours(search.best.recomputed, search.best_wait_ns)
-        recomputed = next((each for each in near if each not in tried), None)
-        if recomputed is None:
+        untried = [each for each in near if each not in tried]
+        if not untried:
             break
-        tried.add(recomputed)
-        search.explore(mixing.choices(recomputed))
+        tried.add(untried[0])
+        search.explore(mixing.choices(untried[0]))

@@ -79,8 +79,8 @@ def paced(case: Case, chosen: Sequence[int], recomputed: tuple[str, ...] = ()) -
     """
     dropped = case.dropped(case.offload({}, recomputed))
     gone = [g for g in sorted(chosen) if g not in dropped]
-    low_s, high_s = 0.0, sum(case.groups[g].key.nbytes for g in gone)
-    high_s /= case.machine.flash_write_bytes_per_s
+    nbytes = sum(case.groups[g].key.nbytes for g in gone)
+    low_s, high_s = 0.0, nbytes / case.machine.flash_write_bytes_per_s
     for _ in range(_HALVES):
         middle_s = (low_s + high_s) / 2
         if _paced(case, gone, middle_s)[1]:
