@@ -1,38 +1,20 @@
 """``auto`` against every other policy, and against every choice there is."""
 
-import itertools
 import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_profiles import COMPUTE, MB, machines, network, networks, profiles
+from plan_choices import every_choice, real_machines, small_problem
+from plan_profiles import MB, machines, networks, profiles
 
-from penstock.plan import Budgets, Machine, policies
+from penstock.plan import Budgets, policies
 from penstock.plan.assemble import draft
-from penstock.plan.case import Case, Choice
+from penstock.plan.case import Case
 from penstock.plan.check import peak_bytes
 from penstock.plan.replay import replay
 
 AMPLE = 10**12
 auto = policies.get("auto")
-
-
-@st.composite
-def real_machines(draw):
-    """Speeds at which there is something to decide: about as fast as the networks, or not."""
-    speed = st.floats(2e8, 1e10)
-    return Machine(
-        "any",
-        draw(speed),
-        draw(speed),
-        draw(st.sampled_from([0.0, 1e-4])),
-        draw(speed),
-        draw(speed),
-        flash_shared=draw(st.booleans()),
-        flash_over_link=draw(st.booleans()),
-        interference=draw(st.sampled_from([0.0, 0.1])),
-        compute=draw(st.sampled_from([None, COMPUTE])),
-    )
 
 
 def replayed(profile, machine, budgets):
@@ -76,30 +58,6 @@ def test_no_policy_is_better_on_any_profile(profile, machine, device, host, flas
     assert_none_is_better(profile, machine, Budgets(device, host, flash))
 
 
-def antichains(case):
-    """Every set of modules none of which is inside another."""
-    paths = sorted(case.recomputing.modules)
-    for k in range(len(paths) + 1):
-        for chosen in itertools.combinations(paths, k):
-            if not any(b.startswith(a + ".") for a in chosen for b in chosen):
-                yield chosen
-
-
-def every_choice(case):
-    """Keep, host, flash or recompute for every slot, as far as there is room."""
-    rooms = {"host": case.budgets.host_bytes, "flash": case.budgets.flash_bytes}
-    places = ["", *(tier for tier, room in rooms.items() if room)]
-    for recomputed in antichains(case):
-        dropped = case.dropped(case.offload({}, recomputed))
-        options = [[""] if g in dropped else places for g in case.indices]
-        for tiers in itertools.product(*options):
-            used = dict.fromkeys(("", "host", "flash"), 0)
-            for group, tier in zip(case.groups, tiers, strict=True):
-                used[tier] += group.nbytes
-            if all(used[tier] <= room for tier, room in rooms.items()):
-                yield Choice(tiers, recomputed)
-
-
 def least_ns(case):
     """The shortest step of any choice that fits; None if none does."""
     steps = [
@@ -138,21 +96,3 @@ def test_auto_is_nearly_always_the_best_of_all_choices():
     assert min(gaps) > -1e-9
     assert sum(gap < 1e-9 for gap in gaps) >= EXACT * len(gaps)
     assert max(gaps) < 0.15
-
-
-def small_problem(rng):
-    sizes = [rng.randint(1, 40) for _ in range(rng.randint(3, 5))]
-    profile = network(sizes, step_ms=rng.choice([1, 5, 20]), width=rng.randint(1, 4))
-    speeds = [10 ** rng.uniform(8.3, 10) for _ in range(4)]
-    machine = Machine(
-        "any",
-        *speeds[:2],
-        rng.choice([0.0, 1e-4]),
-        *speeds[2:],
-        flash_shared=rng.random() < 0.3,
-        flash_over_link=rng.random() < 0.3,
-        interference=rng.choice([0.0, 0.1]),
-    )
-    saved = profile.saved_bytes
-    host, flash = rng.choice([0, int(0.3 * saved), AMPLE]), rng.choice([saved // 2, AMPLE])
-    return profile, machine, Budgets(int(rng.uniform(0.2, 0.95) * saved), host, flash)

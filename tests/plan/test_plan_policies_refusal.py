@@ -1,11 +1,12 @@
 """What a policy says that cannot keep a budget, and what becomes of a plan of another profile."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_profiles import MACHINE, MB, network, networks, stack
+from plan_profiles import COMPUTE, MACHINE, MB, network, networks, stack
 
 from penstock.core.errors import PlanError
 from penstock.plan import Budgets, policies
@@ -51,6 +52,17 @@ def test_the_least_budget_does_and_is_what_the_note_says(profile, name, host):
     if not short.feasible:
         (said,) = re.findall(r"give at least (\d+) bytes", " ".join(short.notes))
         assert int(said) == least
+
+
+@settings(max_examples=40, deadline=None)
+@given(networks(max_layers=8), st.floats(0.05, 0.9))
+def test_the_least_that_recompute_names_does_with_convolutions_too(profile, share):
+    machine = replace(MACHINE, compute=COMPUTE)
+    policy = policies.get("recompute")
+    plan = policy(profile, machine, Budgets(int(share * profile.peak_saved_bytes)))
+    if not plan.feasible:
+        (said,) = re.findall(r"give at least (\d+) bytes", " ".join(plan.notes))
+        assert policy(profile, machine, Budgets(int(said))).feasible
 
 
 def test_a_network_that_saves_nothing_needs_nothing():

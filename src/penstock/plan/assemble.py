@@ -36,7 +36,7 @@ def assemble(
         notes: Put before those that are made here.
     """
     case = case.leaning(choice.lean)
-    samples = _samples(case, choice)
+    samples = samples_of(case, choice)
     modules = {path: case.recomputing.modules[path] for path in choice.recomputed}
     makers = {g: module for module in modules.values() for g in module.groups}
     reasons = []
@@ -68,7 +68,7 @@ def assemble(
 def draft(case: Case, choice: Choice) -> Plan:
     """The same plan without reasons and notes: quickly made, to be replayed."""
     case = case.leaning(choice.lean)
-    samples = _samples(case, choice)
+    samples = samples_of(case, choice)
     return _plan(case, choice, samples, [""] * len(case.groups))
 
 
@@ -121,7 +121,7 @@ def _decisions(
     return tuple(found)
 
 
-def _samples(case: Case, choice: Choice) -> Mapping[int, CodecSample]:
+def samples_of(case: Case, choice: Choice) -> Mapping[int, CodecSample]:
     """How groups are encoded, by group."""
     if choice.samples is not None:
         return packed(case.groups, choice.tiers, choice.samples, case.budgets)

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
+
+from penstock.plan.arrays import Integers
 from penstock.plan.convolution import Limits, leanest, stepped_down, with_algorithms
 from penstock.plan.encoding import best
 from penstock.plan.groups import Group, groups_of, need_order
@@ -13,7 +16,7 @@ from penstock.plan.layers import Layer, layers_of
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.profile import CodecSample, Profile
 from penstock.plan.recomputing import Recomputing
-from penstock.plan.residency import OFFLOADED, RECOMPUTED, Mask, Residency, Segment, residency
+from penstock.plan.residency import RECOMPUTED, Mask, Residency, Segment, residency
 from penstock.plan.slots import SlotKey
 
 
@@ -154,15 +157,17 @@ class Case:
 
     def mask(self, choice: Choice) -> Mask:
         """What becomes of each slot of the profile."""
-        mask = bytearray(len(self.profile.slots))
-        for group, tier in zip(self.groups, choice.tiers, strict=True):
-            if tier:
-                for i in group.indices:
-                    mask[i] = OFFLOADED
-        for g in self.dropped(choice):
-            for i in self.groups[g].indices:
-                mask[i] = RECOMPUTED
-        return mask
+        fates = np.fromiter(map(bool, choice.tiers), np.uint8, len(self.groups))  # OFFLOADED is 1
+        fates[list(self.dropped(choice))] = RECOMPUTED
+        return bytearray(fates[self.group_of].tobytes())
+
+    @cached_property
+    def group_of(self) -> Integers:
+        """By slot of the profile, the group that it is in."""
+        found = np.empty(len(self.profile.slots), np.int64)
+        for g, group in enumerate(self.groups):
+            found[list(group.indices)] = g
+        return found
 
     def segments(self, choice: Choice) -> tuple[Segment, ...]:
         """What is recomputed together."""

@@ -10,6 +10,7 @@ from penstock.plan.check import peak_bytes
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
+from penstock.plan.replay import replay
 
 _ROUNDS: Final = 8
 """With more memory a policy may choose otherwise, and need a little more again; hardly ever twice."""
@@ -21,7 +22,7 @@ def least_budget(
     budgets: Budgets,
     policy: Callable[[Profile, Machine, Budgets], Plan],
 ) -> int | None:
-    """The least device bytes that are known to do for ``policy``.
+    """The least device bytes that are known to do for ``policy``, none below the budget's.
 
     A policy that cannot keep a budget goes as far as it can: what that would have needed, after all, is
     given to it, until it does.
@@ -29,16 +30,18 @@ def least_budget(
     Args:
         profile: What the step saves.
         machine: What it runs on.
-        budgets: The tiers; the device's is not looked at.
+        budgets: The tiers; and the device bytes to begin with.
         policy: One of :mod:`penstock.plan.policies`.
 
     Returns:
-        A budget that the policy's plan keeps; None if none was found.
+        A budget that the policy's plan keeps; None if none was found, as where a tier is too small.
     """
-    device_bytes = 0
     for _ in range(_ROUNDS):
-        plan = policy(profile, machine, replace(budgets, device_bytes=device_bytes))
-        if plan.feasible:
-            return device_bytes
-        device_bytes = max(device_bytes + 1, peak_bytes(profile, plan, machine))
+        plan = policy(profile, machine, budgets)
+        if plan.feasible and replay(profile, plan, machine).feasible:
+            return budgets.device_bytes
+        needed = peak_bytes(profile, plan, machine)
+        if needed <= budgets.device_bytes:  # it is not the device's memory that is too small
+            return None
+        budgets = replace(budgets, device_bytes=needed)
     return None

@@ -15,6 +15,7 @@ from typing import Final
 
 from penstock.core.errors import PlanError
 from penstock.plan import serial
+from penstock.plan.arrays import StepArrays, step_arrays
 from penstock.plan.operators import Operator
 from penstock.plan.slots import MatchKey, SlotKey
 
@@ -183,6 +184,29 @@ class Profile:
         found = [step for one in self.passes for step in self._steps_of(one)]
         found.sort(key=lambda step: step[0])  # stable: what a pass does at one time stays in order
         return tuple(found)
+
+    @cached_property
+    def arrays(self) -> StepArrays:
+        """The same as arrays."""
+        return step_arrays(
+            self.steps,
+            [slot.key.nbytes for slot in self.slots],
+            [slot.needed_at_ns is not None for slot in self.slots],
+            self.small_beside,
+        )
+
+    @property
+    def axis_ns(self) -> tuple[int, int]:
+        """When the step begins and ends, as far as is known."""
+        begins = [one.start_ns for one in self.passes]
+        ends = [one.end_ns for one in self.passes]
+        if self.steps:
+            begins.append(self.steps[0][0])
+            ends.append(self.steps[-1][0])
+        if self.operators:
+            begins.append(self.operators[0].start_ns)
+            ends.append(self.operators[-1].end_ns)
+        return min(begins, default=0), max(ends, default=0)
 
     @cached_property
     def peak_saved_bytes(self) -> int:

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Final
@@ -67,6 +67,7 @@ class Recomputing:
     def __init__(self, profile: Profile, groups: Sequence[Group]) -> None:
         self._profile = profile
         self._groups = groups
+        self._known_segments: dict[str, tuple[Segment, ...]] = {}
 
     @cached_property
     def consumers(self) -> tuple[Operator | None, ...]:
@@ -99,7 +100,7 @@ class Recomputing:
             for module in self._makers(group):
                 made.setdefault(module, []).append(g)
         return {
-            path: Module(path, tuple(groups), self._bytes(groups), self._forward_ns[path])
+            path: Module(path, tuple(groups), self._bytes(groups), self._all_forwards_ns(path))
             for path, groups in made.items()
             if path in self._inputs
             and path not in self._profile.unrepeatable
@@ -125,16 +126,24 @@ class Recomputing:
                 found.setdefault(module, []).append(i)
         return found
 
+    def forward_ns(self, path: str, pass_index: int) -> int:
+        """What running a module again takes, in one pass."""
+        return self._forward_ns.get((path, pass_index), 0)
+
+    def _all_forwards_ns(self, path: str) -> int:
+        return sum(self.forward_ns(path, one.index) for one in self._profile.passes)
+
     @cached_property
-    def _forward_ns(self) -> dict[str, int]:
-        own: dict[str, int] = {}
+    def _forward_ns(self) -> dict[tuple[str, int], int]:
+        own: dict[tuple[str, int], int] = {}
         for operator in self._profile.operators:
             if not operator.backward:
-                own[operator.module] = own.get(operator.module, 0) + operator.took_ns
-        total: dict[str, int] = {}
-        for path, took_ns in own.items():
+                key = operator.module, operator.pass_index
+                own[key] = own.get(key, 0) + operator.took_ns
+        total: dict[tuple[str, int], int] = {}
+        for (path, index), took_ns in own.items():
             for module in ancestors(path):
-                total[module] = total.get(module, 0) + took_ns
+                total[module, index] = total.get((module, index), 0) + took_ns
         return total
 
     def _makers(self, group: Group) -> Iterable[str]:
@@ -158,18 +167,26 @@ class Recomputing:
 
     def segments(self, recomputed: Iterable[str]) -> tuple[Segment, ...]:
         """What comes back together: each of these modules, in each pass."""
-        found: list[Segment] = []
+        return tuple(segment for path in recomputed for segment in self._segments_of(path))
+
+    def _segments_of(self, path: str) -> tuple[Segment, ...]:
+        known = self._known_segments.get(path)
+        if known is None:
+            known = self._known_segments[path] = tuple(self._made_segments(path))
+        return known
+
+    def _made_segments(self, path: str) -> Iterator[Segment]:
         slots = self._profile.slots
-        for path in recomputed:
-            made: dict[int, list[int]] = {}
-            for i in (i for g in self.modules[path].groups for i in self._groups[g].indices):
-                made.setdefault(slots[i].pass_index, []).append(i)
-            for index, mine in made.items():
-                again = tuple(i for i in mine if slots[i].needed_at_ns is not None)
-                drops = tuple((self._drop_place(path, i, frozenset(mine)), i) for i in mine)
-                inputs = tuple(i for i in self._inputs[path] if slots[i].pass_index == index)
-                found.append(Segment(again, inputs, drops))
-        return tuple(found)
+        made: dict[int, list[int]] = {}
+        for i in (i for g in self.modules[path].groups for i in self._groups[g].indices):
+            made.setdefault(slots[i].pass_index, []).append(i)
+        for index, mine in made.items():
+            together = frozenset(mine)
+            yield Segment(
+                slots=tuple(i for i in mine if slots[i].needed_at_ns is not None),
+                inputs=tuple(i for i in self._inputs[path] if slots[i].pass_index == index),
+                drops=tuple((self._drop_place(path, i, together), i) for i in mine),
+            )
 
     @cached_property
     def _calls(self) -> dict[tuple[str, int], list[tuple[int, int]]]:

@@ -6,7 +6,8 @@
     recomputed ones until the forward of their module is over, and from when it is run again until their
     own node is done; storages below the floor. Of these the runtime can wait for writes (in ``pack``)
     and do without reads ahead (they are a guess, and are dropped for a demand). It cannot do without
-    what is kept, what a node is using, nor what a module that is run again makes: ``hard_bytes`` is
+    what is kept, what a node is using, nor what a module that is run again makes; of its inputs those
+    that had been freed come once more, and stay until all that it made is freed. ``hard_bytes`` is
     the least budget that a plan can run in. Offloading one more slot of n bytes takes n from what is
     kept and adds at most n to what is in use, so hard_bytes never grows: if offloading everything does
     not fit, no choice of offloads does.
@@ -19,6 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
+from penstock.plan.arrays import Integers, StepArrays
 from penstock.plan.profile import Event, Profile
 
 Mask = bytearray
@@ -66,10 +71,14 @@ class Returned:
     made: int = 0
     """Bytes that were computed again and are in use, or will be."""
     _here: bytearray = field(init=False)
+    _freed: bytearray = field(init=False)
+    _once_more: dict[Segment, tuple[int, int]] = field(init=False, default_factory=dict)
+    """(how many slots of it are not freed yet, bytes of inputs that came once more)."""
     _segment_of: dict[int, Segment] = field(init=False)
 
     def __post_init__(self) -> None:
         self._here = bytearray(len(self.mask))
+        self._freed = bytearray(len(self.mask))
         self._segment_of = {i: one for one in self.segments for i in one.slots}
 
     def use(self, i: int) -> list[int]:
@@ -80,7 +89,11 @@ class Returned:
             arrived = [i]
         else:
             segment = self._segment_of[i]
-            arrived = [j for j in segment.inputs if self.mask[j] == OFFLOADED and not self._here[j]]
+            away = [j for j in segment.inputs if self.mask[j] == OFFLOADED and not self._here[j]]
+            arrived = [j for j in away if not self._freed[j]]
+            again = sum(self.sizes[j] for j in away if self._freed[j])
+            self._once_more[segment] = len(segment.slots), again
+            self.read += again
             for j in segment.slots:
                 self._here[j] = 1
                 self.made += self.sizes[j]
@@ -95,77 +108,136 @@ class Returned:
 
     def free(self, i: int) -> None:
         """The node that used slot ``i`` is done with it."""
-        if self._here[i]:
-            self._here[i] = 0
-            if self.mask[i] == OFFLOADED:
-                self.read -= self.sizes[i]
-            else:
-                self.made -= self.sizes[i]
+        self._freed[i] = 1
+        if not self._here[i]:
+            return
+        self._here[i] = 0
+        if self.mask[i] == OFFLOADED:
+            self.read -= self.sizes[i]
+            return
+        self.made -= self.sizes[i]
+        segment = self._segment_of[i]
+        left, again = self._once_more.pop(segment)
+        if left > 1:
+            self._once_more[segment] = left - 1, again
+        else:
+            self.read -= again
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flow:
+    """Bytes on the device, step by step, but where it says by slot."""
+
+    fate: npt.NDArray[np.uint8]
+    """What becomes of the slot that the step is about."""
+    kept: Integers
+    """Kept, or not dropped yet."""
+    made: Integers
+    """Made again, and in use or yet to be."""
+    small: Integers
+    """Beside the slot, and what running its module again took."""
+    read: Integers
+    """Read back, and in use."""
+    comes: Integers
+    """By slot, the step that first asks for it, by itself or as an input of what is run again; after
+    all steps, if none does, or it is not offloaded."""
+
+    @property
+    def stays(self) -> Integers:
+        """What no read has brought."""
+        return self.kept + self.made + self.small
 
 
 def residency(profile: Profile, mask: Mask, segments: Sequence[Segment] = ()) -> Residency:
-    """Walk the profile with some slots offloaded, and those of ``segments`` recomputed."""
+    """What the profile's steps need with some slots offloaded, and those of ``segments`` recomputed."""
+    steps, floor = profile.arrays, profile.small_bytes
+    if not steps.count:
+        return Residency(floor, -1, floor, 0)
+    found = flow(profile, mask, segments)
+    fate, stays, read = found.fate, found.stays, found.read
+    need = stays + read + np.where((fate == OFFLOADED) & steps.save, steps.nbytes, 0)
+    need[steps.free] = 0
+    at = int(np.argmax(need))
+    return Residency(
+        hard_bytes=max(floor, int(need[at])),
+        worst=int(steps.slot[at]) if need[at] > floor else -1,
+        kept_bytes=int(np.max(stays, initial=floor, where=steps.use)),
+        working_bytes=int(np.max(read, initial=0, where=steps.use & (fate != KEPT))),
+    )
+
+
+def flow(profile: Profile, mask: Mask, segments: Sequence[Segment] = ()) -> Flow:
+    """Go through the profile's steps: as ``Returned`` does one by one, all at once."""
+    steps, by_slot = profile.arrays, np.frombuffer(mask, np.uint8)
+    fate = by_slot[steps.slot]
+    here = np.where(fate == KEPT, steps.nbytes, 0)
+    kept = here * steps.save - here * steps.free
     if not segments:
-        return _without_segments(profile, mask)
-    sizes = [slot.key.nbytes for slot in profile.slots]
-    save, use = Event.SAVE, Event.USE  # looked up once, not in every turn of the loop
-    back = Returned(sizes, mask, segments)
-    kept = most_used = 0
-    hard, worst, most_kept = profile.small_bytes, -1, profile.small_bytes
-    small = small_beside(profile, segments)
-    drops = deque(sorted(drop for one in segments for drop in one.drops))
-    for place, (_, event, i) in enumerate(profile.steps):
-        while drops and drops[0][0] <= place:
-            kept -= sizes[drops.popleft()[1]]
-        fate = mask[i]
-        need = 0
-        if event is save:
-            need = kept + back.read + back.made + sizes[i] + small[i]
-            if fate != OFFLOADED:
-                kept += sizes[i]
-        elif event is use:
-            if fate:
-                back.use(i)
-                most_used = max(most_used, back.read)
-            most_kept = max(most_kept, kept + back.made + small[i])
-            need = kept + back.read + back.made + small[i]
-        elif not fate:
-            kept -= sizes[i]
-        else:
-            back.free(i)
-        if need > hard:
-            hard, worst = need, i
-    return Residency(hard, worst, most_kept, most_used)
+        gone = np.where((fate == OFFLOADED) & steps.needed, steps.nbytes, 0)
+        comes = np.where(by_slot == OFFLOADED, steps.use_place, steps.count)
+        read = np.cumsum(gone * steps.use - gone * steps.free)
+        return Flow(
+            fate, np.cumsum(kept), np.zeros_like(kept), steps.small[steps.slot], read, comes
+        )
+    kept += np.where((fate == RECOMPUTED) & steps.save, steps.nbytes, 0)
+    kept -= _dropped(steps, segments)
+    made, small = np.cumsum(_made(steps, segments)), _small_beside(steps, segments)[steps.slot]
+    read, comes = _read(steps, by_slot, segments)
+    return Flow(fate, np.cumsum(kept), made, small, np.cumsum(read), comes)
 
 
-def _without_segments(profile: Profile, offloaded: Mask) -> Residency:
-    """The same where nothing is recomputed, in a third of the time: policies ask for it often."""
-    sizes = [slot.key.nbytes for slot in profile.slots]
-    returns = [slot.needed_at_ns is not None for slot in profile.slots]
-    save, use = Event.SAVE, Event.USE
-    kept = in_use = most_used = 0
-    hard, worst, most_kept = profile.small_bytes, -1, profile.small_bytes
-    small = profile.small_beside
-    for _, event, i in profile.steps:
-        nbytes = sizes[i]
-        need = 0
-        if event is save:
-            need = kept + in_use + nbytes + small[i]
-            if not offloaded[i]:
-                kept += nbytes
-        elif event is use:
-            most_kept = max(most_kept, kept + small[i])
-            if offloaded[i]:
-                in_use += nbytes
-                most_used = max(most_used, in_use)
-            need = kept + in_use + small[i]
-        elif not offloaded[i]:
-            kept -= nbytes
-        elif returns[i]:
-            in_use -= nbytes
-        if need > hard:
-            hard, worst = need, i
-    return Residency(hard, worst, most_kept, most_used)
+def _dropped(steps: StepArrays, segments: Sequence[Segment]) -> Integers:
+    """What goes before each step of what was saved."""
+    found = np.zeros(steps.count + 1, np.int64)
+    drops = np.array([drop for one in segments for drop in one.drops], np.int64).reshape(-1, 2)
+    np.add.at(found, np.minimum(drops[:, 0], steps.count), steps.sizes[drops[:, 1]])
+    return found[:-1]
+
+
+def _made(steps: StepArrays, segments: Sequence[Segment]) -> Integers:
+    """What each step adds to what was made again: all of a segment at once, and off one by one."""
+    found = np.zeros(steps.count + 1, np.int64)
+    again = np.array([i for one in segments for i in one.slots], np.int64)
+    begins = np.repeat(first_uses(steps, segments), [len(one.slots) for one in segments])
+    np.add.at(found, begins, steps.sizes[again])
+    np.subtract.at(found, steps.free_place[again], steps.sizes[again])
+    return found[:-1]
+
+
+def _read(
+    steps: StepArrays, by_slot: npt.NDArray[np.uint8], segments: Sequence[Segment]
+) -> tuple[Integers, Integers]:
+    """What each step adds to what was read back; and by slot, when it first comes."""
+    never, found = steps.count, np.zeros(steps.count + 1, np.int64)
+    gone = by_slot == OFFLOADED
+    inputs = np.array([i for one in segments for i in one.inputs], np.int64)
+    begins = np.repeat(first_uses(steps, segments), [len(one.inputs) for one in segments])
+    ends = np.repeat(_last_frees(steps, segments), [len(one.inputs) for one in segments])
+    those = gone[inputs] & (begins < never)
+    inputs, begins, ends = inputs[those], begins[those], ends[those]
+    comes = np.where(gone, steps.use_place, never)
+    late = begins > steps.free_place[inputs]
+    np.minimum.at(comes, inputs[~late], begins[~late])
+    there = comes < never
+    np.add.at(found, comes, steps.sizes)
+    np.subtract.at(found, steps.free_place[there], steps.sizes[there])
+    np.add.at(found, begins[late], steps.sizes[inputs[late]])
+    np.subtract.at(found, ends[late], steps.sizes[inputs[late]])
+    return found[:-1], comes
+
+
+def first_uses(steps: StepArrays, segments: Sequence[Segment]) -> Integers:
+    """By segment, the step at which it is run again; after all steps, if it never is."""
+    return np.array([_first_use(steps, one) for one in segments], np.int64)
+
+
+def _last_frees(steps: StepArrays, segments: Sequence[Segment]) -> Integers:
+    places = steps.free_place.item
+    return np.array([max(map(places, one.slots), default=0) for one in segments], np.int64)
+
+
+def _first_use(steps: StepArrays, segment: Segment) -> int:
+    return min(map(steps.use_place.item, segment.slots), default=steps.count)
 
 
 def resident_at(
@@ -202,11 +274,18 @@ def small_beside(profile: Profile, segments: Sequence[Segment]) -> Sequence[int]
     """Bytes beside each slot; running a module again takes what running it took."""
     if not segments:
         return profile.small_beside
-    small = list(profile.small_beside)
-    for segment in segments:
-        most = max((profile.small_beside[i] for i in segment.slots), default=0)
-        for i in segment.slots:
-            small[i] = max(small[i], most)
+    found: list[int] = _small_beside(profile.arrays, segments).tolist()
+    return found
+
+
+def _small_beside(steps: StepArrays, segments: Sequence[Segment]) -> Integers:
+    again = [one.slots for one in segments if one.slots]
+    small = steps.small.copy()
+    if again:
+        each = np.array([i for slots in again for i in slots], np.int64)
+        counts = [len(slots) for slots in again]
+        most = np.maximum.reduceat(small[each], np.cumsum([0, *counts[:-1]]))
+        small[each] = np.repeat(most, counts)
     return small
 
 

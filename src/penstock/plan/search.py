@@ -10,12 +10,18 @@ from typing import Final, TypeAlias
 
 from penstock.plan.assemble import draft
 from penstock.plan.case import Case, Choice
+from penstock.plan.choice_bound import least_step_ns
 from penstock.plan.layers import prefetch_search
 from penstock.plan.recomputing import ancestors, inside
 from penstock.plan.replay import replay
 
-WORK: Final = 25_000
-"""How many slots may be replayed in all: some tenths of a second."""
+WORK: Final = 40_000
+"""How many slots may be replayed in all: less than a second."""
+_SETUP: Final = 2
+"""What a case and its plan take beside the search, in replays."""
+_MANY: Final = 100
+"""With so many slots it is quicker to ask for a bound first than to replay at once; but not where
+something may be encoded, for then bounds are far off, and take longer."""
 _OVERHEAD: Final = 40
 """What a replay takes besides, in slots."""
 _CODED: Final = 3
@@ -28,6 +34,9 @@ _SPAN: Final = 8
 """A slot is exchanged with this many others, of the next smaller sizes."""
 _STARTS: Final = 16
 """From how many of the choices that were looked at the search goes down."""
+
+_UNKNOWN: Final = 1 << 200
+"""In place of the bytes moved, of a choice that cannot be better than the best: no score is as bad."""
 
 Score: TypeAlias = tuple[bool, int, int]
 """The less the better: (does not fit, step time in ns or bytes that would be needed, bytes moved)."""
@@ -42,9 +51,12 @@ class Search:
         self._case = case
         self._scores: dict[object, Score] = {}
         self._starts: list[tuple[Score, int, Choice]] = []
-        self._work = WORK
         self._size = len(case.groups) + _OVERHEAD
-        self._ideal_ns = -1
+        self._work = self._all_work = max(WORK - _SETUP * self._size, WORK // 4)
+        coded = any(group.codecs for group in case.groups)
+        self._bounded = len(case.profile.slots) >= _MANY and not coded
+        begin_ns, end_ns = case.leaning(()).profile.axis_ns
+        self._ideal_ns = end_ns - begin_ns
         self._best: tuple[Score, Choice] | None = None
 
     @property
@@ -54,25 +66,55 @@ class Search:
         return self._best[1]
 
     @property
+    def best_wait_ns(self) -> float:
+        """How much longer than computing alone the best step takes; without end, if it does not fit."""
+        if self._best is None or self._best[0][0]:
+            return float("inf")
+        return self._best[0][1] - self._ideal_ns
+
+    @property
     def done(self) -> bool:
         """Whether nothing can be better than the best, or it fits and there has been work enough."""
         if self._best is None or self._best[0][0]:
             return False
         return self._work <= 0 or self._best[0][1] == self._ideal_ns
 
+    def spent(self, share: float) -> bool:
+        """Whether so much of the work has been done."""
+        return self._work <= (1 - share) * self._all_work
+
+    def look_first(self, choices: Iterable[Choice]) -> None:
+        """Look at these, those that promise most first, until ``done``."""
+        if not self._bounded:
+            return self.look(choices)
+        waiting: list[tuple[int, int, Choice]] = []
+        for choice in choices:
+            least_ns = least_step_ns(self._case, choice)
+            if least_ns == self._ideal_ns:
+                self.look([choice])
+                if self.done:
+                    return None
+            waiting.append((least_ns, len(waiting), choice))
+        return self.look(choice for _, _, choice in sorted(waiting, key=lambda each: each[:2]))
+
     def look(self, choices: Iterable[Choice]) -> None:
         """Look at these, until ``done``."""
         for choice in choices:
-            self._work -= self._size // _MAKING
-            score = self._score(choice)
-            heapq.heappush(self._starts, (score, len(self._starts), choice))
+            self._look(choice)
             if self.done:
                 return
 
-    def explore(self, choices: Iterator[Choice]) -> None:
+    def explore(self, choices: Iterable[Choice]) -> None:
         """Look at these, until ``done`` or there has been work enough."""
-        while self._work > 0 and not self.done and (choice := next(choices, None)):
-            self.look([choice])
+        for choice in choices:
+            self._look(choice)
+            if self.done or self._work <= 0:
+                return
+
+    def _look(self, choice: Choice) -> None:
+        self._work -= self._size // _MAKING
+        score = self._score(choice)
+        heapq.heappush(self._starts, (score, len(self._starts), choice))
 
     def descend(self) -> None:
         """Change what was looked at, the best first, move by move, while that helps, until ``done``."""
@@ -108,10 +150,14 @@ class Search:
         if hard_bytes > case.budgets.device_bytes:
             self._work -= self._size // _UNPLAYED
             return True, hard_bytes, moved
+        if self._bounded and self._best is not None and not self._best[0][0]:
+            self._work -= self._size // _UNPLAYED
+            least_ns = least_step_ns(case, choice)
+            if least_ns >= self._best[0][1]:
+                return False, least_ns, _UNKNOWN
         plan = draft(case, choice)
         found = replay(case.given, plan, case.machine)
         self._work -= self._size * (_CODED if plan.encoded_bytes != plan.offloaded_bytes else 1)
-        self._ideal_ns = found.ideal_ns
         return (False, found.step_ns, moved) if found.feasible else (True, hard_bytes, moved)
 
 

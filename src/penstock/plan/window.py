@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+
 from penstock.plan.encoding import AS_THEY_ARE, SlotCodecs
 from penstock.plan.machine import Machine
 from penstock.plan.profile import CodecSample, Profile
@@ -48,12 +50,10 @@ def window_bytes(
 
 def returning(profile: Profile, mask: Mask) -> list[int]:
     """Sizes of the offloaded slots that backward asks for."""
-    pairs = zip(profile.slots, mask, strict=True)
-    return [
-        slot.key.nbytes
-        for slot, fate in pairs
-        if fate == OFFLOADED and slot.needed_at_ns is not None
-    ]
+    sizes, places = profile.arrays.sizes, profile.arrays.use_place
+    those = (np.frombuffer(mask, np.uint8) == OFFLOADED) & (places < profile.arrays.count)
+    found: list[int] = sizes[those].tolist()
+    return found
 
 
 def least_window(sizes: list[int], working_bytes: int) -> int:
@@ -78,17 +78,22 @@ def read_ahead_bytes(
     latency_bytes = machine.flash_latency_s * machine.flash_read_bytes_per_s
     ahead_s = ahead_bytes = worst_bytes = 0.0
     later_ns = later_pass = -1
+    slots, read_s = profile.slots, machine.read_s
     for i in reversed(profile.needs):
-        slot = profile.slots[i]
-        if mask[i] != OFFLOADED or slot.needed_at_ns is None:
+        if mask[i] != OFFLOADED:
             continue
+        slot = slots[i]
+        nbytes, need_ns = slot.key.nbytes, slot.needed_at_ns
+        assert need_ns is not None
         if slot.pass_index != later_pass:
-            ahead_s, later_pass, later_ns = 0.0, slot.pass_index, slot.needed_at_ns
-        left_s = max(0.0, ahead_s - (later_ns - slot.needed_at_ns) / 1e9)
-        left_bytes = ahead_bytes * (left_s / ahead_s) if left_s else 0.0
-        ahead_s = left_s + _back_s(slot.key.nbytes, machine, codecs.get(i))
-        ahead_bytes = left_bytes + slot.key.nbytes + latency_bytes
-        worst_bytes, later_ns = max(worst_bytes, ahead_bytes), slot.needed_at_ns
+            ahead_s, later_pass, later_ns = 0.0, slot.pass_index, need_ns
+        left_s = ahead_s - (later_ns - need_ns) / 1e9
+        left_bytes = ahead_bytes * (left_s / ahead_s) if left_s > 0 else 0.0
+        back_s = _back_s(nbytes, machine, codecs.get(i)) if codecs else read_s(nbytes)
+        ahead_s = left_s + back_s if left_s > 0 else back_s
+        ahead_bytes = left_bytes + nbytes + latency_bytes
+        worst_bytes = max(worst_bytes, ahead_bytes)
+        later_ns = need_ns
     return int(worst_bytes)
 
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.plan import policies
 from penstock.plan.address_space import AddressUse, first_fit, two_ended
-from penstock.plan.check import peak_bytes
+from penstock.plan.least import least_budget
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
 from penstock.plan.replay import Replayed, Trace, replay
 from penstock.plan.replay.result import Level
-
-_ROUNDS = 8
-"""A policy may choose otherwise with more memory, and then need more: how often it is asked again."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ def outcome(policy: str, profile: Profile, machine: Machine, budgets: Budgets) -
     replayed = replay(profile, plan, machine, trace=True)
     assert replayed.trace is not None
     fits = plan.feasible and replayed.feasible
-    least = None if fits else _least_bytes(plan, profile, machine, budgets)
+    least = None if fits else least_budget(profile, machine, budgets, policies.get(policy))
     return Outcome(plan, replayed, replayed.trace, least)
 
 
@@ -87,19 +84,6 @@ def _rank(one: Outcome) -> tuple[bool, float, int, str]:
         return False, one.replayed.step_ns, one.moved_bytes, one.policy
     needed = float("inf") if one.least_bytes is None else one.least_bytes
     return True, needed, one.replayed.peak_bytes, one.policy
-
-
-def _least_bytes(plan: Plan, profile: Profile, machine: Machine, budgets: Budgets) -> int | None:
-    """Give the policy what its plan would have needed, until that does."""
-    for _ in range(_ROUNDS):
-        needed = peak_bytes(profile, plan, machine)
-        if needed <= plan.budgets.device_bytes:  # it is not the device's memory that is too small
-            return None
-        budgets = replace(budgets, device_bytes=needed)
-        plan = policies.get(plan.policy)(profile, machine, budgets)
-        if plan.feasible and replay(profile, plan, machine).feasible:
-            return needed
-    return None
 
 
 def _mean(levels: tuple[Level, ...], step_ns: int) -> int:

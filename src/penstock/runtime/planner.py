@@ -138,9 +138,7 @@ class Planner:
         self._held: set[MatchKey] = set()
         self._next_replan = 0
         self.foreseen: Foreseen | None = None
-        self.moves_nothing = False
-        self.wants_samples = False
-        self.crowded = False
+        self.moves_nothing = self.wants_samples = self.crowded = False
         self.second_look: SlotKey | None = None
         self._second_looks = SecondLooks()
         self._guesses = Guesses(policy, budgets, budget)

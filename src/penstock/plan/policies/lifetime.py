@@ -9,6 +9,7 @@ the order of bytes x idle time, as few as fit, each to the tier whose channel is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from penstock.plan.assemble import assemble
 from penstock.plan.case import Case, Choice
@@ -18,6 +19,9 @@ from penstock.plan.machine import Budgets, Machine
 from penstock.plan.placement import first_true, fitting
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
+
+_HALVES: Final = 12
+"""Of the time that flash takes for everything."""
 
 
 def lifetime(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
@@ -65,3 +69,42 @@ def spread(case: Case, chosen: Sequence[int], recomputed: tuple[str, ...] = ()) 
             if tier == "flash" and machine.flash_over_link:
                 busy_s["host"] += cost_s(group.key.nbytes, machine, "host", None)
     return case.offload(tiers, recomputed)
+
+
+def paced(case: Case, chosen: Sequence[int], recomputed: tuple[str, ...] = ()) -> Choice:
+    """Offload these over both tiers, so that flash is at work all the time and host memory lasts.
+
+    A group goes to flash if that is soon done with it, else to host memory. How soon is found by
+    bisection: as soon as host memory has room for the others until the end.
+    """
+    dropped = case.dropped(case.offload({}, recomputed))
+    gone = [g for g in sorted(chosen) if g not in dropped]
+    nbytes = sum(case.groups[g].key.nbytes for g in gone)
+    low_s, high_s = 0.0, nbytes / case.machine.flash_write_bytes_per_s
+    for _ in range(_HALVES):
+        middle_s = (low_s + high_s) / 2
+        if _paced(case, gone, middle_s)[1]:
+            low_s = middle_s
+        else:
+            high_s = middle_s
+    return case.offload(_paced(case, gone, high_s)[0], recomputed)
+
+
+def _paced(case: Case, gone: Sequence[int], soon_s: float) -> tuple[dict[int, str], bool]:
+    """Where each goes; and whether something was to go to host memory that had no room for it."""
+    room = {"host": case.budgets.host_bytes, "flash": case.budgets.flash_bytes}
+    tiers: dict[int, str] = {}
+    free_s, full = 0.0, False
+    for g in gone:
+        group = case.groups[g]
+        saved_s = case.profile.slots[group.indices[0]].saved_at_ns / 1e9
+        end_s = max(free_s, saved_s) + case.machine.write_s(group.key.nbytes)
+        tier = "flash" if end_s - saved_s <= soon_s else "host"
+        if group.nbytes > room[tier]:
+            full = full or tier == "host"
+            tier = "host" if tier == "flash" else "flash"
+        if group.nbytes <= room[tier]:
+            tiers[g] = tier
+            room[tier] -= group.nbytes
+            free_s = end_s if tier == "flash" else free_s
+    return tiers, full

@@ -33,17 +33,31 @@ def recompute(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
 
 
 def choose(case: Case) -> Choice:
-    """Its choice of a case."""
-    case = case.fitted()
-    options = [case.offload({}), sublinear(case), *cost_aware(case)]
-    needs = [max(case.budgets.device_bytes, case.residency(one).hard_bytes) for one in options]
-    again = [recompute_ns(case, one) for one in options]
-    return options[min(range(len(options)), key=lambda k: (needs[k], again[k]))]
+    """Its choice of a case.
+
+    Convolutions are lean that need be if everything were offloaded; where nothing fits then, all of
+    them, for more stays here.
+    """
+    options = _options(case.fitted())
+    if not any(case.leaning(one.lean).fits(one) for one in options):
+        options += _options(case.leaning(case.leanest))
+    return min(options, key=lambda one: (_need_bytes(case, one), recompute_ns(case, one)))
+
+
+def _options(case: Case) -> list[Choice]:
+    return [case.offload({}), sublinear(case), *cost_aware(case)]
+
+
+def _need_bytes(case: Case, choice: Choice) -> int:
+    """What it needs, or the budget if that is more."""
+    hard_bytes = case.leaning(choice.lean).residency(choice).hard_bytes
+    return max(case.budgets.device_bytes, hard_bytes)
 
 
 def recompute_ns(case: Case, choice: Choice) -> int:
     """What the choice computes again, over all passes."""
-    return sum(case.recomputing.modules[path].forward_ns for path in choice.recomputed)
+    modules = case.leaning(choice.lean).recomputing.modules
+    return sum(modules[path].forward_ns for path in choice.recomputed)
 
 
 def sublinear(case: Case) -> Choice:

@@ -13,7 +13,7 @@ from penstock.plan.replay.moves import FLASH, HOST, Channels, Moves, channels_of
 from penstock.plan.replay.rerun import reruns_of
 from penstock.plan.replay.result import Replayed, TierUse
 from penstock.plan.replay.timeline import average_bytes, trace_of
-from penstock.plan.replay.walk import Walk, axis
+from penstock.plan.replay.walk import Walk
 
 
 def replay(profile: Profile, plan: Plan, machine: Machine, *, trace: bool = False) -> Replayed:
@@ -28,7 +28,7 @@ def replay(profile: Profile, plan: Plan, machine: Machine, *, trace: bool = Fals
     Raises:
         PlanError: The plan recomputes what the profile cannot tell about.
     """
-    begin_ns, end_ns = axis(_computed(profile, machine, ()))
+    begin_ns, end_ns = _computed(profile, machine, ()).axis_ns
     ideal_ns = end_ns - begin_ns
     profile = _computed(profile, machine, plan.workspace_limits)
     moves = moves_of(profile, plan, machine)

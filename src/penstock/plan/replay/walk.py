@@ -98,7 +98,7 @@ class Walk:
 
     def run(self) -> None:
         """Go through the whole step."""
-        begin, end = axis(self._profile)
+        begin, end = self._profile.axis_ns
         self.base_ns = clock = begin
         sizes, small, action = self.held.sizes, self._small, self._moves.action
         changes = self.held.changes
@@ -369,16 +369,3 @@ class Walk:
         if self.held.used + nbytes + small > self.held.limit:
             self._settle(now)
         return self.held.used + nbytes + small <= self.held.limit
-
-
-def axis(profile: Profile) -> tuple[int, int]:
-    """When the step begins and ends, as far as the profile tells."""
-    begins = [one.start_ns for one in profile.passes]
-    ends = [one.end_ns for one in profile.passes]
-    if profile.steps:
-        begins.append(profile.steps[0][0])
-        ends.append(profile.steps[-1][0])
-    if profile.operators:
-        begins.append(profile.operators[0].start_ns)
-        ends.append(profile.operators[-1].end_ns)
-    return min(begins, default=0), max(ends, default=0)

@@ -1,0 +1,126 @@
+"""How short a step can be at best under one choice: quickly said, where a replay takes its time.
+
+As [Note: what bounds a step] (bound.py) says, at every save of forward: what is kept and does not fit
+beside what was offloaded must be written by then; and from the first need on: what is not there must
+be read before it is used. Of several passes neither is looked at: only what is computed counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.plan.arrays import Integers, StepArrays
+from penstock.plan.assemble import samples_of
+from penstock.plan.bound import Rates, rates
+from penstock.plan.case import Case, Choice
+from penstock.plan.residency import OFFLOADED, Flow, first_uses, flow
+
+
+def least_step_ns(case: Case, choice: Choice) -> int:
+    """No replay of this choice takes less time, if it fits; work of a replay's twentieth.
+
+    Args:
+        case: What it is a choice of.
+        choice: What becomes of each group.
+    """
+    case = case.leaning(choice.lean)
+    profile, mask = case.profile, case.mask(choice)
+    begin_ns, end_ns = profile.axis_ns
+    again_ns = 0
+    if choice.recomputed:
+        modules = case.recomputing.modules
+        again_ns = sum(modules[path].forward_ns for path in choice.recomputed)
+    waits_ns = 0.0
+    if OFFLOADED in mask and len(profile.passes) == 1:
+        ratio = min([1.0, *(sample.ratio for sample in samples_of(case, choice).values())])
+        found = flow(profile, mask, case.segments(choice))
+        walk = _Walk(case, choice, found, profile.arrays, ratio)
+        waits_ns = walk.written_ns() + max(0.0, walk.read_ns(again_ns) - again_ns)
+    return end_ns - begin_ns + again_ns + max(0, int(waits_ns) - 2 * len(profile.slots))
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """A choice, step by step."""
+
+    case: Case
+    choice: Choice
+    flow: Flow
+    steps: StepArrays
+    ratio: float
+
+    @property
+    def _turn(self) -> int:
+        """The first step of backward."""
+        return int(np.argmax(self.steps.use)) if self.steps.use.any() else self.steps.count
+
+    @property
+    def _room(self) -> Integers:
+        """Beside what is kept, before anything is run again."""
+        steps = self.steps
+        return self.case.budgets.device_bytes - self.flow.kept - steps.small[steps.slot]
+
+    def _on_flash(self) -> Integers:
+        """By slot: 1 on flash, 0 elsewhere."""
+        tiers = np.array([tier == "flash" for tier in self.choice.tiers], np.int64)
+        return tiers[self.case.group_of]
+
+    def written_ns(self) -> float:
+        """How long forward at least waits for writes."""
+        turn, steps = self._turn, self.steps
+        save = steps.save[:turn]
+        gone = np.where(save & (self.flow.fate[:turn] == OFFLOADED), steps.nbytes[:turn], 0)
+        if not gone.any():
+            return 0.0
+        on_flash = np.cumsum(gone * self._on_flash()[steps.slot[:turn]])
+        every = np.cumsum(gone)
+        room = self._room[:turn]
+        took = _took_ns(rates(self.case.machine)[0], every - room, every - on_flash, on_flash)
+        took = took * self.ratio - (steps.at_ns[:turn] - steps.at_ns[int(np.argmax(gone > 0))])
+        return float(np.max(took, initial=0.0, where=save & (every > np.maximum(room, 0))))
+
+    def read_ns(self, again_ns: int) -> float:
+        """How much longer backward at least takes, computing again included."""
+        turn, steps, flow = self._turn, self.steps, self.flow
+        if turn == steps.count:
+            return again_ns
+        before = np.zeros(len(steps.sizes), np.bool_)
+        before[steps.slot[:turn][steps.save[:turn]]] = True
+        slots = self.case.profile.slots
+        before &= ~np.fromiter((slot.held_elsewhere for slot in slots), np.bool_, len(slots))
+        comes = np.where(before & (flow.comes >= turn), flow.comes, steps.count)
+        sizes = [
+            np.bincount(comes, weights, steps.count + 1)[turn:-1] for weights in self._weights()
+        ]
+        every, on_flash = (np.cumsum(one) for one in sizes)
+        room = max(0, int(self._room[turn]))
+        took = _took_ns(rates(self.case.machine)[1], every - room, every - on_flash, on_flash)
+        took = took * self.ratio - (steps.at_ns[turn:] - steps.at_ns[turn])
+        later = again_ns - (np.cumsum(self._again_ns()) - self._again_ns())[turn:]
+        return max(again_ns, float(np.max(took + later, where=sizes[0] > 0, initial=0.0)))
+
+    def _weights(self) -> tuple[Integers, Integers]:
+        sizes = self.steps.sizes
+        return sizes, sizes * self._on_flash()
+
+    def _again_ns(self) -> Integers:
+        """By step, what is computed again then."""
+        case, found = self.case, np.zeros(self.steps.count + 1, np.int64)
+        for path in self.choice.recomputed:
+            segments = case.recomputing.segments((path,))
+            for one, first in zip(segments, first_uses(self.steps, segments), strict=True):
+                if one.slots:
+                    index = case.profile.slots[one.slots[0]].pass_index
+                    found[first] += case.recomputing.forward_ns(path, index)
+        return found[:-1]
+
+
+def _took_ns(rates: Rates, nbytes: Integers, host: Integers, flash: Integers) -> Integers:
+    """As ``Rates.took_ns``, of many."""
+    both = rates.host if rates.over_link else rates.host + rates.flash
+    took_s = np.maximum(
+        nbytes / both, np.maximum((nbytes - host) / rates.flash, (nbytes - flash) / rates.host)
+    )
+    return np.where(nbytes > 0, took_s * 1e9, 0.0)
