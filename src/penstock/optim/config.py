@@ -69,8 +69,7 @@ class StatesConfig:
 
     def __post_init__(self) -> None:
         """Turn sizes into bytes and directories into a tuple; check them together."""
-        single = isinstance(self.flash, str | os.PathLike)
-        paths = (self.flash,) if single else tuple(self.flash)  # type: ignore[arg-type]
+        paths = (self.flash,) if isinstance(self.flash, str | Path) else tuple(self.flash)
         object.__setattr__(self, "flash", tuple(os.fspath(path) for path in paths))
         for name in ("host_memory", "tbw"):
             value = getattr(self, name)

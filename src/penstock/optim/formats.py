@@ -99,9 +99,9 @@ class Form:
     def bytes_per_parameter(self) -> float:
         """What a parameter's states take on flash, without padding."""
         elements = 1 << 20
-        return sum(packed_bytes(packing, dtype, elements) for _, packing, dtype in self._parts()) / (
-            elements
-        )
+        return sum(
+            packed_bytes(packing, dtype, elements) for _, packing, dtype in self._parts()
+        ) / (elements)
 
     def _parts(self) -> Iterable[tuple[str, Packing, torch.dtype]]:
         if self.master is not None:

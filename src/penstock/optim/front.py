@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update each parameter that has a gradient."""
         loss = None
         if closure is not None:
@@ -73,28 +73,28 @@ class FlashAdamW(OnFlash, torch.optim.AdamW):
     """``torch.optim.AdamW(fused=True)`` with its states on flash."""
 
     torch_class = torch.optim.AdamW
-    preferred = {"fused": True}
+    preferred: ClassVar = {"fused": True}
 
 
 class FlashAdam(OnFlash, torch.optim.Adam):
     """``torch.optim.Adam(fused=True)`` with its states on flash."""
 
     torch_class = torch.optim.Adam
-    preferred = {"fused": True}
+    preferred: ClassVar = {"fused": True}
 
 
 class FlashSGD(OnFlash, torch.optim.SGD):
     """``torch.optim.SGD(fused=True)``, Nesterov's too, with its momentum on flash."""
 
     torch_class = torch.optim.SGD
-    preferred = {"fused": True}
+    preferred: ClassVar = {"fused": True}
 
 
 class FlashAdagrad(OnFlash, torch.optim.Adagrad):
     """``torch.optim.Adagrad(fused=True)`` with its states on flash."""
 
     torch_class = torch.optim.Adagrad
-    preferred = {"fused": True}
+    preferred: ClassVar = {"fused": True}
 
 
 class FlashRMSprop(OnFlash, torch.optim.RMSprop):

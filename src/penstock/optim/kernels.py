@@ -150,7 +150,7 @@ def from_bfloat16(source: Any, out: Any) -> None:
 
 
 @njit(nogil=True, cache=True)
-def to_float8(
+def to_float8(  # noqa: PLR0917  (Numba has no keywords)
     source: Any, codes: Any, exponents: Any, key: Any, first: Any, is_signed: bool
 ) -> None:
     """Float32 bits, uint32[n], to codes, uint8[n], and an exponent for each 256, uint8."""
@@ -184,7 +184,9 @@ def _signed_codes(source: Any, codes: Any, base: Any, key: Any, first: Any) -> N
         magnitude = _U32(bits & _MAGNITUDE)
         chance = _U32(_random(key, _U32(first + _U32(i))) >> _U32(12))
         code = np.int32(_U32(_U32(magnitude + chance) >> _K20)) - np.int32(base)
-        small = np.int32(1) if np.float32(chance) * unit < magnitude.view(np.float32) else np.int32(0)
+        small = (
+            np.int32(1) if np.float32(chance) * unit < magnitude.view(np.float32) else np.int32(0)
+        )
         code = small if _U32(magnitude >> _K20) <= base else min(code, np.int32(127))
         codes[i] = np.uint8(_U32(code) | _U32(_U32(bits & _SIGN) >> _K24))
 

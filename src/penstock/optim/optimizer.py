@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.core.errors import ConfigError
 from penstock.optim import state_dict as dicts
+from penstock.optim.conductor import Conductor
 from penstock.optim.config import StatesConfig
 from penstock.optim.states import FlashStates
 from penstock.optim.wear import Wear, wear_of
@@ -33,7 +34,7 @@ class OnFlash(torch.optim.Optimizer):
     """The class whose step it is."""
     preferred: ClassVar[Mapping[str, Any]] = {}
     """Options of that class that are set where the user leaves ``fused`` and ``foreach`` open."""
-    _penstock: FlashStates
+    _penstock: Any  # the Conductor; until there is one, the FlashStates
 
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Lay the parameters into tiles and reserve their place on flash.
@@ -50,10 +51,10 @@ class OnFlash(torch.optim.Optimizer):
         config = StatesConfig(**{name: kwargs.pop(name) for name in _FIELDS & kwargs.keys()})
         if kwargs.get("fused") is None and kwargs.get("foreach") is None:
             kwargs.update(self.preferred)
-        model = self.torch_class([torch.zeros(2, requires_grad=True)], *args, **kwargs)  # type: ignore[call-arg]
+        model = self.torch_class([torch.zeros(2, requires_grad=True)], *args, **kwargs)
         before = dict(next(iter(model.state.values()), {}))
         self.__dict__.update(model.__dict__)
-        self._penstock = FlashStates(
+        states = self._penstock = FlashStates(
             self,
             self.torch_class,
             config,
@@ -62,18 +63,18 @@ class OnFlash(torch.optim.Optimizer):
         )
         try:
             torch.optim.Optimizer.__init__(self, params, model.defaults)
+            self._conduct(states)
         except BaseException:
-            self._penstock.close()
+            states.close()
             raise
-        self._attach()
 
-    def _attach(self) -> None:
+    def _conduct(self, states: FlashStates) -> None:
+        self._penstock = Conductor(states)
         # a GradScaler unscales gradients itself, but for optimizers that say they do
-        self._step_supports_amp_scaling = self._penstock.config.overlap
-        self._penstock.attach()
+        self._step_supports_amp_scaling = states.config.overlap
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, streaming their states.
 
         Args:
@@ -100,16 +101,20 @@ class OnFlash(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with a place for its states. Raises as the constructor."""
         super().add_param_group(param_group)
+        conductor = self._penstock if isinstance(self._penstock, Conductor) else None
+        states: FlashStates = self._penstock if conductor is None else conductor.states
         try:
-            self._penstock.add_group(self.param_groups[-1])
+            states.add_group(self.param_groups[-1])
         except BaseException:
             self.param_groups.pop()
             raise
+        if conductor is not None:
+            conductor.listen()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """As torch's. What is large lies in a file without a name on flash, mapped into memory."""
-        states = self._penstock
+        states = self._penstock.states
         states.check_usable()
         saved = dicts.save(states)
         self.state = defaultdict(dict, {states.params[i].tensor: s for i, s in saved.items()})
@@ -130,11 +135,12 @@ class OnFlash(torch.optim.Optimizer):
         document = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             document = hook(self, document) or document
-        groups = dicts.check(self._penstock, self.param_groups, document)
-        dicts.load(self._penstock, document)
+        groups = dicts.check(self._penstock.states, self.param_groups, document)
+        dicts.load(self._penstock.states, document)
         self.__setstate__({"state": defaultdict(dict), "param_groups": groups})
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        self._penstock.loaded()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def resume(self) -> int:
         """With ``durable``: set weights and states to those of the last completed step.
@@ -145,11 +151,12 @@ class OnFlash(torch.optim.Optimizer):
         Raises:
             ConfigError: The steps there are another model's, or steps are not durable.
         """
-        return self._penstock.resume()
+        done: int = self._penstock.resume()
+        return done
 
     def wear(self) -> Wear:
         """What a step writes, and how long the SSD lasts at that."""
-        return wear_of(self._penstock)
+        return wear_of(self._penstock.states)
 
     def close(self) -> None:
         """Give memory, files and threads back. States that are not durable are gone. Idempotent."""
@@ -166,9 +173,7 @@ class OnFlash(torch.optim.Optimizer):
 @functools.cache
 def flash_class(cls: type[torch.optim.Optimizer]) -> type[OnFlash]:
     """The class ``cls`` with its states on flash; a subclass of it."""
-    return cast(
-        type[OnFlash], type(f"{cls.__name__}OnFlash", (OnFlash, cls), {"torch_class": cls})
-    )
+    return cast(type[OnFlash], type(f"{cls.__name__}OnFlash", (OnFlash, cls), {"torch_class": cls}))
 
 
 def on_flash(optimizer: T, **settings: Any) -> T:
@@ -209,10 +214,9 @@ def on_flash(optimizer: T, **settings: Any) -> T:
         raise
     optimizer.state = defaultdict(dict)
     made = cast(OnFlash, optimizer)
-    made.__class__ = flash_class(cls)
-    made._penstock = states
+    made.__class__ = flash_class(cast(Any, cls))
     made._patch_step_function()
-    made._attach()
+    made._conduct(states)
     return optimizer
 
 

@@ -44,7 +44,13 @@ def unpack(array: Array, memory: NDArray[np.uint8], at: int, out: NDArray[np.uin
 
 
 def pack(
-    array: Array, memory: NDArray[np.uint8], at: int, values: NDArray[np.uint32], key: int, first: int
+    array: Array,
+    memory: NDArray[np.uint8],
+    at: int,
+    values: NDArray[np.uint32],
+    *,
+    key: int,
+    first: int,
 ) -> None:
     """The inverse of ``unpack``, rounding at random; ``first``: the index of the first element."""
     kernels = load_kernels()
@@ -87,9 +93,7 @@ def cut(
         load_kernels().cut_even(masters, weights, low, ties)
 
 
-def _halves(
-    array: Array, memory: NDArray[np.uint8], at: int, count: int
-) -> NDArray[np.uint16]:
+def _halves(array: Array, memory: NDArray[np.uint8], at: int, count: int) -> NDArray[np.uint16]:
     first = array.offset_bytes + 2 * at
     return memory[first : first + 2 * count].view(np.uint16)
 

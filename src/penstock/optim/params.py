@@ -24,7 +24,17 @@ class Param:
         has_state: Whether it was updated before.
     """
 
-    __slots__ = ("_flat", "_key", "count", "group", "has_state", "index", "name", "scalars", "tensor")
+    __slots__ = (
+        "_flat",
+        "_key",
+        "count",
+        "group",
+        "has_state",
+        "index",
+        "name",
+        "scalars",
+        "tensor",
+    )
 
     def __init__(self, tensor: Tensor, *, group: int, index: int, name: str) -> None:
         """Take note of a parameter.

@@ -342,7 +342,9 @@ class Pipeline:
             return None
         spare = [b for b in self._buffers if b.phase is Phase.CLEAN or (b.is_fresh and _rests(b))]
         if spare:
-            return self._give_up(max(spare, key=lambda b: (b.is_done, b.is_early, self._next_use(b))))
+            return self._give_up(
+                max(spare, key=lambda b: (b.is_done, b.is_early, self._next_use(b)))
+            )
         if any(each.phase in (Phase.READING, Phase.WRITING) for each in self._buffers):
             return None
         dirty = [each for each in self._buffers if each.phase is Phase.DIRTY]

@@ -8,6 +8,7 @@ line search), and the optimizer cannot be run on tiles.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ def raw_step(cls: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimize
             break
         step = inner
     raw = inspect.unwrap(step) if step.__module__.startswith("torch.optim") else step
-    return torch.no_grad()(raw)  # type: ignore[no-any-return]
+    return torch.no_grad()(raw)
 
 
 def workhorse(
@@ -60,7 +61,7 @@ def workhorse(
     made.__dict__.update(
         {k: v for k, v in model.__dict__.items() if k not in ("state", "param_groups", "_penstock")}
     )
-    made.state = defaultdict(dict)  # type: ignore[assignment]
+    made.state = defaultdict(dict)
     made.param_groups = []
     return made
 
@@ -98,8 +99,9 @@ def probe(
     start = torch.randn(_COUNT, generator=generator).to(dtype)
     grads = [torch.randn(_COUNT, generator=generator).to(dtype) for _ in range(_STEPS)]
     try:
-        whole, states = _try(model, cls, group, start.view(32, -1), grads, (0, _COUNT), initial)
-        parts, _ = _try(model, cls, group, start, grads, _CUTS, initial)
+        trial = _Trial(model, cls, group, initial, grads)
+        whole, states = trial.run(start.view(32, -1), (0, _COUNT))
+        parts, _ = trial.run(start, _CUTS)
     except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
         raise ConfigError(
             f"{where}: {name} does not work on a tensor of its own, which states on flash need:"
@@ -114,34 +116,35 @@ def probe(
     return _classify(states, where, name)
 
 
-def _try(
-    model: torch.optim.Optimizer,
-    cls: type[torch.optim.Optimizer],
-    group: Group,
-    start: Tensor,
-    grads: Sequence[Tensor],
-    cuts: Sequence[int],
-    initial: Mapping[str, Any],
-) -> tuple[Tensor, Mapping[str, Any]]:
-    horse = workhorse(model, cls)
-    values = start.clone()
-    flat = values.view(-1)
-    if len(cuts) == 2:
-        parts = [values]
-    else:
-        parts = [flat[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
-    horse.param_groups = [{**group, "params": parts}]
-    for part in parts:
-        horse.state[part] = {
-            k: v.clone() if isinstance(v, Tensor) else torch.full_like(part, v)
-            for k, v in initial.items()
-        }
-    step = raw_step(cls)
-    for grad in grads:
-        for part, a, b in zip(parts, cuts, cuts[1:], strict=False):
-            part.grad = grad[a:b].clone().view(part.shape)
-        step(horse)
-    return flat, horse.state[parts[0]]
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A few steps of an optimizer like ``model``, on a small tensor."""
+
+    model: torch.optim.Optimizer
+    cls: type[torch.optim.Optimizer]
+    group: Group
+    initial: Mapping[str, Any]
+    grads: Sequence[Tensor]
+
+    def run(self, start: Tensor, cuts: Sequence[int]) -> tuple[Tensor, Mapping[str, Any]]:
+        """What becomes of a tensor that is cut so, and the states of the first piece."""
+        horse = workhorse(self.model, self.cls)
+        values = start.clone()
+        flat = values.view(-1)
+        ranges = list(itertools.pairwise(cuts))
+        parts = [values] if len(ranges) == 1 else [flat[a:b] for a, b in ranges]
+        horse.param_groups = [{**self.group, "params": parts}]
+        for part in parts:
+            horse.state[part] = {
+                k: v.clone() if isinstance(v, Tensor) else torch.full_like(part, v)
+                for k, v in self.initial.items()
+            }
+        step = raw_step(self.cls)
+        for grad in self.grads:
+            for part, (a, b) in zip(parts, ranges, strict=True):
+                part.grad = grad[a:b].clone().view(part.shape)
+            step(horse)
+        return flat, horse.state[parts[0]]
 
 
 def _classify(states: Mapping[str, Any], where: str, name: str) -> Kept:

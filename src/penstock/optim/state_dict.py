@@ -190,7 +190,9 @@ def _load_piece(
         if array.packing == "plain":
             packing.plain(array, memory, piece.at, values.numel()).copy_(values)
         else:
-            packing.pack(array, memory, piece.at, values.numpy().view(np.uint32), 0, piece.start)
+            packing.pack(
+                array, memory, piece.at, values.numpy().view(np.uint32), key=0, first=piece.start
+            )
 
 
 def _load_master(

@@ -13,7 +13,7 @@ import ctypes
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -22,16 +22,18 @@ import torch
 from torch import Tensor
 
 from penstock.core.errors import ClosedError, ConfigError, PenstockWarning
-from penstock.io.threads import ThreadEngine
 from penstock.io.engine import Engine
+from penstock.io.threads import ThreadEngine
 from penstock.optim.config import RING, StatesConfig
+from penstock.optim.device import ready_event
 from penstock.optim.formats import Form, form_of
 from penstock.optim.layout import Tile, make_tiles
 from penstock.optim.params import Param
 from penstock.optim.pipeline import Buffer, Pipeline
 from penstock.optim.probe import Kept, probe
-from penstock.optim.store import Store
+from penstock.optim.store import Store, named_file
 from penstock.optim.update import Pass, Updater
+from penstock.optim.waiting import wait_for_all
 
 _THREADS: Final = 2
 
@@ -90,6 +92,7 @@ class FlashStates:
             config.directories,
             self._engine,
             slots=2 if config.durable else 1,
+            make_file=named_file if config.durable else None,
             allow_memory_filesystem=config.allow_memory_filesystem,
         )
         self._pipeline: Pipeline | None = None
@@ -121,9 +124,7 @@ class FlashStates:
         for (dtype, on_host), mine in kinds.items():
             has_master = self._with_master or group["format"] != "exact" or not on_host
             stepped = torch.float32 if has_master else dtype
-            kept[dtype] = probe(
-                self._optimizer, self._cls, options, stepped, initial, where=where
-            )
+            kept[dtype] = probe(self._optimizer, self._cls, options, stepped, initial, where=where)
             form = form_of(
                 group["format"],
                 dtype,
@@ -134,9 +135,7 @@ class FlashStates:
             )
             forms.append(form)
             first = len(self.tiles) + len(tiles)
-            tiles += make_tiles(
-                mine, form, group=number, first=first, elements=self.config.tile
-            )
+            tiles += make_tiles(mine, form, group=number, first=first, elements=self.config.tile)
         self._retire_pipeline()
         self.store.add(tiles)
         self.params += new
@@ -187,10 +186,11 @@ class FlashStates:
             factor = self._clip(list(grads.values()))
         return self.make_pass(grads, factor)
 
-    def make_pass(self, grads: Mapping[int, Tensor], factor: Tensor | None) -> Pass:
+    def make_pass(self, grads: dict[int, Tensor], factor: Tensor | None) -> Pass:
         """A pass over these gradients, with the options that the groups have now."""
         options = [_options(group) for group in self._optimizer.param_groups]
-        return Pass(self.steps + 1, options, grads, factor, {})
+        ready = {index: ready_event(grad) for index, grad in grads.items()}
+        return Pass(self.steps + 1, options, grads, factor, {}, ready)
 
     def order(self, grads: Mapping[int, Tensor]) -> list[Tile]:
         """The tiles to visit, in this pass's direction."""
@@ -217,7 +217,7 @@ class FlashStates:
             self.params[index].has_state = True
         self.steps = step.number
         failure = self.pipeline.write_failure
-        if failure is not None:
+        if failure is not None and not self.config.durable:
             warnings.warn(
                 f"states could not be written and stay in memory, until they can: {failure}",
                 PenstockWarning,
@@ -242,13 +242,22 @@ class FlashStates:
         """Everything was loaded anew."""
         self._torn = None
 
-    def _clip(self, grads: Sequence[Tensor]) -> Tensor | None:
+    def _clip(self, grads: list[Tensor]) -> Tensor | None:
         """What ``torch.nn.utils.clip_grad_norm_`` would multiply gradients with."""
         if not grads:
             return None
-        assert self.config.clip_norm is not None
         self.last_norm = torch.nn.utils.get_total_norm(grads)
-        return torch.clamp(self.config.clip_norm / (self.last_norm + 1e-6), max=1.0)
+        return self.factor_of(self.last_norm)
+
+    def factor_of(self, norm: Tensor | None) -> Tensor:
+        """What clips gradients of this norm, as ``torch.nn.utils.clip_grads_with_norm_`` does."""
+        assert self.config.clip_norm is not None
+        assert norm is not None
+        return torch.clamp(self.config.clip_norm / (norm + 1e-6), max=1.0)
+
+    def note_norm(self, step: Pass) -> None:
+        """Remember the norm of a pass's gradients for the next one."""
+        self.last_norm = torch.nn.utils.get_total_norm(list(step.grads.values()))
 
     def _run(self, tiles: Iterable[Tile], visit: Callable[[Tile], None]) -> None:
         futures = [self.pool.submit(visit, tile) for tile in tiles]
@@ -366,13 +375,6 @@ class FlashStates:
         retired.close()
         self._inherited = retired
 
-    def attach(self) -> None:
-        """All groups are there: begin to listen to backward, if tiles are updated during it."""
-
-    def resume(self) -> int:
-        """See ``OnFlash.resume``."""
-        raise ConfigError("there is nothing to resume: steps are not durable; set durable=True")
-
     def close(self) -> None:
         """Wait for what is in flight; the states are gone. Idempotent."""
         if self._closed:
@@ -384,17 +386,6 @@ class FlashStates:
             self._pipeline.close()
         self._engine.close()
         self.store.close()
-
-
-def wait_for_all(futures: Sequence[Future[None]]) -> None:
-    """Wait until all are over; if one fails, those that have not begun are cancelled."""
-    done, rest = wait(futures, return_when="FIRST_EXCEPTION")
-    for future in rest:
-        future.cancel()
-    wait(futures)
-    for future in futures:
-        if not future.cancelled():
-            future.result()
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

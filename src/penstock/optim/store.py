@@ -24,7 +24,7 @@ from penstock.core.errors import (
 )
 from penstock.core.units import format_bytes, round_up
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
-from penstock.io.files import DirectFile, filesystem_of, open_unlinked
+from penstock.io.files import DirectFile, filesystem_of, open_path, open_unlinked
 from penstock.optim.formats import RECORD_BYTES
 from penstock.optim.layout import Tile
 from penstock.tier import checksums
@@ -32,6 +32,12 @@ from penstock.tier.joint import submit_all
 
 MakeFile = Callable[[str, int], DirectFile]
 """Opens a file for so many more records, in a directory, given the number of files there are."""
+
+
+def named_file(directory: str, number: int) -> DirectFile:
+    """A file for some records that outlives the process; what is in it already stays."""
+    path = os.path.join(directory, f"penstock-states-{number}.slab")
+    return open_path(path, "r+" if os.path.exists(path) else "x+")
 
 
 class Store:
@@ -100,14 +106,14 @@ class Store:
     def start_read(self, tile: Tile, address: int, keep_alive: object, slot: int = 0) -> Transfer:
         """Begin to read a record to memory; ``verify`` it when that is done."""
         self.read += tile.record_bytes
-        return self._move("read", tile, address, keep_alive, slot, Priority.PREFETCH)
+        return self._move("read", tile, address, keep_alive, slot)
 
     def start_write(self, tile: Tile, address: int, keep_alive: object, slot: int = 0) -> Transfer:
         """Begin to write a record; the memory must not change until that is done."""
         if self._checksum is not None:
             self._sums[tile.index, slot] = self._checksum(address, tile.record_bytes)
         self.written += tile.record_bytes
-        return self._move("write", tile, address, keep_alive, slot, Priority.PREFETCH)
+        return self._move("write", tile, address, keep_alive, slot)
 
     def verify(self, tile: Tile, address: int, slot: int, names: Callable[[], str]) -> None:
         """Compare what was read with what was written.
@@ -167,9 +173,7 @@ class Store:
         for file in (file for files in self._files for file in files):
             file.close()
 
-    def _move(
-        self, op: Op, tile: Tile, address: int, keep_alive: object, slot: int, priority: Priority
-    ) -> Transfer:
+    def _move(self, op: Op, tile: Tile, address: int, keep_alive: object, slot: int) -> Transfer:
         number, offset = self._places[tile.index]
         part = self._part_bytes(tile)
         requests = []
@@ -184,7 +188,7 @@ class Store:
                         address=address + skip,
                         nbytes=min(part, tile.record_bytes - skip),
                         keep_alive=keep_alive,
-                        priority=priority,
+                        priority=Priority.PREFETCH,  # both ways: so that neither starves
                     )
                 )
         return submit_all(self.engine, requests)

@@ -62,7 +62,7 @@ def from_bfloat16(source: Words, out: Words) -> None:
     out[:] = source.astype(np.uint32) << np.uint32(16)
 
 
-def to_float8(
+def to_float8(  # noqa: PLR0917  (as the kernel)
     source: Words, codes: Words, exponents: Words, key: int, first: int, is_signed: bool
 ) -> None:
     """As the kernel's, a block at a time."""

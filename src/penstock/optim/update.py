@@ -27,6 +27,7 @@ from torch import Tensor
 from penstock.core.errors import ConfigError
 from penstock.core.units import round_up
 from penstock.optim import packing
+from penstock.optim.device import copy_across
 from penstock.optim.formats import MASTER, UNIT, Array
 from penstock.optim.layout import Piece, Tile
 from penstock.optim.params import Param, fresh_scalars
@@ -45,12 +46,14 @@ class Pass:
     """Of the step; with the seed it decides the random rounding."""
     options: Sequence[Mapping[str, Any]]
     """Of each group, without the parameters."""
-    grads: Mapping[int, Tensor]
+    grads: dict[int, Tensor]
     """By the parameter's number: its gradient, laid flat. Those without one are left alone."""
     factor: Tensor | None
     """What gradients are multiplied with, if anything."""
     scalars: dict[int, dict[str, Any]]
     """By the parameter's number: what the step makes of its scalars; written by the threads."""
+    ready: dict[int, Any]
+    """By the parameter's number: what to wait for before its gradient is copied from a device."""
 
 
 @dataclass(slots=True)
@@ -168,7 +171,7 @@ class Updater:
             return mine, None
         if array.packing == "plain":
             master = packing.plain(array, work.memory, piece.at, mine.numel())
-            return (master if param.has_state else master.copy_(mine)), None
+            return (master if param.has_state else copy_across(mine.float(), master)), None
         master = self._scratch.take(MASTER, torch.float32, at, mine.numel())
         words = _words(master)
         if param.has_state:
@@ -179,12 +182,13 @@ class Updater:
 
     def _grad(self, piece: Piece, at: int, weight: Tensor, step: Pass) -> Tensor:
         grad = step.grads[piece.param][piece.start : piece.stop]
+        if grad.device != weight.device:
+            host = self._scratch.take("brought", grad.dtype, at, grad.numel())
+            grad = copy_across(grad, host, step.ready.get(piece.param))
         if step.factor is not None:
             own = self._scratch.take("clipped", grad.dtype, at, grad.numel())
-            grad = torch.mul(grad, step.factor.to(grad.device), out=own) if own.device == (
-                grad.device
-            ) else own.copy_(grad * step.factor.to(grad.device))
-        if grad.dtype != weight.dtype or grad.device != weight.device:
+            grad = torch.mul(grad, step.factor.to(grad.device), out=own)
+        if grad.dtype != weight.dtype:
             grad = self._scratch.take("grad", weight.dtype, at, grad.numel()).copy_(grad)
         return grad
 
@@ -202,7 +206,7 @@ class Updater:
         elif _is_copy(array, mine):
             packing.plain(array, work.memory, item.piece.at, mine.numel()).copy_(mine)
         else:
-            mine.copy_(item.weight)
+            copy_across(item.weight.to(mine.dtype), mine)
 
     def _keep_states(self, item: _Item, work: _Work) -> None:
         piece, states = item.piece, item.states
@@ -216,7 +220,12 @@ class Updater:
                 continue
             key = packing.random_key(self._seed, work.step.number, piece.param, number)
             packing.pack(
-                array, work.memory, piece.at, _words(values.contiguous()), key, piece.start
+                array,
+                work.memory,
+                piece.at,
+                _words(values.contiguous()),
+                key=key,
+                first=piece.start,
             )
         unknown = states.keys() - set(work.kept.scalars)
         if unknown:
@@ -261,9 +270,7 @@ def _chunks(tile: Tile, grads: Mapping[int, Tensor]) -> Iterator[list[tuple[Piec
 def _is_copy(master: Array, weight: Tensor) -> bool:
     """Whether the record's master merely repeats the weight, which is the master."""
     return (
-        master.packing == "plain"
-        and weight.dtype == torch.float32
-        and weight.device.type == "cpu"
+        master.packing == "plain" and weight.dtype == torch.float32 and weight.device.type == "cpu"
     )
 
 
