@@ -55,8 +55,14 @@ class Conductor:
         if self._journal is not None:
             durable.commit(self.states, self._journal)
 
+    def check_between_steps(self, what: str) -> None:
+        """Raise ConfigError if backward has begun a step that was not finished."""
+        if self._overlap is not None and self._overlap.is_under_way:
+            raise ConfigError(f"{what} between backward and step: overlap=True has begun the step")
+
     def resume(self) -> int:
         """See ``OnFlash.resume``."""
+        self.check_between_steps("resume()")
         if self._journal is None:
             raise ConfigError(
                 "there is nothing to resume: set durable=True, for this run and the next"

@@ -102,6 +102,8 @@ class OnFlash(torch.optim.Optimizer):
         """Add a group, with a place for its states. Raises as the constructor."""
         super().add_param_group(param_group)
         conductor = self._penstock if isinstance(self._penstock, Conductor) else None
+        if conductor is not None:
+            conductor.check_between_steps("add_param_group()")
         states: FlashStates = self._penstock if conductor is None else conductor.states
         try:
             states.add_group(self.param_groups[-1])
@@ -114,7 +116,8 @@ class OnFlash(torch.optim.Optimizer):
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """As torch's. What is large lies in a file without a name on flash, mapped into memory."""
-        states = self._penstock.states
+        states: FlashStates = self._penstock.states
+        self._penstock.check_between_steps("state_dict()")
         states.check_usable()
         saved = dicts.save(states)
         self.state = defaultdict(dict, {states.params[i].tensor: s for i, s in saved.items()})
@@ -132,6 +135,7 @@ class OnFlash(torch.optim.Optimizer):
         Raises:
             ConfigError: It is that of another model or optimizer; nothing was changed.
         """
+        self._penstock.check_between_steps("load_state_dict()")
         document = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             document = hook(self, document) or document

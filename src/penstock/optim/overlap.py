@@ -51,6 +51,11 @@ class Overlap:
         self._futures: dict[int, Future[None]] = {}
         self.listen()
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether backward has begun a pass that ``step`` has not ended."""
+        return self._step is not None
+
     def listen(self) -> None:
         """Listen to parameters that came since."""
         states = self._states

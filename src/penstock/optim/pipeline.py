@@ -20,6 +20,7 @@ import enum
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -396,11 +397,14 @@ class Pipeline:
 
     def _evict(self) -> None:
         """Let go of updated tiles as long as reads wait for room."""
-        waiting = sum(tile.index not in self._holding for tile in self._ahead)
+        if not self._ahead or self.write_failure is not None:
+            return
+        absent = (tile for tile in self._ahead if tile.index not in self._holding)
+        waiting = sum(1 for _ in islice(absent, len(self._buffers)))  # no more can be helped
         moving = [each for each in self._buffers if self._is_rotating(each)]
         room = sum(each.phase is Phase.FREE or each.leaves for each in moving)
         wanted = min(waiting - room, self._rotating - len(moving))
-        if wanted <= 0 or self.write_failure is not None:
+        if wanted <= 0:
             return
         done = [each for each in self._buffers if each.is_done and not each.leaves and _rests(each)]
         done.sort(key=self._next_use, reverse=True)
