@@ -107,7 +107,10 @@ for step in range(4):
 """
 
 
-@pytest.mark.parametrize("when", [1, 4, 6, 7, 8, 9, 13, 16])
+_LATER = [pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, 6, 7, 9, 13, 16)]
+
+
+@pytest.mark.parametrize("when", [8, *_LATER])
 def test_a_run_that_is_killed_anywhere_goes_on_after_its_last_completed_step(when, small):
     program = textwrap.dedent(PROGRAM).format(tests=os.path.dirname(__file__))
     done = subprocess.run(
