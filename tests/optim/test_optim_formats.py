@@ -167,3 +167,27 @@ def test_compact_states_converge_beside_exact_ones_on_real_text(small):
     assert losses["exact"] < 3
     assert abs(losses["bf16"] - losses["exact"]) < 0.05
     assert abs(losses["int8"] - losses["exact"]) < 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format_name", ["exact", "split"])
+def test_200_steps_on_real_text_are_training_with_a_float32_master(format_name, small):
+    """The gradients come from the weights, so one bit that differs would spread."""
+    text = zoo.stdlib_text_bytes("1MiB")
+    weights = []
+    for flash in (True, False):
+        torch.manual_seed(0)
+        model = zoo.build("gpt2", size="tiny").to(torch.bfloat16)
+        params = list(model.parameters())
+        options = {"lr": 1e-3, "weight_decay": 0.1}
+        if flash:
+            a = FlashAdamW(params, format=format_name, **options, **{**small, "tile": 1 << 14})
+        optimizer = a if flash else Reference(params, **options)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(200):
+            model.zero_grad()
+            model(*text.batch(model.config, 4, generator=generator)).backward()
+            optimizer.step()
+        weights.append(params)
+    a.close()
+    assert_same(*weights)

@@ -28,7 +28,9 @@ steps(1024)  # libraries are loaded, kernels compiled
 print(steps(count))
 """
 MIB = 2**20
-RING = {"exact": 96, "int8": 8 * 4 + 20}
+RING = {"exact": 8 * 12, "int8": 8 * 4.02}
+OTHER = 48
+"""Scratch of two threads, what torch makes in a first step, stacks, the heap of each thread."""
 
 
 @pytest.mark.slow
@@ -43,5 +45,5 @@ def test_memory_beyond_weights_and_gradients_is_flat(format_name, disk_path):
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         beyond[millions] = int(done.stdout)
-    assert beyond[16] < (RING[format_name] + 32) * MIB
+    assert beyond[16] < (RING[format_name] + OTHER) * MIB
     assert beyond[64] - beyond[16] < 16 * MIB

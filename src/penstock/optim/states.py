@@ -257,7 +257,9 @@ class FlashStates:
 
     def note_norm(self, step: Pass) -> None:
         """Remember the norm of a pass's gradients for the next one."""
-        grads = [grad for _, grad in sorted(step.grads.items())]  # summed as they are without overlap
+        grads = [
+            grad for _, grad in sorted(step.grads.items())
+        ]  # summed as they are without overlap
         self.last_norm = torch.nn.utils.get_total_norm(grads)
 
     def _run(self, tiles: Iterable[Tile], visit: Callable[[Tile], None]) -> None:
