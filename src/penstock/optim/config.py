@@ -21,7 +21,7 @@ class StatesConfig:
     """Where states rest, in which form, and when they are updated."""
 
     flash: str | Path | tuple[str | Path, ...] = ()
-    """Directories, best on different SSDs: each record is spread over all of them."""
+    """Directories, best on different SSDs; each record is spread over all of them."""
 
     host_memory: int | str = 0
     """Memory for tiles that stay, and for the ring that others pass through; the ring alone, of
@@ -65,7 +65,7 @@ class StatesConfig:
     """How many steps the run will make; a warning tells if that is beyond ``tbw``."""
 
     allow_memory_filesystem: bool = False
-    """For tests: accept a directory in memory, where states save none."""
+    """Accept a directory in memory, where states save none; for tests."""
 
     def __post_init__(self) -> None:
         """Turn sizes into bytes and directories into a tuple; check them together."""
