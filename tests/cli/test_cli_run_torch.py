@@ -45,6 +45,7 @@ TRAIN = """
         print("waiting", flush=True)
         import time; time.sleep(60)
     """
+STATES = ("--optimizer-state", "flash", "--optimizer-memory", "1GiB")
 BUDGET = ("--device-memory", "6MiB", "--flash", "spill", "--flash-capacity", "1GiB")
 
 
@@ -62,8 +63,11 @@ def test_an_unmodified_script_prints_the_same_bits(work):
         start_plain(work, "train.py"),
         start_under(work, "train.py", options=BUDGET),
         start_under(work, "-m", "train", options=[*BUDGET, *outputs, "--json"]),
+        start_under(work, "train.py", options=[*BUDGET, *STATES]),
     ]
-    plain, under, as_json = [end(process) for process in processes]
+    plain, under, as_json, states = [end(process) for process in processes]
+    assert (states.code, states.out) == (0, plain.out)
+    assert "penstock: AdamW: optimizer states: " in states.err
     assert (plain.code, plain.err) == (0, "")
     assert plain.out.startswith("1\n")  # OMP_NUM_THREADS came in time
     assert (under.code, under.out) == (0, plain.out)

@@ -78,6 +78,18 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--config", metavar="FILE", help="TOML with a table [offload]; options here overrule it"
     )
+    made.add_argument(
+        "--optimizer-state",
+        choices=("memory", "flash"),
+        default="memory",
+        help="where the states of torch's optimizers rest; flash: in the directories of --flash",
+    )
+    made.add_argument(
+        "--optimizer-memory",
+        metavar="SIZE",
+        type=size,
+        help="how much of them stays in memory all the same (default: a few tiles)",
+    )
     made.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto at the end")
     made.add_argument("--event-log", metavar="FILE", help="write every event as JSON lines")
     add_common(
@@ -103,8 +115,9 @@ def execute(options: argparse.Namespace) -> Callable[[], int]:
         raise ConfigError("nothing to run; name a script, or a module with -m")
     config = _config(options)
     trace = _file(options.trace, "--trace")
+    states = _optimizer_settings(options, config)
     program = find(words[0], words[1:], is_module=bool(module))
-    attendant = _Attendant(config, words=words, trace=trace, debug=options.debug)
+    attendant = _Attendant(config, words=words, trace=trace, states=states, debug=options.debug)
     if options.json:
         attendant.answer = _take_stdout()
     return lambda: _run(program, attendant)
@@ -126,9 +139,16 @@ class _Attendant:
     """
 
     def __init__(
-        self, config: OffloadConfig, *, words: list[str], trace: str | None, debug: bool
+        self,
+        config: OffloadConfig,
+        *,
+        words: list[str],
+        trace: str | None,
+        states: dict[str, Any] | None,
+        debug: bool,
     ) -> None:
         self.answer: IO[str] | None = None
+        self._states = states
         self._config = config
         self._words = words
         self._trace = trace
@@ -155,6 +175,9 @@ class _Attendant:
         try:
             session = importlib.import_module("penstock.api").Session(self._config)
             session.__enter__()
+            if self._states is not None:
+                adopt = importlib.import_module("penstock.optim.adopt")
+                adopt.Adoption(self._states, tell=say)
         except PenstockError as error:
             if self._debug:
                 raise
@@ -234,6 +257,23 @@ def _config(options: argparse.Namespace) -> OffloadConfig:
         flash=tuple(spill_directory(each) for each in config.directories),
         event_log=_file(config.event_log, "event_log"),
     )
+
+
+def _optimizer_settings(
+    options: argparse.Namespace, config: OffloadConfig
+) -> dict[str, Any] | None:
+    """Fields of ``penstock.optim.StatesConfig``; None: states stay in memory."""
+    if options.optimizer_state == "memory":
+        if options.optimizer_memory is not None:
+            raise ConfigError("--optimizer-memory is for --optimizer-state flash, which is not set")
+        return None
+    if not config.directories:
+        raise ConfigError("--optimizer-state flash needs a directory: --flash DIR")
+    return {
+        "flash": config.directories,
+        "host_memory": options.optimizer_memory or 0,
+        "tbw": config.tbw_bytes,
+    }
 
 
 def _file(name: str | Path | None, option: str) -> str | None:

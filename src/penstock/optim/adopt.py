@@ -1,0 +1,79 @@
+"""Scripts that build a known torch optimizer get it with its states on flash."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Final, cast
+
+import torch
+
+from penstock.core import knobs
+from penstock.core.errors import ConfigError, PenstockWarning
+from penstock.optim.optimizer import OnFlash, on_flash
+
+KNOWN: Final = tuple(
+    getattr(torch.optim, name)
+    for name in (
+        *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"),
+        *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+    )
+)
+"""Classes of torch that are adopted; subclasses of them, which may do anything, are not."""
+
+
+class Adoption:
+    """While it lasts, optimizers of the known classes put their states on flash when they are made.
+
+    Attributes:
+        adopted: Those that were.
+    """
+
+    def __init__(
+        self, settings: Mapping[str, Any], *, tell: Callable[[str], None] | None = None
+    ) -> None:
+        """Begin.
+
+        Args:
+            settings: Fields of ``StatesConfig``.
+            tell: Called with what each adopted optimizer costs the SSD, before its first step.
+        """
+        self._tell = tell
+        self.adopted: list[torch.optim.Optimizer] = []
+        self._settings = dict(settings)
+        self._originals: dict[type[Any], Any] = {}
+        for cls in KNOWN:
+            self._originals[cls] = cls.__init__
+            cls.__init__ = self._wrapped(cls, cls.__init__)
+
+    def end(self) -> None:
+        """Adopt no more."""
+        for cls, original in self._originals.items():
+            cls.__init__ = original
+        self._originals.clear()
+
+    def _wrapped(self, cls: type[Any], original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def made(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            if type(optimizer) is cls:
+                self._adopt(optimizer)
+
+        return made
+
+    def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        if sum(p.numel() * p.element_size() for p in params) < knobs.floor_bytes():
+            return  # not worth a file
+        name = type(optimizer).__name__
+        try:
+            on_flash(optimizer, **self._settings)
+        except ConfigError as error:
+            warnings.warn(
+                f"the states of this {name} stay in memory: {error}", PenstockWarning, stacklevel=4
+            )
+            return
+        self.adopted.append(optimizer)
+        if self._tell is not None:
+            self._tell(f"{name}: {cast(OnFlash, optimizer).wear()}")

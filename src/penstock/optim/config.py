@@ -1,0 +1,103 @@
+"""How an optimizer's states are kept: one frozen value, checked when it is made."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from penstock.core.errors import ConfigError
+from penstock.core.units import parse_bytes
+from penstock.optim.formats import FORMATS, UNIT
+
+TILE: Final = 1 << 20
+RING: Final = 8
+"""Buffers at least: two being updated, three on their way in and three on their way out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StatesConfig:
+    """Where states rest, in which form, and when they are updated."""
+
+    flash: str | Path | tuple[str | Path, ...] = ()
+    """Directories, best on different SSDs; each record is spread over all of them."""
+
+    host_memory: int | str = 0
+    """Memory for tiles that stay, and for the ring that others pass through; the ring alone, of
+    ``RING`` tiles, takes what it needs even if this is less."""
+
+    format: str = "exact"
+    """How states are kept, where a parameter group does not say it itself by its key ``"format"``: one
+    of ``FORMATS``."""
+
+    master: bool | None = None
+    """Whether 16-bit parameters have a float32 master. ``None``: as the optimizer is made for."""
+
+    durable: bool = False
+    """Whether each step is on flash, weights and all, before ``step`` returns, so that a run that was
+    killed can go on after it. Otherwise states are scratch: they are gone when the process is."""
+
+    overlap: bool = False
+    """Whether tiles are updated while backward goes on, as gradients become final. Gradients must then
+    not be changed between backward and ``step``."""
+
+    accumulation: int = 1
+    """With ``overlap``: how many backwards make a step; gradients are final in the last of them."""
+
+    clip_norm: float | None = None
+    """Clip the gradients' 2-norm to this. With ``overlap`` the norm is that of the step before, since
+    this one's is not known in time."""
+
+    threads: int | None = None
+    """Tiles updated at once; ``None``: two, or one with ``overlap`` or on one core."""
+
+    tile: int = TILE
+    """Parameters in a tile, a multiple of 256."""
+
+    seed: int = 0
+    """Of the random rounding in compact formats."""
+
+    tbw: int | str | None = None
+    """Bytes written that the SSD is rated for, as ``"600TB"``."""
+
+    planned_steps: int | None = None
+    """How many steps the run will make; a warning tells if that is beyond ``tbw``."""
+
+    allow_memory_filesystem: bool = False
+    """Accept a directory in memory, where states save none; for tests."""
+
+    def __post_init__(self) -> None:
+        """Turn sizes into bytes and directories into a tuple; check them together."""
+        paths = (self.flash,) if isinstance(self.flash, str | Path) else tuple(self.flash)
+        object.__setattr__(self, "flash", tuple(os.fspath(path) for path in paths))
+        for name in ("host_memory", "tbw"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, parse_bytes(value, what=name))
+        if not self.flash:
+            raise ConfigError("an optimizer on flash needs a directory: flash='/nvme/spill'")
+        if self.format not in FORMATS:
+            raise ConfigError(f"format {self.format!r} is none of {', '.join(FORMATS)}")
+        if self.tile < UNIT or self.tile % UNIT:
+            raise ConfigError(f"tile={self.tile} is not a positive multiple of {UNIT}")
+        for name in ("accumulation", "threads", "planned_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value} must be 1 or more")
+        if self.accumulation > 1 and not self.overlap:
+            raise ConfigError("accumulation is told only with overlap=True: step() knows otherwise")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigError(f"clip_norm={self.clip_norm} must be more than 0")
+
+    @property
+    def directories(self) -> tuple[str, ...]:
+        """``flash`` as strings."""
+        assert isinstance(self.flash, tuple)
+        return tuple(str(path) for path in self.flash)
+
+    @property
+    def host_bytes(self) -> int:
+        """``host_memory`` in bytes."""
+        assert isinstance(self.host_memory, int)
+        return self.host_memory

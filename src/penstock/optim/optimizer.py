@@ -1,0 +1,245 @@
+"""The front: a torch optimizer whose states live on flash is still that torch optimizer.
+
+``OnFlash`` stands before a class of torch in the order of methods, and takes over what touches states:
+``step``, ``state_dict``, ``load_state_dict``, ``add_param_group``. Everything else (groups, schedulers,
+hooks, ``zero_grad``) is torch's. Its ``state`` stays empty.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, ClassVar, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from penstock.core.errors import ConfigError
+from penstock.optim import state_dict as dicts
+from penstock.optim.conductor import Conductor
+from penstock.optim.config import StatesConfig
+from penstock.optim.states import FlashStates
+from penstock.optim.wear import Wear, wear_of
+
+T = TypeVar("T", bound=torch.optim.Optimizer)
+_FIELDS = frozenset(field.name for field in fields(StatesConfig))
+
+
+class OnFlash(torch.optim.Optimizer):
+    """What a class of torch gets put before it. Not used alone."""
+
+    torch_class: ClassVar[type[torch.optim.Optimizer]]
+    """The class whose step it is."""
+    preferred: ClassVar[Mapping[str, Any]] = {}
+    """Options of that class that are set where the user leaves ``fused`` and ``foreach`` open."""
+    _penstock: Any  # the Conductor; until there is one, the FlashStates
+
+    def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Lay the parameters into tiles and reserve their place on flash.
+
+        Args:
+            params: As torch's. A group may have a key ``"format"``.
+            args: As of the class of torch.
+            kwargs: As of the class of torch; the others are fields of ``StatesConfig``.
+
+        Raises:
+            ConfigError: A setting makes no sense, or a parameter's states cannot be on flash.
+            NoSpaceError: There is no room for them; with what would fit.
+        """
+        config = StatesConfig(**{name: kwargs.pop(name) for name in _FIELDS & kwargs.keys()})
+        if kwargs.get("fused") is None and kwargs.get("foreach") is None:
+            kwargs.update(self.preferred)
+        model = self.torch_class([torch.zeros(2, requires_grad=True)], *args, **kwargs)
+        before = dict(next(iter(model.state.values()), {}))
+        self.__dict__.update(model.__dict__)
+        states = self._penstock = FlashStates(
+            self,
+            self.torch_class,
+            config,
+            with_master=True,
+            initial=functools.partial(_initial, before),
+        )
+        try:
+            torch.optim.Optimizer.__init__(self, params, model.defaults)
+            self._conduct(states)
+        except BaseException:
+            states.close()
+            raise
+
+    def _conduct(self, states: FlashStates) -> None:
+        self._penstock = Conductor(states)
+        # a GradScaler unscales gradients itself, but for optimizers that say they do
+        self._step_supports_amp_scaling = states.config.overlap
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters, streaming their states.
+
+        Args:
+            closure: Evaluates the model again and returns the loss.
+
+        Raises:
+            ConfigError: A parameter is not what it was, or a gradient is sparse: nothing was touched.
+            TransferError: A record could not be read; the optimizer needs a state dict now.
+            ChecksumError: A record is not what was written; the same.
+            ClosedError: The optimizer is closed, or such an error came before.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if getattr(self, "grad_scale", None) is not None:
+            raise ConfigError(
+                "a GradScaler does not go with overlap=True: gradients are used while they are scaled;"
+                " leave overlap out, or train in bfloat16 without a scaler"
+            )
+        self._penstock.step()
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, with a place for its states. Raises as the constructor."""
+        super().add_param_group(param_group)
+        conductor = self._penstock if isinstance(self._penstock, Conductor) else None
+        if conductor is not None:
+            conductor.check_between_steps("add_param_group()")
+        states: FlashStates = self._penstock if conductor is None else conductor.states
+        try:
+            states.add_group(self.param_groups[-1])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        if conductor is not None:
+            conductor.listen()
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's. What is large lies in a file without a name on flash, mapped into memory."""
+        states: FlashStates = self._penstock.states
+        self._penstock.check_between_steps("state_dict()")
+        states.check_usable()
+        saved = dicts.save(states)
+        self.state = defaultdict(dict, {states.params[i].tensor: s for i, s in saved.items()})
+        try:
+            made: dict[str, Any] = super().state_dict()
+        finally:
+            self.state = defaultdict(dict)
+        made["penstock"] = {"steps": states.steps}
+        return made
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` made, ours or that of torch's class of the same name.
+
+        Raises:
+            ConfigError: It is that of another model or optimizer; nothing was changed.
+        """
+        self._penstock.check_between_steps("load_state_dict()")
+        document = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            document = hook(self, document) or document
+        groups = dicts.check(self._penstock.states, self.param_groups, document)
+        dicts.load(self._penstock.states, document)
+        self.__setstate__({"state": defaultdict(dict), "param_groups": groups})
+        self._penstock.loaded()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def resume(self) -> int:
+        """With ``durable``: set weights and states to those of the last completed step.
+
+        Returns:
+            The number of that step, from 1; 0 if there is none, and nothing was changed.
+
+        Raises:
+            ConfigError: The steps there are another model's, or steps are not durable.
+        """
+        done: int = self._penstock.resume()
+        return done
+
+    def wear(self) -> Wear:
+        """What a step writes, and how long the SSD lasts at that."""
+        return wear_of(self._penstock.states)
+
+    def close(self) -> None:
+        """Give memory, files and threads back. States that are not durable are gone. Idempotent."""
+        self._penstock.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Not copied nor pickled."""
+        raise ConfigError(
+            f"{type(self).__name__} has its states in files and cannot be copied or pickled; use"
+            " state_dict() and load_state_dict()"
+        )
+
+
+@functools.cache
+def flash_class(cls: type[torch.optim.Optimizer]) -> type[OnFlash]:
+    """The class ``cls`` with its states on flash; a subclass of it."""
+    return cast(type[OnFlash], type(f"{cls.__name__}OnFlash", (OnFlash, cls), {"torch_class": cls}))
+
+
+def on_flash(optimizer: T, **settings: Any) -> T:
+    """Move the states of any element-wise optimizer to flash. It runs its own step on tiles.
+
+    Args:
+        optimizer: It is changed in place: its class becomes a subclass of its own. States that it has
+            are moved.
+        settings: Fields of ``StatesConfig``.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        ConfigError: It is not element-wise, or a scheduler was made for it before.
+        NoSpaceError: There is no room for its states.
+    """
+    cls = type(optimizer)
+    if isinstance(optimizer, OnFlash):
+        raise ConfigError(f"{cls.__name__} is on flash already")
+    if "step" in optimizer.__dict__:
+        raise ConfigError(
+            f"the step of this {cls.__name__} was replaced, as a learning-rate scheduler does that was"
+            " made for it; call on_flash before making the scheduler"
+        )
+    config = StatesConfig(**settings)
+    before = _saved(optimizer)
+    states = FlashStates(
+        optimizer, cls, config, with_master=False, initial=functools.partial(_initial, {})
+    )
+    try:
+        for group in optimizer.param_groups:
+            states.add_group(group)
+        if before is not None:
+            dicts.load(states, before)
+    except BaseException:
+        states.close()
+        raise
+    optimizer.state = defaultdict(dict)
+    made = cast(OnFlash, optimizer)
+    made.__class__ = flash_class(cast(Any, cls))
+    made._patch_step_function()
+    made._conduct(states)
+    return optimizer
+
+
+def _saved(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    if not any(optimizer.state.values()):
+        return None
+    numbers: dict[Tensor, int] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            numbers.setdefault(param, len(numbers))
+    return {"state": {numbers[param]: state for param, state in optimizer.state.items()}}
+
+
+def _initial(before: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """States that there are before the first step: numbers for each element, tensors for scalars."""
+    found: dict[str, Any] = {}
+    for name, value in before.items():
+        is_state = isinstance(value, Tensor) and value.numel() == 2
+        found[name] = float(value[0]) if is_state else value
+    if "sum" in found:  # Adagrad's, the only one of torch's that a group may set for itself
+        found["sum"] = float(group.get("initial_accumulator_value", found["sum"]))
+    return found

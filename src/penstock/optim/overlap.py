@@ -1,0 +1,225 @@
+"""Tiles updated while backward goes on.
+
+Autograd says of each parameter when its gradient was accumulated. When that of all parameters in a tile
+is final, the tile is updated in a thread, from records that were read while earlier layers were still
+at work. ``step`` updates what is left and waits.
+
+[Note: a weight that is updated during its backward]
+    A parameter's gradient is accumulated when every use of it in the graph has been gone through, so
+    nobody needs its old value any more, but for who uses it without its gradient (detached, in a
+    second forward for checkpointing). The parameter's version is raised before it is written to, so
+    autograd refuses such a use, as it does after any change in place. A gradient that comes once more
+    after it was used, or that is changed before ``step`` (clipping, unscaling), is an error: what was
+    done cannot be undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.core.errors import ConfigError
+from penstock.core.locks import Lock
+from penstock.optim.config import RING
+from penstock.optim.device import ready_event
+from penstock.optim.layout import Tile
+from penstock.optim.params import Param
+from penstock.optim.states import FlashStates
+from penstock.optim.update import Pass
+from penstock.optim.waiting import wait_for_all
+
+
+class Overlap:
+    """Listens to backward, and has tiles updated."""
+
+    def __init__(self, states: FlashStates) -> None:
+        """Listen to all parameters that there are."""
+        self._states = states
+        self._lock = Lock()  # hooks of several devices come from several threads
+        self._tiles_of: dict[int, list[Tile]] = {}
+        self._listening: set[int] = set()
+        self._handles: list[Any] = []
+        self._order: list[Tile] = []  # in which tiles became ready in the last pass
+        self._step: Pass | None = None
+        self._times: dict[int, int] = {}
+        self._versions: dict[int, int] = {}
+        self._missing: dict[int, int] = {}  # by tile: parameters whose gradient is not final
+        self._futures: dict[int, Future[None]] = {}
+        self.listen()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether backward has begun a pass that ``step`` has not ended."""
+        return self._step is not None
+
+    def listen(self) -> None:
+        """Listen to parameters that came since."""
+        states = self._states
+        self._tiles_of = {}
+        for tile in states.tiles:
+            for piece in tile.pieces:
+                mine = self._tiles_of.setdefault(piece.param, [])
+                if tile not in mine[-1:]:
+                    mine.append(tile)
+        for param in states.params:
+            if param.index not in self._listening and param.tensor.requires_grad:
+                self._listening.add(param.index)
+                hook = self._hook(param)
+                listen = param.tensor.register_post_accumulate_grad_hook
+                self._handles.append(listen(hook))  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Listen no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for future in self._futures.values():
+            future.cancel()
+
+    def finish(self) -> None:
+        """``step`` was called: update what is left, and wait for everything. Raises as ``step``."""
+        states = self._states
+        states.check_usable()
+        step, done = self._step, set(self._futures)
+        if step is None:
+            step = states.begin_pass()
+            states.begin_visits(states.order(step.grads))
+        try:
+            self._check_unchanged(step)
+            self._take_the_rest(step)
+            wait_for_all(list(self._futures.values()))
+        except BaseException as error:
+            if done:
+                states.tear(error)
+            raise
+        if states.config.clip_norm is not None:
+            states.note_norm(step)
+        states.end_pass(step)
+        self._order = [states.tiles[index] for index in self._futures]
+        self._clear()
+        self._read_ahead()
+
+    # -- hooks ------------------------------------------------------------------------------------
+
+    def _hook(self, param: Param) -> Any:
+        def accumulated(_: Tensor) -> None:
+            with self._lock:
+                self._accumulated(param)
+
+        return accumulated
+
+    def _accumulated(self, param: Param) -> None:
+        times = self._times[param.index] = self._times.get(param.index, 0) + 1
+        if times < self._states.config.accumulation or not self._may_begin():
+            return
+        if times > self._states.config.accumulation:
+            raise ConfigError(
+                f"parameter {param.name} got gradient number {times} since the last step, and"
+                f" overlap=True was told to use number {self._states.config.accumulation}: call step()"
+                " after each backward, or tell how many make a step by accumulation=..., or leave"
+                " overlap out"
+            )
+        step = self._begin()
+        grad = param.flat_grad()
+        if grad is None:
+            return
+        step.grads[param.index] = grad
+        step.ready[param.index] = ready_event(grad)
+        assert param.tensor.grad is not None
+        self._versions[param.index] = param.tensor.grad._version
+        torch.autograd.graph.increment_version(param.tensor)
+        for tile in self._tiles_of.get(param.index, ()):
+            self._missing[tile.index] -= 1
+            if not self._missing[tile.index]:
+                self._submit(tile, step)
+
+    def _may_begin(self) -> bool:
+        states = self._states
+        states.check_usable()
+        return states.config.clip_norm is None or states.last_norm is not None
+
+    def _begin(self) -> Pass:
+        if self._step is None:
+            states = self._states
+            factor = None
+            if states.config.clip_norm is not None:
+                factor = states.factor_of(states.last_norm)
+            for param in states.params:
+                param.check()
+            self._step = states.make_pass({}, factor)
+            wanted = [p.index for p in states.params if p.tensor.requires_grad]
+            self._missing = dict.fromkeys(range(len(states.tiles)), 0)
+            for index in wanted:
+                for tile in self._tiles_of.get(index, ()):
+                    self._missing[tile.index] += 1
+            self._read_ahead()
+        return self._step
+
+    def _submit(self, tile: Tile, step: Pass) -> None:
+        states = self._states
+        self._futures[tile.index] = states.pool.submit(states.update, tile, step)
+
+    # -- the end of a pass ------------------------------------------------------------------------
+
+    def _take_the_rest(self, step: Pass) -> None:
+        states = self._states
+        for param in states.params:
+            if param.index in step.grads or not param.count:
+                continue
+            grad = param.flat_grad()
+            if grad is not None:
+                step.grads[param.index] = grad
+                step.ready[param.index] = ready_event(grad)
+        for tile in states.order(step.grads):
+            if tile.index not in self._futures:
+                self._submit(tile, step)
+
+    def _check_unchanged(self, step: Pass) -> None:
+        states = self._states
+        now = states.make_pass({}, None).options
+        for old, new in zip(step.options, now, strict=True):
+            if not _same(old, new):
+                raise ConfigError(
+                    "an option of a parameter group was changed between backward and step, when"
+                    " overlap=True had used it already; change it after step"
+                )
+        for index, version in self._versions.items():
+            grad = states.params[index].tensor.grad
+            if grad is None or grad._version != version:
+                raise ConfigError(
+                    f"the gradient of parameter {states.params[index].name} was changed between"
+                    " backward and step (clipping, unscaling, zero_grad?), when overlap=True had used"
+                    " it already; use clip_norm=... for clipping, or leave overlap out"
+                )
+
+    def _clear(self) -> None:
+        self._step = None
+        self._times.clear()
+        self._versions.clear()
+        self._missing.clear()
+        self._futures.clear()
+
+    def _read_ahead(self) -> None:
+        """Tiles will be visited as in the last pass; in the first, from the last layer on."""
+        states = self._states
+        known = {tile.index for tile in self._order}
+        order = self._order + [t for t in reversed(states.tiles) if t.index not in known]
+        rank = {tile.index: place for place, tile in enumerate(order)}
+        states.pipeline.begin(order, rank, rotating=RING)
+
+
+def _same(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    if old.keys() != new.keys():
+        return False
+    for key, value in old.items():
+        other = new[key]
+        if isinstance(value, Tensor) and isinstance(other, Tensor):
+            if value is not other and not torch.equal(value, other):
+                return False
+        elif value != other:
+            return False
+    return True

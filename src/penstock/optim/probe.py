@@ -1,0 +1,162 @@
+"""What an optimizer keeps for a parameter, and whether it treats each element alone: found by trial.
+
+A few steps are made on two small tensors, once whole and once in pieces. If the results differ by a
+bit, an element's update depends on more than its own gradient and state (a norm, a row, a
+line search), and the optimizer cannot be run on tiles.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from penstock.core.errors import ConfigError
+from penstock.optim.formats import State
+
+_COUNT: Final = 1024
+_CUTS: Final = (0, 256, 768, _COUNT)
+_STEPS: Final = 3
+_REFUSED: Final = ("differentiable", "capturable")
+
+Group = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What an optimizer keeps for each parameter of a group."""
+
+    states: tuple[State, ...]
+    """A value for each element."""
+    scalars: tuple[str, ...]
+    """One value for the parameter; these stay in memory."""
+
+
+def raw_step(cls: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
+    """A class's own step, without the hooks that torch puts around it and with gradients off.
+
+    The hooks are for the step that the user calls, not for each piece of it.
+    """
+    step = cls.step
+    while getattr(step, "hooked", False) or getattr(step, "__name__", "") == "_use_grad":
+        inner = getattr(step, "__wrapped__", None)
+        if inner is None:
+            break
+        step = inner
+    raw = inspect.unwrap(step) if step.__module__.startswith("torch.optim") else step
+    return torch.no_grad()(raw)
+
+
+def workhorse(
+    model: torch.optim.Optimizer, cls: type[torch.optim.Optimizer]
+) -> torch.optim.Optimizer:
+    """An optimizer of class ``cls`` set up like ``model``, with no parameters and no states."""
+    made: torch.optim.Optimizer = object.__new__(cls)
+    made.__dict__.update(
+        {k: v for k, v in model.__dict__.items() if k not in ("state", "param_groups", "_penstock")}
+    )
+    made.state = defaultdict(dict)
+    made.param_groups = []
+    return made
+
+
+def probe(
+    model: torch.optim.Optimizer,
+    cls: type[torch.optim.Optimizer],
+    group: Group,
+    dtype: torch.dtype,
+    initial: Mapping[str, Any],
+    *,
+    where: str,
+) -> Kept:
+    """See what steps with a group's options keep.
+
+    Args:
+        model: The optimizer.
+        cls: The class whose step it is.
+        group: Options, without parameters.
+        dtype: Of what is updated: the parameters, or their float32 masters.
+        initial: States that exist before the first step: a number where each element has it, a tensor
+            where the parameter has one.
+        where: Which group, for errors.
+
+    Raises:
+        ConfigError: It cannot be run on tiles; with the reason.
+    """
+    for option in _REFUSED:
+        if group.get(option):
+            raise ConfigError(f"{where}: {option}=True is not for states on flash; leave it out")
+    name = cls.__name__
+    if issubclass(cls, torch.optim.LBFGS | torch.optim.SparseAdam):
+        raise ConfigError(f"{where}: {name} is not element-wise; states on flash need that")
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(_COUNT, generator=generator).to(dtype)
+    grads = [torch.randn(_COUNT, generator=generator).to(dtype) for _ in range(_STEPS)]
+    try:
+        trial = _Trial(model, cls, group, initial, grads)
+        whole, states = trial.run(start.view(32, -1), (0, _COUNT))
+        parts, _ = trial.run(start, _CUTS)
+    except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+        raise ConfigError(
+            f"{where}: {name} does not work on a tensor of its own, which states on flash need:"
+            f" {type(error).__name__}: {error}"
+        ) from error
+    if not torch.equal(whole, parts):
+        raise ConfigError(
+            f"{where}: {name} is not element-wise: a tensor's update differs from that of its parts,"
+            " so it cannot be run on tiles; keep its states in memory, or use an element-wise one"
+            " (Adam, AdamW, SGD, Adagrad, RMSprop, Lion, ...)"
+        )
+    return _classify(states, where, name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A few steps of an optimizer like ``model``, on a small tensor."""
+
+    model: torch.optim.Optimizer
+    cls: type[torch.optim.Optimizer]
+    group: Group
+    initial: Mapping[str, Any]
+    grads: Sequence[Tensor]
+
+    def run(self, start: Tensor, cuts: Sequence[int]) -> tuple[Tensor, Mapping[str, Any]]:
+        """What becomes of a tensor that is cut so, and the states of the first piece."""
+        horse = workhorse(self.model, self.cls)
+        values = start.clone()
+        flat = values.view(-1)
+        ranges = list(itertools.pairwise(cuts))
+        parts = [values] if len(ranges) == 1 else [flat[a:b] for a, b in ranges]
+        horse.param_groups = [{**self.group, "params": parts}]
+        for part in parts:
+            horse.state[part] = {
+                k: v.clone() if isinstance(v, Tensor) else torch.full_like(part, v)
+                for k, v in self.initial.items()
+            }
+        step = raw_step(self.cls)
+        for grad in self.grads:
+            for part, (a, b) in zip(parts, ranges, strict=True):
+                part.grad = grad[a:b].clone().view(part.shape)
+            step(horse)
+        return flat, horse.state[parts[0]]
+
+
+def _classify(states: Mapping[str, Any], where: str, name: str) -> Kept:
+    kept, scalars = [], []
+    for key, value in states.items():
+        if isinstance(value, Tensor) and value.numel() == _COUNT:
+            kept.append(State(key, value.dtype))
+        elif not isinstance(value, Tensor) or value.numel() == 1:
+            scalars.append(key)
+        else:
+            raise ConfigError(
+                f"{where}: {name} keeps {key!r} of shape {tuple(value.shape)} for a parameter of"
+                " shape (32, 32), so it is not element-wise and cannot be run on tiles"
+            )
+    return Kept(tuple(kept), tuple(scalars))

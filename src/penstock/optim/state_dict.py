@@ -1,0 +1,236 @@
+"""State dicts, streamed: a tile at a time, out into a mapped file and in from whatever there is.
+
+What ``save`` makes interchanges with torch's: states by name in the parameter's shape, compact ones
+unpacked. A float32 master that the parameter does not hold itself is one more state, ``"master"``.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.core.errors import ConfigError
+from penstock.core.units import MIB, round_up
+from penstock.io.files import open_unlinked_buffered
+from penstock.optim import packing
+from penstock.optim.formats import MASTER, Array
+from penstock.optim.layout import Piece, Tile
+from penstock.optim.params import Param, fresh_scalars
+from penstock.optim.states import FlashStates
+
+_IN_MEMORY_BYTES: Final = 64 * MIB
+"""State dicts up to this are plain memory."""
+
+
+def save(states: FlashStates) -> dict[int, dict[str, Any]]:
+    """States by the parameter's number, of those that were updated before."""
+    made = _Room(states)
+    saved: dict[int, dict[str, Any]] = {}
+    for param in states.params:
+        mine = {**fresh_scalars(param.scalars), **made.tensors(param)}
+        if mine:
+            saved[param.index] = mine
+    tiles = [t for t in states.tiles if t.arrays and made.wants(t)]
+    states.begin_visits(tiles)
+    for tile in tiles:
+        with states.visiting(tile, change=False) as buffer:
+            for piece in tile.pieces:
+                param = states.params[piece.param]
+                if param.has_state:
+                    _save_piece(tile, buffer.memory, piece, param, made)
+    return saved
+
+
+class _Room:
+    """Memory for a state dict: one mapped file without a name, if it is large."""
+
+    def __init__(self, states: FlashStates) -> None:
+        self._flat: dict[tuple[int, str], Tensor] = {}
+        self._wanted = {p.index for p in states.params if p.has_state}
+        places: list[tuple[tuple[int, str], Array, int, int]] = []
+        end = 0
+        seen: set[tuple[int, str]] = set()
+        for tile in states.tiles:
+            for piece in tile.pieces:
+                param = states.params[piece.param]
+                for array in tile.arrays:
+                    key = (param.index, array.name)
+                    if key in seen or not param.has_state or _is_copy(array, param):
+                        continue
+                    seen.add(key)
+                    places.append((key, array, end, param.count))
+                    end = round_up(end + param.count * array.dtype.itemsize, 64)
+        memory = _memory(end, states.config.directories[0])
+        for key, array, start, count in places:
+            raw = torch.from_numpy(memory[start : start + count * array.dtype.itemsize])
+            self._flat[key] = raw.view(array.dtype)
+
+    def wants(self, tile: Tile) -> bool:
+        return any(piece.param in self._wanted for piece in tile.pieces)
+
+    def flat(self, param: Param, name: str) -> Tensor | None:
+        return self._flat.get((param.index, name))
+
+    def tensors(self, param: Param) -> dict[str, Tensor]:
+        mine = {name: flat for (index, name), flat in self._flat.items() if index == param.index}
+        return {name: param.in_shape(flat) for name, flat in mine.items()}
+
+
+def _memory(nbytes: int, directory: str) -> Any:
+    if nbytes <= _IN_MEMORY_BYTES:
+        return np.zeros(nbytes, np.uint8)
+    file = open_unlinked_buffered(directory)
+    try:
+        file.preallocate(nbytes)
+        return np.frombuffer(mmap.mmap(file.fd, nbytes), np.uint8)
+    finally:
+        file.close()
+
+
+def _save_piece(tile: Tile, memory: Any, piece: Piece, param: Param, room: _Room) -> None:
+    for array in tile.arrays:
+        flat = room.flat(param, array.name)
+        if flat is None:
+            continue
+        target = flat[piece.start : piece.stop]
+        if array.packing == "plain":
+            target.copy_(packing.plain(array, memory, piece.at, target.numel()))
+        elif array.name == MASTER:
+            weights = _halves(param.flat()[piece.start : piece.stop])
+            packing.join(array, memory, piece.at, weights, target.numpy().view(np.uint32))
+        else:
+            packing.unpack(array, memory, piece.at, target.numpy().view(np.uint32))
+
+
+def check(
+    states: FlashStates, groups: Sequence[Mapping[str, Any]], document: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The groups as they will be, or ConfigError if the document is not for these parameters."""
+    saved = deepcopy(document["param_groups"])
+    ours, theirs = [[len(g["params"]) for g in each] for each in (groups, saved)]
+    if ours != theirs:
+        raise ConfigError(
+            f"this state dict is of groups of {theirs} parameters, and the optimizer has groups of"
+            f" {ours}: it is of another model"
+        )
+    numbers = [number for group in saved for number in group["params"]]
+    for param, number in zip(states.params, numbers, strict=True):
+        _check_param(states, param, document["state"].get(number, {}))
+    made = []
+    for group, other in zip(groups, saved, strict=True):
+        other["params"], other["format"] = group["params"], group["format"]
+        if "param_names" in group:
+            other["param_names"] = group["param_names"]
+        made.append(other)
+    states.check_groups(made)
+    return made
+
+
+def _check_param(states: FlashStates, param: Param, state: Mapping[str, Any]) -> None:
+    known = {each.name for each in states.kept(param).states}
+    present = {key for key, value in state.items() if isinstance(value, Tensor) and value.dim()}
+    if state and known - state.keys():
+        raise ConfigError(
+            f"the state dict has {sorted(state)} for parameter {param.name}, which needs"
+            f" {sorted(known)}: it is of another optimizer"
+        )
+    for key in (known | {MASTER}) & present:
+        if state[key].shape != param.tensor.shape:
+            raise ConfigError(
+                f"the state dict's {key!r} for parameter {param.name} has shape"
+                f" {tuple(state[key].shape)}: it is of another model"
+            )
+
+
+def load(states: FlashStates, document: Mapping[str, Any]) -> None:
+    """Fill all tiles from a document that ``check`` has seen."""
+    groups = document.get("param_groups")
+    numbers = (
+        [number for group in groups for number in group["params"]]
+        if groups is not None
+        else list(range(len(states.params)))
+    )
+    found: dict[int, Mapping[str, Any]] = {}
+    for param, number in zip(states.params, numbers, strict=True):
+        found[param.index] = document["state"].get(number, {})
+    states.pipeline.forget_all()
+    for param in states.params:
+        state, kept = found[param.index], states.kept(param)
+        param.has_state = bool(state) and {each.name for each in kept.states} <= state.keys()
+        param.scalars = {
+            key: deepcopy(state[key]) for key in kept.scalars if key in state
+        } or states.initial_scalars(param)
+    tiles = [tile for tile in states.tiles if tile.arrays]
+    states.begin_visits(tiles)
+    for tile in tiles:
+        with states.visiting(tile, change=True) as buffer:
+            buffer.memory[: tile.record_bytes] = 0
+            for piece in tile.pieces:
+                param = states.params[piece.param]
+                if param.has_state:
+                    _load_piece(tile, buffer.memory, piece, param, found[piece.param])
+    states.steps = int(document.get("penstock", {}).get("steps", states.highest_step()))
+    states.mend()
+
+
+def _load_piece(
+    tile: Tile, memory: Any, piece: Piece, param: Param, state: Mapping[str, Any]
+) -> None:
+    for array in tile.arrays:
+        if array.name == MASTER:
+            _load_master(array, memory, piece, param, state.get(MASTER))
+            continue
+        values = _part(state[array.name], param, piece, array.dtype)
+        if array.packing == "plain":
+            packing.plain(array, memory, piece.at, values.numel()).copy_(values)
+        else:
+            packing.pack(
+                array, memory, piece.at, values.numpy().view(np.uint32), key=0, first=piece.start
+            )
+
+
+def _load_master(
+    array: Array, memory: Any, piece: Piece, param: Param, saved: Tensor | None
+) -> None:
+    mine = param.flat()[piece.start : piece.stop]
+    if saved is None or _is_copy(array, param):
+        values = mine.to("cpu", torch.float32)
+    else:
+        values = _part(saved, param, piece, torch.float32)
+    if array.packing == "plain":
+        packing.plain(array, memory, piece.at, values.numel()).copy_(values)
+        mine.copy_(values)
+        return
+    words = values.contiguous().numpy().view(np.uint32)
+    packing.cut(array, memory, piece.at, words, _halves(mine))
+
+
+def _part(value: Tensor, param: Param, piece: Piece, dtype: torch.dtype) -> Tensor:
+    """A piece of a saved state, which may lie in another order than the parameter."""
+    model = param.tensor
+    if value.stride() == model.stride():
+        flat = value.detach().as_strided((param.count,), (1,))
+        return flat[piece.start : piece.stop].to("cpu", dtype).contiguous()
+    laid = torch.empty_like(model, device="cpu", dtype=value.dtype, requires_grad=False)
+    return laid.copy_(value).as_strided((param.count,), (1,))[piece.start : piece.stop].to(dtype)
+
+
+def _is_copy(array: Array, param: Param) -> bool:
+    """Whether an array repeats what the parameter holds."""
+    tensor = param.tensor
+    return (
+        array.name == MASTER
+        and array.packing == "plain"
+        and tensor.dtype == torch.float32
+        and tensor.device.type == "cpu"
+    )
+
+
+def _halves(values: Tensor) -> Any:
+    return values.view(torch.int16).numpy().view(np.uint16)

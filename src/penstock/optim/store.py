@@ -1,0 +1,250 @@
+"""Where tiles' records lie: files preallocated and overwritten in place, on one or several directories.
+
+[Note: records]
+    A record has one place, or two where steps are durable. With several directories it is cut into as
+    many parts, equal but for 4 KiB, the first in the first directory and so on: every transfer uses
+    all of them. In memory the parts are one piece. A checksum of each record is kept in memory when it
+    is written and compared when it is read; how much of the record it covers is the knob
+    ``PENSTOCK_VERIFY``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+
+from penstock.core import knobs
+from penstock.core.errors import (
+    ChecksumError,
+    ConfigError,
+    NoSpaceError,
+    TransferError,
+    free_space_bytes,
+)
+from penstock.core.units import format_bytes, round_up
+from penstock.io.engine import Engine, Op, Priority, Request, Transfer
+from penstock.io.files import DirectFile, filesystem_of, open_path, open_unlinked
+from penstock.optim.formats import RECORD_BYTES
+from penstock.optim.layout import Tile
+from penstock.tier import checksums
+from penstock.tier.joint import submit_all
+
+MakeFile = Callable[[str, int], DirectFile]
+"""Opens a file for so many more records, in a directory, given the number of files there are."""
+
+
+def named_file(directory: str, number: int) -> DirectFile:
+    """A file for some records that outlives the process; what is in it already stays."""
+    path = os.path.join(directory, f"penstock-states-{number}.slab")
+    return open_path(path, "r+" if os.path.exists(path) else "x+")
+
+
+class Store:
+    """The records of an optimizer's tiles. Reads and writes are one at a time for each tile.
+
+    Attributes:
+        directories: Absolute paths.
+        slots: Places that each record has.
+        written: What has been written in all, in bytes.
+        read: What has been read in all, in bytes.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[str | os.PathLike[str]],
+        engine: Engine,
+        *,
+        slots: int = 1,
+        make_file: MakeFile | None = None,
+        allow_memory_filesystem: bool = False,
+    ) -> None:
+        """Check the directories; make no file yet.
+
+        Raises:
+            ConfigError: A directory is missing, named twice, not writable, or in memory.
+        """
+        self.directories = _check_directories(directories, allow_memory_filesystem)
+        self.slots = slots
+        self.engine = engine
+        self.written = 0
+        self.read = 0
+        self._make_file = make_file or (lambda path, _: open_unlinked(path))
+        self._files: list[list[DirectFile]] = []
+        self._places: dict[int, tuple[int, int]] = {}  # tile: number of its files, offset there
+        self._sums: dict[tuple[int, int], int] = {}
+        self._checksum = checksums.by_name(knobs.verify())
+
+    def add(self, tiles: Sequence[Tile]) -> None:
+        """Reserve the places of some more tiles; nothing is kept if that fails.
+
+        Raises:
+            NoSpaceError: With what is needed, what is free, and what would fit.
+            TransferError: A file cannot be made.
+        """
+        offset, places = 0, {}
+        for tile in tiles:
+            places[tile.index] = (len(self._files), offset)
+            offset += self._part_bytes(tile) * self.slots
+        if not offset:
+            return
+        self._check_space(offset, tiles)
+        made: list[DirectFile] = []
+        try:
+            for path in self.directories:
+                file = self._make_file(path, len(self._files))
+                made.append(file)
+                if file.size_bytes < offset:
+                    file.preallocate(offset)
+        except TransferError:
+            for file in made:
+                file.close()
+            raise
+        self._files.append(made)
+        self._places.update(places)
+
+    def start_read(self, tile: Tile, address: int, keep_alive: object, slot: int = 0) -> Transfer:
+        """Begin to read a record to memory; ``verify`` it when that is done."""
+        self.read += tile.record_bytes
+        return self._move("read", tile, address, keep_alive, slot)
+
+    def start_write(self, tile: Tile, address: int, keep_alive: object, slot: int = 0) -> Transfer:
+        """Begin to write a record; the memory must not change until that is done."""
+        if self._checksum is not None:
+            self._sums[tile.index, slot] = self._checksum(address, tile.record_bytes)
+        self.written += tile.record_bytes
+        return self._move("write", tile, address, keep_alive, slot)
+
+    def verify(self, tile: Tile, address: int, slot: int, names: Callable[[], str]) -> None:
+        """Compare what was read with what was written.
+
+        Raises:
+            ChecksumError: They differ; with the tile, the parameters in it (``names``), file, offset.
+        """
+        expected = self._sums.get((tile.index, slot))
+        if expected is None or self._checksum is None:
+            return
+        found = self._checksum(address, tile.record_bytes)
+        if found != expected:
+            raise ChecksumError(
+                f"tile {tile.index} ({names()}): {tile.record_bytes} bytes read from"
+                f" {self.where(tile, slot)} have checksum {found:#018x}, written were"
+                f" {expected:#018x}; the device or its memory is faulty: stop using it, and load a"
+                " state dict or continue from the last durable step"
+            )
+
+    def sum_of(self, tile: Tile, slot: int) -> int | None:
+        """The checksum of what was last written there."""
+        return self._sums.get((tile.index, slot))
+
+    def expect(self, tile: Tile, slot: int, checksum: int | None) -> None:
+        """Say what a record's checksum is, as a journal has it."""
+        if checksum is None:
+            self._sums.pop((tile.index, slot), None)
+        else:
+            self._sums[tile.index, slot] = checksum
+
+    def sync(self) -> None:
+        """Wait until all that was written is on the device.
+
+        Raises:
+            TransferError: The device did not take it.
+        """
+        for file in (file for files in self._files for file in files):
+            try:
+                os.fdatasync(file.fd)
+            except OSError as error:
+                raise TransferError(
+                    errno=error.errno or errno.EIO,
+                    op="sync",
+                    path=file.path,
+                    offset_bytes=0,
+                    nbytes=file.size_bytes,
+                ) from error
+
+    def where(self, tile: Tile, slot: int = 0) -> str:
+        """For error messages: file and offset."""
+        number, offset = self._places[tile.index]
+        offset += slot * self._part_bytes(tile)
+        return ", ".join(f"offset {offset} of {file.path!r}" for file in self._files[number])
+
+    def close(self) -> None:
+        """Close the files; those without a name are then gone."""
+        for file in (file for files in self._files for file in files):
+            file.close()
+
+    def _move(self, op: Op, tile: Tile, address: int, keep_alive: object, slot: int) -> Transfer:
+        number, offset = self._places[tile.index]
+        part = self._part_bytes(tile)
+        requests = []
+        for index, file in enumerate(self._files[number]):
+            skip = index * part
+            if skip < tile.record_bytes:
+                requests.append(
+                    Request(
+                        op=op,
+                        file=file,
+                        offset_bytes=offset + slot * part,
+                        address=address + skip,
+                        nbytes=min(part, tile.record_bytes - skip),
+                        keep_alive=keep_alive,
+                        priority=Priority.PREFETCH,  # both ways: so that neither starves
+                    )
+                )
+        return submit_all(self.engine, requests)
+
+    def _part_bytes(self, tile: Tile) -> int:
+        return round_up(-(-tile.record_bytes // len(self.directories)), RECORD_BYTES)
+
+    def _check_space(self, each_bytes: int, tiles: Sequence[Tile]) -> None:
+        devices: dict[int, list[str]] = {}
+        for path in self.directories:
+            devices.setdefault(os.stat(path).st_dev, []).append(path)
+        for paths in devices.values():
+            needed, free = each_bytes * len(paths), free_space_bytes(paths[0])
+            if 0 <= free < needed:
+                raise NoSpaceError(
+                    errno=errno.ENOSPC,
+                    op="allocate",
+                    path=", ".join(paths),
+                    offset_bytes=0,
+                    nbytes=needed,
+                    free_bytes=free,
+                    advice=_advice(needed, free, tiles),
+                )
+
+
+def _advice(needed: int, free: int, tiles: Sequence[Tile]) -> str:
+    elements = sum(tile.elements for tile in tiles)
+    fit = int(elements * free / needed)
+    each = needed / elements
+    return (
+        f"the states of {elements} parameters need {format_bytes(needed)} there ({each:.2f} bytes a"
+        f" parameter) and {format_bytes(free)} are free, which would do for {fit} parameters, or for"
+        f" {free / elements:.2f} bytes a parameter: free some space, name more directories, or use a"
+        " smaller format (exact 8 or 12, split 10.1, bf16 4 or 6, int8 2 or 4 bytes a parameter)"
+    )
+
+
+def _check_directories(
+    directories: Sequence[str | os.PathLike[str]], allow_memory_filesystem: bool
+) -> tuple[str, ...]:
+    paths = tuple(os.path.abspath(each) for each in directories)
+    if not paths:
+        raise ConfigError("an optimizer on flash needs a directory; none was named: flash=...")
+    for path in paths:
+        if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"flash directory {path!r} is missing, not a directory or not writable; create it,"
+                " change its mode, or name another"
+            )
+        system = filesystem_of(path)
+        if system.is_memory and not allow_memory_filesystem:
+            raise ConfigError(
+                f"flash directory {path!r} is on {system.kind}: its files are in memory, and states"
+                " there would save none; name a directory on a disk"
+            )
+    real = [os.path.realpath(path) for path in paths]
+    if len(set(real)) < len(real):
+        raise ConfigError(f"a flash directory is named twice: {', '.join(paths)}")
+    return paths

@@ -1,0 +1,284 @@
+"""The update of a tile: the optimizer's own step, on views of weights, gradients and states.
+
+A tile's pieces are taken a few at a time, small enough to stay in the cache. Of each piece:
+
+1. *bring*: the weight is a view of the parameter, or its float32 master; packed states are unpacked;
+   the gradient is a view, or a copy where its dtype, its device or a clipping factor ask for one;
+2. *step*: the optimizer's class steps, on these tensors as if they were its parameters;
+3. *keep*: packed states are packed, the master is rounded to the weight.
+
+Since every piece begins at a multiple of ``UNIT`` of its parameter's elements, torch's vectors and what
+is left over after them fall on the same elements as in a step on the whole parameter.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.core.errors import ConfigError
+from penstock.core.units import round_up
+from penstock.optim import packing
+from penstock.optim.device import copy_across
+from penstock.optim.formats import MASTER, UNIT, Array
+from penstock.optim.layout import Piece, Tile
+from penstock.optim.params import Param, fresh_scalars
+from penstock.optim.pipeline import Buffer
+from penstock.optim.probe import Kept, raw_step, workhorse
+
+CHUNK: Final = 1 << 18
+"""Elements brought at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What all tiles of one step have in common."""
+
+    number: int
+    """Of the step; with the seed it decides the random rounding."""
+    options: Sequence[Mapping[str, Any]]
+    """Of each group, without the parameters."""
+    grads: dict[int, Tensor]
+    """By the parameter's number: its gradient, laid flat. Those without one are left alone."""
+    factor: Tensor | None
+    """What gradients are multiplied with, if anything."""
+    scalars: dict[int, dict[str, Any]]
+    """By the parameter's number: what the step makes of its scalars; written by the threads."""
+    ready: dict[int, Any]
+    """By the parameter's number: what to wait for before its gradient is copied from a device."""
+
+
+@dataclass(slots=True)
+class _Item:
+    """A piece while it is updated."""
+
+    piece: Piece
+    param: Param
+    weight: Tensor
+    """What the optimizer steps on."""
+    states: dict[str, Any]
+    words: NDArray[np.uint32] | None
+    """The bits of ``weight``, where that is a scratch master."""
+
+
+class _Scratch(threading.local):
+    """Memory of one thread, by what it is for: tensors of ``CHUNK`` elements."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.horse: torch.optim.Optimizer | None = None
+
+    def take(self, name: str, dtype: torch.dtype, at: int, count: int) -> Tensor:
+        key = f"{name}.{dtype}"
+        if key not in self.tensors:
+            self.tensors[key] = torch.empty(CHUNK, dtype=dtype)
+        return self.tensors[key][at : at + count]
+
+
+class Updater:
+    """Runs steps of one optimizer on tiles, in any thread."""
+
+    def __init__(
+        self,
+        model: torch.optim.Optimizer,
+        cls: type[torch.optim.Optimizer],
+        *,
+        params: Sequence[Param],
+        seed: int,
+    ) -> None:
+        self._model = model
+        self._cls = cls
+        self._step = raw_step(cls)
+        self._params = params
+        self._seed = seed
+        self._scratch = _Scratch()
+
+    def update(
+        self,
+        tile: Tile,
+        buffer: Buffer,
+        step: Pass,
+        *,
+        kept: Kept,
+        initial: Mapping[str, Any],
+    ) -> None:
+        """Update everything in a tile that has a gradient.
+
+        Args:
+            tile: The tile.
+            buffer: Holds its record.
+            step: What the step is.
+            kept: What the optimizer keeps in the tile's group.
+            initial: States that exist before a parameter's first step, and what they are.
+        """
+        arrays = {array.name: array for array in tile.arrays}
+        work = _Work(tile, buffer.memory, arrays, step, kept, initial)
+        for pieces in _chunks(tile, step.grads):
+            items = [self._bring(piece, at, work) for piece, at in pieces]
+            self._run(items, step.options[tile.group])
+            for item in items:
+                self._keep(item, work)
+
+    def _run(self, items: Sequence[_Item], options: Mapping[str, Any]) -> None:
+        horse = self._scratch.horse
+        if horse is None:
+            horse = self._scratch.horse = workhorse(self._model, self._cls)
+        horse.param_groups = [{**options, "params": [item.weight for item in items]}]
+        horse.state = defaultdict(dict, {item.weight: item.states for item in items})
+        self._step(horse)
+        for item in items:
+            item.states = horse.state[item.weight]
+            item.weight.grad = None
+        horse.state = defaultdict(dict)
+        horse.param_groups = []
+
+    # -- bring ------------------------------------------------------------------------------------
+
+    def _bring(self, piece: Piece, at: int, work: _Work) -> _Item:
+        param = self._params[piece.param]
+        weight, words = self._weight(piece, at, param, work)
+        states: dict[str, Any] = fresh_scalars(param.scalars)
+        for state in work.tile.form.states:
+            array = work.arrays[state.name]
+            if not param.has_state and state.name not in work.initial:
+                continue  # the step makes it
+            if array.packing == "plain":
+                values = packing.plain(array, work.memory, piece.at, weight.numel())
+            else:
+                values = self._scratch.take(state.name, state.dtype, at, weight.numel())
+            if not param.has_state:
+                values.fill_(work.initial[state.name])
+            elif array.packing != "plain":
+                packing.unpack(array, work.memory, piece.at, _words(values))
+            states[state.name] = values
+        weight.grad = self._grad(piece, at, weight, work.step)
+        return _Item(piece, param, weight, states, words)
+
+    def _weight(
+        self, piece: Piece, at: int, param: Param, work: _Work
+    ) -> tuple[Tensor, NDArray[np.uint32] | None]:
+        array = work.arrays.get(MASTER)
+        mine = param.flat()[piece.start : piece.stop]
+        if array is None or _is_copy(array, mine):
+            return mine, None
+        if array.packing == "plain":
+            master = packing.plain(array, work.memory, piece.at, mine.numel())
+            return (master if param.has_state else copy_across(mine.float(), master)), None
+        master = self._scratch.take(MASTER, torch.float32, at, mine.numel())
+        words = _words(master)
+        if param.has_state:
+            packing.join(array, work.memory, piece.at, _halves(mine), words)
+        else:
+            master.copy_(mine)
+        return master, words
+
+    def _grad(self, piece: Piece, at: int, weight: Tensor, step: Pass) -> Tensor:
+        grad = step.grads[piece.param][piece.start : piece.stop]
+        if grad.device != weight.device:
+            host = self._scratch.take("brought", grad.dtype, at, grad.numel())
+            grad = copy_across(grad, host, step.ready.get(piece.param))
+        if step.factor is not None:
+            own = self._scratch.take("clipped", grad.dtype, at, grad.numel())
+            grad = torch.mul(grad, step.factor.to(grad.device), out=own)
+        if grad.dtype != weight.dtype:
+            grad = self._scratch.take("grad", weight.dtype, at, grad.numel()).copy_(grad)
+        return grad
+
+    # -- keep -------------------------------------------------------------------------------------
+
+    def _keep(self, item: _Item, work: _Work) -> None:
+        self._keep_states(item, work)
+        array = work.arrays.get(MASTER)
+        if array is None:
+            return
+        mine = item.param.flat()[item.piece.start : item.piece.stop]
+        if item.words is not None:
+            packing.cut(array, work.memory, item.piece.at, item.words, _halves(mine))
+            torch.autograd.graph.increment_version(item.param.tensor)
+        elif _is_copy(array, mine):
+            packing.plain(array, work.memory, item.piece.at, mine.numel()).copy_(mine)
+        else:
+            copy_across(item.weight.to(mine.dtype), mine)
+
+    def _keep_states(self, item: _Item, work: _Work) -> None:
+        piece, states = item.piece, item.states
+        for number, state in enumerate(work.tile.form.states):
+            array = work.arrays[state.name]
+            values = states.pop(state.name)
+            if array.packing == "plain":
+                place = packing.plain(array, work.memory, piece.at, values.numel())
+                if place.data_ptr() != values.data_ptr():
+                    place.copy_(values)
+                continue
+            key = packing.random_key(self._seed, work.step.number, piece.param, number)
+            packing.pack(
+                array,
+                work.memory,
+                piece.at,
+                _words(values.contiguous()),
+                key=key,
+                first=piece.start,
+            )
+        unknown = states.keys() - set(work.kept.scalars)
+        if unknown:
+            raise ConfigError(
+                f"{self._cls.__name__} keeps {sorted(unknown)} for parameter {item.param.name} now,"
+                " which it did not when it was put on flash: an option of the group has changed that"
+                " decides what is kept; make a new optimizer"
+            )
+        work.step.scalars[piece.param] = states
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What the update of one tile needs all along."""
+
+    tile: Tile
+    memory: NDArray[np.uint8]
+    arrays: Mapping[str, Array]
+    step: Pass
+    kept: Kept
+    initial: Mapping[str, Any]
+
+
+def _chunks(tile: Tile, grads: Mapping[int, Tensor]) -> Iterator[list[tuple[Piece, int]]]:
+    """Pieces that have gradients, with their places in scratch, up to ``CHUNK`` at a time."""
+    batch: list[tuple[Piece, int]] = []
+    at = 0
+    for whole in tile.pieces:
+        if whole.param not in grads:
+            continue
+        for piece in whole.cut(CHUNK):
+            length = round_up(piece.stop - piece.start, UNIT)
+            if at + length > CHUNK:
+                yield batch
+                batch, at = [], 0
+            batch.append((piece, at))
+            at += length
+    if batch:
+        yield batch
+
+
+def _is_copy(master: Array, weight: Tensor) -> bool:
+    """Whether the record's master merely repeats the weight, which is the master."""
+    return (
+        master.packing == "plain" and weight.dtype == torch.float32 and weight.device.type == "cpu"
+    )
+
+
+def _words(values: Tensor) -> NDArray[np.uint32]:
+    words: NDArray[np.uint32] = values.numpy().view(np.uint32)
+    return words
+
+
+def _halves(values: Tensor) -> NDArray[np.uint16]:
+    halves: NDArray[np.uint16] = values.view(torch.int16).numpy().view(np.uint16)
+    return halves

@@ -1,0 +1,17 @@
+"""Waiting for threads that update tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+
+
+def wait_for_all(futures: Sequence[Future[None]]) -> None:
+    """Wait until all are over; if one fails, those that have not begun are cancelled. Raises that."""
+    _, rest = wait(futures, return_when="FIRST_EXCEPTION")
+    for future in rest:
+        future.cancel()
+    wait(futures)
+    for future in futures:
+        if not future.cancelled():
+            future.result()

@@ -1,0 +1,129 @@
+"""Durable steps: a new process goes on after the last completed one."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from optim_runs import assert_same, parameters, train
+
+from penstock import ConfigError
+from penstock.optim import FlashAdamW
+
+FORMATS = [("exact", torch.float32), ("exact", torch.bfloat16), ("split", torch.bfloat16),
+           ("int8", torch.bfloat16)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format_name", "dtype"), FORMATS)
+def test_a_run_goes_on_after_its_last_step(format_name, dtype, small):
+    settings = {**small, "format": format_name, "durable": True}
+    ours, theirs = parameters(dtype), parameters(dtype)
+    a = FlashAdamW(ours, **settings)
+    assert a.resume() == 0
+    train(a, ours, steps=3, skip=lambda step: (1,) if step == 2 else ())
+    a.close()
+    b = FlashAdamW(theirs, **{**settings, "flash": os.path.join(small["flash"], "..")})
+    reference = parameters(dtype)
+    b.close()
+    again = FlashAdamW(reference, **settings)
+    assert again.resume() == 3
+    assert_same(reference, ours)
+    train(again, reference, steps=3, first=3)
+    again.close()
+    whole = FlashAdamW(theirs, **{**small, "format": format_name})
+    train(whole, theirs, steps=6, skip=lambda step: (1,) if step == 2 else ())
+    assert_same(reference, theirs)
+    whole.close()
+
+
+def test_what_an_earlier_run_left_is_not_overwritten_by_accident(small):
+    params = parameters()
+    a = FlashAdamW(params, durable=True, **small)
+    train(a, params, steps=1)
+    with pytest.raises(ConfigError, match="in another process"):
+        FlashAdamW(parameters(), durable=True, **small)
+    a.close()
+    b = FlashAdamW(parameters(), durable=True, **small)
+    with pytest.raises(ConfigError, match=r"call resume\(\)"):
+        train(b, b.param_groups[0]["params"], steps=1)
+    b.close()
+    c = FlashAdamW(parameters(sizes=[(11, 3)]), durable=True, **small)
+    with pytest.raises(ConfigError, match="another model"):
+        c.resume()
+    c.close()
+
+
+@pytest.mark.parametrize("torn", [0, 10])
+def test_a_torn_journal_leaves_the_step_before(torn, small):
+    params = parameters()
+    a = FlashAdamW(params, durable=True, **small)
+    train(a, params, steps=2)
+    before = [p.detach().clone() for p in params]
+    train(a, params, steps=1, first=2)
+    a.close()
+    newest = max(small["flash"].glob("*.journal"), key=lambda path: path.stat().st_mtime_ns)
+    newest.write_bytes(newest.read_bytes()[:torn])
+    after = parameters()
+    b = FlashAdamW(after, durable=True, **small)
+    assert b.resume() == 2
+    assert_same(after, before)
+    b.close()
+
+
+PROGRAM = """
+import os, signal, sys, torch
+sys.path.insert(0, {tests!r})
+from optim_runs import parameters, train
+from penstock.io.threads import Syscalls, ThreadEngine
+from penstock.optim import FlashAdamW, durable, states
+
+left = int(sys.argv[2])
+def tick():
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+class Deadly(Syscalls):
+    def write(self, file, address, nbytes, offset):
+        tick()
+        return super().write(file, address, nbytes, offset)
+
+states.ThreadEngine = lambda: ThreadEngine(syscalls=Deadly())
+for name in ("ftruncate", "pwrite", "fsync", "fdatasync"):
+    def wrapped(*args, _call=getattr(os, name)):
+        tick()
+        return _call(*args)
+    setattr(os, name, wrapped)
+torch.set_num_threads(1)
+params = parameters()
+a = FlashAdamW(params, flash=sys.argv[1], tile=4096, durable=True)
+for step in range(4):
+    train(a, params, steps=1, first=step)
+    print(step + 1, flush=True)
+"""
+
+
+_LATER = [pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, 6, 7, 9, 13, 16)]
+
+
+@pytest.mark.parametrize("when", [8, *_LATER])
+def test_a_run_that_is_killed_anywhere_goes_on_after_its_last_completed_step(when, small):
+    program = textwrap.dedent(PROGRAM).format(tests=os.path.dirname(__file__))
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(small["flash"]), str(when)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    completed = len(done.stdout.split())
+    theirs, ours = parameters(), parameters()
+    train(torch.optim.AdamW(theirs, fused=True), theirs, steps=5)
+    a = FlashAdamW(ours, **{**small, "tile": 4096}, durable=True)
+    resumed = a.resume()
+    assert resumed in (completed, completed + 1)
+    train(a, ours, steps=5 - resumed, first=resumed)
+    assert_same(ours, theirs)
+    a.close()

@@ -1,0 +1,242 @@
+"""What goes wrong says where, and leaves either nothing touched or a step completed in memory."""
+
+import copy
+import errno
+import os
+
+import pytest
+import torch
+from optim_runs import assert_same, give_gradients, parameters, train
+from torch import nn
+
+from penstock import (
+    ChecksumError,
+    ClosedError,
+    ConfigError,
+    NoSpaceError,
+    PenstockWarning,
+    TransferError,
+)
+from penstock.io.threads import ThreadEngine
+from penstock.optim import FlashAdamW, on_flash, states, store
+from penstock.testing.faults import Fail, FaultySyscalls
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    """System calls of the engine of the next optimizer; a test sets ``_every`` or ``_faults``."""
+    calls = FaultySyscalls()
+    monkeypatch.setattr(states, "ThreadEngine", lambda: ThreadEngine(syscalls=calls))
+    return calls
+
+
+def test_a_full_disk_at_construction_says_what_would_fit(small, monkeypatch):
+    monkeypatch.setattr(store, "free_space_bytes", lambda path: 65536)
+    params = parameters()
+    with pytest.raises(
+        NoSpaceError, match=r"(?s)65536 bytes\).* need .*are free, which would do for"
+    ):
+        FlashAdamW(params, **small)
+    monkeypatch.undo()
+    FlashAdamW(params, **small).close()
+
+
+def test_a_full_disk_in_mid_step_is_completed_in_memory(small, faulty):
+    ours, theirs = parameters(), parameters()
+    a, b = FlashAdamW(ours, **small), torch.optim.AdamW(theirs, fused=True)
+    faulty._every = Fail(errno.ENOSPC)
+    give_gradients(ours, 0)
+    with pytest.warns(PenstockWarning, match="stay in memory"):
+        a.step()
+    faulty._every = None
+    train(b, theirs, steps=1)
+    train(a, ours, steps=3, first=1)
+    train(b, theirs, steps=3, first=1)
+    assert_same(ours, theirs)
+    a.close()
+
+
+def test_a_step_that_cannot_be_made_durable_says_so_and_the_next_one_is(small, faulty):
+    ours, theirs = parameters(), parameters()
+    a = FlashAdamW(ours, durable=True, host_memory="1GiB", **small)  # nothing is read
+    b = torch.optim.AdamW(theirs, fused=True)
+    train(a, ours, steps=1)
+    faulty._every = Fail(errno.EIO)
+    give_gradients(ours, 1)
+    with pytest.raises(TransferError, match="write of"):
+        a.step()
+    faulty._every = None
+    train(a, ours, steps=1, first=2)
+    train(b, theirs, steps=3)
+    assert_same(ours, theirs)
+    a.close()
+    again = parameters()
+    c = FlashAdamW(again, durable=True, **small)
+    assert c.resume() == 3
+    assert_same(again, theirs)
+    c.close()
+
+
+def test_a_record_that_cannot_be_read_stops_the_optimizer_until_states_are_loaded(small, faulty):
+    ours, theirs = parameters(), parameters()
+    a, b = FlashAdamW(ours, **small), torch.optim.AdamW(theirs, fused=True)
+    train(a, ours, steps=2)
+    train(b, theirs, steps=2)
+    weights = [p.detach().clone() for p in ours]
+    saved = a.state_dict()
+    faulty._every = Fail(errno.EIO)
+    give_gradients(ours, 2)
+    with pytest.raises(TransferError, match="read of"):
+        a.step()
+    faulty._every = None
+    with pytest.raises(ClosedError, match="load weights and a state dict"):
+        a.step()
+    with torch.no_grad():
+        for p, w in zip(ours, weights, strict=True):
+            p.copy_(w)
+    a.load_state_dict(saved)
+    train(a, ours, steps=2, first=2)
+    train(b, theirs, steps=2, first=2)
+    assert_same(ours, theirs)
+    a.close()
+
+
+def test_bytes_that_changed_on_flash_are_found(small, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_VERIFY", "full")
+    params = parameters(sizes=[(20, 1024)])
+    a = FlashAdamW(params, **small)
+    train(a, params, steps=2)
+    (files,) = a._penstock.states.store._files
+    descriptor = os.open(f"/proc/self/fd/{files[0].fd}", os.O_WRONLY)
+    for offset in range(0, 20 * 8192, 8192):
+        os.pwrite(descriptor, b"?", offset + 5)
+    os.close(descriptor)
+    give_gradients(params, 2)
+    with pytest.raises(ChecksumError, match=r"tile \d+ \(parameters 0 of group 0 .*offset \d+ of"):
+        a.step()
+    a.close()
+
+
+def test_a_parameter_that_is_not_what_it_was_is_refused_before_anything_is_touched(small):
+    params = parameters()
+    a = FlashAdamW(params, **small)
+    train(a, params, steps=1)
+    before = [p.detach().clone() for p in params]
+    params[2].grad = None
+    params[2].data = torch.zeros(300)
+    with pytest.raises(ConfigError, match=r"was shape \(257,\).*now \(300,\)"):
+        a.step()
+    params[2].data = before[2].clone()
+    assert_same(params, before)
+    give_gradients(params, 1)
+    a.step()
+    a.close()
+
+
+def test_frozen_and_thawed_parameters(small):
+    ours, theirs = parameters(), parameters()
+    a, b = FlashAdamW(ours, **small), torch.optim.AdamW(theirs, fused=True)
+    for optimizer, params in ((a, ours), (b, theirs)):
+        for step in range(4):
+            params[1].requires_grad_(step % 2 == 1)
+            give_gradients(params, step, skip=() if step % 2 else (1,))
+            optimizer.step()
+    assert_same(ours, theirs)
+    a.close()
+
+
+def test_what_cannot_be_on_flash_is_refused_with_the_reason(small):
+    class Lamb(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {})
+
+        @torch.no_grad()
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad * p.norm() / p.grad.norm())
+
+    with pytest.raises(ConfigError, match="Lamb is not element-wise"):
+        on_flash(Lamb(parameters()), **small)
+    with pytest.raises(ConfigError, match="not element-wise"):
+        on_flash(torch.optim.Adafactor(parameters()), **small)
+    with pytest.raises(ConfigError, match="LBFGS"):
+        on_flash(torch.optim.LBFGS(parameters()), **small)
+    with pytest.raises(ConfigError, match="capturable"):
+        on_flash(torch.optim.Adam(parameters(), capturable=True), **small)
+    with pytest.raises(ConfigError, match="gaps or overlaps"):
+        FlashAdamW([nn.Parameter(torch.zeros(8, 8)[:, :4])], **small)
+    with pytest.raises(ConfigError, match="real floats"):
+        FlashAdamW([nn.Parameter(torch.zeros(8, dtype=torch.complex64))], **small)
+    scheduled = torch.optim.AdamW(parameters())
+    torch.optim.lr_scheduler.ConstantLR(scheduled)
+    with pytest.raises(ConfigError, match="before making the scheduler"):
+        on_flash(scheduled, **small)
+
+
+def test_sparse_gradients_are_refused(small):
+    table = nn.Embedding(10, 4, sparse=True)
+    a = FlashAdamW(table.parameters(), **small)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ConfigError, match="sparse=False"):
+        a.step()
+    a.close()
+
+
+def test_it_is_closed_once_and_not_copied(small):
+    params = parameters()
+    a = FlashAdamW(params, **small)
+    with pytest.raises(ConfigError, match="cannot be copied"):
+        copy.deepcopy(a)
+    a.close()
+    a.close()
+    give_gradients(params, 0)
+    with pytest.raises(ClosedError):
+        a.step()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"flash": ()}, "needs a directory"),
+        ({"flash": "/does/not/exist"}, "create it"),
+        ({"flash": "/dev/shm"}, "in memory"),
+        ({"tile": 1000}, "multiple of 256"),
+        ({"format": "int4"}, "none of"),
+        ({"accumulation": 2}, "only with overlap"),
+        ({"clip_norm": 0.0}, "more than 0"),
+        ({"host_memory": "2G"}, "ambiguous"),
+    ],
+)
+def test_settings_that_make_no_sense(settings, words, small):
+    with pytest.raises(ConfigError, match=words):
+        FlashAdamW(parameters(), **{**small, **settings})
+
+
+def test_several_directories_hold_a_record_together(small):
+    ours, theirs = parameters(), parameters()
+    folders = [small["flash"] / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+    a = FlashAdamW(ours, **{**small, "flash": tuple(folders)})
+    b = torch.optim.AdamW(theirs, fused=True)
+    train(a, ours)
+    train(b, theirs)
+    assert_same(ours, theirs)
+    a.close()
+
+
+def test_wear_is_told_and_warned_of(small, caplog):
+    params = parameters(sizes=[(64, 1024)])
+    a = FlashAdamW(params, tbw="1GB", planned_steps=10**6, **small)
+    wear = a.wear()
+    assert wear.bytes_per_step == (64 - a._penstock.states.pipeline.count) * 8192
+    assert wear.steps_until_tbw == 10**9 // wear.bytes_per_step
+    give_gradients(params, 0)
+    with caplog.at_level("INFO", "penstock.optim"), pytest.warns(PenstockWarning, match="planned"):
+        a.step()
+    assert "steps until the 0.001 TB rated" in caplog.text
+    train(a, params, steps=3, first=1)
+    written = a._penstock.states.store.written
+    train(a, params, steps=4, first=4)
+    assert a._penstock.states.store.written - written == 4 * wear.bytes_per_step
+    a.close()

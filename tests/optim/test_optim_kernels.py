@@ -1,0 +1,121 @@
+"""Packing of compact states: the kernels give the twin's bytes, and what the notes promise."""
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.optim import kernels, twins
+
+SPECIAL = np.array(
+    [0, 0x80000000, 1, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000,
+     0xFFFFFFFF, 0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 0xBF808000, 0x7F7F8000],
+    np.uint32,
+)  # fmt: skip
+
+
+def words(count=3000, seed=0):
+    rng = np.random.default_rng(seed)
+    bits = rng.integers(0, 2**32, count, dtype=np.uint32)
+    normal = (rng.standard_normal(count) * 10.0 ** rng.integers(-9, 3, count)).astype(np.float32)
+    ties = normal.view(np.uint32) & np.uint32(0xFFFF0000) | np.uint32(0x8000)
+    return np.concatenate([SPECIAL, bits, normal.view(np.uint32), ties])
+
+
+def both(name, *arguments, outputs):
+    """Run kernel and twin; the outputs, which must agree."""
+    results = []
+    for module in (kernels, twins):
+        mine = [a.copy() if isinstance(a, np.ndarray) else a for a in arguments]
+        getattr(module, name)(*mine)
+        results.append([mine[i] for i in outputs])
+    for ours, theirs in zip(*results, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    return results[0]
+
+
+def empty(count, dtype):
+    return np.full(count, 0xA5, dtype)
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_a_split_master_comes_back_to_the_bit(even):
+    masters = words()
+    n = masters.size
+    weights, low, ties = empty(n, np.uint16), empty(n, np.uint16), empty(-(-n // 8), np.uint8)
+    more = [ties] if even else []
+    end = "_even" if even else ""
+    made = both("cut" + end, masters, weights, low, *more, outputs=range(1, 3 + even))
+    (back,) = both("join" + end, *made, empty(n, np.uint32), outputs=[2 + even])
+    is_nan = (masters & 0x7FFFFFFF) > 0x7F800000
+    np.testing.assert_array_equal(back, np.where(is_nan, np.uint32(0x7FC00000), masters))
+    rounded = torch.from_numpy(masters.view(np.float32).copy()).bfloat16().view(torch.int16)
+    expected = rounded.numpy().view(np.uint16)
+    tie = (masters & 0xFFFF) == 0x8000
+    same = ~is_nan if even else ~is_nan & ~tie
+    np.testing.assert_array_equal(made[0][same], expected[same])
+
+
+def test_random_rounding_to_bfloat16_keeps_what_is_exact_and_is_right_on_average():
+    source = words()
+    (out,) = both("to_bfloat16", source, empty(source.size, np.uint16), 7, 0, outputs=[1])
+    exact = (source & 0xFFFF == 0) & (source & 0x7FFFFFFF <= 0x7F800000)
+    np.testing.assert_array_equal(out[exact], (source[exact] >> 16).astype(np.uint16))
+    finite = source & 0x7FFFFFFF < 0x7F800000
+    assert np.all(out[finite] & 0x7FFF <= 0x7F7F)
+    value = np.full(200_000, 1.0 + 1 / 1024, np.float32)  # an eighth of a bfloat16's step above 1
+    made = np.empty(value.size, np.uint16)
+    kernels.to_bfloat16(value.view(np.uint32), made, 3, 0)
+    wide = np.empty(value.size, np.uint32)
+    both("from_bfloat16", made, wide, outputs=[1])
+    kernels.from_bfloat16(made, wide)
+    assert abs(wide.view(np.float32).mean() - value[0]) < 3e-5
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_8_bit_floats_are_within_their_bound_and_encode_again_to_themselves(is_signed):
+    rng = np.random.default_rng(1)
+    values = (rng.standard_normal(4000) * 10.0 ** rng.integers(-4, 3, 4000)).astype(np.float32)
+    values[5], values[900] = 0, 1e-44
+    values = values if is_signed else np.abs(values)
+    source = values.view(np.uint32)
+    blocks = -(-source.size // 256)
+    codes, exponents = both(
+        "to_float8", source, empty(4000, np.uint8), empty(blocks, np.uint8), 9, 0, is_signed,
+        outputs=[1, 2],
+    )  # fmt: skip
+    (out,) = both("from_float8", codes, exponents, empty(4000, np.uint32), is_signed, outputs=[2])
+    back = out.view(np.float32)
+    tops = np.repeat([np.abs(values[i : i + 256]).max() for i in range(0, 4000, 256)], 256)[:4000]
+    floor = tops * 2.0 ** (-14 if is_signed else -30)
+    assert np.all(np.abs(back - values) <= np.maximum(np.abs(values) / 8, floor))
+    assert np.all((back != 0) | (values == 0) | is_signed)
+    again = both(
+        "to_float8", out, empty(4000, np.uint8), empty(blocks, np.uint8), 11, 5, is_signed,
+        outputs=[1, 2],
+    )  # fmt: skip
+    (twice,) = both("from_float8", *again, empty(4000, np.uint32), is_signed, outputs=[2])
+    np.testing.assert_array_equal(twice & 0x7FFFFFFF, out & 0x7FFFFFFF)
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_8_bit_floats_survive_what_is_not_finite(is_signed):
+    source = words(500)
+    source = source if is_signed else source & np.uint32(0x7FFFFFFF)
+    blocks = -(-source.size // 256)
+    codes, exponents = both(
+        "to_float8", source, empty(source.size, np.uint8), empty(blocks, np.uint8), 2, 0,
+        is_signed, outputs=[1, 2],
+    )  # fmt: skip
+    (out,) = both(
+        "from_float8", codes, exponents, empty(source.size, np.uint32), is_signed, outputs=[2]
+    )
+    assert np.all(np.isfinite(out.view(np.float32)))
+
+
+def test_rounding_does_not_depend_on_where_a_tile_begins():
+    source = words()
+    whole = np.empty(source.size, np.uint16)
+    kernels.to_bfloat16(source, whole, 5, 0)
+    part = np.empty(source.size - 512, np.uint16)
+    kernels.to_bfloat16(source[512:], part, 5, 512)
+    np.testing.assert_array_equal(part, whole[512:])

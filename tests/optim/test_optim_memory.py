@@ -1,0 +1,49 @@
+"""Memory for states is a constant: eight tiles and a little, however many parameters there are."""
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import resource, sys, torch
+from penstock.optim import FlashAdamW
+flash, count, name = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+torch.set_num_threads(2)
+
+def steps(count):
+    params = [torch.nn.Parameter(torch.zeros(count // 4, dtype=torch.bfloat16)) for _ in range(4)]
+    for p in params:
+        p.data.fill_(1)
+        p.grad = torch.ones_like(p)
+    before = int(open("/proc/self/statm").read().split()[1]) * 4096
+    optimizer = FlashAdamW(params, flash=flash, format=name)
+    for _ in range(3):
+        optimizer.step()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    optimizer.close()
+    return peak - before
+
+steps(1024)  # libraries are loaded, kernels compiled
+print(steps(count))
+"""
+MIB = 2**20
+RING = {"exact": 8 * 12, "int8": 8 * 4.02}
+OTHER = 48
+"""Scratch of two threads, what torch makes in a first step, stacks, the heap of each thread."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format_name", ["exact", "int8"])
+def test_memory_beyond_weights_and_gradients_is_flat(format_name, disk_path):
+    beyond = {}
+    for millions in (16, 64):
+        words = [str(disk_path), str(millions * 2**20), format_name]
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, *words],
+            capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        beyond[millions] = int(done.stdout)
+    assert beyond[16] < (RING[format_name] + OTHER) * MIB
+    assert beyond[64] - beyond[16] < 16 * MIB

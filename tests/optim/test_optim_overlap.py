@@ -1,0 +1,161 @@
+"""Tiles updated while backward goes on: the same bits, and loud errors where that cannot be."""
+
+import pytest
+import torch
+from optim_runs import assert_same
+from torch import nn
+
+from penstock import ClosedError, ConfigError
+from penstock.optim import FlashAdamW
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(20, 130), nn.Tanh(), nn.Linear(130, 130), nn.Tanh(), nn.Linear(130, 5)
+    )
+
+
+def backward(model, step):
+    generator = torch.Generator().manual_seed(step)
+    loss = model(torch.randn(6, 20, generator=generator)).square().mean()
+    loss.backward()
+    return loss
+
+
+@pytest.fixture
+def both(small):
+    """A model with overlap, the same without Penstock, and their optimizers."""
+    made = []
+
+    def make(**settings):
+        ours, theirs = network(), network()
+        a = FlashAdamW(ours.parameters(), lr=1e-2, overlap=True, **{**small, **settings})
+        made.append(a)
+        return ours, theirs, a, torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True)
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("settings", [{}, {"host_memory": "1MiB"}, {"threads": 1}])
+def test_the_bits_are_torchs_and_tiles_are_updated_before_step(settings, both):
+    ours, theirs, a, b = both(**settings)
+    for step in range(6):
+        before = ours[4].weight.detach().clone()
+        assert backward(ours, step) == backward(theirs, step)
+        for future in list(a._penstock._overlap._futures.values()):
+            future.result(10)
+        assert not torch.equal(before, ours[4].weight)
+        a.step()
+        b.step()
+        a.zero_grad()
+        b.zero_grad()
+    assert_same(ours.parameters(), theirs.parameters())
+
+
+def test_gradients_are_accumulated_first(both):
+    ours, theirs, a, b = both(accumulation=3)
+    for step in range(3):
+        for micro in range(3):
+            assert backward(ours, 10 * step + micro) == backward(theirs, 10 * step + micro)
+        a.step()
+        b.step()
+        a.zero_grad()
+        b.zero_grad()
+    assert_same(ours.parameters(), theirs.parameters())
+
+
+def test_parts_of_the_network_that_took_no_part_are_left_alone(both):
+    ours, theirs, a, b = both()
+    for step in range(4):
+        for model, optimizer in ((ours, a), (theirs, b)):
+            x = model[0](torch.ones(1, 20))
+            (x if step % 2 else model[1:](x)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(ours.parameters(), theirs.parameters())
+
+
+def test_clipping_is_by_the_norm_of_the_step_before(both):
+    ours, theirs, a, b = both(clip_norm=0.01)
+    previous = None
+    for step in range(4):
+        backward(ours, step)
+        backward(theirs, step)
+        a.step()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in theirs.parameters()])
+        torch.nn.utils.clip_grads_with_norm_(
+            theirs.parameters(), 0.01, norm if previous is None else previous
+        )
+        b.step()
+        previous = norm
+        a.zero_grad()
+        b.zero_grad()
+    assert_same(ours.parameters(), theirs.parameters())
+
+
+def test_clipping_without_overlap_is_torchs(small):
+    ours, theirs = network(), network()
+    a = FlashAdamW(ours.parameters(), clip_norm=0.01, **small)
+    b = torch.optim.AdamW(theirs.parameters(), fused=True)
+    for step in range(3):
+        backward(ours, step)
+        backward(theirs, step)
+        a.step()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.01)
+        b.step()
+        a.zero_grad()
+        b.zero_grad()
+    assert_same(ours.parameters(), theirs.parameters())
+    a.close()
+
+
+def test_a_second_backward_is_an_error_that_says_what_to_do(both):
+    ours, _, _, _ = both()
+    backward(ours, 0)
+    with pytest.raises((ConfigError, RuntimeError), match="accumulation="):
+        backward(ours, 1)
+
+
+def test_gradients_that_are_changed_after_use_are_an_error(both):
+    ours, _, a, _ = both()
+    backward(ours, 0)
+    torch.nn.utils.clip_grad_norm_(ours.parameters(), 1e-3)
+    with pytest.raises(ConfigError, match="use clip_norm="):
+        a.step()
+    with pytest.raises(ClosedError, match="failed in the middle"):
+        a.step()
+
+
+def test_an_option_that_is_changed_after_use_is_an_error(both):
+    ours, _, a, _ = both()
+    backward(ours, 0)
+    a.param_groups[0]["lr"] = 1.0
+    with pytest.raises(ConfigError, match="change it after step"):
+        a.step()
+
+
+def test_a_grad_scaler_is_refused(both):
+    ours, _, a, _ = both()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(ours(torch.ones(1, 20)).sum()).backward()
+    with pytest.raises(ConfigError, match="GradScaler"):
+        scaler.step(a)
+
+
+def test_a_grad_scaler_works_without_overlap(small):
+    ours, theirs = network(), network()
+    a = FlashAdamW(ours.parameters(), **small)
+    b = torch.optim.AdamW(theirs.parameters(), fused=True)
+    for model, optimizer in ((ours, a), (theirs, b)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(3):
+            x = torch.full((1, 20), float("inf") if step == 1 else 1.0)
+            scaler.scale(model(x).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert_same(ours.parameters(), theirs.parameters())
+    a.close()
