@@ -1,0 +1,216 @@
+"""Optimizer states on flash: ours in each format, DeepSpeed's, torch's in RAM, and what the disk allows.
+
+Each figure comes from a process of its own (``benchmarks/peers``), on the same directory; the sides take
+turns, round by round, and ratios are of the same round. The sides:
+
+* ``exact``, ``split``, ``bf16``, ``int8``: ``penstock.optim.FlashAdamW`` of bfloat16 weights, with
+  float32 masters, nothing kept in memory but the ring; and its limit, the bytes that the step moves at
+  the bandwidth that ``penstock bench io`` finds for reads and writes mixed;
+* ``deepspeed``, ``-pipelined``, ``-huge``: its offload to NVMe as it comes, with pipelined reads and
+  writes, and with huge pages under its buffers besides; needs ``--peer-python``;
+* ``memory``: ``torch.optim.AdamW(fused=True)`` of float32 weights in RAM.
+
+Then what a training step *sees* of the update: an iteration with it less one without an optimizer, of
+the same GPT; ours overlapped with backward, in ``exact``, against the pipelined peers'. DeepSpeed
+writes gradients to flash in backward, so its ``step`` alone would be too little.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import _memory
+import _results
+from penstock.cli import bandwidth
+
+PEERS = Path(__file__).resolve().parents[1] / "peers"
+FORMATS = ("exact", "split", "bf16", "int8")
+WANTED = {"exact": 1.4, "split": 1.8, "bf16": 2.8, "int8": 4.0}
+"""Parameters per second, as ratios to the best of DeepSpeed in the same round."""
+DEEPSPEED = {
+    "deepspeed": ((), {}),
+    "deepspeed-pipelined": (("--pipelined",), {}),
+    "deepspeed-huge": (("--pipelined",), {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}),
+}
+
+
+def main():
+    _memory.keep_what_is_freed()
+    args = parse()
+    _results.warn_if_busy()
+    figures = {"step": {}, "seen": {}}
+    for size in args.parameters:
+        rounds = [step_round(args, size) for _ in range(args.rounds)]
+        figures["step"][f"{size:.0f}"] = step_figures(rounds)
+        show_step(size, figures["step"][f"{size:.0f}"])
+        record(args, figures)
+    for size in args.seen:
+        rounds = [seen_round(args, size) for _ in range(args.rounds)]
+        figures["seen"][f"{size:.0f}"] = seen_figures(rounds)
+        show_seen(size, figures["seen"][f"{size:.0f}"])
+        record(args, figures)
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parameters", type=float, nargs="*", default=[34e6, 160e6, 1e9])
+    parser.add_argument("--seen", type=float, nargs="*", default=[124e6])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--dir", default=tempfile.gettempdir(), help="where states go")
+    parser.add_argument("--peer-python", help="an interpreter that has DeepSpeed; without: none")
+    parser.add_argument("--quick", action="store_true", help="one small round; no result")
+    args = parser.parse_args()
+    if args.quick:
+        args.parameters, args.seen, args.rounds, args.steps = [10e6], [20e6], 1, 2
+    return args
+
+
+def record(args, figures):
+    if args.quick:
+        return
+    config = {"rounds": args.rounds, "steps": args.steps, "environment": _memory.KEEPS}
+    _results.write("optimizer_step", figures, config, directory=args.dir)
+
+
+def step_round(args, size):
+    """Every side once, and the disk's bandwidth between them."""
+    found = {name: ours(args, size, "--format", name) for name in FORMATS}
+    rates = bandwidth.measure([args.dir], seconds=3)
+    found["mixed_bytes_per_s"] = rates.rate("mixed").plain_bytes_per_s
+    found["memory"] = ours(args, size, "--memory")
+    for name in DEEPSPEED if args.peer_python else ():
+        found[name] = deepspeed(args, size, name)
+    return found
+
+
+def seen_round(args, size):
+    found = {"exact": ours(args, size, "--train")}
+    for name in list(DEEPSPEED)[1:] if args.peer_python else ():
+        found[name] = deepspeed(args, size, name)
+    return found
+
+
+def ours(args, size, *options):
+    return run(
+        args, size, [sys.executable, str(PEERS / "flash_adam.py"), *options], dict(os.environ)
+    )
+
+
+def deepspeed(args, size, name):
+    """A peer does not get our allocator's settings: huge pages need its own."""
+    options, extra = DEEPSPEED[name]
+    environment = {key: value for key, value in os.environ.items() if key not in _memory.KEEPS}
+    command = [args.peer_python, str(PEERS / "deepspeed_adam.py"), *options]
+    return run(args, size, command, environment | extra)
+
+
+def run(args, size, command, environment):
+    """One side's JSON line."""
+    folder = tempfile.mkdtemp(prefix="penstock-bench-", dir=args.dir)
+    command = [*command, "--parameters", str(size), "--dir", folder, "--steps", str(args.steps)]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}: exit {done.returncode}\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def rate(side):
+    return side["parameters"] / side["step_s"]
+
+
+def step_figures(rounds):
+    """Medians over rounds of rates, of ratios to the best peer, and of shares of the disk's limit."""
+    figures = {}
+    for name in [side for side in rounds[0] if side != "mixed_bytes_per_s"]:
+        sides = [each[name] for each in rounds]
+        moved = [side["read_bytes"] + side["written_bytes"] for side in sides]
+        figures[name] = {
+            "parameters": sides[0]["parameters"],
+            "parameters_per_s": statistics.median(map(rate, sides)),
+            "parameters_per_s_of_rounds": [rate(side) for side in sides],
+            "bytes_per_parameter": statistics.median(moved) / sides[0]["parameters"],
+            "extra_bytes": max(side.get("extra_bytes", 0) for side in sides),
+            "peak_rss_bytes": max(side.get("peak_rss_bytes", 0) for side in sides),
+        }
+        if name in FORMATS:
+            limits = [each["mixed_bytes_per_s"] for each in rounds]
+            shares = [
+                nbytes / side["step_s"] / limit
+                for nbytes, side, limit in zip(moved, sides, limits, strict=True)
+            ]
+            figures[name]["share_of_disk"] = statistics.median(shares)
+            figures[name]["mixed_bytes_per_s"] = statistics.median(limits)
+        if name in FORMATS and "deepspeed" in rounds[0]:
+            ratios = [
+                rate(each[name]) / max(rate(each[peer]) for peer in DEEPSPEED) for each in rounds
+            ]
+            figures[name]["ratio_to_best_deepspeed"] = statistics.median(ratios)
+            figures[name]["ratios_of_rounds"] = ratios
+            figures[name]["wanted_ratio"] = WANTED[name]
+    return figures
+
+
+def seen_figures(rounds):
+    """Seconds of the update that an iteration sees, and how many times DeepSpeed's are as long."""
+    plain = [each["exact"]["plain_iteration_s"] for each in rounds]
+    figures = {"plain_iteration_s": statistics.median(plain)}
+    seen = {}
+    for name in rounds[0]:
+        iterations = [each[name]["iteration_s"] for each in rounds]
+        seen[name] = [one - base for one, base in zip(iterations, plain, strict=True)]
+        figures[name] = {
+            "iteration_s": statistics.median(iterations),
+            "seen_s": statistics.median(seen[name]),
+            "seen_s_of_rounds": seen[name],
+        }
+    peers = [name for name in seen if name != "exact"]
+    if peers:
+        ratios = [
+            min(seen[peer][i] for peer in peers) / seen["exact"][i] for i in range(len(rounds))
+        ]
+        figures["times_less_than_deepspeed"] = statistics.median(ratios)
+        figures["wanted"] = 2.8
+    return figures
+
+
+def show_step(size, figures):
+    print(f"{size / 1e6:.0f} M parameters")
+    for name, one in figures.items():
+        line = f"  {name:<20} {one['parameters_per_s'] / 1e6:7.1f} M/s"
+        line += f" {one['bytes_per_parameter']:6.1f} B moved a parameter"
+        if "share_of_disk" in one:
+            line += f", {one['share_of_disk']:.2f} of what the disk allows"
+            line += f", {one['extra_bytes'] / (1 << 20):.0f} MiB of memory"
+        if "ratio_to_best_deepspeed" in one:
+            line += (
+                f", {one['ratio_to_best_deepspeed']:.2f} x DeepSpeed's best (wanted {WANTED[name]})"
+            )
+        print(line, flush=True)
+
+
+def show_seen(size, figures):
+    print(
+        f"a training step of {size / 1e6:.0f} M parameters: {figures['plain_iteration_s']:.3f} s without"
+    )
+    for name, one in figures.items():
+        if isinstance(one, dict):
+            print(f"  {name:<20} {one['seen_s']:+7.3f} s with the update")
+    if "times_less_than_deepspeed" in figures:
+        print(
+            f"  {figures['times_less_than_deepspeed']:.2f} times less than DeepSpeed (wanted 2.8)"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""The peer: DeepSpeed's Adam with its states on flash (ZeRO-Infinity). One JSON line on stdout.
+
+Runs in an environment of its own: torch, numpy, ninja and ``pip install deepspeed``; gcc and libaio's
+headers. Its first run compiles extensions for some minutes (``TORCH_EXTENSIONS_DIR`` keeps them). Its
+buffers are locked in memory, so it needs root or ``ulimit -l unlimited``. See ``optimizer_step.py``.
+"""
+
+import argparse
+import json
+import os
+import shutil
+
+for name, value in {
+    "DS_ACCELERATOR": "cpu",
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29577",
+}.items():
+    os.environ.setdefault(name, value)
+
+import _gpt  # noqa: E402
+import _meter  # noqa: E402
+import deepspeed  # noqa: E402
+import torch  # noqa: E402
+
+TILE = 12_000_000
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parameters", type=float, required=True)
+    parser.add_argument("--dir", required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--pipelined", action="store_true")
+    args = parser.parse_args()
+    stdout = os.fdopen(os.dup(1), "w")  # all that DeepSpeed prints goes to stderr
+    os.dup2(2, 1)
+    try:
+        stdout.write(json.dumps(measure(args)) + "\n")
+        stdout.flush()
+    finally:
+        shutil.rmtree(args.dir, ignore_errors=True)
+    os._exit(0)  # its handles may abort at exit
+
+
+def measure(args):
+    torch.manual_seed(0)
+    network = _gpt.GPT(args.parameters)
+    count = sum(each.numel() for each in network.parameters())
+    engine, *_ = deepspeed.initialize(
+        model=network, model_parameters=network.parameters(), config=config(args)
+    )
+    ids = torch.randint(0, _gpt.VOCABULARY, (1, _gpt.LENGTH))
+    found = _meter.steps(args.steps, lambda: engine.backward(engine(ids)), engine.step)
+    return found | {
+        "parameters": count,
+        "peak_rss_bytes": _meter.peak_bytes(),
+        "version": deepspeed.__version__,
+    }
+
+
+def config(args):
+    return {
+        "train_batch_size": 1,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": 10**9,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {
+            "stage": 3,
+            "sub_group_size": TILE,
+            "overlap_comm": False,
+            "reduce_bucket_size": 50_000_000,
+            "stage3_prefetch_bucket_size": 10_000_000,
+            "offload_optimizer": {
+                "device": "nvme",
+                "pin_memory": True,
+                "nvme_path": args.dir,
+                "buffer_count": 12 if args.pipelined else 4,
+                "pipeline_read": args.pipelined,
+                "pipeline_write": args.pipelined,
+            },
+        },
+        "aio": {
+            "block_size": 1 << 20,
+            "queue_depth": 16,
+            "single_submit": False,
+            "overlap_events": True,
+            "intra_op_parallelism": 1,
+        },
+    }
+
+
+if __name__ == "__main__":
+    main()
