@@ -34,6 +34,8 @@ PEERS = Path(__file__).resolve().parents[1] / "peers"
 FORMATS = ("exact", "split", "bf16", "int8")
 WANTED = {"exact": 1.4, "split": 1.8, "bf16": 2.8, "int8": 4.0}
 """Parameters per second, as ratios to the best of DeepSpeed in the same round."""
+LARGE = 5e8
+"""From so many parameters on one round is made."""
 DEEPSPEED = {
     "deepspeed": ((), {}),
     "deepspeed-pipelined": (("--pipelined",), {}),
@@ -47,7 +49,8 @@ def main():
     _results.warn_if_busy()
     figures = {"step": {}, "seen": {}}
     for size in args.parameters:
-        rounds = [step_round(args, size) for _ in range(args.rounds)]
+        turns = 1 if size >= LARGE else args.rounds
+        rounds = [step_round(args, size) for _ in range(turns)]
         figures["step"][f"{size:.0f}"] = step_figures(rounds)
         show_step(size, figures["step"][f"{size:.0f}"])
         record(args, figures)
@@ -76,7 +79,12 @@ def parse():
 def record(args, figures):
     if args.quick:
         return
-    config = {"rounds": args.rounds, "steps": args.steps, "environment": _memory.KEEPS}
+    config = {
+        "rounds": args.rounds,
+        "rounds_of_large": 1,
+        "steps": args.steps,
+        "environment": _memory.KEEPS,
+    }
     _results.write("optimizer_step", figures, config, directory=args.dir)
 
 
