@@ -140,8 +140,13 @@ def frugal(profile: Profile, machine: Machine) -> Limits:
     if machine.compute is None or not _whole_device(profile):
         return ()
     rooms: dict[_Kind, int] = {}
+    known: dict[object, int] = {}
     for run in _runs(profile, machine, _NO_LIMITS):
-        need = least_for_time(run.operator, machine.compute, HARDLY_MORE).workspace_bytes
+        work = _work(run.operator)
+        need = known.get(work)
+        if need is None:
+            least = least_for_time(run.operator, machine.compute, HARDLY_MORE)
+            need = known[work] = least.workspace_bytes
         rooms[run.kind] = max(need, rooms.get(run.kind, 0))
     return _within(profile, machine, rooms, MOST_PARTS)
 
@@ -152,9 +157,14 @@ def _within(profile: Profile, machine: Machine, rooms: Mapping[_Kind, int], part
     found: dict[_Kind, list[Algorithm]] = {}
     runs = _runs(profile, machine, _NO_LIMITS)
     too_large = {run.kind for run in runs if run.algorithm.workspace_bytes > rooms[run.kind]}
+    known: dict[object, Algorithm] = {}
     for run in runs:
         if run.kind in too_large:
-            within = fastest(run.operator, machine.compute, rooms[run.kind], parts)
+            work = _work(run.operator), rooms[run.kind]
+            within = known.get(work)
+            if within is None:
+                within = fastest(run.operator, machine.compute, rooms[run.kind], parts)
+                known[work] = within
             found.setdefault(run.kind, []).append(within)
     return tuple(
         WorkspaceLimit(
@@ -217,7 +227,7 @@ def _runs(profile: Profile, machine: Machine, limits: Mapping[_Kind, WorkspaceLi
         if one.convolution is not None:
             limit = limits.get((one.module, one.backward))
             within = () if limit is None else (limit.nbytes, limit.parts)
-            work = (one.convolution, one.flops, one.moved_bytes, one.half, one.backward, within)
+            work = _work(one), within
             algorithm = known.get(work)
             if algorithm is None:
                 algorithm = known[work] = fastest(one, machine.compute, *within)
@@ -225,6 +235,11 @@ def _runs(profile: Profile, machine: Machine, limits: Mapping[_Kind, WorkspaceLi
             found.append(_Run(one, algorithm, start_ns, start_ns + algorithm.took_ns))
             shift_ns += algorithm.took_ns - one.took_ns
     return found
+
+
+def _work(one: Operator) -> object:
+    """The same for convolutions that take the same time with the same algorithm."""
+    return one.convolution, one.flops, one.moved_bytes, one.half, one.backward
 
 
 class _Clock:
