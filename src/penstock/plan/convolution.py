@@ -68,11 +68,10 @@ def _computed(profile: Profile, runs: Sequence[_Run]) -> Profile:
     beside = _workspace_beside(profile, runs) if _whole_device(profile) else None
     small = profile.small_beside
     slots = tuple(
-        replace(
-            slot,
-            saved_at_ns=clock(slot.saved_at_ns),
-            needed_at_ns=None if slot.needed_at_ns is None else clock(slot.needed_at_ns),
-            small_bytes=slot.small_bytes if beside is None else small[i] + beside[i],
+        slot.moved(
+            clock(slot.saved_at_ns),
+            None if slot.needed_at_ns is None else clock(slot.needed_at_ns),
+            slot.small_bytes if beside is None else small[i] + beside[i],
         )
         for i, slot in enumerate(profile.slots)
     )
@@ -90,8 +89,7 @@ def _computed(profile: Profile, runs: Sequence[_Run]) -> Profile:
             for one in profile.passes
         ),
         operators=tuple(
-            replace(one, start_ns=clock(one.start_ns), end_ns=clock(one.end_ns))
-            for one in profile.operators
+            one.moved(clock(one.start_ns), clock(one.end_ns)) for one in profile.operators
         ),
         small_bytes=max([profile.small_bytes, *(slot.small_bytes or 0 for slot in slots)]),
         transients=transients if beside is None else tuple(_merged(transients, runs)),

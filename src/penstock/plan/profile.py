@@ -110,6 +110,23 @@ class SlotProfile:
     a module that both made and saved it; None: not known, so it cannot. In a measured profile everything
     that saved it is in that forward as well, by one and the same call of the module."""
 
+    def moved(
+        self, saved_at_ns: int, needed_at_ns: int | None, small_bytes: int | None
+    ) -> SlotProfile:
+        """The same at another time, and beside other bytes. Quicker than ``replace``."""
+        return SlotProfile(
+            self.key,
+            self.pass_index,
+            saved_at_ns,
+            needed_at_ns,
+            self.kind,
+            self.held_elsewhere,
+            self.dtype,
+            small_bytes,
+            self.codecs,
+            self.producer,
+        )
+
     @property
     def idle_ns(self) -> int | None:
         """From being saved to being needed, or None if it never was."""
