@@ -184,14 +184,18 @@ class Case:
 
     def fits(self, choice: Choice) -> bool:
         """Whether the device budget can be kept."""
-        if not choice.recomputed and self.lacks(g for g, tier in enumerate(choice.tiers) if tier):
-            return False
+        if not choice.recomputed:
+            gone = np.fromiter(map(bool, choice.tiers), np.bool_, len(self.groups))
+            if self._still_lacks(int(self._saved_bytes[gone].sum())):
+                return False
         return self.residency(choice).hard_bytes <= self.budgets.device_bytes
 
     def lacks(self, chosen: Iterable[int]) -> bool:
         """Whether even all bytes of these groups together are too few to be gone. Quickly said."""
-        gone = int(self._saved_bytes[list(chosen)].sum())
-        return self.profile.peak_saved_bytes - gone > self.budgets.device_bytes
+        return self._still_lacks(int(self._saved_bytes[list(chosen)].sum()))
+
+    def _still_lacks(self, gone_bytes: int) -> bool:
+        return self.profile.peak_saved_bytes - gone_bytes > self.budgets.device_bytes
 
     @cached_property
     def _saved_bytes(self) -> Integers:

@@ -130,7 +130,8 @@ def stepped_down(
     if machine.compute is None or not _whole_device(profile):
         return ()
     rooms = _rooms(profile, machine, mask, device_bytes)
-    return _within(profile, machine, rooms, MOST_PARTS if split else 1)
+    runs = _runs(profile, machine, _NO_LIMITS)
+    return _within(runs, machine, rooms, MOST_PARTS if split else 1)
 
 
 def frugal(profile: Profile, machine: Machine) -> Limits:
@@ -139,21 +140,23 @@ def frugal(profile: Profile, machine: Machine) -> Limits:
         return ()
     rooms: dict[_Kind, int] = {}
     known: dict[object, int] = {}
-    for run in _runs(profile, machine, _NO_LIMITS):
+    runs = _runs(profile, machine, _NO_LIMITS)
+    for run in runs:
         work = _work(run.operator)
         need = known.get(work)
         if need is None:
             least = least_for_time(run.operator, machine.compute, HARDLY_MORE)
             need = known[work] = least.workspace_bytes
         rooms[run.kind] = max(need, rooms.get(run.kind, 0))
-    return _within(profile, machine, rooms, MOST_PARTS)
+    return _within(runs, machine, rooms, MOST_PARTS)
 
 
-def _within(profile: Profile, machine: Machine, rooms: Mapping[_Kind, int], parts: int) -> Limits:
+def _within(
+    runs: Sequence[_Run], machine: Machine, rooms: Mapping[_Kind, int], parts: int
+) -> Limits:
     """Limits where the fastest needs more than its room, and no stricter than must be."""
     assert machine.compute is not None
     found: dict[_Kind, list[Algorithm]] = {}
-    runs = _runs(profile, machine, _NO_LIMITS)
     too_large = {run.kind for run in runs if run.algorithm.workspace_bytes > rooms[run.kind]}
     known: dict[object, Algorithm] = {}
     for run in runs:
