@@ -285,8 +285,7 @@ class Profile:
                 node, begin_ns = [], when
             yield when, use, i
             node.append(i)
-            if when > end_ns:
-                end_ns = when
+            end_ns = max(end_ns, when)
         never = (i for i in mine if slots[i].needed_at_ns is None)
         yield from ((end_ns, free, i) for i in (*node, *never))
 

@@ -109,8 +109,7 @@ class Lane:
                 del self._came_ns[slot]
                 continue
             for channel, _ in self._uses:
-                if channel.free_ns > at_ns:
-                    at_ns = channel.free_ns
+                at_ns = max(at_ns, channel.free_ns)
             return at_ns
         return _NEVER
 
