@@ -140,15 +140,20 @@ def frugal(profile: Profile, machine: Machine) -> Limits:
         return ()
     rooms: dict[_Kind, int] = {}
     known: dict[object, int] = {}
-    runs = _runs(profile, machine, _NO_LIMITS)
-    for run in runs:
-        work = _work(run.operator)
+    spared = False
+    for one in profile.operators:
+        if one.convolution is None:
+            continue
+        kind, work = (one.module, one.backward), _work(one)
         need = known.get(work)
         if need is None:
-            least = least_for_time(run.operator, machine.compute, HARDLY_MORE)
-            need = known[work] = least.workspace_bytes
-        rooms[run.kind] = max(need, rooms.get(run.kind, 0))
-    return _within(runs, machine, rooms, MOST_PARTS)
+            need = least_for_time(one, machine.compute, HARDLY_MORE).workspace_bytes
+            known[work] = need
+            spared = spared or need < fastest(one, machine.compute).workspace_bytes
+        rooms[kind] = max(need, rooms.get(kind, 0))
+    if not spared:
+        return ()
+    return _within(_runs(profile, machine, _NO_LIMITS), machine, rooms, MOST_PARTS)
 
 
 def _within(
