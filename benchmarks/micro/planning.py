@@ -3,9 +3,9 @@
 Planning stands between two training steps, so it must be quick. Profiles are stacks of layers that save
 one slot each: one that hides behind the network; one that keeps both tiers busy for longer than the
 network, so that all policies are replayed; the same with codecs to choose from; and blocks of layers with
-operators, half of them convolutions of a whole device, which may be recomputed and have algorithms to
-choose. A profile is new in each round: nothing is known of it. The figure that counts is the time against
-the second that the planner is allowed.
+operators, which may be recomputed, half of them convolutions of a whole device, of 32 shapes, which have
+algorithms to choose. A profile is new in each round: nothing is known of it but what a shape takes. The
+figure that counts is the time against the second that the planner is allowed.
 """
 
 import argparse
@@ -44,7 +44,10 @@ CARD = Machine(
     "a card with flash of 2 GB/s", 2e9, 3e9, 1e-4, 4e9, 4e9, Compute(6e12, 12e12, 0.6, 3e11, 5e-6)
 )
 CODECS = (CodecSample("byteplane", 0.25, 5e8, 1e9), CodecSample("zero-value", 0.5, 8e9, 8e9))
-SHAPE = Convolution(8, 64, 64, 1, (56, 56), (3, 3), (56, 56), (1, 1), 4)
+SHAPES = [
+    Convolution(8, 4 * (1 + k), 64, 1, (56, 56), (3, 3), (56, 56), (1, 1), 4) for k in range(32)
+]
+"""As many as a deep network has."""
 
 
 def main():
@@ -125,7 +128,7 @@ def blocks(count):
     step, slots, operators = MS, [], []
     paths = [f"block.{i // BLOCK}.{i % BLOCK}" for i in range(count)]
     for i, path in enumerate(paths):
-        shape = SHAPE if i % 2 == 0 else None
+        shape = SHAPES[i // 2 % len(SHAPES)] if i % 2 == 0 else None
         needed = (count + 2 * (count - 1 - i)) * step
         slots.append(
             SlotProfile(

@@ -165,8 +165,8 @@ class Case:
     def group_of(self) -> Integers:
         """By slot of the profile, the group that it is in."""
         found = np.empty(len(self.profile.slots), np.int64)
-        for g, group in enumerate(self.groups):
-            found[list(group.indices)] = g
+        counts = [len(group.indices) for group in self.groups]
+        found[[i for group in self.groups for i in group.indices]] = np.repeat(self.indices, counts)
         return found
 
     def segments(self, choice: Choice) -> tuple[Segment, ...]:
@@ -184,20 +184,25 @@ class Case:
 
     def fits(self, choice: Choice) -> bool:
         """Whether the device budget can be kept."""
-        if not choice.recomputed and self.lacks(g for g, tier in enumerate(choice.tiers) if tier):
-            return False
+        if not choice.recomputed:
+            gone = np.fromiter(map(bool, choice.tiers), np.bool_, len(self.groups))
+            if self._still_lacks(int(self._saved_bytes[gone].sum())):
+                return False
         return self.residency(choice).hard_bytes <= self.budgets.device_bytes
 
     def lacks(self, chosen: Iterable[int]) -> bool:
         """Whether even all bytes of these groups together are too few to be gone. Quickly said."""
-        gone = sum(self._saved_bytes[g] for g in chosen)
-        return self.profile.peak_saved_bytes - gone > self.budgets.device_bytes
+        return self._still_lacks(int(self._saved_bytes[list(chosen)].sum()))
+
+    def _still_lacks(self, gone_bytes: int) -> bool:
+        return self.profile.peak_saved_bytes - gone_bytes > self.budgets.device_bytes
 
     @cached_property
-    def _saved_bytes(self) -> tuple[int, ...]:
+    def _saved_bytes(self) -> Integers:
         """By group, all of its slots."""
-        slots = self.profile.slots
-        return tuple(sum(slots[i].key.nbytes for i in group.indices) for group in self.groups)
+        found = np.zeros(len(self.groups), np.int64)
+        np.add.at(found, self.group_of, self.profile.arrays.sizes)
+        return found
 
     def offloaded(self, chosen: Iterable[int], recomputed: Iterable[str] = ()) -> Choice:
         """The choice that offloads these groups, to whichever tier: to count device memory with."""

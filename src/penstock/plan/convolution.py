@@ -68,11 +68,10 @@ def _computed(profile: Profile, runs: Sequence[_Run]) -> Profile:
     beside = _workspace_beside(profile, runs) if _whole_device(profile) else None
     small = profile.small_beside
     slots = tuple(
-        replace(
-            slot,
-            saved_at_ns=clock(slot.saved_at_ns),
-            needed_at_ns=None if slot.needed_at_ns is None else clock(slot.needed_at_ns),
-            small_bytes=slot.small_bytes if beside is None else small[i] + beside[i],
+        slot.moved(
+            clock(slot.saved_at_ns),
+            None if slot.needed_at_ns is None else clock(slot.needed_at_ns),
+            slot.small_bytes if beside is None else small[i] + beside[i],
         )
         for i, slot in enumerate(profile.slots)
     )
@@ -90,8 +89,7 @@ def _computed(profile: Profile, runs: Sequence[_Run]) -> Profile:
             for one in profile.passes
         ),
         operators=tuple(
-            replace(one, start_ns=clock(one.start_ns), end_ns=clock(one.end_ns))
-            for one in profile.operators
+            one.moved(clock(one.start_ns), clock(one.end_ns)) for one in profile.operators
         ),
         small_bytes=max([profile.small_bytes, *(slot.small_bytes or 0 for slot in slots)]),
         transients=transients if beside is None else tuple(_merged(transients, runs)),
@@ -132,7 +130,8 @@ def stepped_down(
     if machine.compute is None or not _whole_device(profile):
         return ()
     rooms = _rooms(profile, machine, mask, device_bytes)
-    return _within(profile, machine, rooms, MOST_PARTS if split else 1)
+    runs = _runs(profile, machine, _NO_LIMITS)
+    return _within(runs, machine, rooms, MOST_PARTS if split else 1)
 
 
 def frugal(profile: Profile, machine: Machine) -> Limits:
@@ -140,21 +139,38 @@ def frugal(profile: Profile, machine: Machine) -> Limits:
     if machine.compute is None or not _whole_device(profile):
         return ()
     rooms: dict[_Kind, int] = {}
-    for run in _runs(profile, machine, _NO_LIMITS):
-        need = least_for_time(run.operator, machine.compute, HARDLY_MORE).workspace_bytes
-        rooms[run.kind] = max(need, rooms.get(run.kind, 0))
-    return _within(profile, machine, rooms, MOST_PARTS)
+    known: dict[object, int] = {}
+    spared = False
+    for one in profile.operators:
+        if one.convolution is None:
+            continue
+        kind, work = (one.module, one.backward), _work(one)
+        need = known.get(work)
+        if need is None:
+            need = least_for_time(one, machine.compute, HARDLY_MORE).workspace_bytes
+            known[work] = need
+            spared = spared or need < fastest(one, machine.compute).workspace_bytes
+        rooms[kind] = max(need, rooms.get(kind, 0))
+    if not spared:
+        return ()
+    return _within(_runs(profile, machine, _NO_LIMITS), machine, rooms, MOST_PARTS)
 
 
-def _within(profile: Profile, machine: Machine, rooms: Mapping[_Kind, int], parts: int) -> Limits:
+def _within(
+    runs: Sequence[_Run], machine: Machine, rooms: Mapping[_Kind, int], parts: int
+) -> Limits:
     """Limits where the fastest needs more than its room, and no stricter than must be."""
     assert machine.compute is not None
     found: dict[_Kind, list[Algorithm]] = {}
-    runs = _runs(profile, machine, _NO_LIMITS)
     too_large = {run.kind for run in runs if run.algorithm.workspace_bytes > rooms[run.kind]}
+    known: dict[object, Algorithm] = {}
     for run in runs:
         if run.kind in too_large:
-            within = fastest(run.operator, machine.compute, rooms[run.kind], parts)
+            work = _work(run.operator), rooms[run.kind]
+            within = known.get(work)
+            if within is None:
+                within = fastest(run.operator, machine.compute, rooms[run.kind], parts)
+                known[work] = within
             found.setdefault(run.kind, []).append(within)
     return tuple(
         WorkspaceLimit(
@@ -217,7 +233,7 @@ def _runs(profile: Profile, machine: Machine, limits: Mapping[_Kind, WorkspaceLi
         if one.convolution is not None:
             limit = limits.get((one.module, one.backward))
             within = () if limit is None else (limit.nbytes, limit.parts)
-            work = (one.convolution, one.flops, one.moved_bytes, one.half, one.backward, within)
+            work = _work(one), within
             algorithm = known.get(work)
             if algorithm is None:
                 algorithm = known[work] = fastest(one, machine.compute, *within)
@@ -225,6 +241,11 @@ def _runs(profile: Profile, machine: Machine, limits: Mapping[_Kind, WorkspaceLi
             found.append(_Run(one, algorithm, start_ns, start_ns + algorithm.took_ns))
             shift_ns += algorithm.took_ns - one.took_ns
     return found
+
+
+def _work(one: Operator) -> object:
+    """The same for convolutions that take the same time with the same algorithm."""
+    return one.convolution, one.flops, one.moved_bytes, one.half, one.backward
 
 
 class _Clock:

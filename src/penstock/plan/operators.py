@@ -76,6 +76,21 @@ class Operator:
                 f"profile: operator {self.name!r} of {self.module!r} is impossible: {self}"
             )
 
+    def moved(self, start_ns: int, end_ns: int) -> Operator:
+        """The same at another time. Quicker than ``replace``."""
+        return Operator(
+            self.name,
+            self.module,
+            self.pass_index,
+            self.backward,
+            start_ns,
+            end_ns,
+            self.flops,
+            self.moved_bytes,
+            self.convolution,
+            self.half,
+        )
+
     @property
     def took_ns(self) -> int:
         """Its time."""

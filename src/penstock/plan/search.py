@@ -19,6 +19,8 @@ WORK: Final = 40_000
 """How many slots may be replayed in all: less than a second."""
 _SETUP: Final = 2
 """What a case and its plan take beside the search, in replays."""
+_AMPLE: Final = 6
+"""So many replays: what a second case and its choices take, and as many for the first."""
 _MANY: Final = 100
 """With so many slots it is quicker to ask for a bound first than to replay at once; but not where
 something may be encoded, for then bounds are far off, and take longer."""
@@ -82,6 +84,11 @@ class Search:
     def spent(self, share: float) -> bool:
         """Whether so much of the work has been done."""
         return self._work <= (1 - share) * self._all_work
+
+    @property
+    def ample(self) -> bool:
+        """Whether there is work enough to look at a second case as well, of other algorithms."""
+        return self._work > _AMPLE * self._size
 
     def look_first(self, choices: Iterable[Choice]) -> None:
         """Look at these, those that promise most first, until ``done``."""

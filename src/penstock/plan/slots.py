@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from penstock.core.units import format_bytes
 
@@ -25,12 +26,17 @@ class SlotKey:
     @property
     def bucket(self) -> int:
         """The size in eighths of an octave, so that neighbouring dynamic shapes match."""
-        return round(8 * math.log2(self.nbytes)) if self.nbytes > 0 else -1
+        return _bucket(self.nbytes)
 
     @property
     def match_key(self) -> MatchKey:
         """What plans are looked up by."""
-        return (self.module, self.ordinal, self.bucket)
+        return (self.module, self.ordinal, _bucket(self.nbytes))
 
     def __str__(self) -> str:
         return f"{self.module or '<root>'}#{self.ordinal} ({format_bytes(self.nbytes)})"
+
+
+@lru_cache(maxsize=4096)
+def _bucket(nbytes: int) -> int:
+    return round(8 * math.log2(nbytes)) if nbytes > 0 else -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -39,13 +40,14 @@ def window_bytes(
     beginning of backward that is what is not kept; it grows as the kept tail is used up.
     """
     sizes = returning(profile, mask)
-    useful = SLACK * max(
-        least_window(sizes, need.working_bytes),
-        read_ahead_bytes(profile, mask, machine, codecs),
-    )
+    useful = SLACK * least_window(sizes, need.working_bytes)
     useful = max(useful, device_bytes - need.kept_bytes)
-    room = device_bytes - saved_in_backward_bytes(profile, mask, segments)
-    return min(sum(sizes), max(need.working_bytes, min(useful, room)))
+    most = min(sum(sizes), device_bytes - saved_in_backward_bytes(profile, mask, segments))
+    if useful < most:
+        enough = -(-most // SLACK)
+        ahead = read_ahead_bytes(profile, mask, machine, codecs, enough_bytes=enough)
+        useful = max(useful, SLACK * ahead)
+    return min(sum(sizes), max(need.working_bytes, min(useful, most)))
 
 
 def returning(profile: Profile, mask: Mask) -> list[int]:
@@ -67,13 +69,19 @@ def least_window(sizes: list[int], working_bytes: int) -> int:
 
 
 def read_ahead_bytes(
-    profile: Profile, mask: Mask, machine: Machine, codecs: SlotCodecs = AS_THEY_ARE
+    profile: Profile,
+    mask: Mask,
+    machine: Machine,
+    codecs: SlotCodecs = AS_THEY_ARE,
+    *,
+    enough_bytes: float = math.inf,
 ) -> int:
     """How far reads must run ahead of backward so that it never waits for one, in device memory.
 
     Walks backward from its end: a read ends at the latest when its slot is needed and when the next
     read must begin. What is then read but not yet used, at the worst moment, is the depth: of an encoded
     slot the time is that of what its tier holds and of decoding it, but the memory is all of it.
+    Where that is ``enough_bytes`` or more, the walk ends, and it is not said how much more.
     """
     latency_bytes = machine.flash_latency_s * machine.flash_read_bytes_per_s
     ahead_s = ahead_bytes = worst_bytes = 0.0
@@ -92,8 +100,11 @@ def read_ahead_bytes(
         back_s = _back_s(nbytes, machine, codecs.get(i)) if codecs else read_s(nbytes)
         ahead_s = left_s + back_s if left_s > 0 else back_s
         ahead_bytes = left_bytes + nbytes + latency_bytes
-        worst_bytes = max(worst_bytes, ahead_bytes)
         later_ns = need_ns
+        if ahead_bytes > worst_bytes:
+            worst_bytes = ahead_bytes
+            if worst_bytes >= enough_bytes:
+                break
     return int(worst_bytes)
 
 

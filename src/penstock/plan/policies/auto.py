@@ -1,11 +1,12 @@
 """``auto``: at least as good as every other policy, by replay; then better, while that is quickly found.
 
 1. Everything fits: everything stays.
-2. The choices of all other policies are replayed; the quick ones also with convolutions in parts of the
-   batch where their workspace can be less for little time (Oyama et al., "μ-cuDNN", 2018). The best is
-   taken: those that fit before those that do not, then by step time, then by the bytes that are moved. So
-   none is better on paper. If a step takes no longer than with memory without end, that is the plan: so
-   ``ranked`` often is at once. One that cannot be better, by what bounds its step, is not replayed.
+2. The choices of all other policies are replayed; the quick ones, unless there are many slots, also with
+   convolutions in parts of the batch where their workspace can be less for little time (Oyama et al.,
+   "μ-cuDNN", 2018). The best is taken: those that fit before those that do not, then by step time, then
+   by the bytes that are moved. So none is better on paper. If a step takes no longer than with memory
+   without end, that is the plan: so ``ranked`` often is at once. One that cannot be better, by what
+   bounds its step, is not replayed.
 3. Recompute and offload are mixed (:mod:`penstock.plan.mixing`): sets of modules, those first that allow
    the shortest step at best; and what must still be offloaded is, by rank or by lifetime, to one tier
    after the other or to both. Then sets with one module more or less than the best.
@@ -89,7 +90,7 @@ def auto(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
 def choose(case: Case) -> Choice:
     """Its choice of a case in which not everything fits."""
     search = Search(case)
-    small = case.leaning(frugal(case.given, case.machine))
+    small = case.leaning(frugal(case.given, case.machine)) if search.ample else case
     quick = [case] if small is case else [small, case]
     search.look_first(_choices(OTHERS[:_QUICK], quick))
     if not search.done:

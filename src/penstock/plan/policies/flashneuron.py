@@ -18,6 +18,8 @@ Where flash has no budget, host memory takes its place.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
+from operator import itemgetter
 from typing import Final
 
 from penstock.plan.assemble import assemble
@@ -101,19 +103,28 @@ class _Scheduler:
 
     def _in_time(self, chosen: list[int]) -> bool:
         """Whether the FIFO channel has written everything when its forward ends."""
-        profile, machine = self._case.profile, self._case.machine
-        turn_ns = {one.index: one.backward_start_ns for one in profile.passes}
-        writes = [
-            (slot.saved_at_ns, slot, self.samples[g])
-            for g in chosen
-            for slot in (profile.slots[i] for i in self._case.groups[g].indices)
-            if slot.saved_at_ns <= turn_ns[slot.pass_index]
-        ]
+        writes = [write for g in chosen for write in self._writes[g]]
+        writes.sort(key=itemgetter(0))
         free_ns = 0
-        for saved_ns, slot, sample in sorted(writes, key=lambda one: one[0]):
-            nbytes = slot.key.nbytes
-            moved = nbytes if sample is None else sample.encoded_bytes(nbytes)
-            free_ns = max(free_ns, saved_ns) + round(machine.write_s(moved, self._tier) * 1e9)
-            if free_ns > turn_ns[slot.pass_index]:
+        for saved_ns, turn_ns, took_ns in writes:
+            free_ns = (free_ns if free_ns > saved_ns else saved_ns) + took_ns
+            if free_ns > turn_ns:
                 return False
         return True
+
+    @cached_property
+    def _writes(self) -> dict[int, list[tuple[int, int, int]]]:
+        """By group, of what its forward writes: when it is saved, when forward ends, what it takes."""
+        profile, machine = self._case.profile, self._case.machine
+        turn_ns = {one.index: one.backward_start_ns for one in profile.passes}
+        found: dict[int, list[tuple[int, int, int]]] = {}
+        for g in self._candidates:
+            found[g] = mine = []
+            sample = self.samples[g]
+            for slot in (profile.slots[i] for i in self._case.groups[g].indices):
+                nbytes, end_ns = slot.key.nbytes, turn_ns[slot.pass_index]
+                moved = nbytes if sample is None else sample.encoded_bytes(nbytes)
+                if slot.saved_at_ns <= end_ns:
+                    took_ns = round(machine.write_s(moved, self._tier) * 1e9)
+                    mine.append((slot.saved_at_ns, end_ns, took_ns))
+        return found

@@ -133,5 +133,8 @@ def _fits(
         return False
     if least_window(returning(case.profile, mask), need.working_bytes) > room:
         return False
-    ahead = read_ahead_bytes(case.profile, mask, case.machine, codecs)
-    return min(ahead, device_bytes // WINDOW_SHARE) <= room
+    if device_bytes // WINDOW_SHARE <= room:
+        return True
+    enough = room + 1
+    ahead = read_ahead_bytes(case.profile, mask, case.machine, codecs, enough_bytes=enough)
+    return ahead <= room

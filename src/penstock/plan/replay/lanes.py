@@ -52,7 +52,7 @@ class Lane:
         then: By slot, the lane of its next stage; None: this is the last. None for all: always.
     """
 
-    __slots__ = ("_latency_ns", "_uses", "done", "log", "precedence", "queue", "then")
+    __slots__ = ("_came_ns", "_latency_ns", "_uses", "done", "log", "precedence", "queue", "then")
 
     def __init__(
         self,
@@ -72,11 +72,13 @@ class Lane:
         self.done = done
         self.then = then
         self.queue: deque[tuple[int, int]] = deque()
+        self._came_ns: dict[int, int] = {}  # by slot, when the job in the queue arrived
         self.log: list[tuple[int, int]] = []
 
     def add(self, at_ns: int, slot: int) -> None:
         """Queue a job that arrives at ``at_ns``, behind those that arrive no later."""
         queue = self.queue
+        self._came_ns[slot] = at_ns
         place = len(queue)
         while place and queue[place - 1][0] > at_ns:
             place -= 1
@@ -87,16 +89,15 @@ class Lane:
 
     def add_first(self, at_ns: int, slot: int) -> None:
         """Queue a job before all others."""
+        self._came_ns[slot] = at_ns
         self.queue.appendleft((at_ns, slot))
 
     def go_first(self, slot: int) -> None:
         """If it is queued, put it before all others."""
-        queue = self.queue
-        if queue and queue[0][1] != slot:
-            found = next((job for job in queue if job[1] == slot), None)
-            if found is not None:
-                queue.remove(found)
-                queue.appendleft(found)
+        queue, at_ns = self.queue, self._came_ns.get(slot)
+        if at_ns is not None and queue[0][1] != slot:
+            queue.remove((at_ns, slot))
+            queue.appendleft((at_ns, slot))
 
     def next_ns(self) -> int:
         """When the next job can begin; ``_NEVER`` if there is none."""
@@ -105,6 +106,7 @@ class Lane:
             at_ns, slot = queue[0]
             if done[slot] == GIVEN_UP:
                 queue.popleft()
+                del self._came_ns[slot]
                 continue
             for channel, _ in self._uses:
                 at_ns = max(at_ns, channel.free_ns)
@@ -114,6 +116,7 @@ class Lane:
     def begin(self, at_ns: int) -> None:
         """Begin the next job."""
         _, slot = self.queue.popleft()
+        del self._came_ns[slot]
         end_ns = at_ns
         for channel, times in self._uses:
             channel.free_ns = at_ns + times[slot]
@@ -141,6 +144,7 @@ class Lane:
                 log.append((at_ns, slot))
                 done[slot] = free_ns + latency_ns
             queue.popleft()
+            del self._came_ns[slot]
         channel.free_ns = free_ns
 
     @property
@@ -172,8 +176,11 @@ class Lanes:
         while True:
             first, turn = None, (until_ns + 1, 0, 0)
             for lane in self._lanes:
-                if lane.queue and (at_ns := lane.next_ns()) <= turn[0] and lane.queue:
-                    its = (at_ns, lane.precedence, lane.queue[0][0])
+                queue = lane.queue
+                if not queue or queue[0][0] > turn[0]:
+                    continue
+                if (at_ns := lane.next_ns()) <= turn[0] and queue:
+                    its = (at_ns, lane.precedence, queue[0][0])
                     if its < turn:
                         first, turn = lane, its
             if first is None:
