@@ -7,6 +7,7 @@ import os
 import _gpt
 import _meter
 import torch
+
 from penstock.optim import FlashAdamW
 
 

@@ -293,9 +293,7 @@ def test_trap_16_host_memory_is_one_capped_slab(session_for):
     session = session_for(host_memory="2MiB")
     with session, warnings.catch_warnings():
         warnings.simplefilter("ignore", PenstockWarning)
-        session.planner._budgets = session.planner._budgets.__class__(
-            device_bytes=session.budget.limit_bytes, host_bytes=2 * MIB, flash_bytes=0
-        )
+        session.planner._guesses.tier = "host"
         losses = [((weight * n) * (weight * n)).sum() for n in range(1, 4)]
         wait_for_writes(session)
         assert 0 < session.recorder.snapshot().memory["host"].peak_bytes <= 2 * MIB

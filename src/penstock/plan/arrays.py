@@ -41,6 +41,12 @@ class StepArrays:
         """How many steps there are."""
         return len(self.slot)
 
+    def most_alive_bytes(self, least: int) -> int:
+        """The most that is alive after a save if nothing is moved, or ``least`` if that is more."""
+        alive = np.cumsum(self.nbytes * self.save - self.nbytes * self.free)
+        beside = alive + self.small[self.slot]
+        return int(np.max(beside, initial=least, where=self.save))
+
 
 def step_arrays(
     steps: Sequence[tuple[int, int, int]],

@@ -11,15 +11,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
-
-import numpy as np
+from typing import TYPE_CHECKING, Final
 
 from penstock.core.errors import PlanError
 from penstock.plan import serial
-from penstock.plan.arrays import StepArrays, step_arrays
 from penstock.plan.operators import Operator
 from penstock.plan.slots import MatchKey, SlotKey
+
+if TYPE_CHECKING:
+    from penstock.plan.arrays import StepArrays
 
 VERSION: Final = 3
 NODE_NS: Final = 50_000
@@ -207,6 +207,8 @@ class Profile:
     @cached_property
     def arrays(self) -> StepArrays:
         """The same as arrays."""
+        from penstock.plan.arrays import step_arrays  # noqa: PLC0415  (loads NumPy)
+
         return step_arrays(
             self.steps,
             [slot.key.nbytes for slot in self.slots],
@@ -230,10 +232,7 @@ class Profile:
     @cached_property
     def peak_saved_bytes(self) -> int:
         """The most bytes that would be resident at once if everything stayed."""
-        steps = self.arrays
-        alive = np.cumsum(steps.nbytes * steps.save - steps.nbytes * steps.free)
-        beside = alive + steps.small[steps.slot]
-        return int(np.max(beside, initial=self.small_bytes, where=steps.save))
+        return self.arrays.most_alive_bytes(self.small_bytes)
 
     @cached_property
     def small_beside(self) -> tuple[int, ...]:

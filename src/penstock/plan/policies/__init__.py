@@ -1,38 +1,42 @@
-"""Policies by name. One file each; a policy is a pure function of profile, machine and budgets."""
+"""Policies by name. One file each; a policy is a pure function of profile, machine and budgets.
+
+They are loaded when they are first used: names are needed before, and plans need NumPy, which must not be
+loaded before ``penstock run`` has set up its threads.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import cast
 
 from penstock.core.errors import ConfigError
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import Plan
-from penstock.plan.policies.all import offload_all
-from penstock.plan.policies.auto import auto
-from penstock.plan.policies.flashneuron import flashneuron
-from penstock.plan.policies.keep import keep
-from penstock.plan.policies.lifetime import lifetime
-from penstock.plan.policies.ranked import ranked
-from penstock.plan.policies.recompute import recompute
-from penstock.plan.policies.vdnn_all import vdnn_all
-from penstock.plan.policies.vdnn_conv import vdnn_conv
-from penstock.plan.policies.vdnn_dyn import vdnn_dyn
 from penstock.plan.profile import Profile
 
 Policy = Callable[[Profile, Machine, Budgets], Plan]
 """Pure, and the same plan for the same arguments, everywhere."""
 
+
+def _run(place: str, profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
+    module, function = place.split(":")
+    policy = cast(Policy, getattr(import_module(f"{__name__}.{module}"), function))
+    return policy(profile, machine, budgets)
+
+
 _POLICIES: dict[str, Policy] = {
-    "all": offload_all,
-    "auto": auto,
-    "flashneuron": flashneuron,
-    "keep": keep,
-    "lifetime": lifetime,
-    "ranked": ranked,
-    "recompute": recompute,
-    "vdnn-all": vdnn_all,
-    "vdnn-conv": vdnn_conv,
-    "vdnn-dyn": vdnn_dyn,
+    "all": partial(_run, "all:offload_all"),
+    "auto": partial(_run, "auto:auto"),
+    "flashneuron": partial(_run, "flashneuron:flashneuron"),
+    "keep": partial(_run, "keep:keep"),
+    "lifetime": partial(_run, "lifetime:lifetime"),
+    "ranked": partial(_run, "ranked:ranked"),
+    "recompute": partial(_run, "recompute:recompute"),
+    "vdnn-all": partial(_run, "vdnn_all:vdnn_all"),
+    "vdnn-conv": partial(_run, "vdnn_conv:vdnn_conv"),
+    "vdnn-dyn": partial(_run, "vdnn_dyn:vdnn_dyn"),
 }
 
 
