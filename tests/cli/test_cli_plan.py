@@ -3,13 +3,15 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 
 from penstock.cli import main, run
-from penstock.cli.plan_batches import MOST, LargestBatch
+from penstock.cli.plan_batches import MOST, LargestBatch, between
 from penstock.cli.plan_network import parse_settings
+from penstock.core.errors import PlanError
 from penstock.core.units import MIB
 from penstock.dry import dry_zoo_profile
 from penstock.plan import policies
@@ -308,6 +310,33 @@ def test_a_linear_need_is_found_with_few_profiles(given):
     )
     assert search.of("keep").batch_size == 997
     assert len(made) <= 4  # the one given, another, the answer, and one more
+
+
+def test_between_two_batches_a_need_is_interpolated():
+    made = []
+
+    def bytes_of(batch):  # a line that bends once: what is guessed from the first two is far off
+        return 64 * batch if batch < 400 else 64 * 400 + 640 * (batch - 400)
+
+    search = LargestBatch(
+        linear(made, bytes_of), 100, Machine.preset("cpu"), Budgets(bytes_of(777))
+    )
+    answer = search.of("keep").batch_size
+    assert answer == 777
+    assert len(made) <= 7
+
+
+def test_a_profile_between_two_is_linear():
+    machine = Machine.preset("titan-x")
+    one, other = (dry_zoo_profile("alexnet", n, machine=machine, device="cuda") for n in (256, 512))
+    middle = between(one, other, 1, 2)
+    real = dry_zoo_profile("alexnet", 384, machine=machine, device="cuda")
+    assert [slot.key for slot in middle.slots] == [slot.key for slot in real.slots]
+    assert middle.fixed_bytes == real.fixed_bytes
+    assert between(one, other, 0, 2) == one
+    assert between(one, other, 2, 2) == other
+    with pytest.raises(PlanError, match="where the other has 'cpu'"):
+        between(one, replace(other, device="cpu"), 1, 2)
 
 
 def test_a_need_with_steps_is_found_all_the_same():
