@@ -327,16 +327,15 @@ def test_between_two_batches_a_need_is_interpolated():
 
 
 def test_a_profile_between_two_is_linear():
-    machine = Machine.preset("titan-x")
-    one, other = (dry_zoo_profile("alexnet", n, machine=machine, device="cuda") for n in (256, 512))
-    middle = between(one, other, 1, 2)
-    real = dry_zoo_profile("alexnet", 384, machine=machine, device="cuda")
-    assert [slot.key for slot in middle.slots] == [slot.key for slot in real.slots]
-    assert middle.fixed_bytes == real.fixed_bytes
-    assert between(one, other, 0, 2) == one
-    assert between(one, other, 2, 2) == other
-    with pytest.raises(PlanError, match="where the other has 'cpu'"):
-        between(one, replace(other, device="cpu"), 1, 2)
+    profile_of = linear([], lambda batch: 100 + 64 * batch)
+    one, other = profile_of(128), profile_of(256)
+    assert between(one, other, 0, 128) == one
+    assert between(one, other, 64, 128) == profile_of(192)
+    assert between(one, other, 128, 128) == other
+    with pytest.raises(PlanError, match="where the other has 'cuda'"):
+        between(one, replace(other, device="cuda"), 1, 2)
+    with pytest.raises(PlanError, match="has 1 of what the other has 0"):
+        between(one, replace(other, slots=()), 1, 2)
 
 
 def test_a_need_with_steps_is_found_all_the_same():
