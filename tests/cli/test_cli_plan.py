@@ -3,13 +3,15 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 
 from penstock.cli import main, run
-from penstock.cli.plan_batches import MOST, LargestBatch
+from penstock.cli.plan_batches import MOST, LargestBatch, between
 from penstock.cli.plan_network import parse_settings
+from penstock.core.errors import PlanError
 from penstock.core.units import MIB
 from penstock.dry import dry_zoo_profile
 from penstock.plan import policies
@@ -308,6 +310,32 @@ def test_a_linear_need_is_found_with_few_profiles(given):
     )
     assert search.of("keep").batch_size == 997
     assert len(made) <= 4  # the one given, another, the answer, and one more
+
+
+def test_between_two_batches_a_need_is_interpolated():
+    made = []
+
+    def bytes_of(batch):  # a line that bends once: what is guessed from the first two is far off
+        return 64 * batch if batch < 400 else 64 * 400 + 640 * (batch - 400)
+
+    search = LargestBatch(
+        linear(made, bytes_of), 100, Machine.preset("cpu"), Budgets(bytes_of(777))
+    )
+    answer = search.of("keep").batch_size
+    assert answer == 777
+    assert len(made) <= 7
+
+
+def test_a_profile_between_two_is_linear():
+    profile_of = linear([], lambda batch: 100 + 64 * batch)
+    one, other = profile_of(128), profile_of(256)
+    assert between(one, other, 0, 128) == one
+    assert between(one, other, 64, 128) == profile_of(192)
+    assert between(one, other, 128, 128) == other
+    with pytest.raises(PlanError, match="where the other has 'cuda'"):
+        between(one, replace(other, device="cuda"), 1, 2)
+    with pytest.raises(PlanError, match="has 1 of what the other has 0"):
+        between(one, replace(other, slots=()), 1, 2)
 
 
 def test_a_need_with_steps_is_found_all_the_same():

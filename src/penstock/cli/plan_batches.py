@@ -1,10 +1,16 @@
-"""The largest batch that fits: a guess from two profiles, then profiles on both sides of the answer."""
+"""The largest batch that fits: a guess from two profiles, then profiles on both sides of the answer.
+
+Profiles take long to make. Between two batches everything in them is nearly linear, so the likely answer
+is found on interpolated ones. These only say where to look: what fits is told by real ones.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from dataclasses import fields, is_dataclass
+from typing import Any, Final
 
+from penstock.core.errors import PlanError
 from penstock.plan import policies
 from penstock.plan.check import peak_bytes
 from penstock.plan.machine import Budgets, Machine
@@ -61,7 +67,7 @@ class LargestBatch:
                 high = trial
             tried += 1
             known = sorted(batch for batch in self._profiles if low < batch < high)
-            guess = self._guess(policy, trial) if tried < _GUESSES else 0
+            guess = self._guess(policy, trial, low, high) if tried < _GUESSES else 0
             if known:  # what costs no profile comes first
                 trial = known[len(known) // 2]
             elif low < guess < high:
@@ -78,13 +84,38 @@ class LargestBatch:
         """Whether the policy's plan for this batch fits."""
         key = policy, batch_size
         if key not in self._fits:
-            profile = self.profile(batch_size)
-            plan = policies.get(policy)(profile, self._machine, self._budgets)
-            fits = plan.feasible and replay(profile, plan, self._machine).feasible
-            self._fits[key] = fits
+            self._fits[key] = self._fit(policy, self.profile(batch_size))
         return self._fits[key]
 
-    def _guess(self, policy: str, last: int) -> int:
+    def _fit(self, policy: str, profile: Profile) -> bool:
+        plan = policies.get(policy)(profile, self._machine, self._budgets)
+        return plan.feasible and replay(profile, plan, self._machine).feasible
+
+    def _guess(self, policy: str, last: int, low: int, high: int) -> int:
+        """The next batch to try, after ``last``: the largest that seems to fit, or one more than that."""
+        if low > 0 and high <= MOST:
+            seeming = self._seeming(policy, low, high)
+            if seeming is not None:
+                return max(seeming, low + 1)
+        return self._linear_guess(policy, last)
+
+    def _seeming(self, policy: str, low: int, high: int) -> int | None:
+        """The largest batch that fits, judged by profiles between the two; None: they are not alike."""
+        one, other = self.profile(low), self.profile(high)
+        begin, span = low, high - low
+        while high - low > 1:
+            trial = (low + high) // 2
+            try:
+                profile = between(one, other, trial - begin, span)
+            except PlanError:
+                return None
+            if self._fit(policy, profile):
+                low = trial
+            else:
+                high = trial
+        return low
+
+    def _linear_guess(self, policy: str, last: int) -> int:
         """Where what the policy needs at the least, taken to be linear, meets the budget."""
         other = self._given if last != self._given else self._given // 2 or 2
         needs = [self._need_bytes(policy, batch) for batch in (last, other)]
@@ -99,3 +130,30 @@ class LargestBatch:
         # what `auto` needs is what offloading everything needs, or less; and that is asked faster
         ask = policies.get("all" if policy == "auto" else policy)
         return peak_bytes(profile, ask(profile, self._machine, tight), self._machine)
+
+
+def between(one: Profile, other: Profile, part: int, span: int) -> Profile:
+    """The profile that is ``part`` of ``span`` on the way from one to the other, if all in it is linear.
+
+    Raises:
+        PlanError: They differ in more than numbers.
+    """
+    found: Profile = _between(one, other, part, span)
+    return found
+
+
+def _between(one: Any, other: Any, part: int, span: int) -> Any:
+    if type(one) is int and type(other) is int:
+        return one + (other - one) * part // span
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        if len(one) != len(other):
+            raise PlanError(f"one profile has {len(one)} of what the other has {len(other)} of")
+        return tuple(_between(*each, part, span) for each in zip(one, other, strict=True))
+    if is_dataclass(one) and type(one) is type(other):
+        names = [each.name for each in fields(one) if each.init]
+        values = (_between(getattr(one, n), getattr(other, n), part, span) for n in names)
+        made: Callable[..., Any] = type(one)
+        return made(**dict(zip(names, values, strict=True)))
+    if one != other:
+        raise PlanError(f"one profile has {one!r} where the other has {other!r}")
+    return one

@@ -69,11 +69,18 @@ class Case:
 
     def leaning(self, lean: Limits) -> Case:
         """The same with other limits for convolutions; made once."""
+        if lean is self.lean:  # long to hash
+            return self
         if lean not in self._others:
             case = Case(self.given, self.machine, self.budgets, lean, split=self.split)
             case._others = self._others
             self._others[lean] = case
         return self._others[lean]
+
+    @property
+    def made(self) -> int:
+        """How many such cases there are."""
+        return len(self._others)
 
     def fitted(self, tiers: Sequence[str] | None = None) -> Case:
         """The same with those convolutions limited whose workspace would not fit beside what is resident.

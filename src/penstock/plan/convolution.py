@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from penstock.plan.algorithms import MOST_PARTS, Algorithm, fastest, least_for_time
+from penstock.plan.axis import Axis
 from penstock.plan.machine import Machine
 from penstock.plan.operators import Operator, WorkspaceLimit
 from penstock.plan.profile import Event, Profile, Transient
@@ -53,7 +54,7 @@ def with_algorithms(profile: Profile, machine: Machine, limits: Limits) -> Profi
         machine: Computes them; without ``compute`` the profile stays as it is.
         limits: Of some of its convolutions.
     """
-    if not convolutions(profile, machine):
+    if machine.compute is None or not any(one.convolution for one in profile.operators):
         return profile
     key = (machine.compute, limits)
     known = profile.derived.get(key)
@@ -64,7 +65,9 @@ def with_algorithms(profile: Profile, machine: Machine, limits: Limits) -> Profi
 
 
 def _computed(profile: Profile, runs: Sequence[_Run]) -> Profile:
-    clock = _Clock(runs)
+    clock = Axis(
+        (run.operator.start_ns, run.operator.end_ns, run.start_ns, run.end_ns) for run in runs
+    )
     beside = _workspace_beside(profile, runs) if _whole_device(profile) else None
     small = profile.small_beside
     slots = tuple(
@@ -246,25 +249,6 @@ def _runs(profile: Profile, machine: Machine, limits: Mapping[_Kind, WorkspaceLi
 def _work(one: Operator) -> object:
     """The same for convolutions that take the same time with the same algorithm."""
     return one.convolution, one.flops, one.moved_bytes, one.half, one.backward
-
-
-class _Clock:
-    """From the profile's times to those with the convolutions as they run now."""
-
-    def __init__(self, runs: Sequence[_Run]) -> None:
-        self._old = [t for run in runs for t in (run.operator.start_ns, run.operator.end_ns)]
-        self._new = [t for run in runs for t in (run.start_ns, run.end_ns)]
-
-    def __call__(self, at_ns: int) -> int:
-        place = bisect_left(self._old, at_ns)
-        if place == len(self._old) or at_ns == self._old[place]:
-            place -= place == len(self._old)
-            return self._new[place] + at_ns - self._old[place]
-        if not place % 2:  # between two convolutions, or before the first
-            return self._new[place] - (self._old[place] - at_ns)
-        begin, took_ns = self._old[place - 1], self._old[place] - self._old[place - 1]
-        new_ns = self._new[place] - self._new[place - 1]
-        return self._new[place - 1] + (at_ns - begin) * new_ns // took_ns
 
 
 def _workspace_beside(profile: Profile, runs: Sequence[_Run]) -> list[int]:

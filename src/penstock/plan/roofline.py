@@ -7,12 +7,13 @@ products reach only a share of the peak, ``Compute.efficiency``; everything else
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
 from penstock.core.errors import ConfigError, PlanError
+from penstock.plan.axis import Axis
 from penstock.plan.machine import Compute, Machine
 from penstock.plan.operators import Operator
 from penstock.plan.profile import Profile
@@ -84,15 +85,18 @@ def retimed(profile: Profile, machine: Machine) -> Profile:
     compute = compute_of(machine)
     _check(profile)
     took = [_time_of(operator, compute) for operator in profile.operators]
-    axis = _Axis(profile.operators, took)
-    at = axis.at
+    operators = _moved(profile.operators, took)
+    at = Axis(
+        (was.start_ns, was.end_ns, one.start_ns, one.end_ns)
+        for was, one in zip(profile.operators, operators, strict=True)
+    )
     return replace(
         profile,
         slots=tuple(
-            replace(
-                slot,
-                saved_at_ns=at(slot.saved_at_ns),
-                needed_at_ns=None if slot.needed_at_ns is None else at(slot.needed_at_ns),
+            slot.moved(
+                at(slot.saved_at_ns),
+                None if slot.needed_at_ns is None else at(slot.needed_at_ns),
+                slot.small_bytes,
             )
             for slot in profile.slots
         ),
@@ -105,38 +109,19 @@ def retimed(profile: Profile, machine: Machine) -> Profile:
             )
             for one in profile.passes
         ),
-        operators=tuple(
-            replace(operator, start_ns=start_ns, end_ns=start_ns + took_ns)
-            for operator, start_ns, took_ns in zip(
-                profile.operators, axis.new_starts, took, strict=True
-            )
-        ),
+        operators=tuple(operators),
         transients=tuple(replace(one, at_ns=at(one.at_ns)) for one in profile.transients),
     )
 
 
-class _Axis:
-    """From moments of the old axis of time to those of the new."""
-
-    def __init__(self, operators: tuple[Operator, ...], took: list[int]) -> None:
-        self._operators = operators
-        self._took = took
-        self._starts = [operator.start_ns for operator in operators]
-        self.new_starts: list[int] = []
-        shift = 0
-        for operator, took_ns in zip(operators, took, strict=True):
-            self.new_starts.append(operator.start_ns + shift)
-            shift += took_ns - operator.took_ns
-
-    def at(self, ns: int) -> int:
-        """Where a moment of the old axis lies on the new."""
-        place = bisect_right(self._starts, ns) - 1
-        if place < 0:
-            return ns
-        operator, new_start = self._operators[place], self.new_starts[place]
-        if ns >= operator.end_ns:
-            return new_start + self._took[place] + ns - operator.end_ns
-        return new_start + (ns - operator.start_ns) * self._took[place] // operator.took_ns
+def _moved(operators: Sequence[Operator], took: Sequence[int]) -> list[Operator]:
+    """Each after those before it have taken their new times."""
+    found, shift = [], 0
+    for one, took_ns in zip(operators, took, strict=True):
+        start_ns = one.start_ns + shift
+        found.append(one.moved(start_ns, start_ns + took_ns))
+        shift += took_ns - one.took_ns
+    return found
 
 
 def _time_of(operator: Operator, compute: Compute) -> int:

@@ -19,6 +19,8 @@ WORK: Final = 40_000
 """How many slots may be replayed in all: less than a second."""
 _SETUP: Final = 2
 """What a case and its plan take beside the search, in replays."""
+_CASE: Final = 1
+"""And what each further case takes, of other algorithms."""
 _AMPLE: Final = 6
 """So many replays: what a second case and its choices take, and as many for the first."""
 _MANY: Final = 100
@@ -52,6 +54,7 @@ class Search:
     def __init__(self, case: Case) -> None:
         self._case = case
         self._scores: dict[object, Score] = {}
+        self._made = case.made
         self._starts: list[tuple[Score, int, Choice]] = []
         self._size = len(case.groups) + _OVERHEAD
         self._work = self._all_work = max(WORK - _SETUP * self._size, WORK // 4)
@@ -119,7 +122,8 @@ class Search:
                 return
 
     def _look(self, choice: Choice) -> None:
-        self._work -= self._size // _MAKING
+        made, self._made = self._made, self._case.made
+        self._work -= self._size // _MAKING + _CASE * self._size * (self._made - made)
         score = self._score(choice)
         heapq.heappush(self._starts, (score, len(self._starts), choice))
 
