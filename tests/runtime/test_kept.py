@@ -288,7 +288,7 @@ def test_promotion_while_others_unpack(session_for):
         thread.start()
         try:
             for _ in range(40):
-                session.planner._full_passes = 0
+                session.planner._attention.full_passes = 0
                 loss = chain(start, 40)
                 assert same_bits(gradients(loss, [start])[0], expected[0])
                 del loss

@@ -11,7 +11,7 @@ from penstock.core.errors import BudgetError, ConfigError
 from penstock.core.units import KIB, MIB
 from penstock.observe.recorder import StallCause
 from penstock.plan import Machine
-from penstock.runtime import planner
+from penstock.runtime import codec_use, planner
 
 SLOW = Machine("slow flash", 1e6, 1e6, 1e-4, 8e9, 8e9)
 AUTO = {"machine": SLOW, "device_memory": 64 * MIB}
@@ -101,7 +101,7 @@ def test_noise_is_no_reason_to_sample_again(session_for):
 
 def test_passes_are_sampled_so_often_and_no_more(session_for, monkeypatch):
     """A network that is never twice the same."""
-    monkeypatch.setattr(planner, "MAX_SAMPLED_PASSES", 4)
+    monkeypatch.setattr(codec_use, "MAX_SAMPLED_PASSES", 4)
     monkeypatch.setattr(planner, "FREE_REPLANS", 100)
     net = Net()
     with session_for(**AUTO) as session:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from penstock.observe.counters import MOVED_EARLIER, WINDOW_GROWN
+from penstock.observe.recorder import Recorder
 from penstock.plan.plan import Action, Plan
 from penstock.runtime.passes import Pass
 
@@ -22,6 +24,8 @@ LATE_NS: Final = 200_000
 """So is one slot's wait below this: a thread that wakes up late makes as much."""
 MARGIN: Final = 1.25
 """How many times the wait a read begins earlier."""
+MAX_IMPROVEMENTS: Final = 32
+"""Times that a plan's reads are moved earlier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,36 @@ class Improvement:
     moved: int
     """Triggers that moved to an earlier place."""
     window_grown_bytes: int
+
+
+class Feedback:
+    """Improves a plan, a limited number of times, and tells of it. Used under the planner's lock."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        """For one planner."""
+        self._recorder = recorder
+        self._improvements = 0
+
+    def planned(self) -> None:
+        """There is a new plan, which may be improved as often again."""
+        self._improvements = 0
+
+    def improve(self, plan: Plan, finished: Pass) -> Plan | None:
+        """The plan, with what came late in a pass read earlier; None if it stays as it is."""
+        if self._improvements >= MAX_IMPROVEMENTS or finished.observed:
+            return None
+        found = improve(plan, finished)
+        if found is None:
+            return None
+        self._improvements += 1
+        if found.moved:
+            self._recorder.count(MOVED_EARLIER, found.moved)
+        if found.window_grown_bytes:
+            self._recorder.count(WINDOW_GROWN, found.window_grown_bytes)
+        self._recorder.mark(
+            "read_earlier", triggers=found.moved, window_bytes=found.plan.window_bytes
+        )
+        return found.plan
 
 
 def improve(plan: Plan, finished: Pass) -> Improvement | None:
