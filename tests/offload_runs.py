@@ -17,8 +17,7 @@ from penstock.core.units import KIB
 from penstock.io.engine import Transfer
 from penstock.observe.recorder import Stage
 from penstock.plan import Machine
-from penstock.runtime.executor import SMALL
-from penstock.runtime.traffic import SAVED
+from penstock.runtime.traffic import SAVED, SMALL
 from penstock.tier.wrappers import WrapperTier
 
 MACHINE = Machine(
@@ -94,7 +93,7 @@ def assert_nothing_held(session):
     for tier in tiers(session).values():
         assert unwrapped(tier).taken_bytes == 0
     assert not session.executor._by_storage
-    assert not session.executor._small
+    assert not session.executor.small.table
 
 
 def assert_within_budget(session):

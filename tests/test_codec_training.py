@@ -46,8 +46,7 @@ from penstock.plan import Machine
 from penstock.runtime.encoding.jobs import WriteJob
 from penstock.runtime.encoding.mover import EncodingMover
 from penstock.runtime.encoding.scratch import SCRATCH
-from penstock.runtime.executor import SMALL
-from penstock.runtime.traffic import SAVED
+from penstock.runtime.traffic import SAVED, SMALL
 from penstock.tier import FaultyTier
 
 SLOW = Machine("slow flash", 1e6, 1e6, 1e-4, 8e9, 8e9)

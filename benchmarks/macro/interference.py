@@ -27,10 +27,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import _kept_memory
+import _memory
 
 if __name__ == "__main__":
-    _kept_memory.start_again()
+    _memory.keep_what_is_freed()
 
 import numpy as np
 import torch
@@ -54,7 +54,7 @@ def main() -> None:
     show(figures)
     if not args.quick:
         names = ("network", "batch", "image_size", "rounds", "seconds")
-        config = {key: getattr(args, key) for key in names} | {"memory": _kept_memory.in_force()}
+        config = {key: getattr(args, key) for key in names} | {"memory": _memory.KEEPS}
         path = _results.write("interference", figures, config, directory=args.dir)
         print(f"wrote {path.name}")
 

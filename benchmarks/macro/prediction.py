@@ -21,10 +21,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import _kept_memory
+import _memory
 
 if __name__ == "__main__":
-    _kept_memory.start_again()
+    _memory.keep_what_is_freed()
 
 import _paired
 import torch
@@ -74,7 +74,7 @@ def store(found: dict[str, Any], machine: Machine, args: argparse.Namespace) -> 
     config = {
         "rounds": args.rounds,
         "threads": torch.get_num_threads(),
-        "memory": _kept_memory.in_force(),
+        "memory": _memory.KEEPS,
         "machine": asdict(replace(machine, name="this machine")),
     }
     _results.write(NAME, figures, config, directory=args.dir)

@@ -13,8 +13,7 @@ from penstock.hooks.saved_tensors import (
     Moved,
     Small,
 )
-from penstock.runtime.executor import SMALL
-from penstock.runtime.traffic import SAVED
+from penstock.runtime.traffic import SAVED, SMALL
 
 LARGE = 4096
 FLOOR = 8192
@@ -83,7 +82,7 @@ def test_what_is_kept_is_not_charged(session):
 def test_what_is_small_is_charged_until_its_last_handle_dies(session):
     tensor = torch.ones(1500)
     packed = [session.hooks.pack(tensor), session.hooks.pack(tensor[3:])]
-    assert len(session.executor._small) == 1
+    assert len(session.executor.small.table) == 1
     assert session.budget.used_by(SMALL) >= 6000
     packed.pop()
     assert session.budget.used_by(SMALL) >= 6000

@@ -19,9 +19,9 @@ from offload_runs import (
 )
 from penstock.observe.recorder import Stage
 from penstock.plan import Action
-from penstock.runtime.executor import SMALL as SMALL_OWNER
 from penstock.runtime.residency import Residency
 from penstock.runtime.traffic import SAVED
+from penstock.runtime.traffic import SMALL as SMALL_OWNER
 
 # -- 17: needed while it is written ----------------------------------------------------------------
 

@@ -30,9 +30,10 @@ from penstock.hooks.modules import ModuleTracker
 from penstock.hooks.observer import Observer
 from penstock.hooks.protected import ProtectedStorages, is_dtensor, leaf_of
 from penstock.observe.recorder import Recorder
-from penstock.runtime.executor import Executor, SmallStorage
+from penstock.runtime.executor import Executor
 from penstock.runtime.kept import KeptStorage
 from penstock.runtime.residency import Origin, SavedStorage
+from penstock.runtime.small import SmallStorage, SmallStorages
 
 TINY_BYTES: Final = 4096
 """Storages up to this size are not even counted: the handle would cost more than the tensor."""
@@ -110,12 +111,12 @@ class Flattened:
 class Small:
     """A view of a storage that stays and counts."""
 
-    __slots__ = ("executor", "small", "tensor", "version")
+    __slots__ = ("small", "storages", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, executor: Executor, small: SmallStorage) -> None:
+    def __init__(self, tensor: torch.Tensor, storages: SmallStorages, small: SmallStorage) -> None:
         self.tensor = tensor.detach()
         self.version = tensor._version
-        self.executor = executor
+        self.storages = storages
         self.small = small
 
     def unpack(self) -> torch.Tensor:
@@ -125,7 +126,7 @@ class Small:
         return self.tensor
 
     def __del__(self) -> None:
-        defer(self.executor.release_small, self.small)
+        defer(self.storages.release, self.small)
 
 
 class Moved:
@@ -247,6 +248,7 @@ class SavedTensorHooks:
     ) -> None:
         """Hook nothing yet; see ``torch.autograd.graph.saved_tensors_hooks``."""
         self._executor = executor
+        self._small = executor.small
         self._protected = protected
         self._modules = modules
         self._boundaries = boundaries
@@ -300,7 +302,7 @@ class SavedTensorHooks:
                 return Kept(tensor)
             stays = self._executor.planner.moves_nothing
         if stays:
-            return Small(tensor, self._executor, self._executor.save_small(storage))
+            return Small(tensor, self._small, self._small.save(storage))
         return self._pack_storage(tensor, storage, nbytes)
 
     def unpack(self, packed: Packed) -> torch.Tensor:
@@ -372,8 +374,8 @@ class SavedTensorHooks:
         offset = skew // tensor.element_size()
         view.set_(copy.untyped_storage(), offset, tensor.size(), tensor.stride())
         if nbytes < self._floor_bytes:
-            small = self._executor.save_small(copy.untyped_storage())
-            return Small(view, self._executor, small)
+            small = self._small.save(copy.untyped_storage())
+            return Small(view, self._small, small)
         moved = Moved(view, self._executor)
         moved.saved = self._executor.save(
             copy.untyped_storage(), copy, moved.version, self._origin(tensor), moved

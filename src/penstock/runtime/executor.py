@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from concurrent.futures import CancelledError
-from dataclasses import dataclass
-from typing import Final
 
 import torch
 
 from penstock.codec import registry
-from penstock.codec.base import Fidelity
 from penstock.core import process
 from penstock.core.budget import Budget
-from penstock.core.errors import ClosedError, PenstockError, RestoreError
-from penstock.core.units import KIB, round_up
-from penstock.io.engine import Priority
+from penstock.core.errors import ClosedError, RestoreError
 from penstock.observe.recorder import Recorder, Stage, StallCause
 from penstock.plan.operators import Operator
 from penstock.plan.plan import Action
@@ -24,24 +18,14 @@ from penstock.runtime.kept import KeptStorage, KeptStorages
 from penstock.runtime.movers import Encoding, Mover
 from penstock.runtime.passes import Pass
 from penstock.runtime.planner import Planner
+from penstock.runtime.reads import Reads
 from penstock.runtime.residency import Origin, Residency, SavedStorage, SlotRecord, View
 from penstock.runtime.room import Room
 from penstock.runtime.sampling import POSITIVE, Sampler
-from penstock.runtime.traffic import SAVED, SMALL, Traffic, in_memory
+from penstock.runtime.sharing import attach, is_enough, keeps_signs
+from penstock.runtime.small import SmallStorages
+from penstock.runtime.traffic import SAVED, Traffic, in_memory
 from penstock.tier.base import Tier
-
-SMALL_CREDIT_BYTES: Final = 256 * KIB
-"""Taken from the budget at a time for them; so the charge is never below what they hold."""
-
-
-@dataclass(slots=True, eq=False)
-class SmallStorage:
-    """A saved storage below the floor: counted, never moved. The handles hold its tensors."""
-
-    cdata: int
-    nbytes: int
-    source: weakref.ref[torch.UntypedStorage]
-    handles: int = 0
 
 
 class Executor:
@@ -51,6 +35,7 @@ class Executor:
         budget: The device memory that everything here is charged to.
         planner: Says what to do with each slot, and learns from each pass.
         kept: What the plan is sure to keep.
+        small: What is below the floor.
     """
 
     def __init__(
@@ -67,9 +52,6 @@ class Executor:
         self.planner = planner
         self._recorder = recorder
         self._mover = mover
-        self._small: dict[int, SmallStorage] = {}
-        self._small_bytes = 0
-        self._small_taken = 0
         self._traffic = Traffic(budget=budget, tiers=tiers, mover=mover, recorder=recorder)
         self._lock = self._traffic.lock
         self._by_storage = self._traffic.table
@@ -81,6 +63,12 @@ class Executor:
             traffic=self._traffic,
             recorder=recorder,
             promote_kept=self.kept.promote_all,
+        )
+        self.small = SmallStorages(
+            budget=budget, room=self._room, lock=self._lock, current_pass=self._current_pass
+        )
+        self._reads = Reads(
+            planner=planner, traffic=self._traffic, room=self._room, recorder=recorder
         )
         self._sampler = Sampler()
         self._closed = False
@@ -117,13 +105,13 @@ class Executor:
         ):
             return None
         with self._lock:
-            if saved.state is Residency.DEAD or not _is_enough(saved, origin, sign_only):
+            if saved.state is Residency.DEAD or not is_enough(saved, origin, sign_only):
                 return None
             saved.record.handles += 1
             saved.handles += 1
             saved.pending += 1
-            if not _keeps_signs(saved):
-                _attach(saved, view)
+            if not keeps_signs(saved):
+                attach(saved, view)
         self._mover.use(storage)
         return saved
 
@@ -132,7 +120,7 @@ class Executor:
         saved = self._by_storage.get(storage._cdata) or self.kept.table.get(storage._cdata)
         if saved is not None and saved.source() is storage:
             return saved.version == version and saved.base() is base
-        small = self._small.get(storage._cdata)
+        small = self.small.table.get(storage._cdata)
         return small is not None and small.source() is storage and small.handles > 0
 
     def save(
@@ -212,9 +200,9 @@ class Executor:
             record.sign_only_handles += sign_only
             all_proven = record.sign_only_handles == record.handles
             deferred, saved.deferred = saved.deferred, None
-            enough = sign_only or not _keeps_signs(saved)
+            enough = sign_only or not keeps_signs(saved)
             if enough:
-                _attach(saved, view)
+                attach(saved, view)
             if deferred is not None and all_proven:  # so that no other handle is found meanwhile
                 saved.encoding = Encoding(POSITIVE, record.origin.dtype)
         if deferred is not None:
@@ -262,42 +250,11 @@ class Executor:
             weakref.ref(base),
             current,
             current.saved_count,
-            SlotRecord(key, origin, self.compute_ns(), self._small_bytes),
+            SlotRecord(key, origin, self.compute_ns(), self.small.nbytes),
             storage,
         )
         current.add(saved)
         return saved
-
-    def save_small(self, storage: torch.UntypedStorage) -> SmallStorage:
-        """Count a storage that stays; once, however many handles it gets."""
-        cdata = storage._cdata
-        small = self._small.get(cdata)
-        if small is not None and small.source() is storage and small.handles > 0:
-            small.handles += 1
-            return small
-        nbytes = storage.nbytes()
-        current = self._current_pass()
-        current.small_count += 1
-        self._small_bytes += nbytes
-        current.small_bytes = max(current.small_bytes, self._small_bytes)
-        if self._small_bytes > self._small_taken:
-            self._take_for_small(current)
-        small = self._small[cdata] = SmallStorage(cdata, nbytes, weakref.ref(storage), 1)
-        return small
-
-    def _take_for_small(self, current: Pass) -> None:
-        """Take for small storages in advance: one by one would cost more than to save them."""
-        missing = self._small_bytes - self._small_taken
-        nbytes = round_up(missing, SMALL_CREDIT_BYTES)
-        if not self.budget.try_take(nbytes, SMALL):
-            nbytes = missing
-            name = f"{missing} bytes of tensors below the floor"
-            try:
-                self._room.take(nbytes, SMALL, name=name, of_pass=current, saved=None)
-            except BaseException:
-                self._small_bytes -= missing
-                raise
-        self._small_taken += nbytes
 
     # -- restoring --------------------------------------------------------------------------------
 
@@ -326,8 +283,8 @@ class Executor:
             self._recorder.count("forwarded")
             forwarded.written.cancel()
         if storage is None:
-            storage = self._demand(saved)
-        self._prefetch(saved, again=not first)
+            storage = self._reads.demand(saved)
+        self._reads.ahead(saved, again=not first)
         with self._lock:
             saved.pending -= first
             if saved.pending <= 0 and saved.state is Residency.RESTORED:
@@ -357,84 +314,13 @@ class Executor:
             record.held_elsewhere = True  # spilling it has freed nothing (TRAPS rule 18)
         return storage
 
-    def _demand(self, saved: SavedStorage) -> torch.UntypedStorage:
-        """Bring bytes from a tier while the caller waits."""
-        start_ns = self._recorder.clock.now_ns()
-        cause = StallCause.LATE
-        while True:
-            with self._lock:
-                storage = in_memory(saved)
-                transfer = saved.read if saved.state is Residency.READING else None
-            if storage is not None:
-                break
-            try:
-                if transfer is not None:
-                    transfer.promote(Priority.DEMAND)
-                    transfer.wait()
-                else:
-                    cause = StallCause.DEMAND
-                    self._begin_demand(saved)
-            except (CancelledError, ClosedError, OSError) as error:
-                raise _restore_error(saved, error) from error
-            except PenstockError as error:
-                if isinstance(error, MemoryError):
-                    raise
-                raise _restore_error(saved, error) from error
-        if cause is StallCause.DEMAND:
-            self._recorder.count("prefetch.missed")
-        self._room.stalled(start_ns, cause, saved.label)
-        now_ns = self._recorder.clock.now_ns()
-        saved.record.waited_ns += now_ns - start_ns
-        self._recorder.span(Stage.UNPACK, start_ns, now_ns, nbytes=saved.nbytes, slot=saved.label)
-        return storage
-
-    def _begin_demand(self, saved: SavedStorage) -> None:
-        if self._traffic.fetch(saved, Priority.DEMAND):
-            self._prefetch(saved, again=False)
-            return
-        needed = self._mover.charge_bytes(saved.ticket)
-        if not self._room.make(needed, name=saved.label, of_pass=saved.of_pass, saved=saved):
-            self._traffic.fetch(saved, Priority.DEMAND, force=True)
-
     def need_kept(self, kept: KeptStorage) -> None:
         """One of them is unpacked, the first of its pass or in one that has spilled others."""
         of_pass = kept.of_pass
         if of_pass.backward_start_ns is None:
             of_pass.begin_backward(self.compute_ns(), self._recorder.clock.now_ns())
         if of_pass.spilled:
-            self._prefetch(kept, again=False)
-
-    def _prefetch(self, saved: SavedStorage | KeptStorage, *, again: bool) -> None:
-        """Begin to read what is needed after ``saved``, as far as the window allows.
-
-        Args:
-            saved: What is being unpacked.
-            again: Whether its graph has been walked before, so that nothing is pending in it.
-        """
-        of_pass = saved.of_pass
-        planner = self.planner
-        with self._lock:
-            of_pass.arrive(saved, planner.ranks)
-            if planner.triggers:
-                place = planner.ranks.get(saved.key.match_key, -1)
-                of_pass.place = max(of_pass.place, place)
-        while True:
-            with self._lock:
-                following = of_pass.next_spilled(again=again)
-            if following is None or planner.too_early(following.record.key, of_pass.place):
-                return
-            if not self._window_allows(following):
-                of_pass.window_full = True
-                return
-            if not self._traffic.fetch(following, Priority.PREFETCH):
-                return
-
-    def _window_allows(self, saved: SavedStorage) -> bool:
-        window = self.planner.window_bytes
-        if window is None:
-            return True
-        needed = self._mover.target_bytes(saved.ticket)
-        return self._mover.used_bytes() + needed <= window
+            self._reads.ahead(kept, again=False)
 
     # -- handles ----------------------------------------------------------------------------------
 
@@ -462,22 +348,6 @@ class Executor:
             ticket = self._traffic.bury(saved)
         if ticket is not None:
             self._traffic.discard(saved, ticket)
-
-    def release_small(self, small: SmallStorage) -> None:
-        """A handle has died. Call it through ``locks.defer``."""
-        if process.this.pid != self._pid:
-            return
-        with self._lock:
-            small.handles -= 1
-            if small.handles > 0:
-                return
-            if self._small.get(small.cdata) is small:
-                del self._small[small.cdata]
-            self._small_bytes -= small.nbytes
-            spare = self._small_taken - self._small_bytes
-            if spare > 4 * SMALL_CREDIT_BYTES or not self._small_bytes:
-                self._small_taken -= spare
-                self.budget.give(spare, SMALL)
 
     # -- passes -----------------------------------------------------------------------------------
 
@@ -537,37 +407,3 @@ class Executor:
         with self._lock:
             self._closed = True
         self.planner.sure = frozenset()
-
-
-def _is_enough(saved: SavedStorage, origin: Origin, sign_only: bool) -> bool:
-    """Whether what is kept of a storage is enough for another handle."""
-    encoding = saved.encoding
-    if encoding is None:
-        return True
-    fidelity = registry.get(encoding.codec).fidelity
-    if fidelity is Fidelity.POSITIVE:
-        return sign_only and origin.dtype == encoding.dtype
-    return fidelity is Fidelity.EXACT or origin.dtype == encoding.dtype
-
-
-def _keeps_signs(saved: SavedStorage) -> bool:
-    """Whether no more is kept of it, or will be, than which elements are above zero."""
-    return saved.encoding is not None and saved.encoding.codec == POSITIVE
-
-
-def _attach(saved: SavedStorage, view: View) -> None:
-    """Have a handle let go of the storage when that is spilled, or now. Under the lock; idempotent."""
-    if view.view is None:
-        return
-    if saved.state is not Residency.RESIDENT:
-        view.strip()
-        return
-    ref = weakref.ref(view)
-    if saved.views is None:
-        saved.views = [ref]
-    elif ref not in saved.views:
-        saved.views.append(ref)
-
-
-def _restore_error(saved: SavedStorage, error: BaseException) -> RestoreError:
-    return RestoreError(f"cannot restore {saved.label} for its backward: {error}")

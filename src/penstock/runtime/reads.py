@@ -1,0 +1,118 @@
+"""Reading back what was spilled: ahead, as far as the window allows, or while backward waits."""
+
+from __future__ import annotations
+
+from concurrent.futures import CancelledError
+
+import torch
+
+from penstock.core.errors import ClosedError, PenstockError, RestoreError
+from penstock.io.engine import Priority
+from penstock.observe.recorder import Recorder, Stage, StallCause
+from penstock.runtime.kept import KeptStorage
+from penstock.runtime.planner import Planner
+from penstock.runtime.residency import Residency, SavedStorage
+from penstock.runtime.room import Room
+from penstock.runtime.traffic import Traffic, in_memory
+
+
+class Reads:
+    """When reads begin. Thread-safe; called without the runtime's lock."""
+
+    def __init__(
+        self, *, planner: Planner, traffic: Traffic, room: Room, recorder: Recorder
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            planner: Says in which order, how far ahead, and not before when.
+            traffic: Moves the bytes.
+            room: Finds room for those that are waited for.
+            recorder: Is told of waits.
+        """
+        self._planner = planner
+        self._traffic = traffic
+        self._room = room
+        self._recorder = recorder
+
+    def demand(self, saved: SavedStorage) -> torch.UntypedStorage:
+        """Bring bytes from a tier while the caller waits.
+
+        Raises:
+            RestoreError: They cannot be read back.
+            BudgetError: There can be no room for them.
+        """
+        start_ns = self._recorder.clock.now_ns()
+        cause = StallCause.LATE
+        while True:
+            with self._traffic.lock:
+                storage = in_memory(saved)
+                transfer = saved.read if saved.state is Residency.READING else None
+            if storage is not None:
+                break
+            try:
+                if transfer is not None:
+                    transfer.promote(Priority.DEMAND)
+                    transfer.wait()
+                else:
+                    cause = StallCause.DEMAND
+                    self._begin_demand(saved)
+            except (CancelledError, ClosedError, OSError) as error:
+                raise _restore_error(saved, error) from error
+            except PenstockError as error:
+                if isinstance(error, MemoryError):
+                    raise
+                raise _restore_error(saved, error) from error
+        if cause is StallCause.DEMAND:
+            self._recorder.count("prefetch.missed")
+        self._room.stalled(start_ns, cause, saved.label)
+        now_ns = self._recorder.clock.now_ns()
+        saved.record.waited_ns += now_ns - start_ns
+        self._recorder.span(Stage.UNPACK, start_ns, now_ns, nbytes=saved.nbytes, slot=saved.label)
+        return storage
+
+    def _begin_demand(self, saved: SavedStorage) -> None:
+        traffic = self._traffic
+        if traffic.fetch(saved, Priority.DEMAND):
+            self.ahead(saved, again=False)
+            return
+        needed = traffic.mover.charge_bytes(saved.ticket)
+        if not self._room.make(needed, name=saved.label, of_pass=saved.of_pass, saved=saved):
+            traffic.fetch(saved, Priority.DEMAND, force=True)
+
+    def ahead(self, saved: SavedStorage | KeptStorage, *, again: bool) -> None:
+        """Begin to read what is needed after ``saved``, as far as the window allows.
+
+        Args:
+            saved: What is being unpacked.
+            again: Whether its graph has been walked before, so that nothing is pending in it.
+        """
+        of_pass = saved.of_pass
+        planner, traffic = self._planner, self._traffic
+        with traffic.lock:
+            of_pass.arrive(saved, planner.ranks)
+            if planner.triggers:
+                place = planner.ranks.get(saved.key.match_key, -1)
+                of_pass.place = max(of_pass.place, place)
+        while True:
+            with traffic.lock:
+                following = of_pass.next_spilled(again=again)
+            if following is None or planner.too_early(following.record.key, of_pass.place):
+                return
+            if not self._window_allows(following):
+                of_pass.window_full = True
+                return
+            if not traffic.fetch(following, Priority.PREFETCH):
+                return
+
+    def _window_allows(self, saved: SavedStorage) -> bool:
+        window = self._planner.window_bytes
+        if window is None:
+            return True
+        mover = self._traffic.mover
+        needed = mover.target_bytes(saved.ticket)
+        return mover.used_bytes() + needed <= window
+
+
+def _restore_error(saved: SavedStorage, error: BaseException) -> RestoreError:
+    return RestoreError(f"cannot restore {saved.label} for its backward: {error}")
