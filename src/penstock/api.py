@@ -214,9 +214,7 @@ class Session:
             policy=config.policy,
             machine=self._machine or stores.measure(),
             budgets=Budgets(
-                device_bytes=config.device_bytes
-                if self._given is not None
-                else stores.plannable_bytes(config.device_bytes),
+                device_bytes=config.device_bytes,
                 host_bytes=stores.capacity_bytes("host"),
                 flash_bytes=stores.capacity_bytes("flash"),
             ),
@@ -228,6 +226,7 @@ class Session:
             prepare_codecs=self._open_codecs,
             recompute=config.recompute or config.policy == "recompute",
             plan=self._given,
+            slack_bytes=stores.slack_bytes(config.device_bytes),
         )
         self.executor = Executor(
             budget=self.budget,

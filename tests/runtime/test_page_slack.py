@@ -36,3 +36,16 @@ def test_a_plan_that_was_given_is_followed_as_it_is(session_for, tmp_path):
 
 def test_without_a_budget_nothing_is_left():
     assert page_slack_bytes(0) == 0
+
+
+def test_where_only_the_whole_budget_will_do_all_of_it_is_planned_with(session_for):
+    net = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
+    inputs = torch.randn(512, 512)  # maps of 1 MiB
+    plans = []
+    for budget in (MIB + MIB // 16, 16 * MIB):
+        with session_for(net, policy="all", device_memory=budget) as session:
+            net(inputs).square().sum().backward()
+            plans.append(session.plan)
+    whole, less = plans
+    assert whole.budgets.device_bytes == MIB + MIB // 16
+    assert less.budgets.device_bytes == 14 * MIB

@@ -46,6 +46,22 @@ def ask(
     return replace(plan, notes=(*plan.notes, *notes))
 
 
+def leaving(policy: Policy, slack_bytes: int) -> Policy:
+    """The policy with so many bytes of the device budget left out, wherever a plan fits without them.
+
+    Args:
+        policy: Who is asked.
+        slack_bytes: What restored storages may take beside their own bytes (``page_slack_bytes``).
+    """
+
+    def asked(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
+        less = replace(budgets, device_bytes=budgets.device_bytes - slack_bytes)
+        plan = policy(profile, machine, less)
+        return plan if plan.feasible else policy(profile, machine, budgets)
+
+    return asked if slack_bytes else policy
+
+
 def without_codecs(profile: Profile) -> Profile:
     """The profile, as if no codec had been tried."""
     return replace(profile, slots=tuple(replace(slot, codecs=()) for slot in profile.slots))

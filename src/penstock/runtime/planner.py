@@ -29,7 +29,7 @@ from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import Action, Decision, Plan
 from penstock.plan.profile import Profile
 from penstock.plan.slots import MatchKey, SlotKey
-from penstock.runtime.asking import ask, without_codecs
+from penstock.runtime.asking import ask, leaving, without_codecs
 from penstock.runtime.attention import FULL_PASSES, Attention
 from penstock.runtime.codec_use import CodecUse
 from penstock.runtime.feedback import Feedback
@@ -85,6 +85,7 @@ class Planner:
         prepare_codecs: Callable[[], int] = lambda: 0,
         recompute: bool = False,
         plan: Plan | None = None,
+        slack_bytes: int = 0,
     ) -> None:
         """Know nothing yet, but for a ``plan`` that is given. Raises ConfigError: no such policy.
 
@@ -92,7 +93,8 @@ class Planner:
         ``prepare_codecs`` is called, between passes, before a plan with codecs is adopted: it takes their
         scratch memory from the budget and says how much that is, 0 if there was no room.
         ``recompute`` is whether modules may be run again. A given plan stays in force as it is, and
-        ``policy`` is then only a name; what differs from it in the first pass is a PlanError.
+        ``policy`` is then only a name; what differs from it in the first pass is a PlanError. Plans of a
+        policy leave ``slack_bytes`` of the device budget out, if they can.
         """
         self.floor_bytes = floor_bytes
         self.machine = machine
@@ -109,7 +111,7 @@ class Planner:
         self.observing = plan is None
         self._given = plan
         self._met_given = False
-        self._policy = policies.get(policy) if plan is None else None
+        self._policy = leaving(policies.get(policy), slack_bytes) if plan is None else None
         self._recompute = recompute
         self._budgets = budgets
         self._budget = budget

@@ -128,11 +128,11 @@ class Stores:
             return 0
         return scratch_bytes
 
-    def plannable_bytes(self, device_bytes: int) -> int:
-        """What of a device budget plans may use; see ``page_slack_bytes``."""
+    def slack_bytes(self, device_bytes: int) -> int:
+        """What plans should leave of a device budget; see ``page_slack_bytes``."""
         if not isinstance(self.mover, CpuMover) or device_bytes >= UNLIMITED:
-            return device_bytes
-        return device_bytes - page_slack_bytes(device_bytes)
+            return 0
+        return page_slack_bytes(device_bytes)
 
     def capacity_bytes(self, name: str) -> int:
         """What a tier can hold; 0 if there is none of this name."""
