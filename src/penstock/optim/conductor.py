@@ -26,26 +26,30 @@ class Conductor:
         """Take over states whose groups are all there; begin to listen to backward if asked to.
 
         Raises:
-            ConfigError: Another process holds the durable states of the directory.
+            ConfigError: Another process holds the durable states of the directory, or another
+                optimizer updates a parameter in backward.
         """
         self.states = states
         self._is_told = False
         self._journal = None
         if states.config.durable:
-            self._journal = durable.Journal(states.config.directories[0])
-        self._may_step = self._journal is None or self._journal.last is None
-        self._overlap = Overlap(states) if states.config.overlap else None
+            self._journal = durable.Journal(states.config.directories)
+            if self._journal.last is not None:
+                states.hold(
+                    f"{states.config.directories[0]!r} holds durable steps of an earlier run, the last"
+                    f" of them {self._journal.last.step}: call resume() to go on after it, load a state"
+                    " dict to begin anew, or name another directory"
+                )
+        try:
+            self._overlap = Overlap(states) if states.config.overlap else None
+        except BaseException:
+            if self._journal is not None:
+                self._journal.close()
+            raise
 
     def step(self) -> None:
         """Make a step. Raises as ``OnFlash.step``."""
-        if not self._may_step:
-            assert self._journal is not None
-            assert self._journal.last is not None
-            raise ConfigError(
-                f"{self.states.config.directories[0]!r} holds durable steps of an earlier run, the last"
-                f" of them {self._journal.last.step}: call resume() to go on after it, load a state"
-                " dict to begin anew, or name another directory"
-            )
+        self.states.check_can_step()
         if not self._is_told:
             self._tell()
         if self._overlap is not None:
@@ -71,12 +75,17 @@ class Conductor:
         if last is None:
             return 0
         durable.restore(self.states, last)
-        self._may_step = True
+        self.states.hold(None)
         return last.step
+
+    def make_way(self) -> None:
+        """A state dict is about to be loaded."""
+        if self._journal is not None:
+            durable.make_way(self.states, self._journal)
 
     def loaded(self) -> None:
         """A state dict was loaded: what an earlier run left may be overwritten."""
-        self._may_step = True
+        self.states.hold(None)
         if self._journal is not None:
             durable.commit(self.states, self._journal)
 

@@ -5,12 +5,15 @@
     does not name, then waits for the device, then writes a new journal and waits again: only then is
     the step complete, and ``step`` returns. There are two journals, written in turn; each holds the
     whole truth about one step and a checksum of itself. So whenever the process is killed, the newer
-    journal that is whole names records that nobody has touched since.
+    journal that is whole names records that nobody has touched since. Newer is the one of the higher
+    serial number, which is not the step: a state dict of an earlier step may be loaded. A journal that
+    could not be waited for is emptied: it may be whole all the same, and its step did not count.
 
     A journal is one line of JSON, UTF-8: ``{"checksum": ..., "body": ...}``, where the checksum is the
-    XXH3 of the body's JSON. The body MUST have ``version`` 1, ``step``, ``layout`` (a digest of what
-    lies where), ``tiles`` (number: slot and checksum of its record) and ``params`` (for each, whether
-    it has states, and its scalars). Weights are in the records, as float32 masters.
+    XXH3 of the body's JSON. The body MUST have ``version`` 1, ``serial``, ``step``, ``layout`` (a
+    digest of what lies where), ``tiles`` (number: slot of its record, and its checksum's kind and value,
+    or null), ``params`` (for each, whether it has states, and its scalars) and ``norm`` (of the
+    gradients, or null). Weights are in the records, as masters.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,12 +32,13 @@ import torch
 import xxhash
 from torch import Tensor
 
-from penstock.core.errors import ConfigError, TransferError, transfer_error
+from penstock.core.errors import ChecksumError, ConfigError, TransferError, transfer_error
 from penstock.io.files import DirectFile
 from penstock.optim import packing
 from penstock.optim.formats import MASTER
 from penstock.optim.params import Param
 from penstock.optim.states import FlashStates
+from penstock.optim.store import Sum, sync_directory
 
 _NAME: Final = "penstock-states"
 _VERSION: Final = 1
@@ -45,40 +50,55 @@ class Entry:
 
     step: int
     layout: str
-    tiles: Mapping[int, tuple[int, int | None]]
+    tiles: Mapping[int, tuple[int, Sum | None]]
     params: tuple[tuple[bool, Mapping[str, Any]], ...]
+    norm: Tensor | None
+    serial: int = 0
+    """Given by the journal."""
 
 
 class Journal:
-    """The two journals of a directory. Held by one process at a time.
+    """The two journals of an optimizer, in its first directory. It holds all of them alone.
 
     Attributes:
         last: What the newer whole one says; None if there is none.
     """
 
-    def __init__(self, directory: str) -> None:
-        """Open and lock it, and read what is there.
+    def __init__(self, directories: Sequence[str]) -> None:
+        """Lock the directories, and read what is there.
 
         Raises:
-            ConfigError: Another process holds it.
-            TransferError: It cannot be opened or read.
+            ConfigError: Another process holds one, or one is the first of another optimizer.
+            ChecksumError: Both journals are damaged, which no crash can do.
+            TransferError: Something cannot be opened or read.
         """
-        self._directory = directory
-        path = os.path.join(directory, f"{_NAME}.lock")
-        self._lock = DirectFile(self._open(path), path, 0)
+        self._directory = directories[0]
+        self._locks: list[DirectFile] = []
+        self._paths = _paths(self._directory)
         try:
-            fcntl.flock(self._lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.close()
-            raise ConfigError(
-                f"directory {directory!r} holds the durable states of an optimizer in another process,"
-                " or of another one in this; close that, or name another directory"
-            ) from error
-        self._paths = [os.path.join(directory, f"{_NAME}-{i}.journal") for i in range(2)]
-        found = [self._read(path) for path in self._paths]
-        steps = [-1 if entry is None else entry.step for entry in found]
-        self._next = 0 if steps[0] <= steps[1] else 1
+            for directory in directories:
+                self._lock(directory)
+            for other in directories[1:]:
+                if any(map(os.path.exists, _paths(other))):
+                    raise ConfigError(
+                        f"directory {other!r} has the journals of durable steps: name it first, as it"
+                        " was then, or name another"
+                    )
+            found = [self._read(path) for path in self._paths]
+            if not any(found) and all(
+                os.path.exists(p) and os.path.getsize(p) for p in self._paths
+            ):
+                raise ChecksumError(
+                    f"both journals of durable steps in {self._directory!r} are damaged, which no crash"
+                    " does: the device may be faulty; remove them to begin anew"
+                )
+        except BaseException:
+            self.close()
+            raise
+        serials = [-1 if entry is None else entry.serial for entry in found]
+        self._next = 0 if serials[0] <= serials[1] else 1
         self.last = found[1 - self._next]
+        self._serial = max(0, *serials)
 
     def write(self, entry: Entry) -> None:
         """Make a step complete. Returns when it is on the device.
@@ -87,6 +107,7 @@ class Journal:
             TransferError: It is not; the step before is the last completed one.
         """
         path = self._paths[self._next]
+        entry = replace(entry, serial=self._serial + 1)
         data = _encode(entry)
         file = self._open(path)
         try:
@@ -94,17 +115,45 @@ class Journal:
             if os.pwrite(file, data, 0) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(file)
-            _sync_directory(self._directory)
+            sync_directory(self._directory)
         except OSError as error:
+            with suppress(OSError):
+                _empty(file)
             raise _failed("write", path, len(data), error) from error
         finally:
             os.close(file)
         self._next = 1 - self._next
+        self._serial = entry.serial
         self.last = entry
+
+    def clear(self) -> None:
+        """Forget all steps. Returns when that is on the device. Raises TransferError."""
+        for path in (self._paths[self._next], self._paths[1 - self._next]):  # the older one first
+            file = self._open(path)
+            try:
+                _empty(file)
+            except OSError as error:
+                raise _failed("write", path, 0, error) from error
+            finally:
+                os.close(file)
+        self.last = None
 
     def close(self) -> None:
         """Let another process have it."""
-        self._lock.close()
+        for lock in self._locks:
+            lock.close()
+
+    def _lock(self, directory: str) -> None:
+        path = os.path.join(directory, f"{_NAME}.lock")
+        lock = DirectFile(self._open(path), path, 0)
+        self._locks.append(lock)
+        try:
+            fcntl.flock(lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(
+                f"directory {directory!r} holds the durable states of an optimizer in another process,"
+                " or of another one in this; close that, or name another directory"
+            ) from error
 
     def _open(self, path: str) -> int:
         try:
@@ -129,8 +178,10 @@ def layout_of(states: FlashStates) -> str:
         for tile in states.tiles
     ]
     shapes = [[list(p.tensor.shape), list(p.tensor.stride()), p.group] for p in states.params]
-    names = [[array.name, array.packing] for tile in states.tiles[:1] for array in tile.arrays]
-    everything = json.dumps([facts, shapes, names, len(states.config.directories)])
+    arrays = {array for tile in states.tiles for array in tile.arrays}
+    names = sorted([array.name, array.packing, str(array.dtype), array.nbytes] for array in arrays)
+    count = len(states.config.directories)
+    everything = json.dumps([states.class_name, facts, shapes, names, count])
     return xxhash.xxh3_128_hexdigest(everything.encode())
 
 
@@ -144,8 +195,23 @@ def commit(states: FlashStates, journal: Journal) -> None:
         for index, slot in pipeline.slots.items()
     }
     params = tuple((p.has_state, p.scalars) for p in states.params)
-    journal.write(Entry(states.steps, layout_of(states), tiles, params))
+    journal.write(Entry(states.steps, layout_of(states), tiles, params, states.last_norm))
     pipeline.commit()
+
+
+def make_way(states: FlashStates, journal: Journal) -> None:
+    """All states are about to be filled anew: let that not touch what the journal names.
+
+    What it names is kept until there is something newer, if that is possible; else it is forgotten
+    first. Raises TransferError.
+    """
+    last = journal.last
+    if last is None:
+        return
+    if last.layout == layout_of(states):
+        states.pipeline.keep({index: slot for index, (slot, _) in last.tiles.items()})
+    else:
+        journal.clear()
 
 
 def restore(states: FlashStates, entry: Entry) -> None:
@@ -163,7 +229,12 @@ def restore(states: FlashStates, entry: Entry) -> None:
         param.has_state = has_state
         param.scalars = dict(scalars)
     states.steps = entry.step
-    _restore_weights(states)
+    states.last_norm = entry.norm
+    try:
+        _restore_weights(states)
+    except BaseException as error:
+        states.tear(error)
+        raise
     states.mend()
 
 
@@ -184,7 +255,9 @@ def _encode(entry: Entry) -> bytes:
     body = json.dumps(
         {
             "version": _VERSION,
+            "serial": entry.serial,
             "step": entry.step,
+            "norm": _plain(entry.norm),
             "layout": entry.layout,
             "tiles": {str(index): list(each) for index, each in entry.tiles.items()},
             "params": [
@@ -210,11 +283,13 @@ def _decode(data: bytes) -> Entry | None:
         return Entry(
             content["step"],
             content["layout"],
-            {int(index): (slot, checksum) for index, (slot, checksum) in content["tiles"].items()},
+            {int(index): (slot, _sum(each)) for index, (slot, each) in content["tiles"].items()},
             tuple(
                 (has_state, {name: _value(each) for name, each in scalars.items()})
                 for has_state, scalars in content["params"]
             ),
+            _value(content["norm"]),
+            content["serial"],
         )
     except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
         if isinstance(error, ConfigError):
@@ -234,12 +309,17 @@ def _value(value: Any) -> Any:
     return value
 
 
-def _sync_directory(directory: str) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _sum(value: Any) -> Sum | None:
+    return None if value is None else (value[0], value[1])
+
+
+def _paths(directory: str) -> list[str]:
+    return [os.path.join(directory, f"{_NAME}-{i}.journal") for i in range(2)]
+
+
+def _empty(descriptor: int) -> None:
+    os.ftruncate(descriptor, 0)
+    os.fsync(descriptor)
 
 
 def _failed(op: str, path: str, nbytes: int, error: OSError) -> TransferError:

@@ -41,7 +41,7 @@ FORMATS: Final = ("exact", "split", "bf16", "int8")
 _PACKED: Final[dict[str, Packing]] = {"bf16": "bfloat16", "int8": "float8"}
 _HALVES: Final = (torch.bfloat16, torch.float16)
 MASTER: Final = "master"
-"""The array of the float32 master, in records and in state dicts."""
+"""The array of the master, in records and in state dicts."""
 
 SIGNED: Final[dict[str, bool]] = {
     **{"exp_avg": True, "momentum_buffer": True, "grad_avg": True, "exp_avg_sq": False},
@@ -78,7 +78,9 @@ class Form:
     param_dtype: torch.dtype
     states: tuple[State, ...]
     master: Packing | None
-    """How the float32 master is kept; None: the weight is the master."""
+    """How the master is kept; None: the weight is the master."""
+    master_dtype: torch.dtype = torch.float32
+    """What is stepped on: float32, or the parameters' own dtype where the master is a copy of them."""
 
     def arrays(self, elements: int) -> tuple[Array, ...]:
         """The arrays of a record of so many elements, a multiple of ``UNIT``, one after another."""
@@ -105,7 +107,7 @@ class Form:
 
     def _parts(self) -> Iterable[tuple[str, Packing, torch.dtype]]:
         if self.master is not None:
-            yield MASTER, self.master, torch.float32
+            yield MASTER, self.master, self.master_dtype
         packed = _PACKED.get(self.format, "plain")
         for state in self.states:
             if packed == "float8" and not SIGNED[state.name]:
@@ -152,7 +154,13 @@ def form_of(
         master = "plain"
         if not whole_master and param_dtype == torch.bfloat16 and format_name != "exact":
             master = "low+ties" if format_name == "split" else "low"
-    return Form(format_name, param_dtype, tuple(states), master)
+    stepped = stepped_dtype(param_dtype, with_master=with_master)
+    return Form(format_name, param_dtype, tuple(states), master, stepped)
+
+
+def stepped_dtype(param_dtype: torch.dtype, *, with_master: bool) -> torch.dtype:
+    """What the optimizer steps on: the parameters, or float32 masters of those of 16 bits."""
+    return torch.float32 if with_master and param_dtype in _HALVES else param_dtype
 
 
 def _check_packable(

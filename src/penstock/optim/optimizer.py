@@ -63,15 +63,15 @@ class OnFlash(torch.optim.Optimizer):
         )
         try:
             torch.optim.Optimizer.__init__(self, params, model.defaults)
-            self._conduct(states)
+            self._be_conducted(Conductor(states))
         except BaseException:
             states.close()
             raise
 
-    def _conduct(self, states: FlashStates) -> None:
-        self._penstock = Conductor(states)
+    def _be_conducted(self, conductor: Conductor) -> None:
+        self._penstock = conductor
         # a GradScaler unscales gradients itself, but for optimizers that say they do
-        self._step_supports_amp_scaling = states.config.overlap
+        self._step_supports_amp_scaling = conductor.states.config.overlap
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -100,10 +100,10 @@ class OnFlash(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with a place for its states. Raises as the constructor."""
-        super().add_param_group(param_group)
         conductor = self._penstock if isinstance(self._penstock, Conductor) else None
         if conductor is not None:
             conductor.check_between_steps("add_param_group()")
+        super().add_param_group(param_group)
         states: FlashStates = self._penstock if conductor is None else conductor.states
         try:
             states.add_group(self.param_groups[-1])
@@ -125,7 +125,7 @@ class OnFlash(torch.optim.Optimizer):
             made: dict[str, Any] = super().state_dict()
         finally:
             self.state = defaultdict(dict)
-        made["penstock"] = {"steps": states.steps}
+        made["penstock"] = {"steps": states.steps, "norm": states.last_norm}
         return made
 
     @torch.no_grad()
@@ -140,6 +140,7 @@ class OnFlash(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             document = hook(self, document) or document
         groups = dicts.check(self._penstock.states, self.param_groups, document)
+        self._penstock.make_way()
         dicts.load(self._penstock.states, document)
         self.__setstate__({"state": defaultdict(dict), "param_groups": groups})
         self._penstock.loaded()
@@ -213,6 +214,7 @@ def on_flash(optimizer: T, **settings: Any) -> T:
             states.add_group(group)
         if before is not None:
             dicts.load(states, before)
+        conductor = Conductor(states)
     except BaseException:
         states.close()
         raise
@@ -220,7 +222,7 @@ def on_flash(optimizer: T, **settings: Any) -> T:
     made = cast(OnFlash, optimizer)
     made.__class__ = flash_class(cast(Any, cls))
     made._patch_step_function()
-    made._conduct(states)
+    made._be_conducted(conductor)
     return optimizer
 
 

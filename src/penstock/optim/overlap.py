@@ -15,12 +15,16 @@ at work. ``step`` updates what is left and waits.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.core.errors import ConfigError
 from penstock.core.locks import Lock
@@ -31,6 +35,8 @@ from penstock.optim.params import Param
 from penstock.optim.states import FlashStates
 from penstock.optim.update import Pass
 from penstock.optim.waiting import wait_for_all
+
+_listeners: Any = WeakIdKeyDictionary()  # parameter: a weak reference to its Overlap
 
 
 class Overlap:
@@ -46,7 +52,7 @@ class Overlap:
         self._order: list[Tile] = []  # in which tiles became ready in the last pass
         self._step: Pass | None = None
         self._times: dict[int, int] = {}
-        self._versions: dict[int, int] = {}
+        self._used: dict[int, tuple[Tensor, int]] = {}  # gradients, and their versions then
         self._missing: dict[int, int] = {}  # by tile: parameters whose gradient is not final
         self._futures: dict[int, Future[None]] = {}
         self.listen()
@@ -59,6 +65,8 @@ class Overlap:
     def listen(self) -> None:
         """Listen to parameters that came since."""
         states = self._states
+        for param in states.params:
+            _check_alone(param, self)
         self._tiles_of = {}
         for tile in states.tiles:
             for piece in tile.pieces:
@@ -68,6 +76,7 @@ class Overlap:
         for param in states.params:
             if param.index not in self._listening and param.tensor.requires_grad:
                 self._listening.add(param.index)
+                _listeners[param.tensor] = weakref.ref(self)
                 hook = self._hook(param)
                 listen = param.tensor.register_post_accumulate_grad_hook
                 self._handles.append(listen(hook))  # type: ignore[no-untyped-call]
@@ -77,14 +86,18 @@ class Overlap:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for param in self._states.params:
+            other = _listeners.get(param.tensor)
+            if other is not None and other() is self:
+                del _listeners[param.tensor]
         for future in self._futures.values():
             future.cancel()
 
     def finish(self) -> None:
         """``step`` was called: update what is left, and wait for everything. Raises as ``step``."""
         states = self._states
-        states.check_usable()
-        step, done = self._step, set(self._futures)
+        states.check_can_step()
+        step = self._step
         if step is None:
             step = states.begin_pass()
             states.begin_visits(states.order(step.grads))
@@ -93,8 +106,9 @@ class Overlap:
             self._take_the_rest(step)
             wait_for_all(list(self._futures.values()))
         except BaseException as error:
-            if done:
+            if self._futures:
                 states.tear(error)
+            self._give_up()
             raise
         if states.config.clip_norm is not None:
             states.note_norm(step)
@@ -106,9 +120,13 @@ class Overlap:
     # -- hooks ------------------------------------------------------------------------------------
 
     def _hook(self, param: Param) -> Any:
+        me, index = weakref.ref(self), param.index  # a model does not keep its optimizers alive
+
         def accumulated(_: Tensor) -> None:
-            with self._lock:
-                self._accumulated(param)
+            overlap = me()
+            if overlap is not None:
+                with overlap._lock:
+                    overlap._accumulated(overlap._states.params[index])
 
         return accumulated
 
@@ -130,7 +148,7 @@ class Overlap:
         step.grads[param.index] = grad
         step.ready[param.index] = ready_event(grad)
         assert param.tensor.grad is not None
-        self._versions[param.index] = param.tensor.grad._version
+        self._used[param.index] = param.tensor.grad, param.tensor.grad._version
         torch.autograd.graph.increment_version(param.tensor)
         for tile in self._tiles_of.get(param.index, ()):
             self._missing[tile.index] -= 1
@@ -139,7 +157,7 @@ class Overlap:
 
     def _may_begin(self) -> bool:
         states = self._states
-        states.check_usable()
+        states.check_can_step()
         return states.config.clip_norm is None or states.last_norm is not None
 
     def _begin(self) -> Pass:
@@ -148,10 +166,13 @@ class Overlap:
             factor = None
             if states.config.clip_norm is not None:
                 factor = states.factor_of(states.last_norm)
-            for param in states.params:
-                param.check()
+            states.check_params()
             self._step = states.make_pass({}, factor)
-            wanted = [p.index for p in states.params if p.tensor.requires_grad]
+            wanted = [
+                p.index
+                for p in states.params
+                if p.tensor.requires_grad or p.tensor.grad is not None
+            ]
             self._missing = dict.fromkeys(range(len(states.tiles)), 0)
             for index in wanted:
                 for tile in self._tiles_of.get(index, ()):
@@ -172,6 +193,12 @@ class Overlap:
                 continue
             grad = param.flat_grad()
             if grad is not None:
+                if any(t.index in self._futures for t in self._tiles_of.get(param.index, ())):
+                    raise ConfigError(
+                        f"the gradient of parameter {param.name} came after its tile was updated, which"
+                        " overlap=True has done in backward (a frozen parameter that was given one?);"
+                        " set it before backward, or leave overlap out"
+                    )
                 step.grads[param.index] = grad
                 step.ready[param.index] = ready_event(grad)
         for tile in states.order(step.grads):
@@ -187,19 +214,26 @@ class Overlap:
                     "an option of a parameter group was changed between backward and step, when"
                     " overlap=True had used it already; change it after step"
                 )
-        for index, version in self._versions.items():
-            grad = states.params[index].tensor.grad
-            if grad is None or grad._version != version:
+        for index, (used, version) in self._used.items():
+            if states.params[index].tensor.grad is not used or used._version != version:
                 raise ConfigError(
                     f"the gradient of parameter {states.params[index].name} was changed between"
                     " backward and step (clipping, unscaling, zero_grad?), when overlap=True had used"
                     " it already; use clip_norm=... for clipping, or leave overlap out"
                 )
 
+    def _give_up(self) -> None:
+        """Forget a pass that failed, when no thread is at work on it any more."""
+        with suppress(Exception):
+            for future in self._futures.values():
+                future.cancel()
+            wait_for_all(list(self._futures.values()))
+        self._clear()
+
     def _clear(self) -> None:
         self._step = None
         self._times.clear()
-        self._versions.clear()
+        self._used.clear()
         self._missing.clear()
         self._futures.clear()
 
@@ -210,6 +244,22 @@ class Overlap:
         order = self._order + [t for t in reversed(states.tiles) if t.index not in known]
         rank = {tile.index: place for place, tile in enumerate(order)}
         states.pipeline.begin(order, rank, rotating=RING)
+
+
+def _check_alone(param: Param, mine: Overlap) -> None:
+    """Raise ConfigError if another optimizer updates a parameter in backward."""
+    for attempt in range(2):
+        reference = _listeners.get(param.tensor)
+        other = None if reference is None else reference()
+        if other is None or other is mine:
+            return
+        del other
+        if not attempt:
+            gc.collect()  # one that nobody has any more may wait for that
+    raise ConfigError(
+        f"parameter {param.name} is updated in backward by another optimizer with overlap=True, and"
+        " would be by both: close() that one first"
+    )
 
 
 def _same(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:

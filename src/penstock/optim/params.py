@@ -27,6 +27,7 @@ class Param:
     __slots__ = (
         "_flat",
         "_key",
+        "_seen",
         "count",
         "group",
         "has_state",
@@ -56,6 +57,7 @@ class Param:
         self.has_state = False
         self._key = self._now()
         self._flat: Tensor | None = None
+        self._seen: tuple[int, int] | None = None
         if not _is_dense(tensor):
             raise ConfigError(
                 f"parameter {name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} has"
@@ -72,6 +74,15 @@ class Param:
                 f" {tuple(new[0])}, {new[2]} on {new[3]} (strides {old[1]}, {new[1]}): its states do"
                 " not fit any more; make a new optimizer, or load a state dict into one"
             )
+
+    def note(self) -> None:
+        """Remember that its value is what its master says."""
+        self._seen = self.tensor._version, self.tensor.data_ptr()
+
+    @property
+    def was_set(self) -> bool:
+        """Whether anything else may have changed it since the last ``note``."""
+        return self._seen not in (None, (self.tensor._version, self.tensor.data_ptr()))
 
     def flat(self) -> Tensor:
         """Its elements in the order in which they lie in memory, sharing that memory and version."""
@@ -118,6 +129,8 @@ def fresh_scalars(scalars: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill a range of memory, in whichever order."""
+    if not tensor.numel():
+        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

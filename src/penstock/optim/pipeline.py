@@ -240,6 +240,11 @@ class Pipeline:
         with self._wake:
             self._committed = dict(self._slot)
 
+    def keep(self, slots: Mapping[int, int]) -> None:
+        """What a journal knows, though nobody wants to read it: it is not overwritten next."""
+        with self._wake:
+            self._committed = dict(slots)
+
     def restore(self, slots: Mapping[int, int]) -> None:
         """What a journal says: which tiles have a record, and in which slot."""
         self.forget_all()

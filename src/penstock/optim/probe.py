@@ -36,6 +36,8 @@ class Kept:
     """A value for each element."""
     scalars: tuple[str, ...]
     """One value for the parameter; these stay in memory."""
+    tensors: tuple[str, ...] = ()
+    """Those scalars that are tensors."""
 
 
 def raw_step(cls: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
@@ -102,6 +104,8 @@ def probe(
         trial = _Trial(model, cls, group, initial, grads)
         whole, states = trial.run(start.view(32, -1), (0, _COUNT))
         parts, _ = trial.run(start, _CUTS)
+    except ConfigError:
+        raise
     except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
         raise ConfigError(
             f"{where}: {name} does not work on a tensor of its own, which states on flash need:"
@@ -140,11 +144,30 @@ class _Trial:
                 for k, v in self.initial.items()
             }
         step = raw_step(self.cls)
+        counts = _numbers(horse)
         for grad in self.grads:
             for part, (a, b) in zip(parts, ranges, strict=True):
                 part.grad = grad[a:b].clone().view(part.shape)
             step(horse)
+        changed = sorted(name for name, _ in _numbers(horse) ^ counts)
+        if changed:
+            raise ConfigError(
+                f"{self.cls.__name__} changes {', '.join(dict.fromkeys(changed))} of a group or of itself"
+                " in each step, and a step on flash is made of many; it should keep that by parameter,"
+                " in its state"
+            )
         return flat, horse.state[parts[0]]
+
+
+def _numbers(horse: torch.optim.Optimizer) -> set[tuple[str, float]]:
+    """What an optimizer may count in, outside of its states."""
+    owners = (horse.param_groups[0], horse.__dict__)
+    return {
+        (repr(name), float(value))
+        for owner in owners
+        for name, value in owner.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 def _classify(states: Mapping[str, Any], where: str, name: str) -> Kept:
@@ -159,4 +182,5 @@ def _classify(states: Mapping[str, Any], where: str, name: str) -> Kept:
                 f"{where}: {name} keeps {key!r} of shape {tuple(value.shape)} for a parameter of"
                 " shape (32, 32), so it is not element-wise and cannot be run on tiles"
             )
-    return Kept(tuple(kept), tuple(scalars))
+    tensors = [key for key in scalars if isinstance(states[key], Tensor)]
+    return Kept(tuple(kept), tuple(scalars), tuple(tensors))

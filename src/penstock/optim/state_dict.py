@@ -133,19 +133,39 @@ def check(
 
 
 def _check_param(states: FlashStates, param: Param, state: Mapping[str, Any]) -> None:
-    known = {each.name for each in states.kept(param).states}
-    present = {key for key, value in state.items() if isinstance(value, Tensor) and value.dim()}
-    if state and known - state.keys():
+    if not state:
+        return
+    kept = states.kept(param)
+    arrays = {each.name for each in kept.states}
+    known = arrays | set(kept.scalars)
+    if known - state.keys():
         raise ConfigError(
             f"the state dict has {sorted(state)} for parameter {param.name}, which needs"
             f" {sorted(known)}: it is of another optimizer"
         )
-    for key in (known | {MASTER}) & present:
-        if state[key].shape != param.tensor.shape:
+    for key in arrays | ({MASTER} & state.keys()):
+        value = state[key]
+        if not isinstance(value, Tensor) or value.shape != param.tensor.shape:
+            what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
             raise ConfigError(
-                f"the state dict's {key!r} for parameter {param.name} has shape"
-                f" {tuple(state[key].shape)}: it is of another model"
+                f"the state dict's {key!r} for parameter {param.name} has {what}: it is of another model"
             )
+    for key in kept.tensors:
+        value = state[key]
+        if not isinstance(value, int | float) and not (
+            isinstance(value, Tensor) and value.numel() == 1
+        ):
+            raise ConfigError(
+                f"the state dict's {key!r} for parameter {param.name} is not one number: it is of"
+                " another optimizer"
+            )
+
+
+def _scalar(value: Any, *, is_tensor: bool) -> Any:
+    """A copy; old state dicts have numbers where there are tensors now."""
+    if is_tensor and not isinstance(value, Tensor):
+        return torch.tensor(float(value))
+    return deepcopy(value)
 
 
 def load(states: FlashStates, document: Mapping[str, Any]) -> None:
@@ -159,12 +179,26 @@ def load(states: FlashStates, document: Mapping[str, Any]) -> None:
     found: dict[int, Mapping[str, Any]] = {}
     for param, number in zip(states.params, numbers, strict=True):
         found[param.index] = document["state"].get(number, {})
+    try:
+        _fill(states, found)
+    except BaseException as error:
+        states.tear(error)
+        raise
+    more = document.get("penstock", {})
+    states.steps = int(more.get("steps", states.highest_step()))
+    states.last_norm = more.get("norm")
+    states.mend()
+
+
+def _fill(states: FlashStates, found: Mapping[int, Mapping[str, Any]]) -> None:
     states.pipeline.forget_all()
     for param in states.params:
         state, kept = found[param.index], states.kept(param)
         param.has_state = bool(state) and {each.name for each in kept.states} <= state.keys()
         param.scalars = {
-            key: deepcopy(state[key]) for key in kept.scalars if key in state
+            key: _scalar(state[key], is_tensor=key in kept.tensors)
+            for key in kept.scalars
+            if key in state
         } or states.initial_scalars(param)
     tiles = [tile for tile in states.tiles if tile.arrays]
     states.begin_visits(tiles)
@@ -175,8 +209,6 @@ def load(states: FlashStates, document: Mapping[str, Any]) -> None:
                 param = states.params[piece.param]
                 if param.has_state:
                     _load_piece(tile, buffer.memory, piece, param, found[piece.param])
-    states.steps = int(document.get("penstock", {}).get("steps", states.highest_step()))
-    states.mend()
 
 
 def _load_piece(
@@ -200,9 +232,9 @@ def _load_master(
 ) -> None:
     mine = param.flat()[piece.start : piece.stop]
     if saved is None or _is_copy(array, param):
-        values = mine.to("cpu", torch.float32)
+        values = mine.to("cpu", array.dtype)
     else:
-        values = _part(saved, param, piece, torch.float32)
+        values = _part(saved, param, piece, array.dtype)
     if array.packing == "plain":
         packing.plain(array, memory, piece.at, values.numel()).copy_(values)
         mine.copy_(values)
@@ -227,7 +259,7 @@ def _is_copy(array: Array, param: Param) -> bool:
     return (
         array.name == MASTER
         and array.packing == "plain"
-        and tensor.dtype == torch.float32
+        and tensor.dtype == array.dtype
         and tensor.device.type == "cpu"
     )
 

@@ -26,9 +26,9 @@ from penstock.io.engine import Engine
 from penstock.io.threads import ThreadEngine
 from penstock.optim.config import RING, StatesConfig
 from penstock.optim.device import ready_event
-from penstock.optim.formats import Form, form_of
+from penstock.optim.formats import Form, form_of, stepped_dtype
 from penstock.optim.layout import Tile, make_tiles
-from penstock.optim.params import Param
+from penstock.optim.params import Param, fresh_scalars
 from penstock.optim.pipeline import Buffer, Pipeline
 from penstock.optim.probe import Kept, probe
 from penstock.optim.store import Store, named_file
@@ -85,7 +85,9 @@ class FlashStates:
         self._initial: list[Mapping[str, Any]] = []
         self._backward = False  # which way the next pass goes
         self._torn: str | None = None
+        self._held: str | None = None
         self._closed = False
+        self._pid = os.getpid()
         self._updater = Updater(optimizer, cls, params=self.params, seed=config.seed)
         self._engine = ThreadEngine() if engine is None else engine
         self.store = Store(
@@ -111,6 +113,8 @@ class FlashStates:
         number = len(self.forms)
         group.setdefault("format", self.config.format)
         where = f"{self._cls.__name__}, group {number}"
+        if len(set(map(id, group["params"]))) < len(group["params"]):
+            raise ConfigError(f"{where}: a parameter is named twice; name each once")
         new = [self._param(p, group, number, i) for i, p in enumerate(group["params"])]
         options = _options(group)
         initial = self._find_initial(options)
@@ -123,7 +127,7 @@ class FlashStates:
             kinds.setdefault((param.tensor.dtype, on_host), []).append((param.index, param.count))
         for (dtype, on_host), mine in kinds.items():
             has_master = self._with_master or group["format"] != "exact" or not on_host
-            stepped = torch.float32 if has_master else dtype
+            stepped = stepped_dtype(dtype, with_master=has_master)
             kept[dtype] = probe(self._optimizer, self._cls, options, stepped, initial, where=where)
             form = form_of(
                 group["format"],
@@ -174,10 +178,10 @@ class FlashStates:
 
     def begin_pass(self) -> Pass:
         """Check everything that can be checked before anything is touched."""
-        self.check_usable()
+        self.check_can_step()
+        self.check_params()
         grads: dict[int, Tensor] = {}
         for param in self.params:
-            param.check()
             grad = param.flat_grad()
             if grad is not None and param.count:
                 grads[param.index] = grad
@@ -188,9 +192,10 @@ class FlashStates:
 
     def make_pass(self, grads: dict[int, Tensor], factor: Tensor | None) -> Pass:
         """A pass over these gradients, with the options that the groups have now."""
-        options = [_options(group) for group in self._optimizer.param_groups]
+        options = [fresh_scalars(_options(group)) for group in self._optimizer.param_groups]
         ready = {index: ready_event(grad) for index, grad in grads.items()}
-        return Pass(self.steps + 1, options, grads, factor, {}, ready)
+        was_set = frozenset(param.index for param in self.params if param.was_set)
+        return Pass(self.steps + 1, options, grads, factor, {}, ready, was_set)
 
     def order(self, grads: Mapping[int, Tensor]) -> list[Tile]:
         """The tiles to visit, in this pass's direction."""
@@ -215,6 +220,7 @@ class FlashStates:
         for index, scalars in step.scalars.items():
             self.params[index].scalars = scalars
             self.params[index].has_state = True
+            self.params[index].note()
         self.steps = step.number
         failure = self.pipeline.write_failure
         if failure is not None and not self.config.durable:
@@ -231,8 +237,36 @@ class FlashStates:
             " parameters were updated and some were not; load weights and a state dict"
         )
 
+    def hold(self, why: str | None) -> None:
+        """Let no step be made, not even begun, until this is called with None."""
+        self._held = why
+
+    def check_can_step(self) -> None:
+        """Raise ClosedError or ConfigError if no step can be made now."""
+        self.check_usable()
+        if self._held is not None:
+            raise ConfigError(self._held)
+
+    def check_params(self) -> None:
+        """Raise ConfigError if the optimizer's parameters are not what they were."""
+        now = [param for group in self._optimizer.param_groups for param in group["params"]]
+        if len(now) != len(self.params) or any(
+            tensor is not param.tensor for tensor, param in zip(now, self.params, strict=True)
+        ):
+            raise ConfigError(
+                "the parameters of a group were exchanged, taken away or added to by hand, and their"
+                " states cannot know: use add_param_group(), or make a new optimizer"
+            )
+        for param in self.params:
+            param.check()
+
     def check_usable(self) -> None:
-        """Raise ClosedError if no step can be made."""
+        """Raise ClosedError if the states are not there."""
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"this optimizer's states belong to process {self._pid}, from which this one was"
+                " forked; make an optimizer here"
+            )
         if self._closed:
             raise ClosedError("this optimizer's states were closed, and are gone")
         if self._torn is not None:
@@ -241,6 +275,9 @@ class FlashStates:
     def mend(self) -> None:
         """Everything was loaded anew."""
         self._torn = None
+        for param in self.params:
+            if param.has_state:
+                param.note()
 
     def _clip(self, grads: list[Tensor]) -> Tensor | None:
         """What ``torch.nn.utils.clip_grad_norm_`` would multiply gradients with."""
@@ -272,6 +309,11 @@ class FlashStates:
 
     # -- for state dicts --------------------------------------------------------------------------
 
+    @property
+    def class_name(self) -> str:
+        """Of the class whose step is run on tiles."""
+        return self._cls.__name__
+
     def kept(self, param: Param) -> Kept:
         """What the optimizer keeps for a parameter."""
         return self._kept[param.group][param.tensor.dtype]
@@ -289,9 +331,8 @@ class FlashStates:
         for number, group in enumerate(groups):
             for dtype, kept in self._kept[number].items():
                 where = f"{self._cls.__name__}, group {number} of the state dict"
-                stepped = dtype
-                if any(form.master for form in self.forms[number] if form.param_dtype == dtype):
-                    stepped = torch.float32
+                form = next(form for form in self.forms[number] if form.param_dtype == dtype)
+                stepped = form.master_dtype
                 initial = self._initial[number]
                 options = _options(group)
                 now = probe(self._optimizer, self._cls, options, stepped, initial, where=where)
@@ -383,6 +424,8 @@ class FlashStates:
         if self._closed:
             return
         self._closed = True
+        if os.getpid() != self._pid:
+            return  # threads and transfers are the parent's
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
         if self._pipeline is not None:

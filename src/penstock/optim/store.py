@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from penstock.core import knobs
 from penstock.core.errors import (
@@ -21,6 +22,7 @@ from penstock.core.errors import (
     NoSpaceError,
     TransferError,
     free_space_bytes,
+    transfer_error,
 )
 from penstock.core.units import format_bytes, round_up
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
@@ -30,6 +32,9 @@ from penstock.optim.layout import Tile
 from penstock.tier import checksums
 from penstock.tier.joint import submit_all
 
+Sum = tuple[Literal["full", "off", "sampled"], int]
+"""A checksum, and which kind it is: an earlier run may have used another."""
+
 MakeFile = Callable[[str, int], DirectFile]
 """Opens a file for so many more records, in a directory, given the number of files there are."""
 
@@ -37,7 +42,26 @@ MakeFile = Callable[[str, int], DirectFile]
 def named_file(directory: str, number: int) -> DirectFile:
     """A file for some records that outlives the process; what is in it already stays."""
     path = os.path.join(directory, f"penstock-states-{number}.slab")
-    return open_path(path, "r+" if os.path.exists(path) else "x+")
+    if os.path.exists(path):
+        return open_path(path, "r+")
+    file = open_path(path, "x+")
+    try:
+        sync_directory(directory)  # a journal that names it may be in another directory
+    except OSError as error:
+        file.close()
+        raise transfer_error(
+            errno=error.errno or errno.EIO, op="sync", path=path, offset_bytes=0, nbytes=0
+        ) from error
+    return file
+
+
+def sync_directory(directory: str) -> None:
+    """Have the names in a directory survive a loss of power. Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class Store:
@@ -72,8 +96,8 @@ class Store:
         self._make_file = make_file or (lambda path, _: open_unlinked(path))
         self._files: list[list[DirectFile]] = []
         self._places: dict[int, tuple[int, int]] = {}  # tile: number of its files, offset there
-        self._sums: dict[tuple[int, int], int] = {}
-        self._checksum = checksums.by_name(knobs.verify())
+        self._sums: dict[tuple[int, int], Sum] = {}
+        self._kind = knobs.verify()
 
     def add(self, tiles: Sequence[Tile]) -> None:
         """Reserve the places of some more tiles; nothing is kept if that fails.
@@ -88,15 +112,15 @@ class Store:
             offset += self._part_bytes(tile) * self.slots
         if not offset:
             return
-        self._check_space(offset, tiles)
         made: list[DirectFile] = []
         try:
             for path in self.directories:
-                file = self._make_file(path, len(self._files))
-                made.append(file)
+                made.append(self._make_file(path, len(self._files)))  # noqa: PERF401  (closed below)
+            self._check_space(offset, made, tiles)
+            for file in made:
                 if file.size_bytes < offset:
                     file.preallocate(offset)
-        except TransferError:
+        except BaseException:
             for file in made:
                 file.close()
             raise
@@ -110,8 +134,8 @@ class Store:
 
     def start_write(self, tile: Tile, address: int, keep_alive: object, slot: int = 0) -> Transfer:
         """Begin to write a record; the memory must not change until that is done."""
-        if self._checksum is not None:
-            self._sums[tile.index, slot] = self._checksum(address, tile.record_bytes)
+        checksum = checksums.by_name(self._kind)
+        self.expect(tile, slot, checksum and (self._kind, checksum(address, tile.record_bytes)))
         self.written += tile.record_bytes
         return self._move("write", tile, address, keep_alive, slot)
 
@@ -121,10 +145,12 @@ class Store:
         Raises:
             ChecksumError: They differ; with the tile, the parameters in it (``names``), file, offset.
         """
-        expected = self._sums.get((tile.index, slot))
-        if expected is None or self._checksum is None:
+        known: Sum = self._sums.get((tile.index, slot), ("off", 0))
+        kind, expected = known
+        checksum = checksums.by_name(kind)
+        if checksum is None or self._kind == "off":
             return
-        found = self._checksum(address, tile.record_bytes)
+        found = checksum(address, tile.record_bytes)
         if found != expected:
             raise ChecksumError(
                 f"tile {tile.index} ({names()}): {tile.record_bytes} bytes read from"
@@ -133,12 +159,12 @@ class Store:
                 " state dict or continue from the last durable step"
             )
 
-    def sum_of(self, tile: Tile, slot: int) -> int | None:
+    def sum_of(self, tile: Tile, slot: int) -> Sum | None:
         """The checksum of what was last written there."""
         return self._sums.get((tile.index, slot))
 
-    def expect(self, tile: Tile, slot: int, checksum: int | None) -> None:
-        """Say what a record's checksum is, as a journal has it."""
+    def expect(self, tile: Tile, slot: int, checksum: Sum | None) -> None:
+        """Say what a record's checksum is, as a journal has it; None: it is not known."""
         if checksum is None:
             self._sums.pop((tile.index, slot), None)
         else:
@@ -196,12 +222,19 @@ class Store:
     def _part_bytes(self, tile: Tile) -> int:
         return round_up(-(-tile.record_bytes // len(self.directories)), RECORD_BYTES)
 
-    def _check_space(self, each_bytes: int, tiles: Sequence[Tile]) -> None:
-        devices: dict[int, list[str]] = {}
-        for path in self.directories:
-            devices.setdefault(os.stat(path).st_dev, []).append(path)
-        for paths in devices.values():
-            needed, free = each_bytes * len(paths), free_space_bytes(paths[0])
+    def _check_space(
+        self, each_bytes: int, files: Sequence[DirectFile], tiles: Sequence[Tile]
+    ) -> None:
+        devices: dict[int, dict[str, int]] = {}
+        for path, file in zip(self.directories, files, strict=True):
+            facts = os.fstat(file.fd)
+            missing = max(
+                0, each_bytes - 512 * facts.st_blocks
+            )  # durable ones may be there already
+            devices.setdefault(facts.st_dev, {})[path] = missing
+        for missing_bytes in devices.values():
+            paths, needed = list(missing_bytes), sum(missing_bytes.values())
+            free = free_space_bytes(paths[0])
             if 0 <= free < needed:
                 raise NoSpaceError(
                     errno=errno.ENOSPC,

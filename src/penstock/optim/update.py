@@ -54,6 +54,8 @@ class Pass:
     """By the parameter's number: what the step makes of its scalars; written by the threads."""
     ready: dict[int, Any]
     """By the parameter's number: what to wait for before its gradient is copied from a device."""
+    was_set: frozenset[int] = frozenset()
+    """Numbers of parameters that may have been set since the last step, by others."""
 
 
 @dataclass(slots=True)
@@ -171,7 +173,11 @@ class Updater:
             return mine, None
         if array.packing == "plain":
             master = packing.plain(array, work.memory, piece.at, mine.numel())
-            return (master if param.has_state else copy_across(mine.float(), master)), None
+            if not param.has_state:
+                copy_across(mine.to(master.dtype), master)
+            elif param.index in work.step.was_set:
+                _take_over(mine, master)
+            return master, None
         master = self._scratch.take(MASTER, torch.float32, at, mine.numel())
         words = _words(master)
         if param.has_state:
@@ -270,8 +276,14 @@ def _chunks(tile: Tile, grads: Mapping[int, Tensor]) -> Iterator[list[tuple[Piec
 def _is_copy(master: Array, weight: Tensor) -> bool:
     """Whether the record's master merely repeats the weight, which is the master."""
     return (
-        master.packing == "plain" and weight.dtype == torch.float32 and weight.device.type == "cpu"
+        master.packing == "plain" and weight.dtype == master.dtype and weight.device.type == "cpu"
     )
+
+
+def _take_over(weight: Tensor, master: Tensor) -> None:
+    """Set the elements of a master of which the weight is not that any more."""
+    own = copy_across(weight, torch.empty_like(weight, device=master.device))
+    torch.where(master.to(own.dtype) == own, master, own.to(master.dtype), out=master)
 
 
 def _words(values: Tensor) -> NDArray[np.uint32]:
