@@ -26,6 +26,8 @@ def replayed(profile, machine, budgets):
 def assert_none_is_better(profile, machine, budgets):
     plans = replayed(profile, machine, budgets)
     mine, found = plans["auto"]
+    if any(slot.held_elsewhere for slot in profile.slots):
+        del plans["all"]  # it offloads these too, which frees memory on paper only
     for name, (plan, other) in plans.items():
         assert mine.feasible or not plan.feasible, name
         assert found.feasible or not other.feasible, name

@@ -30,7 +30,6 @@ from penstock.plan.machine import Budgets, Machine
 from penstock.plan.mixing import Mixing
 from penstock.plan.placement import place
 from penstock.plan.plan import Plan
-from penstock.plan.policies import all as everything
 from penstock.plan.policies import (
     flashneuron,
     lifetime,
@@ -71,7 +70,6 @@ OTHERS: Final[tuple[Callable[[Case], Choice], ...]] = (
     recompute.choose,
     vdnn_conv.choose,
     _keep,
-    everything.choose,
 )
 """The other policies, those that are most often the best first."""
 _QUICK: Final = 4
