@@ -31,6 +31,7 @@ import _results
 from penstock.cli import bandwidth
 
 PEERS = Path(__file__).resolve().parents[1] / "peers"
+TABLE = _results.ROOT / "docs" / "optimizer_table.md"
 FORMATS = ("exact", "split", "bf16", "int8")
 WANTED = {"exact": 1.4, "split": 1.8, "bf16": 2.8, "int8": 4.0}
 """Parameters per second, as ratios to the best of DeepSpeed in the same round."""
@@ -86,6 +87,7 @@ def record(args, figures):
         "environment": _memory.KEEPS,
     }
     _results.write("optimizer_step", figures, config, directory=args.dir)
+    TABLE.write_text(table(figures), encoding="utf-8")
 
 
 def step_round(args, size):
@@ -190,6 +192,35 @@ def seen_figures(rounds):
         figures["times_less_than_deepspeed"] = statistics.median(ratios)
         figures["wanted"] = 2.8
     return figures
+
+
+def table(figures):
+    """For the manual, from the mark on."""
+    lines = [
+        "---\norphan: true\n---\n",
+        "<!-- Written by benchmarks/macro/optimizer_step.py; do not edit. -->",
+        "<!-- table -->\n",
+        "| Parameters | Side | M parameters/s | Bytes moved a parameter | Of what the disk allows"
+        " | Of DeepSpeed's best (wanted) |",
+        "|---:|---|---:|---:|---:|---:|",
+    ]
+    for size, sides in figures["step"].items():
+        for name, one in sides.items():
+            share = f"{one['share_of_disk']:.2f}" if "share_of_disk" in one else ""
+            ratio = one.get("ratio_to_best_deepspeed")
+            wanted = "" if ratio is None else f"{ratio:.2f} ({WANTED[name]})"
+            lines.append(
+                f"| {float(size) / 1e6:.0f} M | {name} | {one['parameters_per_s'] / 1e6:.0f}"
+                f" | {one['bytes_per_parameter']:.1f} | {share} | {wanted} |"
+            )
+    for size, sides in figures["seen"].items():
+        seen = {name: one["seen_s"] for name, one in sides.items() if isinstance(one, dict)}
+        told = ", ".join(f"{seconds:.2f} s {name}" for name, seconds in seen.items())
+        lines.append(
+            f"\nWhat a training step of {float(size) / 1e6:.0f} M parameters sees of the update, beside"
+            f" {sides['plain_iteration_s']:.2f} s of forward and backward: {told}."
+        )
+    return "\n".join(lines) + "\n"
 
 
 def show_step(size, figures):
