@@ -99,10 +99,12 @@ def leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:  # noqa: PLR0911  (eac
     """The leaf that requires gradients of which ``tensor`` is a view or a cast, or itself if it is."""
     if tensor.is_leaf:
         return tensor if tensor.requires_grad else None
-    base = tensor._base
-    if base is not None and base.is_leaf and base.requires_grad:
-        return base
     node = tensor.grad_fn
+    if not tensor._is_view():
+        if type(node) in _OPAQUE:  # most tensors: hot
+            return None
+    elif (base := tensor._base) is not None and base.is_leaf and base.requires_grad:
+        return base
     for _ in range(_DEPTH):
         if node is None:
             return None
