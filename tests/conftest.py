@@ -13,7 +13,7 @@ import pytest
 
 from penstock.io.files import filesystem_of
 
-# Before torch is loaded: tests run side by side, and with little tensors threads only wait for each other.
+# Before torch is loaded: tests run side by side, and with little tensors threads wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 try:

@@ -95,8 +95,8 @@ class Room:
             name: For what, in errors.
             of_pass: The pass whose storages may have to go.
             saved: A storage that must not go.
-            from_budget: Whether so much of free budget is all that it takes, and no block of the arena: then
-                nothing has to go if a write has ended since the caller tried.
+            from_budget: Whether so much of free budget is all that it takes, and no block of the arena:
+                then nothing has to go if a write has ended since the caller tried.
 
         Returns:
             False if nothing is left to do, and the budget must be exceeded because a tier failed.
