@@ -21,7 +21,8 @@ demo: $(VENV)/.base ## train a network without and with Penstock, side by side (
 	$(PY) examples/demo.py
 
 test: $(VENV)/.base ## the tests, but for slow ones, side by side on up to four cores
-	$(PY) -m pytest -m "not slow and not gpu" -n logical --maxprocesses 4 --dist worksteal
+	$(PY) -m pytest -m "not slow and not gpu" -n logical --maxprocesses 4 --dist worksteal \
+		--durations=10
 
 test-all: $(VENV)/.base ## the tests, slow ones, random ones and those for a GPU included
 	PENSTOCK_TEST_RANDOM=1 $(PY) -m pytest
