@@ -316,7 +316,7 @@ def test_promotion_while_others_unpack(session_for):
         thread = threading.Thread(target=disturb)
         thread.start()
         try:
-            for _ in range(40):
+            for _ in range(20):
                 session.planner._attention.full_passes = 0
                 loss = chain(start, 40)
                 assert same_bits(gradients(loss, [start])[0], expected[0])
