@@ -2,6 +2,9 @@
 # Nothing is installed twice: a stamp in .venv says what is there, and pyproject.toml and
 # constraints.txt make it stale.
 
+# what is imported is compiled once, not by each of the many processes that tests start
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 PY := $(VENV)/bin/python
 # --no-compile: Python compiles what is imported, which is a small part of what is installed
@@ -17,11 +20,12 @@ help: ## print this list
 demo: $(VENV)/.base ## train a network without and with Penstock, side by side (five minutes)
 	$(PY) examples/demo.py
 
-test: $(VENV)/.base ## the tests, but for slow ones
-	$(PY) -m pytest -m "not slow and not gpu"
+test: $(VENV)/.base ## the tests, but for slow ones, side by side on up to four cores
+	$(PY) -m pytest -m "not slow and not gpu" -n logical --maxprocesses 4 --dist worksteal \
+		--durations=10
 
-test-all: $(VENV)/.base ## the tests, slow ones and those for a GPU included
-	$(PY) -m pytest
+test-all: $(VENV)/.base ## the tests, slow ones, random ones and those for a GPU included
+	PENSTOCK_TEST_RANDOM=1 $(PY) -m pytest
 
 lint: $(VENV)/.base $(VENV)/.lint ## style, types, and the layers of the design
 	$(PY) -m ruff check

@@ -1,5 +1,5 @@
 """What tests share: hypothesis without a stop watch, a directory on a disk, sessions that spill
-there, GPU tests on GPUs.
+there, GPU tests on GPUs, one thread for kernels.
 
 ``PENSTOCK_TEST_DIR`` names the directory to spill below; without it, it is pytest's own, or
 ``/var/tmp`` where that is in memory.
@@ -13,14 +13,18 @@ import pytest
 
 from penstock.io.files import filesystem_of
 
+# Before torch is loaded: tests run side by side, and with little tensors threads wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 try:
     from hypothesis import settings
 except ImportError:  # scripts/gpu_check runs with what is there, and tests/gpu does without
     pass
 else:
-    # a busy machine is no failure; in CI the examples are the same in every run
-    in_ci = os.environ.get("CI") == "true"
-    settings.register_profile("penstock", deadline=None, derandomize=in_ci)
+    # a busy machine is no failure; the examples are the same in every run, but for ``make test-all``
+    settings.register_profile(
+        "penstock", deadline=None, derandomize="PENSTOCK_TEST_RANDOM" not in os.environ
+    )
     settings.load_profile("penstock")
 
 

@@ -29,7 +29,7 @@ MACHINE = Machine(
     host_read_bytes_per_s=8e9,
 )
 FLOOR_BYTES = 8 * KIB
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 def session_in(path, model=None, optimizer=None, *, wrap_tier=None, machine=MACHINE, **settings):

@@ -154,7 +154,7 @@ arguments = given(
 UNHEALTHY = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
-@settings(max_examples=40, suppress_health_check=UNHEALTHY)
+@settings(max_examples=25, suppress_health_check=UNHEALTHY)
 @arguments
 def test_random_graphs_are_the_same_to_the_last_bit(session_for, graph, rows, passes, options):
     check(session_for, graph, rows, passes, options)

@@ -288,7 +288,7 @@ with penstock.offload(net, device_memory="8MiB", flash=sys.argv[1], flash_capaci
 """
     )
     children = [start(script, disk_path) for _ in range(2)]
-    said = [child.communicate(timeout=100) for child in children]
+    said = [child.communicate(timeout=200) for child in children]
     assert [child.returncode for child in children] == [0, 0], said
     assert said[0][0] == said[1][0]
     assert said[0][0].count("\n") == 5
@@ -317,7 +317,7 @@ with Session(config, model=net, wrap_tier=slow, machine=machine):
     time.sleep(1.0)
     child.send_signal(signal.SIGINT)
     began = time.monotonic()
-    _, errors = child.communicate(timeout=60)
+    _, errors = child.communicate(timeout=200)
     assert "KeyboardInterrupt" in errors
     assert child.returncode != 0
     assert time.monotonic() - began < 30

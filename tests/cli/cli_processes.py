@@ -12,7 +12,7 @@ PENSTOCK = {
     "module": [sys.executable, "-m", "penstock"],
 }
 NOTICE = "penstock: the script did not import torch: there was nothing to offload\n"
-TIMEOUT_S = 60
+TIMEOUT_S = 200
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,11 @@ class End:
 
 
 def start(command, cwd, **environment):
+    inherited = {name: os.environ[name] for name in os.environ if name != "OMP_NUM_THREADS"}
     return subprocess.Popen(
         command,
         cwd=cwd,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **environment},
+        env={**inherited, "PYTHONDONTWRITEBYTECODE": "1", **environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from offload_runs import wait_until
 from penstock.cli import bench_machine, compute, main
 from penstock.cli.bandwidth import Measurement, Rate
 from penstock.core.errors import ConfigError
@@ -69,11 +70,13 @@ def test_what_cannot_be_measured_or_written(quick, disk_path, capsys):
         bench_machine.measure(str(disk_path), seconds=0.0, file_bytes=32 * MIB)
 
 
-def test_interference_is_how_much_longer_a_turn_takes_while_flash_moves(disk_path):
+def test_interference_is_how_much_longer_a_turn_takes_while_flash_moves(disk_path, monkeypatch):
+    monkeypatch.setattr(bench_machine, "_MOVED_BYTES", 1 * MIB)
+
     def work(seconds):
         assert seconds == 1.0
         moving = any(thread.name == "penstock-bench" for thread in threading.enumerate())
-        time.sleep(0.05 * moving)
+        time.sleep(0.1 * moving)
         return 0.015 if moving else 0.010
 
     found = bench_machine.interference(str(disk_path), work, 12.0)
@@ -88,11 +91,12 @@ def test_what_moves_beside_goes_on_until_it_is_enough(disk_path, way, monkeypatc
     monkeypatch.setattr(bench_machine, "_MOVED_BYTES", 1 * MIB)
     with bench_machine._flash_tier(str(disk_path)) as (tier, addresses):
         assert len(addresses) == 4
-        with bench_machine._beside(partial(way, tier, addresses)):
-            time.sleep(0.1)
-        totals = tier.recorder.snapshot()
         stage = Stage.READ if way is bench_machine._read_on else Stage.WRITE
-        assert totals.flow(stage, "flash").nbytes > 8 * MIB
+        with bench_machine._beside(partial(way, tier, addresses)):
+            wait_until(
+                lambda: tier.recorder.snapshot().flow(stage, "flash").nbytes > 8 * MIB,
+                "more has been moved than is there",
+            )
         assert tier._held_bytes == 0
 
 

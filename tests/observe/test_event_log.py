@@ -50,7 +50,7 @@ def run_python(code: str, *args: object) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", textwrap.dedent(code), *map(str, args)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=280,
         check=False,
     )
 

@@ -115,7 +115,7 @@ def test_a_run_that_is_killed_anywhere_goes_on_after_its_last_completed_step(whe
     program = textwrap.dedent(PROGRAM).format(tests=os.path.dirname(__file__))
     done = subprocess.run(
         [sys.executable, "-c", program, str(small["flash"]), str(when)],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == -signal.SIGKILL, done.stderr
     completed = len(done.stdout.split())

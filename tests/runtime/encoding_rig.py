@@ -19,7 +19,7 @@ SCRATCH = 80 * KIB
 PIECE = 4096
 """What a piece is with so little scratch memory."""
 FLOATS = Encoding("zero-value", "float32")
-PATIENCE_S = 20
+PATIENCE_S = 60
 
 
 def storage_of(content, skew=0):

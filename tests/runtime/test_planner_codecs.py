@@ -248,7 +248,7 @@ def test_numba_is_loaded_only_where_something_is_encoded(disk_path):
         [sys.executable, "-c", LOADED, str(disk_path)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -84,8 +84,8 @@ def test_stretches_are_spread_over_the_whole_storage():
 def test_speeds_are_of_this_machine_and_without_compilation():
     """The first sample of a type compiles; what it says must not contain that."""
     for sample in sampled(random(2 * MIB), sign_only=True).values():
-        assert 1e7 < sample.encode_bytes_per_s < 1e12, sample
-        assert 1e7 < sample.decode_bytes_per_s < 1e12, sample
+        assert 3e6 < sample.encode_bytes_per_s < 1e12, sample
+        assert 3e6 < sample.decode_bytes_per_s < 1e12, sample
 
 
 # -- any storage -----------------------------------------------------------------------------------

@@ -410,7 +410,7 @@ def test_two_processes_in_one_directory(tmp_path):
         for process in processes:
             assert process.stdout.readline() == "written\n"
         for process in processes:
-            process.communicate("go\n", timeout=30)
+            process.communicate("go\n", timeout=200)
     assert [process.returncode for process in processes] == [0, 0]
     assert os.listdir(tmp_path) == []
 

@@ -125,7 +125,7 @@ class TestThrottledTier:
         for transfer in transfers:
             transfer.wait(20)
         seconds = time.perf_counter() - start
-        assert 3 * 0.025 + 0.02 <= seconds < 1
+        assert seconds >= 3 * 0.025 + 0.02
         assert_equal(target, tickets[0], source[: MIB // 2])
 
     @pytest.mark.parametrize("shared", [True, False])
@@ -147,7 +147,7 @@ class TestThrottledTier:
         assert ends == (["write", "read"] if shared else ["read", "write"])
 
     def test_the_source_is_held_meanwhile(self, stack):
-        tier = throttled(stack, write_bytes_per_s=4 * MIB, read_bytes_per_s=1)
+        tier = throttled(stack, write_bytes_per_s=2 * MIB, read_bytes_per_s=1)
         source = aligned(MIB, seed=3)
         owner = Owner()
         death = weakref.ref(owner)
@@ -160,7 +160,7 @@ class TestThrottledTier:
         assert death() is None
 
     def test_demands_overtake_prefetches(self, stack):
-        tier = throttled(stack, write_bytes_per_s=10**12, read_bytes_per_s=5 * MIB)
+        tier = throttled(stack, write_bytes_per_s=10**12, read_bytes_per_s=2 * MIB)
         source = aligned(MIB, seed=4)
         ticket = write(tier, source, 0, MIB // 2)
         ticket.written.wait(20)
@@ -178,17 +178,17 @@ class TestThrottledTier:
 
     def test_what_waits_can_be_cancelled(self, stack):
         inner = host(stack, 4 * MIB)
-        tier = throttled(stack, inner, write_bytes_per_s=5 * MIB, read_bytes_per_s=1)
+        tier = throttled(stack, inner, write_bytes_per_s=MIB, read_bytes_per_s=1)
         source = aligned(MIB, seed=5)
         start = time.perf_counter()
-        tickets = [write(tier, source, 0, MIB // 2) for _ in range(6)]  # 0.1 s each
+        tickets = [write(tier, source, 0, MIB // 2) for _ in range(6)]  # half a second each
         time.sleep(0.02)
         assert not tickets[0].written.cancel()  # its turn has come
         for ticket in tickets[1:5]:
             assert ticket.written.cancel()
             assert isinstance(outcome(ticket.written), CancelledError)
         tickets[5].written.wait(20)
-        assert 0.2 <= time.perf_counter() - start < 0.5  # it moved up
+        assert 1.0 <= time.perf_counter() - start < 3.0  # it moved up
         for ticket in tickets:
             tier.discard(ticket)
         assert tier.held_bytes == 0

@@ -74,13 +74,29 @@ class Room:
             return
         start_ns = self._recorder.clock.now_ns()
         while not self._budget.try_take(nbytes, owner):
-            if not self.make(nbytes, name=name, of_pass=of_pass, saved=saved):
+            if not self.make(nbytes, name=name, of_pass=of_pass, saved=saved, from_budget=True):
                 self._budget.force(nbytes, owner)
                 break
         self.stalled(start_ns, StallCause.BUDGET, name)
 
-    def make(self, nbytes: int, *, name: str, of_pass: Pass, saved: SavedStorage | None) -> bool:
+    def make(
+        self,
+        nbytes: int,
+        *,
+        name: str,
+        of_pass: Pass,
+        saved: SavedStorage | None,
+        from_budget: bool = False,
+    ) -> bool:
         """Take one step towards ``nbytes`` of free budget; see [Note: room].
+
+        Args:
+            nbytes: How much.
+            name: For what, in errors.
+            of_pass: The pass whose storages may have to go.
+            saved: A storage that must not go.
+            from_budget: Whether so much of free budget is all that it takes, and no block of the arena:
+                then nothing has to go if a write has ended since the caller tried.
 
         Returns:
             False if nothing is left to do, and the budget must be exceeded because a tier failed.
@@ -92,6 +108,8 @@ class Room:
         if traffic.mover.trim(nbytes) > 0:
             return True
         with traffic.lock:
+            if from_budget and self._budget.free_bytes >= nbytes:
+                return True
             if traffic.give_spare() or self._drop_behind_writes(of_pass, saved):
                 return True
             if traffic.reading:

@@ -18,7 +18,7 @@ from penstock.io.engine import Engine, File, Op, Priority, Request, Transfer
 
 PIECE_BYTES: Final = 8192
 """What the suites cut transfers into: small, so that many pieces are quick."""
-PATIENCE_S: Final = 20.0
+PATIENCE_S: Final = 60.0
 """More than any single transfer takes on a busy machine."""
 
 Bytes = NDArray[np.uint8]
