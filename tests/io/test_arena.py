@@ -255,6 +255,94 @@ def test_pages_of_two_lengths_are_exchanged_exactly():
     assert budget.used_bytes == 0
 
 
+@pytest.fixture
+def cannot_move(monkeypatch):
+    """As on kernels before 5.7."""
+    monkeypatch.setattr(Mapping, "move_page", lambda *_: False)
+
+
+def can_move():
+    trial = Mapping(2 * PAGE)
+    trial.populate(0, PAGE)
+    return trial.move_page(0, PAGE)
+
+
+@pytest.mark.skipif(not can_move(), reason="this kernel does not move pages")
+def test_idle_pages_elsewhere_are_moved_and_not_zeroed(monkeypatch):
+    """New pages of zeros are what a first touch costs: fragmentation must not need any."""
+    budget = Budget(9 * MIB)
+    arena = Arena(32 * MIB, budget=budget)
+    blocks = [arena.allocate(2 * MIB) for _ in range(4)]
+    for value, block in enumerate(blocks):
+        fill(block, value + 1)
+    huge_before = "hg" in vm_flags(arena.address)
+    blocks[0].free()
+    blocks[2].free()
+    populated = []
+    monkeypatch.setattr(Mapping, "populate", lambda *args: bool(populated.append(args)) or True)
+    wide = arena.allocate(4 * MIB)
+    assert content(wide) == {1, 3}, "the very pages that were idle"
+    assert not populated
+    assert (content(blocks[1]), content(blocks[3])) == ({2}, {4})
+    assert arena.touched_bytes == resident_bytes(arena) == budget.used_bytes == 8 * MIB
+    for address in (arena.address, wide.address):  # where they were, and where they are
+        flags = vm_flags(address)
+        assert "dc" in flags
+        assert ("hg" in flags) == huge_before
+    fill(wide, 9)
+    for block in (wide, blocks[1], blocks[3]):
+        block.free()
+    assert arena.trim() == 8 * MIB
+    assert resident_bytes(arena) == budget.used_bytes == 0
+    again = arena.allocate(8 * MIB)
+    monkeypatch.undo()
+    fill(again, 5)
+    assert content(again) == {5}
+
+
+@pytest.mark.skipif(not can_move(), reason="this kernel does not move pages")
+def test_moved_pages_are_for_direct_transfers_as_any_other(tmp_path):
+    """A page that was moved is written to and read from by address, as the engine does."""
+    arena = Arena(16 * MIB, budget=Budget(8 * MIB))
+    blocks = [arena.allocate(2 * MIB) for _ in range(4)]
+    blocks[0].free()
+    blocks[2].free()
+    wide = arena.allocate(4 * MIB)
+    fill(wide, 7)
+    path = tmp_path / "file"
+    path.write_bytes(ctypes.string_at(wide.address, wide.nbytes))
+    fill(wide, 0)
+    view = (ctypes.c_char * wide.nbytes).from_address(wide.address)
+    with path.open("rb", buffering=0) as file:
+        assert file.readinto(view) == wide.nbytes
+    assert content(wide) == {7}
+
+
+def test_a_large_arena_moves_nothing(monkeypatch):
+    """Each moved page may be a mapping of its own, and a process may have only so many."""
+    monkeypatch.setattr("penstock.io.arena._MOST_MOVABLE", 7)
+    monkeypatch.setattr(Mapping, "move_page", lambda *_: pytest.fail("moved"))
+    arena = Arena(16 * MIB, budget=Budget(8 * MIB))
+    blocks = [arena.allocate(2 * MIB) for _ in range(4)]
+    blocks[0].free()
+    blocks[2].free()
+    assert arena.allocate(4 * MIB) is not None
+    assert resident_bytes(arena) == 8 * MIB
+
+
+@pytest.mark.usefixtures("cannot_move")
+def test_idle_pages_pay_for_new_ones_where_they_cannot_be_moved():
+    budget = Budget(8 * MIB)
+    arena = Arena(32 * MIB, budget=budget)
+    blocks = [arena.allocate(2 * MIB) for _ in range(4)]
+    blocks[0].free()
+    blocks[2].free()
+    assert arena.allocate(4 * MIB) is not None
+    assert (budget.used_bytes, budget.peak_bytes) == (8 * MIB, 8 * MIB)
+    assert resident_bytes(arena) == 8 * MIB
+
+
+@pytest.mark.usefixtures("cannot_move")
 def test_exchange_when_another_owner_is_quicker(monkeypatch):
     budget = Budget(6 * MIB)
     arena = Arena(16 * MIB, budget=budget)

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import enum
 import os
+import time
 import weakref
 from collections.abc import Iterator
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +30,11 @@ from penstock.core.locks import Lock, defer
 from penstock.core.units import format_bytes, round_down, round_up
 from penstock.io.extents import ExtentAllocator
 from penstock.io.mapping import HUGE_PAGE_BYTES, PAGE_BYTES, Mapping
+
+_LATEST_SHARE: Final = 0.25
+"""Of the latest in the running mean of what a first touch takes."""
+_MOST_MOVABLE: Final = 8192
+"""Pages are moved in arenas of up to so many, since each may then be a mapping of its own."""
 
 
 class BlockState(enum.Enum):
@@ -98,6 +105,7 @@ class Arena:
             system; and if the budget is less than that, further down to whole 2 MiB pages plus the
             odd rest of the budget, so that the budget can be used to the last page.
         owner: As which it takes from the budget.
+        touch_ns_per_byte: What it takes to make pages resident, by the last times.
     """
 
     def __init__(
@@ -115,6 +123,7 @@ class Arena:
         """
         self.capacity_bytes = _usable(capacity_bytes, budget)
         self.owner = owner
+        self.touch_ns_per_byte = 0.0
         self._budget = budget
         self._mapping = Mapping(self.capacity_bytes)
         self.address = self._mapping.address
@@ -147,8 +156,9 @@ class Arena:
     def allocate(self, nbytes: int, *, alignment: int = 4096) -> Block | None:
         """Take ``nbytes`` of resident memory, contents undefined.
 
-        Touched memory is preferred; only if none fits, pages are added, as few as possible. If the
-        budget refuses them, idle pages elsewhere are given back in exchange.
+        Touched memory is preferred; only if none fits in one piece, pages are added, as few as
+        possible: idle ones from elsewhere, and new ones. If the budget refuses these, idle pages are
+        given back in exchange.
 
         Returns:
             The block, or None if it does not fit the capacity, or the budget, now. Whoever wants to
@@ -167,17 +177,27 @@ class Arena:
         self._check_process()
         with self._lock:
             self._check_open()
-            grown = range(0)
+            cost = 0
             offset = self._warm.allocate(nbytes, alignment)
             if offset is None:
                 offset = self._cheapest_place(nbytes, alignment)
-                if offset is None or not self._add_pages(grown := _pages(offset, nbytes)):
+                if offset is None:
+                    return None
+                grown = _pages(offset, nbytes)
+                cost = self._cold_bytes(grown)
+                if not self._can_add(cost, grown):
+                    return None
+                cost -= self._move_pages(grown)
+                if not self._add_pages(grown, cost):
                     return None
                 self._warm.take(offset, nbytes)
             self._space.take(offset, nbytes)
             self._used_bytes += nbytes
-        if grown:
+        if cost:  # without the lock
+            start_ns = time.perf_counter_ns()
             self._touch(grown, offset, nbytes)
+            taken = (time.perf_counter_ns() - start_ns) / cost
+            self.touch_ns_per_byte += (taken - self.touch_ns_per_byte) * _LATEST_SHARE
         return Block(self, offset, self.address + offset, nbytes)
 
     def pretouch(self) -> bool:
@@ -190,7 +210,7 @@ class Arena:
         with self._lock:
             self._check_open()
             everything = range(len(self._touched))
-            if not self._add_pages(everything):
+            if not self._add_pages(everything, self._cold_bytes(everything)):
                 return False
             self._pretouched = True
         if not self._mapping.populate(0, self.capacity_bytes):
@@ -275,9 +295,8 @@ class Arena:
                 if low <= place and place + nbytes <= high:
                     yield place
 
-    def _add_pages(self, pages: range) -> bool:
+    def _add_pages(self, pages: range, cost: int) -> bool:
         """Charge the untouched ones of ``pages`` and declare them touched; False if refused."""
-        cost = self._cold_bytes(pages)
         if not self._charge(cost, pages):
             return False
         for page in pages:
@@ -286,6 +305,10 @@ class Arena:
                 self._warm.free(page * HUGE_PAGE_BYTES, self._page_bytes(page))
         self._touched_bytes += cost
         return True
+
+    def _can_add(self, cost: int, wanted: range) -> bool:
+        budget = self._budget
+        return budget is None or cost <= budget.free_bytes + self._idle_bytes(wanted)
 
     def _charge(self, cost: int, wanted: range) -> bool:
         budget = self._budget
@@ -302,6 +325,26 @@ class Arena:
             return True
         budget.give(released, self.owner)  # another owner was quicker
         return False
+
+    def _move_pages(self, wanted: range) -> int:
+        """Bring idle pages from elsewhere to untouched ones of ``wanted``; how many bytes."""
+        if len(self._touched) > _MOST_MOVABLE:
+            return 0
+        idle = [p for p in self._idle_pages(wanted) if self._page_bytes(p) == HUGE_PAGE_BYTES]
+        moved = 0
+        for target in wanted:
+            if self._touched[target] or self._page_bytes(target) < HUGE_PAGE_BYTES:
+                continue
+            if not idle:
+                break
+            source = idle.pop()
+            if not self._mapping.move_page(source * HUGE_PAGE_BYTES, target * HUGE_PAGE_BYTES):
+                break
+            self._warm.take(source * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES)
+            self._warm.free(target * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES)
+            self._touched[source], self._touched[target] = 0, 1
+            moved += HUGE_PAGE_BYTES
+        return moved
 
     def _drop_pages(self, wanted_bytes: int, spare: range) -> int:
         """Return idle pages outside ``spare`` to the system, until it is enough; how many bytes."""

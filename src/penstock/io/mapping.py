@@ -25,6 +25,7 @@ PAGE_BYTES: Final = mmap.PAGESIZE
 
 _MADV_NOHUGEPAGE: Final = 15
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
+_MREMAP_MAYMOVE_FIXED_DONTUNMAP: Final = 1 | 2 | 4  # Linux 5.7
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -35,6 +36,7 @@ _libc.mmap.argtypes = (
 )
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mremap.restype = ctypes.c_void_p
 
 
 class Mapping:
@@ -81,6 +83,28 @@ class Mapping:
     def drop(self, offset: int, nbytes: int) -> bool:
         """Give the pages of a page-aligned range back to the system; contents become zero."""
         return self._advise(mmap.MADV_DONTNEED, offset, nbytes)
+
+    def move_page(self, source: int, target: int) -> bool:
+        """Have the memory of one whole 2 MiB page at another offset: some µs, where zeroing takes 200.
+
+        What was at ``source``, contents included, is at ``target`` then, and ``source`` is as if it had
+        been dropped. The two become mappings of their own, of which a process may have 65 530 by default.
+
+        Args:
+            source: Where a resident page begins, a multiple of 2 MiB.
+            target: Where a page that is not resident begins, likewise.
+
+        Returns:
+            False, with nothing changed, on kernels before 5.7, or where the system has no mapping left.
+        """
+        moved = _libc.mremap(
+            ctypes.c_void_p(self.address + source),
+            ctypes.c_size_t(HUGE_PAGE_BYTES),
+            ctypes.c_size_t(HUGE_PAGE_BYTES),
+            ctypes.c_int(_MREMAP_MAYMOVE_FIXED_DONTUNMAP),
+            ctypes.c_void_p(self.address + target),
+        )
+        return moved not in {None, _MAP_FAILED}
 
     def unmap(self) -> None:
         """Release the address space. Idempotent; does nothing in a forked child."""

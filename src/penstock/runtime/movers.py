@@ -107,6 +107,10 @@ class Mover(ABC):
     def trim(self, nbytes: int) -> int:
         """Give idle device memory back to the budget; returns how much that was."""
 
+    def retouch_ns(self, nbytes: int) -> float:  # noqa: ARG002  (only some devices take long)
+        """What it would take to have ``nbytes`` again that ``trim`` has given back."""
+        return 0.0
+
     @abstractmethod
     def target_bytes(self, ticket: Any) -> int:
         """What ``allocate`` would charge at most."""
@@ -203,6 +207,10 @@ class CpuMover(Mover):
     def trim(self, nbytes: int) -> int:
         """Hand idle pages of the arena back to the system."""
         return self.arena.trim(nbytes)
+
+    def retouch_ns(self, nbytes: int) -> float:
+        """By the latest first touches of the arena."""
+        return self.arena.touch_ns_per_byte * nbytes
 
     def target_bytes(self, ticket: Any) -> int:
         """The window, and what lies before it in its cache line."""

@@ -3,11 +3,11 @@
 [Note: room]
     Everything held counts against one budget: storages that are kept or await their write, restored
     ones, and touched but idle pages of the arena. When something new does not fit, room is made in
-    this order: idle pages, and what was taken in advance, are given back; writes under way are waited
-    for; prefetched copies are dropped, the one needed last first; kept storages are spilled, the one
-    needed last first. Only when none of these is left is the budget too small, and the error says what
-    would do. If a tier has failed, bytes have nowhere to go: then, and only then, the budget is
-    exceeded, with a warning.
+    this order: idle pages, and what was taken in advance, are given back, unless it is quicker to wait
+    for a write than to touch the pages again; writes under way are waited for; prefetched copies are
+    dropped, the one needed last first; kept storages are spilled, the one needed last first. Only when
+    none of these is left is the budget too small, and the error says what would do. If a tier has failed,
+    bytes have nowhere to go: then, and only then, the budget is exceeded, with a warning.
 """
 
 from __future__ import annotations
@@ -105,7 +105,10 @@ class Room:
             BudgetError: Nothing is left to do.
         """
         traffic = self._traffic
-        if traffic.mover.trim(nbytes) > 0:
+        missing = nbytes - self._budget.free_bytes if from_budget else nbytes
+        if missing <= 0 or self._write_ends_sooner(missing):
+            return True
+        if traffic.mover.trim(missing) > 0:
             return True
         with traffic.lock:
             if from_budget and self._budget.free_bytes >= nbytes:
@@ -127,6 +130,17 @@ class Room:
         )
         self._recorder.count("budget.overflow")
         return False
+
+    def _write_ends_sooner(self, nbytes: int) -> bool:
+        """Wait for a write, if that takes less than to have idle pages again that are given back."""
+        traffic = self._traffic
+        with traffic.lock:
+            if traffic.writing_bytes < nbytes:
+                return False
+            if traffic.write_ns_per_byte * nbytes >= traffic.mover.retouch_ns(nbytes):
+                return False
+            traffic.changed.wait()
+        return True
 
     def _drop_behind_writes(self, of_pass: Pass, saved: SavedStorage | None) -> bool:
         if self._traffic.writing:

@@ -33,6 +33,8 @@ CREDIT_SHARE: Final = 256
 """Part of a large budget that is taken at a time for storages that are small beside it."""
 LEAST_CREDIT_BYTES: Final = 1 * MIB
 MOST_CREDIT_BYTES: Final = 4 * MIB
+LATEST_SHARE: Final = 0.25
+"""Of the latest write in the running mean of how long writes take."""
 SMALL = "small"
 """Owner, in the device budget, of storages below the floor, which always stay."""
 
@@ -44,6 +46,8 @@ class Traffic:
         lock: The runtime's lock.
         changed: Notified when a write or a read has ended, or a storage has died.
         writing: Writes under way.
+        writing_bytes: Of the storages that they free.
+        write_ns_per_byte: How long the last writes took from their beginning to their end.
         reading: Reads under way.
         restored: Storages in the state RESTORED.
         failed: Whether a tier has refused or lost a write.
@@ -58,6 +62,8 @@ class Traffic:
         self.lock = Lock()
         self.changed = threading.Condition(self.lock)  # type: ignore[arg-type]
         self.writing = 0
+        self.writing_bytes = 0
+        self.write_ns_per_byte = 0.0
         self.reading = 0
         self.restored: dict[SavedStorage, None] = {}
         self.failed = False
@@ -124,6 +130,8 @@ class Traffic:
             saved.writing = True
             saved.encoding = encoding
             self.writing += 1
+            self.writing_bytes += saved.nbytes
+        start_ns = self._recorder.clock.now_ns()
         for tier in self._order(first_tier):
             try:
                 ticket = self.mover.write(storage, tier, saved.label, encoding)
@@ -137,7 +145,7 @@ class Traffic:
                 saved.ticket, saved.tier = ticket, tier
                 saved.of_pass.spilled = True
             del storage  # or this frame would keep it alive when the write is done
-            ticket.written.add_done_callback(partial(self._written, saved))
+            ticket.written.add_done_callback(partial(self._written, saved, start_ns))
             return
         with self.lock:
             self._stays(saved)
@@ -146,12 +154,14 @@ class Traffic:
         names = [first, *(name for name in self.tiers if name != first)]
         return [self.tiers[name] for name in names if name in self.tiers]
 
-    def _written(self, saved: SavedStorage, transfer: Transfer) -> None:
+    def _written(self, saved: SavedStorage, start_ns: int, transfer: Transfer) -> None:
         """A write has ended; runs in a worker of the engine, or where it was cancelled."""
         error = transfer.error
         ticket = None
         retry = False
+        taken = (self._recorder.clock.now_ns() - start_ns) / saved.nbytes
         with self.lock:
+            self.write_ns_per_byte += (taken - self.write_ns_per_byte) * LATEST_SHARE
             if saved.state is Residency.DEAD:  # whoever let it die left charge and ticket to us
                 ticket, saved.ticket = saved.ticket, None
                 self.give(saved.nbytes)
@@ -183,6 +193,7 @@ class Traffic:
     def _over(self, saved: SavedStorage) -> None:
         saved.writing = False
         self.writing -= 1
+        self.writing_bytes -= saved.nbytes
         self.changed.notify_all()
 
     def _stays(self, saved: SavedStorage, *, stuck: bool = True) -> None:

@@ -142,6 +142,10 @@ class EncodingMover(Mover):
         """As the inner mover: scratch memory is never idle."""
         return self._inner.trim(nbytes)
 
+    def retouch_ns(self, nbytes: int) -> float:
+        """As the mover below says."""
+        return self._inner.retouch_ns(nbytes)
+
     def target_bytes(self, ticket: Any) -> int:
         """As the inner mover, for the storage."""
         return self._inner.target_bytes(ticket)

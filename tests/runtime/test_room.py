@@ -1,0 +1,86 @@
+"""Making room: whether idle pages go, or a write is waited for."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from penstock.core.budget import Budget
+from penstock.core.locks import Lock
+from penstock.core.units import MIB
+from penstock.observe.recorder import Recorder
+from penstock.runtime.room import Room
+from penstock.runtime.traffic import SAVED
+
+ARENA = "arena"
+
+
+class Rig:
+    """A full budget: half is being written, half are idle pages of the arena."""
+
+    def __init__(self, *, write_ns_per_byte, touch_ns_per_byte):
+        self.budget = Budget(8 * MIB)
+        assert self.budget.try_take(4 * MIB, SAVED)
+        assert self.budget.try_take(4 * MIB, ARENA)
+        self.trimmed = []
+        lock = Lock()
+        self.traffic = SimpleNamespace(
+            lock=lock,
+            changed=threading.Condition(lock),
+            writing=1,
+            writing_bytes=4 * MIB,
+            write_ns_per_byte=write_ns_per_byte,
+            mover=SimpleNamespace(
+                trim=self.trim, retouch_ns=lambda nbytes: touch_ns_per_byte * nbytes
+            ),
+        )
+        self.room = Room(
+            budget=self.budget,
+            traffic=self.traffic,
+            recorder=Recorder(),
+            promote_kept=lambda: pytest.fail("nothing that is kept has to go"),
+        )
+
+    def trim(self, nbytes):
+        self.trimmed.append(nbytes)
+        self.budget.give(nbytes, ARENA)
+        return nbytes
+
+    def end_write(self):
+        with self.traffic.lock:
+            self.budget.give(4 * MIB, SAVED)
+            self.traffic.writing = self.traffic.writing_bytes = 0
+            self.traffic.changed.notify_all()
+
+    def take(self, nbytes):
+        self.room.take(nbytes, "test", name="it", of_pass=None, saved=None)
+
+
+def test_pages_go_where_touching_them_again_is_quicker_than_writing():
+    rig = Rig(write_ns_per_byte=1.0, touch_ns_per_byte=0.1)
+    rig.take(2 * MIB)
+    assert rig.trimmed == [2 * MIB]
+
+
+def test_a_write_is_waited_for_where_that_is_quicker():
+    rig = Rig(write_ns_per_byte=0.1, touch_ns_per_byte=1.0)
+    thread = threading.Timer(0.05, rig.end_write)
+    thread.start()
+    rig.take(2 * MIB)
+    thread.join()
+    assert rig.trimmed == []
+    assert rig.room.stalled_ns > 0
+
+
+def test_pages_go_where_writes_would_not_free_enough():
+    rig = Rig(write_ns_per_byte=0.1, touch_ns_per_byte=1.0)
+    rig.traffic.writing_bytes = MIB
+    rig.take(2 * MIB)
+    assert rig.trimmed == [2 * MIB]
+
+
+def test_no_more_pages_go_than_are_missing():
+    rig = Rig(write_ns_per_byte=1.0, touch_ns_per_byte=0.0)
+    rig.budget.give(MIB, ARENA)
+    rig.take(3 * MIB)
+    assert rig.trimmed == [2 * MIB]
