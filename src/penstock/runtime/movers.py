@@ -107,7 +107,7 @@ class Mover(ABC):
     def trim(self, nbytes: int) -> int:
         """Give idle device memory back to the budget; returns how much that was."""
 
-    def retouch_ns(self, nbytes: int) -> float:  # noqa: ARG002  (only some devices take long)
+    def retouch_ns(self, nbytes: int) -> float:
         """What it would take to have ``nbytes`` again that ``trim`` has given back."""
         return 0.0
 

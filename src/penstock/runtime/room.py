@@ -106,9 +106,7 @@ class Room:
         """
         traffic = self._traffic
         missing = nbytes - self._budget.free_bytes if from_budget else nbytes
-        if missing <= 0 or self._write_ends_sooner(missing):
-            return True
-        if traffic.mover.trim(missing) > 0:
+        if missing <= 0 or self._write_ends_sooner(missing) or traffic.mover.trim(missing) > 0:
             return True
         with traffic.lock:
             if from_budget and self._budget.free_bytes >= nbytes:
