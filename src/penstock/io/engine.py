@@ -85,6 +85,7 @@ class Transfer:
         "_error",
         "_event",
         "_lock",
+        "_over",
         "_promote",
         "_settled",
         "nbytes",
@@ -108,8 +109,9 @@ class Transfer:
         self._cancel = cancel
         self._promote = promote
         self._lock = Lock()
-        self._event = threading.Event()  # set when waiters may go on
+        self._event: threading.Event | None = None  # for waiters; few transfers have one
         self._settled = False
+        self._over = False  # settled, and every callback has run: waiters may go on
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[Transfer], None]] = []
 
@@ -134,11 +136,20 @@ class Transfer:
             CancelledError: It was cancelled before it began.
             TimeoutError: ``timeout_s`` passed.
         """
-        if not self._event.wait(timeout_s):
+        if not self._wait(timeout_s):
             raise TimeoutError(f"a transfer of {self.nbytes} bytes is not done after {timeout_s} s")
         if self._error is not None:
             raise self._error.with_traceback(None)  # else it would keep every waiter's frame alive
         return self.nbytes
+
+    def _wait(self, timeout_s: float | None) -> bool:
+        with self._lock:
+            if self._over:
+                return True
+            if self._event is None:
+                self._event = threading.Event()
+            event = self._event
+        return event.wait(timeout_s)
 
     def cancel(self) -> bool:
         """Withdraw the request if no part of it has started. True: settled as cancelled."""
@@ -162,7 +173,7 @@ class Transfer:
         the other callbacks and the waiters go on.
         """
         with self._lock:
-            if not self._event.is_set():
+            if not self._over:
                 self._callbacks.append(callback)
                 return
         callback(self)
@@ -178,10 +189,13 @@ class Transfer:
             with self._lock:
                 callbacks, self._callbacks = self._callbacks, []
                 if not callbacks:
-                    self._event.set()
-                    return
+                    self._over = True
+                    event = self._event
+                    break
             for callback in callbacks:
                 self._call(callback)
+        if event is not None:
+            event.set()
 
     def _call(self, callback: Callable[[Transfer], None]) -> None:
         try:
