@@ -53,6 +53,7 @@ class Job:
 JOBS = {
     "vgg16": Job("vgg16", 16, 0.4, {"image_size": 128}),
     "resnet50": Job("resnet50", 16, 0.15, {"image_size": 160}),
+    "resnet50-64": Job("resnet50", 64, 0.15, {"image_size": 160}),
     "gpt2": Job("gpt2", 4, 0.3, {"sequence_length": 256, "dropout": 0.0}),
 }
 Times = tuple[float, float, float]

@@ -44,7 +44,7 @@ def sampled(address: int, nbytes: int) -> int:
     memory = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
     count = (nbytes - LINE_BYTES) // STRIDE_BYTES + 1
     lines = np.ndarray((count,), f"V{LINE_BYTES}", memory, strides=(STRIDE_BYTES,))
-    digest = xxhash.xxh3_64(lines.tobytes())
+    digest = xxhash.xxh3_64(lines.copy().data)  # unlike `tobytes`, without the GIL
     digest.update(memory[-LINE_BYTES:])
     return digest.intdigest()
 
