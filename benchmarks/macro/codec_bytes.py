@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import _activations
+import _memory
 import _results
 import penstock
 from penstock import zoo
@@ -82,6 +83,7 @@ def main() -> None:
             "first_encoded_step": FIRST,
             "optimizer": f"SGD, lr={LEARNING_RATE}, momentum=0.9",
             "target_ratio": TARGET,
+            "environment": _memory.KEEPS,
         }
         path = _results.write(NAME, figures, config, directory=args.dir)
         print(f"wrote {path.name}")
@@ -227,4 +229,5 @@ def mib(nbytes: int) -> str:
 
 
 if __name__ == "__main__":
+    _memory.keep_what_is_freed()
     main()

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -28,13 +27,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as `penstock run` does; for every run alike
-
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import _activations
+import _memory
 import _results
 import penstock
 from penstock import zoo
@@ -101,6 +99,7 @@ def main() -> None:
             "target_speedup": TARGET,
             "threads": torch.get_num_threads(),
             "optimizer": "SGD",
+            "environment": _memory.KEEPS,
         }
         path = _results.write(NAME, results, config, directory=args.dir)
         print(f"wrote {path.name}")
@@ -284,4 +283,5 @@ def show(name: str, figures: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    _memory.keep_what_is_freed()
     main()

@@ -15,7 +15,11 @@
 
 To train takes long and need not be undisturbed; to measure is quick and must be. With ``--samples
 FOLDER`` what was sampled is kept there, and taken from there when the script is run again with the same
-settings.
+settings. With ``--merge`` only the second part is run, of the named networks; the rest of the last result
+stays as it is, so that networks that take long can be trained in parts:
+
+    python benchmarks/micro/codecs.py --train-only --samples FOLDER --networks gpt2 bert-base
+    python benchmarks/micro/codecs.py --merge --samples FOLDER --networks gpt2 bert-base
 
     python benchmarks/micro/codecs.py --table docs/codec_speed_table.md
 """
@@ -303,6 +307,9 @@ def parse(arguments=None):
     parser.add_argument("--networks", nargs="*", help="of the zoo (one of each family; quick: 2)")
     parser.add_argument("--samples", help="folder of what was sampled, to measure it again")
     parser.add_argument("--train-only", action="store_true", help="fill --samples, measure nothing")
+    parser.add_argument(
+        "--merge", action="store_true", help="only --networks, into the last result"
+    )
     parser.add_argument("--table", type=Path, help="write the tables of the manual to this file")
     parser.add_argument("--from-result", action="store_true", help="--table of the last result")
     parser.add_argument("--steps", type=int, help="to train for (200; quick: 5)")
@@ -323,16 +330,49 @@ def parse(arguments=None):
     options.least = parse_bytes(options.least)
     if options.from_result and not options.table:
         parser.error("--from-result writes nothing without --table")
+    if options.merge and options.quick:
+        parser.error("--quick writes no result to merge into")
     if options.train_only and not options.samples:
         parser.error("--train-only keeps nothing without --samples")
     return options
 
 
+def both_sides(options):
+    """The first part: half of the elements zero, and none."""
+    back, figures = memory(options.bytes), {"target_gb_per_s": {"zero-value": TARGET_GB_PER_S}}
+    for kind, share in (("half_zero", options.zeros), ("dense", 0.0)):
+        source = normal(options.bytes, share)
+        figures[kind], missing = beside_peers(options, source, back)
+        print(f"{share:.0%} of the elements zero")
+        _print_sides(figures[kind], missing)
+    return figures | {"not_installed": missing}
+
+
+def _config(options, figures):
+    """What it was run with; of a merged result, the first part's is the earlier one's."""
+    if options.merge:
+        config = _last()["config"]
+        merged = {"networks": options.networks, "seconds": options.seconds, "steps": options.steps}
+        return config | {"merged": [*config.get("merged", []), merged]}
+    told = ("samples", "train_only", "table", "from_result", "merge")
+    config = {name: value for name, value in vars(options).items() if name not in told}
+    config |= {"batch": BATCH, "learning_rate": RATE, "environment": _memory.KEEPS}
+    config["peers"] = {
+        name: version(package)
+        for name, package in PEERS.items()
+        if name not in figures["not_installed"]
+    }
+    return config
+
+
+def _last():
+    return json.loads((_results.RESULTS / f"{Path(__file__).stem}.json").read_text())
+
+
 def main(arguments=None):
     options = parse(arguments)
     if options.from_result:
-        result = json.loads((_results.RESULTS / f"{Path(__file__).stem}.json").read_text())
-        options.table.write_text(page(result["figures"]), encoding="utf-8")
+        options.table.write_text(page(_last()["figures"]), encoding="utf-8")
         return
     if options.train_only:
         for name in options.networks:
@@ -342,24 +382,15 @@ def main(arguments=None):
     _results.warn_if_busy()
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(cores)})  # everything is measured on one core
-    back, figures = memory(options.bytes), {"target_gb_per_s": {"zero-value": TARGET_GB_PER_S}}
-    for kind, share in (("half_zero", options.zeros), ("dense", 0.0)):
-        source = normal(options.bytes, share)
-        figures[kind], missing = beside_peers(options, source, back)
-        print(f"{share:.0%} of the elements zero")
-        _print_sides(figures[kind], missing)
+    figures = _last()["figures"] if options.merge else both_sides(options)
     if not options.samples:
         os.sched_setaffinity(0, cores)  # training may have them all
-    figures |= {"not_installed": missing, "activations": on_activations(options)}
+    networks = figures.get("activations", {}) | on_activations(options)
+    order = dict.fromkeys((*zoo.families(), *networks))
+    figures["activations"] = {name: networks[name] for name in order if name in networks}
     if options.quick:
         return
-    told = ("samples", "train_only", "table", "from_result")
-    config = {name: value for name, value in vars(options).items() if name not in told}
-    config |= {"batch": BATCH, "learning_rate": RATE, "environment": _memory.KEEPS}
-    config["peers"] = {
-        name: version(package) for name, package in PEERS.items() if name not in missing
-    }
-    path = _results.write(Path(__file__).stem, figures, config)
+    path = _results.write(Path(__file__).stem, figures, _config(options, figures))
     print(f"wrote {path.name}")
     if options.table:
         options.table.write_text(page(figures), encoding="utf-8")

@@ -11,7 +11,8 @@ from penstock.plan import Action, Budgets, CodecSample, Machine, Profile, polici
 from penstock.plan.encoding import MARGIN, best, cost_s, pays, trip_s
 from penstock.plan.groups import groups_of
 from penstock.plan.pipeline import choose, paper_s
-from penstock.plan.placement import place
+from penstock.plan.placement import place, rooms_for
+from penstock.plan.replay import replay
 from penstock.plan.window import read_ahead_bytes
 
 AMPLE = 10**12
@@ -242,6 +243,39 @@ def test_a_budget_that_raw_bytes_cannot_keep_is_kept_by_encoded_ones(name):
     plan = policies.get(name)(encodable(raw, QUICK), MACHINE, budgets)
     assert plan.feasible
     assert plan.offloaded_bytes > budgets.host_bytes > plan.encoded_bytes
+
+
+def test_the_search_counts_encoded_bytes_where_flash_has_room_for_what_outgrows_host_memory():
+    """Flash is as slow as the network; host memory has room for four as they are, for six encoded."""
+    slow = replace(MACHINE, flash_write_bytes_per_s=3e8, flash_read_bytes_per_s=3e8)
+    profile = encodable(stack([10] * 10), CodecSample("c", 0.5, 4e9, 4e9))
+    budgets = Budgets(25 * MB, 41 * MB, AMPLE)
+    simple, found = ranked(profile, slow, budgets), auto(profile, slow, budgets)
+    assert sum(d.key.nbytes for d in simple.decisions if d.tier == "host") <= 41 * MB
+    in_host = [d for d in found.decisions if d.tier == "host"]
+    assert sum(d.key.nbytes for d in in_host) > 41 * MB
+    assert sum(d.encoded_bytes for d in in_host) < 41 * MB
+    assert replay(profile, found, slow).step_ns < replay(profile, simple, slow).step_ns
+
+
+SIZES, LEAST = [40, 40, 40], [20, 20, 20]
+
+
+@pytest.mark.parametrize(
+    ("tiers", "room", "before", "fits"),
+    [
+        (("host", "", ""), (40, 0), ("", "", ""), True),
+        (("host", "host", ""), (40, 0), ("host", "", ""), False),  # nothing may outgrow it
+        (("host", "host", ""), (40, 40), ("host", "", ""), True),  # what does goes to flash
+        (("host", "host", ""), (39, 40), ("host", "flash", ""), False),
+        (("host", "host", ""), (40, 0), ("host", "host", "host"), True),  # it is so already
+        (("host", "host", "host"), (40, 0), ("host", "host", "host"), False),
+        (("flash", "flash", "host"), (40, 40), ("flash", "host", "host"), True),
+    ],
+)
+def test_rooms_are_counted_encoded_where_no_byte_is_at_stake(tiers, room, before, fits):
+    budgets = Budgets(0, *room)
+    assert rooms_for(tiers, budgets, sizes=SIZES, least=LEAST, instead_of=before) is fits
 
 
 def test_with_room_for_some_as_they_are_ranked_counts_on_no_codec():

@@ -14,6 +14,7 @@ from penstock.plan.encoding import best
 from penstock.plan.groups import Group, groups_of, need_order
 from penstock.plan.layers import Layer, layers_of
 from penstock.plan.machine import Budgets, Machine
+from penstock.plan.placement import least_bytes
 from penstock.plan.profile import CodecSample, Profile
 from penstock.plan.recomputing import Recomputing
 from penstock.plan.residency import RECOMPUTED, Mask, Residency, Segment, residency
@@ -121,6 +122,16 @@ class Case:
     def main_tier(self) -> str:
         """Flash, where there is any."""
         return "flash" if self.budgets.flash_bytes else "host"
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """What each group takes in a tier as it is."""
+        return tuple(group.nbytes for group in self.groups)
+
+    @cached_property
+    def least(self) -> tuple[int, ...]:
+        """What each group is counted for in a tier if it is encoded to be shortest."""
+        return tuple(map(least_bytes, self.groups))
 
     @cached_property
     def best_samples(self) -> tuple[CodecSample | None, ...]:

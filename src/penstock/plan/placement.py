@@ -12,6 +12,9 @@
     and ``SPACE_MARGIN`` of their bytes more. That is as much as frames may differ from what was foreseen
     before the runtime measures again and plans anew. What has no room then goes to another tier, or
     stays on the device, as without codecs it would have from the beginning.
+
+    The search of ``auto`` may also give one tier more than it holds as it is where another has room for
+    what does not fit after all: then nothing but time is at stake (``rooms_for``).
 """
 
 from __future__ import annotations
@@ -84,6 +87,42 @@ def place(chosen: list[Group], budgets: Budgets) -> list[str]:
         return as_they_are
     encoded = _place(chosen, [least_bytes(group) for group in chosen], budgets)
     return max(as_they_are, encoded, key=lambda tiers: _placed_bytes(chosen, tiers))
+
+
+def rooms_for(
+    tiers: Sequence[str],
+    budgets: Budgets,
+    *,
+    sizes: Sequence[int],
+    least: Sequence[int],
+    instead_of: Sequence[str],
+) -> bool:
+    """Whether each tier has room for the groups that it is given: as they are, or encoded.
+
+    Args:
+        tiers: The tier of each group, or ``""``.
+        budgets: The tiers' capacities.
+        sizes: What each group takes as it is.
+        least: ``least_bytes`` of each.
+        instead_of: The tiers of another choice. Where all tiers together have no room for bytes as they
+            are, encoded ones count only if that is so with that choice as well.
+    """
+    host, flash = budgets.host_bytes, budgets.flash_bytes
+    in_host, on_flash = _sums(tiers, sizes)
+    if in_host <= host and on_flash <= flash:
+        return True
+    if in_host + on_flash > host + flash and sum(_sums(instead_of, sizes)) <= host + flash:
+        return False
+    in_host, on_flash = _sums(tiers, least)
+    return in_host <= host and on_flash <= flash
+
+
+def _sums(tiers: Sequence[str], sizes: Sequence[int]) -> tuple[int, int]:
+    """Bytes to host memory, bytes to flash."""
+    used = {"host": 0, "flash": 0, "": 0}
+    for tier, nbytes in zip(tiers, sizes, strict=True):
+        used[tier] += nbytes
+    return used["host"], used["flash"]
 
 
 def packed(

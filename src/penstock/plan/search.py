@@ -12,6 +12,7 @@ from penstock.plan.assemble import draft
 from penstock.plan.case import Case, Choice
 from penstock.plan.choice_bound import least_step_ns
 from penstock.plan.layers import prefetch_search
+from penstock.plan.placement import rooms_for
 from penstock.plan.recomputing import ancestors, inside
 from penstock.plan.replay import replay
 
@@ -235,10 +236,9 @@ def _placed(case: Case, choice: Choice, changes: dict[int, str]) -> Choice | Non
     tiers = list(choice.tiers)
     for g, tier in changes.items():
         tiers[g] = tier
-    used = {"host": 0, "flash": 0, "": 0}
-    for group, tier in zip(case.groups, tiers, strict=True):
-        used[tier] += group.nbytes
-    if used["host"] > case.budgets.host_bytes or used["flash"] > case.budgets.flash_bytes:
+    if not rooms_for(
+        tiers, case.budgets, sizes=case.sizes, least=case.least, instead_of=choice.tiers
+    ):
         return None
     return replace(choice, tiers=tuple(tiers), samples=choice.samples and None, prefetch={})
 

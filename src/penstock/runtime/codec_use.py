@@ -28,6 +28,7 @@ from penstock.runtime.in_force import InForce
 from penstock.runtime.known_passes import was_sampled
 from penstock.runtime.passes import Pass
 from penstock.runtime.second_looks import SecondLooks
+from penstock.runtime.shortage import Shortage
 from penstock.runtime.stores import LEAST_CODEC_BUDGET_BYTES
 
 RATIO_DRIFT: Final = 0.15
@@ -42,6 +43,7 @@ class CodecUse:
     Attributes:
         chosen: Whether codecs are chosen, by what they were measured to make of a slot.
         has_scratch: Whether they have the memory that they work in.
+        shortage: What is done where tiers are too small for what was planned.
     """
 
     def __init__(self, codec: str, prepare: Callable[[], int], recorder: Recorder) -> None:
@@ -55,6 +57,7 @@ class CodecUse:
         """
         self.chosen = codec == "auto"
         self.has_scratch = False
+        self.shortage = Shortage()
         self._forced = "" if codec in ("auto", "none") else codec
         self._prepare = prepare
         self._recorder = recorder
@@ -62,8 +65,13 @@ class CodecUse:
         self._sampled_passes = 0
         self._sample_again = False
 
-    def begin(self, budget: Budget) -> int:
+    def begin(self, budget: Budget, *, planned: bool) -> int:
         """Take what a codec that is to be used everywhere needs, before anything is saved.
+
+        Args:
+            budget: The device's.
+            planned: Whether there is a plan already, with codecs; without room for their scratch memory
+                what it has encoded goes as it is.
 
         Returns:
             Bytes of scratch memory taken from the budget.
@@ -76,7 +84,7 @@ class CodecUse:
             self._do_without()  # or passes would be sampled for nothing
         name = self._forced
         if not name:
-            return 0
+            return self.open() if self.chosen and planned else 0
         if registry.get(name).fidelity is Fidelity.POSITIVE:
             raise ConfigError(
                 f"codec {name!r} keeps only signs: it is chosen by itself, where that is proven to be"
@@ -119,6 +127,7 @@ class CodecUse:
     def follow(self, plan: Plan, profile: Profile) -> None:
         """What goes raw under ``plan``, made from ``profile``, is looked at again from now on."""
         self._looks.begin(profile, plan)
+        self.shortage.follow(plan, profile)
 
     def note(
         self, finished: Pass, decided: Mapping[SlotKey, Decision | None], *, asked: bool
@@ -138,7 +147,11 @@ class CodecUse:
             self._sampled_passes += 1
         if sampled:
             self._sample_again = False
-        elif _ratios_drifted(finished, decided) or self._looks.found(finished.records):
+        elif (
+            self.shortage.active
+            or _ratios_drifted(finished, decided)
+            or self._looks.found(finished.records)
+        ):
             self._sample_again = True
         return sampled
 
@@ -168,7 +181,7 @@ def _ratios_drifted(finished: Pass, decided: Mapping[SlotKey, Decision | None]) 
     source = foreseen = found = 0.0
     for record in finished.records:
         decision = None if record.frame_bytes is None else decided.get(record.key)
-        if decision is not None and record.frame_bytes is not None:
+        if decision is not None and decision.codec and record.frame_bytes is not None:
             source += record.key.nbytes
             foreseen += decision.ratio * record.key.nbytes
             found += record.frame_bytes

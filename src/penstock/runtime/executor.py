@@ -52,7 +52,9 @@ class Executor:
         self.planner = planner
         self._recorder = recorder
         self._mover = mover
-        self._traffic = Traffic(budget=budget, tiers=tiers, mover=mover, recorder=recorder)
+        self._traffic = Traffic(
+            budget=budget, tiers=tiers, mover=mover, planner=planner, recorder=recorder
+        )
         self._lock = self._traffic.lock
         self._by_storage = self._traffic.table
         self.kept = KeptStorages(
@@ -273,15 +275,17 @@ class Executor:
             return self._in_child(saved)
         with self._lock:
             storage = self._note_need(saved)
-            forwarded = saved.ticket if saved.state is Residency.WRITING else None
-            if forwarded is not None:  # TRAPS rule 17: it is still here, so it stays
+            forwarded = saved.state is Residency.WRITING
+            ticket = saved.ticket
+            if forwarded:  # TRAPS rule 17: it is still here, so it stays
                 saved.state = Residency.RESIDENT
             if storage is not None and not saved.of_pass.spilled:
                 saved.pending -= first
                 return storage
-        if forwarded is not None:
+        if forwarded:
             self._recorder.count("forwarded")
-            forwarded.written.cancel()
+            if ticket is not None:  # else it is just being asked for
+                ticket.written.cancel()
         if storage is None:
             storage = self._reads.demand(saved)
         self._reads.ahead(saved, again=not first)

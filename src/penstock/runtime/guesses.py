@@ -59,14 +59,19 @@ class Guesses:
         half_free = self._budget.free_bytes >= self._budget.limit_bytes // 2
         if self._policy != "all" and half_free:
             return Decision(key, Action.KEEP, "", "not in the plan, and half the budget is free")
-        found = min(
-            (sample for sample in codecs if sample.codec != POSITIVE and sample.ratio <= SHORTER),
-            key=lambda sample: (sample.ratio, sample.codec),
-            default=None,
-        )
+        found = shortest(codecs)
         self._given_bytes += key.nbytes
         self.crowded |= 2 * self._given_bytes > self._room_bytes
         if found is None or not self.crowded:
             return Decision(key, Action.OFFLOAD, self.tier, "not in the plan")
         why = "not in the plan, and half of the tier is given away"
         return Decision(key, Action.OFFLOAD, self.tier, why, found.codec, found.ratio)
+
+
+def shortest(codecs: Sequence[CodecSample]) -> CodecSample | None:
+    """What leaves the fewest bytes, whether signs are enough or not; None: the bytes as they are."""
+    return min(
+        (sample for sample in codecs if sample.codec != POSITIVE and sample.ratio <= SHORTER),
+        key=lambda sample: (sample.ratio, sample.codec),
+        default=None,
+    )

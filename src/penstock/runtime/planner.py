@@ -38,6 +38,7 @@ from penstock.runtime.given import check_slot, check_tiers, note_on_budget
 from penstock.runtime.guesses import Guesses
 from penstock.runtime.in_force import InForce
 from penstock.runtime.known_passes import KnownPasses, is_known
+from penstock.runtime.movers import Encoding
 from penstock.runtime.passes import INPUT, Pass
 from penstock.runtime.residency import SlotRecord
 
@@ -131,13 +132,17 @@ class Planner:
             self._adopt(plan)
 
     def begin(self) -> None:
-        """Take what a codec that is to be used everywhere needs, before anything is saved.
+        """Take what codecs need that are known beforehand, before anything is saved.
+
+        That is one that is to be used everywhere, or those of a plan that is given.
 
         Raises:
             ConfigError: There is no such codec, or it may not be used everywhere.
             BudgetError: The budget has no room for its scratch memory.
         """
-        self._set_aside(self._codecs.begin(self._budget))
+        given = self._given.decisions if self._given is not None else ()
+        planned = any(decision.codec for decision in given)
+        self._set_aside(self._codecs.begin(self._budget, planned=planned))
 
     def _set_aside(self, scratch_bytes: int) -> None:
         """What codecs work in is no longer the plan's to use."""
@@ -216,6 +221,35 @@ class Planner:
                 self._set_aside(self._codecs.open())
             self.wants_samples = self._codecs.has_scratch
 
+    def note_frames(self, record: SlotRecord, frame_bytes: int) -> None:
+        """A slot has been written as frames; in any thread, without the runtime's lock."""
+        decision = self._decided.get(record.key)
+        if decision is not None and self._codecs.shortage.shown_by(decision, frame_bytes):
+            self._fall_short()
+
+    def squeeze(self, record: SlotRecord, *, refused: bool) -> Encoding | None:
+        """How to encode what nobody has planned to encode, for want of room; see [Note: shortage].
+
+        Args:
+            record: What is to be spilled.
+            refused: Whether no tier has room for it as it is.
+        """
+        use = self._codecs
+        if not (use.chosen and use.has_scratch):
+            return None
+        if refused:
+            self._fall_short()
+        if not use.shortage.active:
+            return None
+        dtype = record.origin.dtype
+        sample = use.shortage.way_out(record.key, dtype, record.codecs)
+        return None if sample is None else Encoding(sample.codec, dtype)
+
+    def _fall_short(self) -> None:
+        if not self._codecs.shortage.active:
+            self._codecs.shortage.active = True
+            self._recorder.count("shortage")
+
     # -- between passes ---------------------------------------------------------------------------
 
     def learn(self, finished: Pass) -> bool:
@@ -227,6 +261,7 @@ class Planner:
         with self._lock:
             if self._given is not None:
                 self._learn_given(finished)
+                self._codecs.shortage.active = False
                 self._want_records()
                 return False
             reason = self._why_replan(finished)
@@ -239,6 +274,7 @@ class Planner:
                 reason = ""
                 self._improve(finished)
             self._guesses.end_pass()
+            self._codecs.shortage.active = False
             self._want_closer_look(finished.index + 1)
             self._want_records()
         return bool(reason)

@@ -146,6 +146,8 @@ class SavedStorage:
     """Handles that were never unpacked: while there are any, RESTORED memory is held for them."""
     stuck: bool = False
     """Writing it has failed: it stays where it is."""
+    refused_at_bytes: int = -1
+    """What tiers held when they had no room for it: once it is less, it is not ``stuck`` any more."""
 
     @property
     def key(self) -> SlotKey:

@@ -6,8 +6,9 @@
     this order: idle pages, and what was taken in advance, are given back, unless it is quicker to wait
     for a write than to touch the pages again; writes under way are waited for; prefetched copies are
     dropped, the one needed last first; kept storages are spilled, the one needed last first. Only when
-    none of these is left is the budget too small, and the error says what would do. If a tier has failed,
-    bytes have nowhere to go: then, and only then, the budget is exceeded, with a warning.
+    none of these is left is the budget too small, and the error says what would do. If a tier has
+    failed, or all are full, bytes have nowhere to go: then, and only then, the budget is exceeded, with
+    a warning. What was refused by full tiers is tried again when they hold less.
 """
 
 from __future__ import annotations
@@ -124,7 +125,10 @@ class Room:
         if not traffic.failed:
             self._refuse(nbytes, name)
         traffic.warn(
-            "budget", f"the {self._budget.name} budget is exceeded, because a tier has failed"
+            "budget",
+            f"the {self._budget.name} budget is exceeded for {name}, because a tier has failed or"
+            f" is full, and nothing else can be moved away ({traffic.fill()}); give more"
+            " host_memory or flash_capacity, or a smaller batch; further cases are only counted",
         )
         self._recorder.count("budget.overflow")
         return False
@@ -165,7 +169,9 @@ class Room:
             return None
         used = None
         for saved in self._last_first(of_pass, self._traffic.table.values()):
-            if saved.state is not Residency.RESIDENT or saved.stuck or saved is wanted_for:
+            if saved.state is not Residency.RESIDENT or saved is wanted_for:
+                continue
+            if not self._traffic.may_go(saved):
                 continue
             if saved.pending > 0:
                 return saved

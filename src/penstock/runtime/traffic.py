@@ -20,10 +20,11 @@ from penstock.core.budget import Budget
 from penstock.core.config import UNLIMITED
 from penstock.core.errors import NoSpaceError, PenstockWarning, TransferError
 from penstock.core.locks import Lock
-from penstock.core.units import MIB
+from penstock.core.units import MIB, format_bytes
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
 from penstock.runtime.movers import Encoding, Mover
+from penstock.runtime.planner import Planner
 from penstock.runtime.residency import Residency, SavedStorage
 from penstock.tier.base import Tier
 
@@ -56,9 +57,15 @@ class Traffic:
     """
 
     def __init__(
-        self, *, budget: Budget, tiers: dict[str, Tier], mover: Mover, recorder: Recorder
+        self,
+        *,
+        budget: Budget,
+        tiers: dict[str, Tier],
+        mover: Mover,
+        planner: Planner,
+        recorder: Recorder,
     ) -> None:
-        """Move nothing yet."""
+        """Move nothing yet. The planner says how to encode what has no room as it is."""
         self.lock = Lock()
         self.changed = threading.Condition(self.lock)  # type: ignore[arg-type]
         self.writing = 0
@@ -71,6 +78,7 @@ class Traffic:
         self.tiers = tiers
         self.mover = mover
         self._budget = budget
+        self._planner = planner
         self._credit_bytes = _credit_bytes(budget.limit_bytes)
         self._spare_bytes = 0
         self._recorder = recorder
@@ -119,11 +127,14 @@ class Traffic:
 
     def spill(self, saved: SavedStorage, first_tier: str, encoding: Encoding | None = None) -> None:
         """Begin to write a RESIDENT storage to ``first_tier``, or to another if that is full."""
+        if encoding is None:
+            encoding = self._planner.squeeze(saved.record, refused=False)
         with self.lock:
             storage = saved.storage
             if saved.state is not Residency.RESIDENT or storage is None or saved.writing:
                 return
             strip(saved)
+            saved.stuck = False
             # from here on the source may die before the handles do
             saved.source = weakref.ref(storage, partial(_forget_key, self.table, saved.cdata))
             saved.state = Residency.WRITING
@@ -131,11 +142,28 @@ class Traffic:
             saved.encoding = encoding
             self.writing += 1
             self.writing_bytes += saved.nbytes
+            del storage
+        self._try(saved, self._order(first_tier))
+
+    def _try(self, saved: SavedStorage, order: list[Tier]) -> None:
+        """Write a WRITING storage to the first of these tiers that has room, or see what else is left."""
+        full = self._begin(saved, order)
+        if full is not None:
+            self._try_others(saved, [], full=full)
+
+    def _begin(self, saved: SavedStorage, order: list[Tier]) -> bool | None:
+        """Begin to write; ``None``, or if nobody can, whether that is because the last tier is full."""
+        storage, full = saved.storage, False
+        if storage is None:  # its last handle has died meanwhile
+            with self.lock:
+                self._stays(saved)
+            return None
         start_ns = self._recorder.clock.now_ns()
-        for tier in self._order(first_tier):
+        for place, tier in enumerate(order, start=1):
             try:
-                ticket = self.mover.write(storage, tier, saved.label, encoding)
+                ticket = self.mover.write(storage, tier, saved.label, saved.encoding)
             except TransferError as error:  # full, most often; or the file cannot even be made
+                full = isinstance(error, NoSpaceError)
                 self._note_failure(f"spill.full.{tier.spec.name}", saved, error)
                 error.__traceback__ = (
                     None  # its frames hold the handle, and a tier may hold the error
@@ -145,39 +173,77 @@ class Traffic:
                 saved.ticket, saved.tier = ticket, tier
                 saved.of_pass.spilled = True
             del storage  # or this frame would keep it alive when the write is done
-            ticket.written.add_done_callback(partial(self._written, saved, start_ns))
-            return
+            ticket.written.add_done_callback(partial(self._written, saved, start_ns, order[place:]))
+            return None
+        return full
+
+    def _try_others(self, saved: SavedStorage, others: list[Tier], *, full: bool) -> None:
+        """A write came to nothing: ask other tiers, then all again for less if they are ``full``."""
+        shorter = None
+        if full and not others and saved.encoding is None:
+            shorter = self._planner.squeeze(saved.record, refused=True)
         with self.lock:
-            self._stays(saved)
+            if saved.state is not Residency.WRITING:
+                self._stays(saved, stuck=False)  # it was needed meanwhile, or its last handle died
+                return
+            if not (others or shorter):
+                saved.refused_at_bytes = self.held_bytes if full else -1
+                self._stays(saved)
+                return
+            if shorter is not None:
+                saved.encoding, others = shorter, self._order("")
+        self._try(saved, others)
+
+    def may_go(self, saved: SavedStorage) -> bool:
+        """Whether a RESIDENT storage can be spilled, as far as is known. Under the lock."""
+        return not saved.stuck or self.held_bytes < saved.refused_at_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """What tiers hold."""
+        return sum(tier.held_bytes for tier in self.tiers.values())
+
+    def fill(self) -> str:
+        """How full the tiers are, for people."""
+        return ", ".join(
+            f"{name} holds {format_bytes(tier.held_bytes)} of {format_bytes(tier.spec.capacity_bytes)}"
+            for name, tier in self.tiers.items()
+        )
 
     def _order(self, first: str) -> list[Tier]:
         names = [first, *(name for name in self.tiers if name != first)]
         return [self.tiers[name] for name in names if name in self.tiers]
 
-    def _written(self, saved: SavedStorage, start_ns: int, transfer: Transfer) -> None:
-        """A write has ended; runs in a worker of the engine, or where it was cancelled."""
+    def _written(
+        self, saved: SavedStorage, start_ns: int, others: list[Tier], transfer: Transfer
+    ) -> None:
+        """A write has ended; runs in a worker of the engine, or where it was cancelled.
+
+        ``others`` are the tiers that were not asked: how long frames are shows late, so that one may
+        turn out to be full only when some of them are written.
+        """
         error = transfer.error
-        ticket = None
-        retry = False
         taken = (self._recorder.clock.now_ns() - start_ns) / saved.nbytes
+        full = isinstance(error, NoSpaceError)
+        ticket = frame_bytes = None
         with self.lock:
-            self.write_ns_per_byte += (taken - self.write_ns_per_byte) * LATEST_SHARE
+            if error is None:
+                self.write_ns_per_byte += (taken - self.write_ns_per_byte) * LATEST_SHARE
             if saved.state is Residency.DEAD:  # whoever let it die left charge and ticket to us
                 ticket, saved.ticket = saved.ticket, None
                 self.give(saved.nbytes)
                 self._over(saved)
+                full = False
             elif error is not None:
                 ticket, saved.ticket = saved.ticket, None
-                # how long frames are shows late, so that a tier may turn out to be full only then
-                retry = (
-                    isinstance(error, NoSpaceError)
-                    and saved.encoding is not None
-                    and saved.state is Residency.WRITING
-                )
-                self._stays(saved, stuck=isinstance(error, OSError) and not retry)
+                full = full and saved.state is Residency.WRITING
+                if not full:
+                    broken = isinstance(error, OSError) and not isinstance(error, NoSpaceError)
+                    self._stays(saved, stuck=broken)
             else:
                 if saved.encoding is not None:
-                    saved.record.frame_bytes = getattr(saved.ticket, "frame_bytes", None)
+                    frame_bytes = getattr(saved.ticket, "frame_bytes", None)
+                    saved.record.frame_bytes = frame_bytes
                 if saved.state is Residency.WRITING:
                     saved.state = Residency.SPILLED
                     self.let_go(saved)
@@ -186,9 +252,10 @@ class Traffic:
             self._note_failure(f"spill.failed.{saved.tier.spec.name}", saved, error)
         if ticket is not None:
             self.mover.discard(saved.tier, ticket)
-        if retry:
-            others = (name for name in self.tiers if name != saved.tier.spec.name)
-            self.spill(saved, next(others, ""))
+        if frame_bytes is not None:
+            self._planner.note_frames(saved.record, frame_bytes)
+        if full:
+            self._try_others(saved, others, full=True)
 
     def _over(self, saved: SavedStorage) -> None:
         saved.writing = False
@@ -198,10 +265,12 @@ class Traffic:
 
     def _stays(self, saved: SavedStorage, *, stuck: bool = True) -> None:
         """A write came to nothing. Under the lock."""
+        if saved.state is Residency.DEAD:  # whoever let it die left the charge to us
+            self.give(saved.nbytes)
+        elif stuck:
+            saved.stuck = self.failed = True
         if saved.state is Residency.WRITING:
             saved.state = Residency.RESIDENT
-        if stuck:
-            saved.stuck = self.failed = True
         self._over(saved)
 
     def let_go(self, saved: SavedStorage) -> None:
