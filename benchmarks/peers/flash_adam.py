@@ -23,6 +23,8 @@ def main():
     parser.add_argument(
         "--train", action="store_true", help="with forward and backward, overlapped"
     )
+    parser.add_argument("--sequences", type=int, default=1)
+    parser.add_argument("--length", type=int, default=_gpt.LENGTH)
     args = parser.parse_args()
     print(json.dumps(train(args) if args.train else step(args)))
 
@@ -44,8 +46,8 @@ def step(args):
 def train(args):
     """Iterations without an optimizer, and with one that updates during backward."""
     torch.manual_seed(0)
-    network = _gpt.GPT(args.parameters).bfloat16()
-    ids = torch.randint(0, _gpt.VOCABULARY, (1, _gpt.LENGTH))
+    network = _gpt.GPT(args.parameters, args.length).bfloat16()
+    ids = torch.randint(0, _gpt.VOCABULARY, (args.sequences, args.length))
 
     def passes():
         network.zero_grad(set_to_none=True)
