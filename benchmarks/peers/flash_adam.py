@@ -30,17 +30,23 @@ def main():
 
 
 def step(args):
-    """The update alone, of gradients that stay as they are."""
-    dtype = torch.float32 if args.memory else torch.bfloat16
+    """The update alone, of gradients that stay as they are; what is loaded for it is loaded before."""
+    made(args, with_gradients(args, 1024)).step()
     count = int(args.parameters) // 8
-    params = [torch.nn.Parameter(torch.empty(count, dtype=dtype).fill_(0.01)) for _ in range(8)]
-    for each in params:
-        each.grad = torch.full_like(each, 1e-3)
+    params = with_gradients(args, count)
     before = _meter.resident_bytes()
     _meter.forget_peak()
     optimizer = made(args, params)
     found = _meter.steps(args.steps, lambda: None, optimizer.step)
     return found | {"parameters": 8 * count, "extra_bytes": _meter.peak_bytes() - before}
+
+
+def with_gradients(args, count):
+    dtype = torch.float32 if args.memory else torch.bfloat16
+    params = [torch.nn.Parameter(torch.empty(count, dtype=dtype).fill_(0.01)) for _ in range(8)]
+    for each in params:
+        each.grad = torch.full_like(each, 1e-3)
+    return params
 
 
 def train(args):

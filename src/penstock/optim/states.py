@@ -24,7 +24,7 @@ from torch import Tensor
 from penstock.core.errors import ClosedError, ConfigError, PenstockWarning
 from penstock.io.engine import Engine
 from penstock.io.threads import ThreadEngine
-from penstock.optim.config import RING, StatesConfig
+from penstock.optim.config import RING, RING_BYTES, StatesConfig
 from penstock.optim.device import ready_event
 from penstock.optim.formats import Form, form_of, stepped_dtype
 from penstock.optim.layout import Tile, make_tiles
@@ -396,7 +396,8 @@ class FlashStates:
         """The buffers; made when they are first needed."""
         if self._pipeline is None:
             longest = max((tile.record_bytes for tile in self.tiles), default=0)
-            ring = RING + max(0, self.threads - _THREADS)
+            ring = max(RING, RING_BYTES * self.config.tile // max(longest, 1))
+            ring += max(0, self.threads - _THREADS)
             wanted = self.config.host_bytes // max(longest, 1)
             self._pipeline = Pipeline(
                 self.store,
