@@ -274,6 +274,10 @@ def table(figures):
             f"\nWhat a training step of {float(size) / 1e6:.0f} M parameters sees of the update, beside"
             f" {sides['plain_iteration_s']:.2f} s of forward and backward: {told}."
         )
+        if "times_less_than_deepspeed" in sides:
+            lines.append(
+                f"That is {sides['times_less_than_deepspeed']:.1f} times less (wanted 2.8)."
+            )
     return "\n".join(lines) + "\n"
 
 

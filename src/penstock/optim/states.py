@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from penstock.core import knobs
 from penstock.core.errors import ClosedError, ConfigError, PenstockWarning
 from penstock.io.engine import Engine
 from penstock.io.threads import ThreadEngine
@@ -89,7 +90,9 @@ class FlashStates:
         self._closed = False
         self._pid = os.getpid()
         self._updater = Updater(optimizer, cls, params=self.params, seed=config.seed)
-        self._engine = ThreadEngine() if engine is None else engine
+        # half as many again as elsewhere: between transfers they wait for the interpreter, which the
+        # threads that update tiles use
+        self._engine = ThreadEngine(knobs.io_threads() * 3 // 2) if engine is None else engine
         self.store = Store(
             config.directories,
             self._engine,
