@@ -27,10 +27,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, parameters):
+    def __init__(self, parameters, length=LENGTH):
         super().__init__()
         layers = max(1, round((parameters - 2 * VOCABULARY * HIDDEN) / (12 * HIDDEN**2)))
-        self.tokens, self.places = nn.Embedding(VOCABULARY, HIDDEN), nn.Embedding(LENGTH, HIDDEN)
+        self.tokens, self.places = nn.Embedding(VOCABULARY, HIDDEN), nn.Embedding(length, HIDDEN)
         self.blocks = nn.ModuleList(Block(HIDDEN, HIDDEN // 64) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCABULARY, bias=False)
 

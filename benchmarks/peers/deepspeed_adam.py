@@ -35,6 +35,8 @@ def main():
     parser.add_argument("--dir", required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--pipelined", action="store_true")
+    parser.add_argument("--sequences", type=int, default=1)
+    parser.add_argument("--length", type=int, default=_gpt.LENGTH)
     args = parser.parse_args()
     stdout = os.fdopen(os.dup(1), "w")  # all that DeepSpeed prints goes to stderr
     os.dup2(2, 1)
@@ -48,12 +50,12 @@ def main():
 
 def measure(args):
     torch.manual_seed(0)
-    network = _gpt.GPT(args.parameters)
+    network = _gpt.GPT(args.parameters, args.length)
     count = sum(each.numel() for each in network.parameters())
     engine, *_ = deepspeed.initialize(
         model=network, model_parameters=network.parameters(), config=config(args)
     )
-    ids = torch.randint(0, _gpt.VOCABULARY, (1, _gpt.LENGTH))
+    ids = torch.randint(0, _gpt.VOCABULARY, (args.sequences, args.length))
     found = _meter.steps(args.steps, lambda: engine.backward(engine(ids)), engine.step)
     return found | {
         "parameters": count,
@@ -64,8 +66,8 @@ def measure(args):
 
 def config(args):
     return {
-        "train_batch_size": 1,
-        "train_micro_batch_size_per_gpu": 1,
+        "train_batch_size": args.sequences,
+        "train_micro_batch_size_per_gpu": args.sequences,
         "gradient_accumulation_steps": 1,
         "steps_per_print": 10**9,
         "bf16": {"enabled": True},

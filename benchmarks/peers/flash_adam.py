@@ -23,17 +23,17 @@ def main():
     parser.add_argument(
         "--train", action="store_true", help="with forward and backward, overlapped"
     )
+    parser.add_argument("--sequences", type=int, default=1)
+    parser.add_argument("--length", type=int, default=_gpt.LENGTH)
     args = parser.parse_args()
     print(json.dumps(train(args) if args.train else step(args)))
 
 
 def step(args):
-    """The update alone, of gradients that stay as they are."""
-    dtype = torch.float32 if args.memory else torch.bfloat16
+    """The update alone, of gradients that stay as they are; what is loaded for it is loaded before."""
+    made(args, with_gradients(args, 1024)).step()
     count = int(args.parameters) // 8
-    params = [torch.nn.Parameter(torch.empty(count, dtype=dtype).fill_(0.01)) for _ in range(8)]
-    for each in params:
-        each.grad = torch.full_like(each, 1e-3)
+    params = with_gradients(args, count)
     before = _meter.resident_bytes()
     _meter.forget_peak()
     optimizer = made(args, params)
@@ -41,11 +41,19 @@ def step(args):
     return found | {"parameters": 8 * count, "extra_bytes": _meter.peak_bytes() - before}
 
 
+def with_gradients(args, count):
+    dtype = torch.float32 if args.memory else torch.bfloat16
+    params = [torch.nn.Parameter(torch.empty(count, dtype=dtype).fill_(0.01)) for _ in range(8)]
+    for each in params:
+        each.grad = torch.full_like(each, 1e-3)
+    return params
+
+
 def train(args):
     """Iterations without an optimizer, and with one that updates during backward."""
     torch.manual_seed(0)
-    network = _gpt.GPT(args.parameters).bfloat16()
-    ids = torch.randint(0, _gpt.VOCABULARY, (1, _gpt.LENGTH))
+    network = _gpt.GPT(args.parameters, args.length).bfloat16()
+    ids = torch.randint(0, _gpt.VOCABULARY, (args.sequences, args.length))
 
     def passes():
         network.zero_grad(set_to_none=True)

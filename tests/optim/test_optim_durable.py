@@ -92,7 +92,7 @@ class Deadly(Syscalls):
         tick()
         return super().write(file, address, nbytes, offset)
 
-states.ThreadEngine = lambda: ThreadEngine(syscalls=Deadly())
+states.ThreadEngine = lambda _: ThreadEngine(syscalls=Deadly())
 for name in ("ftruncate", "pwrite", "fsync", "fdatasync"):
     def wrapped(*args, _call=getattr(os, name)):
         tick()

@@ -26,7 +26,7 @@ from penstock.testing.faults import Fail, FaultySyscalls
 def faulty(monkeypatch):
     """System calls of the engine of the next optimizer; a test sets ``_every`` or ``_faults``."""
     calls = FaultySyscalls()
-    monkeypatch.setattr(states, "ThreadEngine", lambda: ThreadEngine(syscalls=calls))
+    monkeypatch.setattr(states, "ThreadEngine", lambda _: ThreadEngine(syscalls=calls))
     return calls
 
 

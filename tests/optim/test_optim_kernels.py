@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.optim import kernels, twins
+from penstock.optim import adam_kernels, compact_adam, kernels, twins
 
 SPECIAL = np.array(
     [0, 0x80000000, 1, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000,
@@ -119,3 +119,93 @@ def test_rounding_does_not_depend_on_where_a_tile_begins():
     part = np.empty(source.size - 512, np.uint16)
     kernels.to_bfloat16(source[512:], part, 5, 512)
     np.testing.assert_array_equal(part, whole[512:])
+
+
+OPTIONS = {
+    "AdamW": (torch.optim.AdamW, {}),
+    "Adam": (torch.optim.Adam, {"weight_decay": 0.1, "betas": (0.3, 0.9), "maximize": True}),
+}
+
+
+def adam_numbers(name, count):
+    cls, options = OPTIONS[name]
+    group = cls([torch.zeros(1)], lr=1e-2, **options).param_groups[0]
+    return compact_adam.numbers_of(group, count)
+
+
+def floats(count, seed):
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal(count) * 10.0 ** rng.integers(-4, 3, count)).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_step_in_one_pass_is_torchs_but_for_the_last_bits(name):
+    weights, m, v, grads = (floats(3000, seed) for seed in range(4))
+    v = v * v
+    numbers = adam_numbers(name, 4)
+    made = []
+    for adam in (adam_kernels.adam, twins.adam):
+        mine = weights.copy(), m.copy(), v.copy()
+        adam(*mine, grads, numbers)
+        made.append(mine)
+    for ours, theirs in zip(*made, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    cls, options = OPTIONS[name]
+    param = torch.nn.Parameter(torch.from_numpy(weights.copy()))
+    param.grad = torch.from_numpy(grads.copy())
+    optimizer = cls([param], lr=1e-2, fused=True, **options)
+    optimizer.state[param] = {
+        "step": torch.tensor(3.0),
+        "exp_avg": torch.from_numpy(m.copy()),
+        "exp_avg_sq": torch.from_numpy(v.copy()),
+    }
+    optimizer.step()
+    state = optimizer.state[param]
+    slope = np.abs(grads) + np.abs(weights)
+    mean = np.abs(m) + slope
+    root, eps, size = numbers[6:]
+    terms = np.abs(weights) + size * mean / (np.sqrt(made[0][2]) / root + eps), mean, v + slope**2
+    theirs = param.detach(), state["exp_avg"], state["exp_avg_sq"]
+    for ours, torchs, term in zip(made[0], theirs, terms, strict=True):
+        assert np.all(np.abs(ours - torchs.numpy()) <= term * 2.0**-21)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_one_pass_unpacks_steps_and_packs_as_the_kernels_do_one_by_one(dtype):
+    count, blocks = 10_000, 40
+    masters, grads = floats(count, 5).view(np.uint32), floats(count, 6).view(np.uint32)
+    weights, low = empty(count, np.uint16), empty(count, np.uint16)
+    kernels.cut(masters, weights, low)
+    if dtype is np.uint16:
+        grads = (grads >> 16).astype(np.uint16)
+    wide = (grads.astype(np.uint32) << 16 if dtype is np.uint16 else grads).view(np.float32)
+    states = floats(count, 7), floats(count, 8) ** 2
+    keys, numbers = np.array([3, 4], np.uint32), adam_numbers("AdamW", 7)
+    for is_float8 in (False, True):
+        packed = []
+        for state, is_signed in zip(states, (True, False), strict=True):
+            if is_float8:
+                packed.append([empty(count, np.uint8), empty(blocks, np.uint8)])
+                kernels.to_float8(state.view(np.uint32), *packed[-1], 1, 0, is_signed)
+            else:
+                packed.append([empty(count, np.uint16)])
+                kernels.to_bfloat16(state.view(np.uint32), *packed[-1], 1, 0)
+        ours = [weights.copy(), low.copy(), *(part.copy() for parts in packed for part in parts)]
+        step = adam_kernels.step_float8 if is_float8 else adam_kernels.step_bfloat16
+        step(*ours, grads, keys, np.uint32(512), numbers)
+        values = []
+        for parts, is_signed in zip(packed, (True, False), strict=True):
+            values.append(empty(count, np.uint32))
+            more = [is_signed] if is_float8 else []
+            (twins.from_float8 if is_float8 else twins.from_bfloat16)(*parts, values[-1], *more)
+        whole = masters.copy()
+        twins.adam(whole.view(np.float32), *(x.view(np.float32) for x in values), wide, numbers)
+        for value, parts, key, is_signed in zip(values, packed, keys, (True, False), strict=True):
+            more = [is_signed] if is_float8 else []
+            pack = twins.to_float8 if is_float8 else twins.to_bfloat16
+            pack(value, *parts, int(key), 512, *more)
+        theirs = [empty(count, np.uint16), empty(count, np.uint16)]
+        twins.cut(whole, *theirs)
+        theirs += [part for parts in packed for part in parts]
+        for mine, other in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(mine, other)

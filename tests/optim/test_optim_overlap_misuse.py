@@ -47,6 +47,29 @@ def test_gradients_that_are_replaced_after_use_are_an_error(make):
         a.step()
 
 
+@pytest.fixture
+def process_group(tmp_path):
+    distributed = torch.distributed
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("are_views", [False, True])
+def test_gradients_that_are_averaged_over_processes_after_use_are_an_error(
+    make, process_group, are_views
+):
+    """A group of one: what is averaged is the same, and still it is no longer what was used."""
+    model = network()
+    a = make(model)
+    parallel = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=are_views)
+    backward(parallel, 0)
+    with pytest.raises(ConfigError, match=r"was changed .* DistributedDataParallel"):
+        a.step()
+
+
 def test_after_such_an_error_weights_and_a_state_dict_can_be_loaded(make):
     model = network()
     a = make(model)

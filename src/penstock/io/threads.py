@@ -1,9 +1,9 @@
 """The default engine: a few threads, each with one blocking ``preadv`` or ``pwritev`` at a time.
 
 With O_DIRECT and pieces of some MiB this reaches what io_uring and libaio reach, everywhere.
-A request is cut into pieces when it reaches the head of its queue, and every free worker takes the
-next piece of the first request of the highest priority. So one large request uses all workers, and
-a demand overtakes a running write-behind between two pieces.
+A request is cut into pieces of equal length when it reaches the head of its queue, and every free
+worker takes the next piece of the first request of the highest priority. So one large request uses all
+workers, none of them for a mere rest, and a demand overtakes a running write-behind between two pieces.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.core.errors import (
     transfer_error,
 )
 from penstock.core.locks import condition, defer
-from penstock.core.units import round_down
+from penstock.core.units import round_down, round_up
 from penstock.io.engine import Engine, EngineSpec, File, Op, Priority, Request, Transfer
 from penstock.io.files import MAX_GRANULE_BYTES, drop_cache
 
@@ -65,7 +65,7 @@ class _Job:
 
     __slots__ = (
         *("address", "file", "nbytes", "offset_bytes", "op"),
-        *("error", "keep_alive", "next_bytes", "priority", "running", "transfer"),
+        *("error", "keep_alive", "next_bytes", "piece_bytes", "priority", "running", "transfer"),
     )
 
     def __init__(self, request: Request, queue: _Queue) -> None:
@@ -76,6 +76,8 @@ class _Job:
         self.nbytes = request.nbytes
         self.keep_alive: object = request.keep_alive
         self.priority = request.priority
+        pieces = -(-request.nbytes // queue.piece_bytes)
+        self.piece_bytes = round_up(-(-request.nbytes // pieces), MAX_GRANULE_BYTES)
         self.next_bytes = 0  # where the first piece begins that no worker took yet
         self.running = 0  # pieces that workers have now
         self.error: BaseException | None = None
@@ -208,7 +210,7 @@ class _Queue:
                 self._idle += 1
                 self._wake.wait()  # whoever wakes it lowers `_idle`
             start = job.next_bytes
-            nbytes = min(self.piece_bytes, job.nbytes - start)
+            nbytes = min(job.piece_bytes, job.nbytes - start)
             job.next_bytes += nbytes
             job.running += 1
             if job.next_bytes == job.nbytes:

@@ -14,6 +14,9 @@ from penstock.optim.formats import FORMATS, UNIT
 TILE: Final = 1 << 20
 RING: Final = 8
 """Buffers at least: two being updated, three on their way in and three on their way out."""
+RING_BYTES: Final = 96
+"""Of the ring, for each parameter of a tile: eight records of Adam with whole masters, and more of
+those that are shorter, so that as many bytes are under way in every format."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +28,7 @@ class StatesConfig:
 
     host_memory: int | str = 0
     """Memory for tiles that stay, and for the ring that others pass through; the ring alone, of
-    ``RING`` tiles, takes what it needs even if this is less."""
+    ``RING_BYTES`` for each parameter of a tile (96 MiB), is there even if this is less."""
 
     format: str = "exact"
     """How states are kept, where a parameter group does not say it itself by its key ``"format"``: one

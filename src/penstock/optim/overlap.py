@@ -218,8 +218,9 @@ class Overlap:
             if states.params[index].tensor.grad is not used or used._version != version:
                 raise ConfigError(
                     f"the gradient of parameter {states.params[index].name} was changed between"
-                    " backward and step (clipping, unscaling, zero_grad?), when overlap=True had used"
-                    " it already; use clip_norm=... for clipping, or leave overlap out"
+                    " backward and step (clipping, unscaling, zero_grad, DistributedDataParallel?), when"
+                    " overlap=True had used it already; use clip_norm=... for clipping, or leave overlap"
+                    " out"
                 )
 
     def _give_up(self) -> None:

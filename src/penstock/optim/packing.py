@@ -37,10 +37,9 @@ def unpack(array: Array, memory: NDArray[np.uint8], at: int, out: NDArray[np.uin
     kernels = load_kernels()
     count = out.size
     if array.packing == "bfloat16":
-        kernels.from_bfloat16(_halves(array, memory, at, count), out)
+        kernels.from_bfloat16(halves(array, memory, at, count), out)
         return
-    codes, exponents = _codes(array, memory, at, count)
-    kernels.from_float8(codes, exponents, out, array.packing == "float8")
+    kernels.from_float8(*codes(array, memory, at, count), out, array.packing == "float8")
 
 
 def pack(
@@ -56,10 +55,10 @@ def pack(
     kernels = load_kernels()
     key32, first32 = np.uint32(key), np.uint32(first & 0xFFFFFFFF)
     if array.packing == "bfloat16":
-        kernels.to_bfloat16(values, _halves(array, memory, at, values.size), key32, first32)
+        kernels.to_bfloat16(values, halves(array, memory, at, values.size), key32, first32)
         return
-    codes, exponents = _codes(array, memory, at, values.size)
-    kernels.to_float8(values, codes, exponents, key32, first32, array.packing == "float8")
+    found, exponents = codes(array, memory, at, values.size)
+    kernels.to_float8(values, found, exponents, key32, first32, array.packing == "float8")
 
 
 def join(
@@ -70,7 +69,7 @@ def join(
     out: NDArray[np.uint32],
 ) -> None:
     """Masters of bfloat16 weights, as float32 bits."""
-    low = _halves(array, memory, at, out.size)
+    low = halves(array, memory, at, out.size)
     if array.packing == "low":
         load_kernels().join(weights, low, out)
     else:
@@ -85,7 +84,7 @@ def cut(
     weights: NDArray[np.uint16],
 ) -> None:
     """The inverse of ``join``: writes the weights, too."""
-    low = _halves(array, memory, at, masters.size)
+    low = halves(array, memory, at, masters.size)
     if array.packing == "low":
         load_kernels().cut(masters, weights, low)
     else:
@@ -93,7 +92,8 @@ def cut(
         load_kernels().cut_even(masters, weights, low, ties)
 
 
-def _halves(array: Array, memory: NDArray[np.uint8], at: int, count: int) -> NDArray[np.uint16]:
+def halves(array: Array, memory: NDArray[np.uint8], at: int, count: int) -> NDArray[np.uint16]:
+    """Elements of an array of 16 bits each, as a view of the record."""
     first = array.offset_bytes + 2 * at
     return memory[first : first + 2 * count].view(np.uint16)
 
@@ -104,9 +104,10 @@ def _ties(array: Array, memory: NDArray[np.uint8], at: int, count: int) -> NDArr
     return memory[first : first + -(-count // 8)]
 
 
-def _codes(
+def codes(
     array: Array, memory: NDArray[np.uint8], at: int, count: int
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Elements of an array of 8-bit floats, and the exponents of their blocks, as views of the record."""
     elements = array.nbytes * UNIT // (UNIT + 1)  # a byte each, and one for all of a block
     first = array.offset_bytes + at
     block = array.offset_bytes + elements + at // UNIT

@@ -21,10 +21,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from penstock.core import knobs
 from penstock.core.errors import ClosedError, ConfigError, PenstockWarning
 from penstock.io.engine import Engine
 from penstock.io.threads import ThreadEngine
-from penstock.optim.config import RING, StatesConfig
+from penstock.optim.config import RING, RING_BYTES, StatesConfig
 from penstock.optim.device import ready_event
 from penstock.optim.formats import Form, form_of, stepped_dtype
 from penstock.optim.layout import Tile, make_tiles
@@ -89,7 +90,9 @@ class FlashStates:
         self._closed = False
         self._pid = os.getpid()
         self._updater = Updater(optimizer, cls, params=self.params, seed=config.seed)
-        self._engine = ThreadEngine() if engine is None else engine
+        # half as many again as elsewhere: between transfers they wait for the interpreter, which the
+        # threads that update tiles use
+        self._engine = ThreadEngine(knobs.io_threads() * 3 // 2) if engine is None else engine
         self.store = Store(
             config.directories,
             self._engine,
@@ -396,7 +399,8 @@ class FlashStates:
         """The buffers; made when they are first needed."""
         if self._pipeline is None:
             longest = max((tile.record_bytes for tile in self.tiles), default=0)
-            ring = RING + max(0, self.threads - _THREADS)
+            ring = max(RING, RING_BYTES * self.config.tile // max(longest, 1))
+            ring += max(0, self.threads - _THREADS)
             wanted = self.config.host_bytes // max(longest, 1)
             self._pipeline = Pipeline(
                 self.store,

@@ -92,6 +92,18 @@ def from_float8(codes: Words, exponents: Words, out: Words, is_signed: bool) -> 
         out[part] = np.where(code > 0, value, 0) | (sign << np.uint32(24))
 
 
+def adam(weights: Words, m: Words, v: Words, grads: Words, numbers: Words) -> None:
+    """As the kernel's, whose numbers it takes."""
+    sign, decay, l2, lerp, beta2, rest, root, eps, size = numbers
+    grad = grads * sign
+    if l2:
+        grad = grad + weights * l2
+    base, coefficient = (m, lerp) if lerp < 0.5 else (grad, lerp - np.float32(1))
+    m[:] = base + coefficient * (grad - m)
+    v[:] = v * beta2 + rest * grad * grad
+    weights[:] = weights * decay - size * m / (np.sqrt(v) / root + eps)
+
+
 def _base(exponent: int, is_signed: bool) -> int:
     return max(exponent * 8 - (120 if is_signed else 248), 0)
 

@@ -7,6 +7,8 @@ A tile's pieces are taken a few at a time, small enough to stay in the cache. Of
 2. *step*: the optimizer's class steps, on these tensors as if they were its parameters;
 3. *keep*: packed states are packed, the master is rounded to the weight.
 
+For Adam with compact states one kernel does all three (:mod:`compact_adam`).
+
 Since every piece begins at a multiple of ``UNIT`` of its parameter's elements, torch's vectors and what
 is left over after them fall on the same elements as in a step on the whole parameter.
 """
@@ -26,7 +28,7 @@ from torch import Tensor
 
 from penstock.core.errors import ConfigError
 from penstock.core.units import round_up
-from penstock.optim import packing
+from penstock.optim import compact_adam, packing
 from penstock.optim.device import copy_across
 from penstock.optim.formats import MASTER, UNIT, Array
 from penstock.optim.layout import Piece, Tile
@@ -123,11 +125,49 @@ class Updater:
         """
         arrays = {array.name: array for array in tile.arrays}
         work = _Work(tile, buffer.memory, arrays, step, kept, initial)
-        for pieces in _chunks(tile, step.grads):
+        left = tile.pieces
+        if compact_adam.is_for(self._cls, tile.form):
+            left = tuple(piece for piece in tile.pieces if not self._did_at_once(piece, work))
+        for pieces in _chunks(left, step.grads):
             items = [self._bring(piece, at, work) for piece, at in pieces]
             self._run(items, step.options[tile.group])
             for item in items:
                 self._keep(item, work)
+
+    def _did_at_once(self, piece: Piece, work: _Work) -> bool:
+        """Update a piece in one pass, unless it has no states yet, or no gradient."""
+        param, step = self._params[piece.param], work.step
+        if piece.param not in step.grads or not param.has_state:
+            return False
+        scalars = fresh_scalars(param.scalars)
+        scalars["step"] += 1
+        numbers = compact_adam.numbers_of(step.options[work.tile.group], int(scalars["step"]))
+        keys = [
+            packing.random_key(self._seed, step.number, piece.param, state)
+            for state in range(len(work.tile.form.states))
+        ]
+        weights, grad = param.flat(), step.grads[piece.param]
+        is_plain = grad.dtype == torch.bfloat16 and grad.device == weights.device
+        is_plain = is_plain and step.factor is None
+        for part in (piece,) if is_plain else piece.cut(CHUNK):
+            mine = weights[part.start : part.stop]
+            if is_plain:
+                bits: NDArray[Any] = _halves(grad[part.start : part.stop])
+            else:
+                bits = _words(self._grad(part, 0, mine.device, torch.float32, step))
+            compact_adam.step(
+                work.arrays,
+                work.memory,
+                part.at,
+                _halves(mine),
+                bits,
+                numbers=numbers,
+                keys=keys,
+                first=part.start,
+            )
+        torch.autograd.graph.increment_version(param.tensor)
+        step.scalars[piece.param] = scalars
+        return True
 
     def _run(self, items: Sequence[_Item], options: Mapping[str, Any]) -> None:
         horse = self._scratch.horse
@@ -161,7 +201,7 @@ class Updater:
             elif array.packing != "plain":
                 packing.unpack(array, work.memory, piece.at, _words(values))
             states[state.name] = values
-        weight.grad = self._grad(piece, at, weight, work.step)
+        weight.grad = self._grad(piece, at, weight.device, weight.dtype, work.step)
         return _Item(piece, param, weight, states, words)
 
     def _weight(
@@ -186,16 +226,18 @@ class Updater:
             master.copy_(mine)
         return master, words
 
-    def _grad(self, piece: Piece, at: int, weight: Tensor, step: Pass) -> Tensor:
+    def _grad(
+        self, piece: Piece, at: int, device: torch.device, dtype: torch.dtype, step: Pass
+    ) -> Tensor:
         grad = step.grads[piece.param][piece.start : piece.stop]
-        if grad.device != weight.device:
+        if grad.device != device:
             host = self._scratch.take("brought", grad.dtype, at, grad.numel())
             grad = copy_across(grad, host, step.ready.get(piece.param))
         if step.factor is not None:
             own = self._scratch.take("clipped", grad.dtype, at, grad.numel())
             grad = torch.mul(grad, step.factor.to(grad.device), out=own)
-        if grad.dtype != weight.dtype:
-            grad = self._scratch.take("grad", weight.dtype, at, grad.numel()).copy_(grad)
+        if grad.dtype != dtype:
+            grad = self._scratch.take("grad", dtype, at, grad.numel()).copy_(grad)
         return grad
 
     # -- keep -------------------------------------------------------------------------------------
@@ -255,11 +297,13 @@ class _Work:
     initial: Mapping[str, Any]
 
 
-def _chunks(tile: Tile, grads: Mapping[int, Tensor]) -> Iterator[list[tuple[Piece, int]]]:
+def _chunks(
+    whole_pieces: Sequence[Piece], grads: Mapping[int, Tensor]
+) -> Iterator[list[tuple[Piece, int]]]:
     """Pieces that have gradients, with their places in scratch, up to ``CHUNK`` at a time."""
     batch: list[tuple[Piece, int]] = []
     at = 0
-    for whole in tile.pieces:
+    for whole in whole_pieces:
         if whole.param not in grads:
             continue
         for piece in whole.cut(CHUNK):

@@ -1,0 +1,84 @@
+"""Which steps on compact states are made in one pass: those of Adam and AdamW, without amsgrad."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock.optim import packing
+from penstock.optim.formats import MASTER, Array, Form
+
+_CLASSES: Final = (torch.optim.Adam, torch.optim.AdamW)
+_STATES: Final = ("exp_avg", "exp_avg_sq")
+
+
+def is_for(cls: type[torch.optim.Optimizer], form: Form) -> bool:
+    """Whether steps of a class on records of a form can be made by ``step``."""
+    return (
+        cls in _CLASSES
+        and form.master == "low"
+        and tuple(state.name for state in form.states) == _STATES
+    )
+
+
+def numbers_of(options: Mapping[str, Any], count: int) -> NDArray[np.float32]:
+    """What step number ``count`` (from 1) with a group's options multiplies and adds; float32[9]."""
+    lr, eps = float(options["lr"]), float(options["eps"])
+    decay = float(options["weight_decay"])
+    beta1, beta2 = (float(beta) for beta in options["betas"])
+    is_decoupled = bool(options["decoupled_weight_decay"])
+    return np.array(
+        [
+            -1 if options["maximize"] else 1,
+            1 - lr * decay if is_decoupled else 1,
+            0 if is_decoupled else decay,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            math.sqrt(1 - beta2**count),
+            eps,
+            lr / (1 - beta1**count),
+        ],
+        np.float32,
+    )
+
+
+def step(
+    arrays: Mapping[str, Array],
+    memory: NDArray[np.uint8],
+    at: int,
+    weights: NDArray[np.uint16],
+    grads: NDArray[Any],
+    *,
+    numbers: NDArray[np.float32],
+    keys: Sequence[int],
+    first: int,
+) -> None:
+    """Update a piece of a tile.
+
+    Args:
+        arrays: Of the tile's record, by name.
+        memory: The record.
+        at: Where in the tile the piece begins.
+        weights: Its weights, bfloat16 bits.
+        grads: Its gradients, bits of bfloat16 (uint16) or float32 (uint32).
+        numbers: As ``numbers_of`` has them.
+        keys: What decides how each state is rounded.
+        first: Index of the piece's first element in its parameter.
+    """
+    kernels = importlib.import_module("penstock.optim.adam_kernels")
+    rounding = np.array(keys, np.uint32), np.uint32(first & 0xFFFFFFFF), numbers
+    low = packing.halves(arrays[MASTER], memory, at, weights.size)
+    states = [arrays[name] for name in _STATES]
+    if states[0].packing == "bfloat16":
+        m, v = (packing.halves(array, memory, at, weights.size) for array in states)
+        kernels.step_bfloat16(weights, low, m, v, grads, *rounding)
+        return
+    packed = [part for array in states for part in packing.codes(array, memory, at, weights.size)]
+    kernels.step_float8(weights, low, *packed, grads, *rounding)
