@@ -16,8 +16,11 @@ from penstock.plan import serial
 
 VERSION = 2
 _PRESETS: Final = "penstock.plan.machines"
+_OPTIONAL: Final[Mapping[str, object]] = {"write_call_s": 0.0, "read_call_s": 0.0}
+"""What a file need not tell of a machine, as those written before it was known."""
 _OPTIONAL_COMPUTE: Final[Mapping[str, object]] = {"cudnn": 4, "processors": 0}
-"""What a file need not tell of a device, as those written before it was known."""
+"""The same of a device."""
+_ZERO_OR_MORE: Final = ("flash_latency_s", "interference", "write_call_s", "read_call_s")
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,11 @@ class Machine:
     """Whether flash is reached over the link that the host tier uses, and shares it."""
     interference: float = 0.0
     """By what share computing is slower while bytes move: on a CPU both need memory and cores."""
+    write_call_s: float = 0.0
+    """By how much computing is later for each write, whatever its bytes: the runtime's own work, in the
+    thread that trains and in those beside it. 0 where the device computes on meanwhile."""
+    read_call_s: float = 0.0
+    """The same for each read."""
     sources: tuple[str, ...] = ()
     """Where the figures are from."""
 
@@ -100,9 +108,7 @@ class Machine:
                         f"machine {self.name!r}: {field.name} is {value}, it must be zero or more"
                     )
                 continue
-            least = (
-                "zero or more" if field.name in ("flash_latency_s", "interference") else "positive"
-            )
+            least = "zero or more" if field.name in _ZERO_OR_MORE else "positive"
             low = value < 0 or (least == "positive" and value == 0)
             if not math.isfinite(value) or low:
                 raise ConfigError(
@@ -193,14 +199,16 @@ class Machine:
 
 
 def _completed(text: str) -> str:
-    """A machine's JSON with what it need not tell of its device; what is no machine as it is."""
+    """A machine's JSON with what it need not tell; what is no machine as it is."""
     try:
         data = json.loads(text)
     except ValueError:
         return text
-    if isinstance(data, dict) and isinstance(data.get("compute"), dict):
-        return json.dumps({**data, "compute": {**_OPTIONAL_COMPUTE, **data["compute"]}})
-    return text
+    if not isinstance(data, dict):
+        return text
+    if isinstance(data.get("compute"), dict):
+        data["compute"] = {**_OPTIONAL_COMPUTE, **data["compute"]}
+    return json.dumps({**_OPTIONAL, **data})
 
 
 def _toml(value: object) -> str:
