@@ -18,8 +18,9 @@ WHOLE = replace(
     device_bytes=12 * 2**30,
     flash_shared=True,
     interference=0.25,
-    write_call_s=2e-5,
-    read_call_s=3e-5,
+    write_work_s=2e-5,
+    write_work_s_per_byte=1e-10,
+    read_work_s=3e-5,
     sources=('a "quoted" \\ figure', "über\n"),
 )
 
@@ -35,8 +36,8 @@ def whole_machines(draw):
         compute=draw(some),
         device_bytes=draw(st.integers(0, 2**50)),
         flash_over_link=draw(st.booleans()),
-        write_call_s=draw(st.floats(0, 1)),
-        read_call_s=draw(st.floats(0, 1)),
+        write_work_s=draw(st.floats(0, 1)),
+        read_work_s=draw(st.floats(0, 1)),
         sources=tuple(draw(st.lists(st.text(st.characters(codec="utf-8"))))),
     )
 
@@ -65,8 +66,8 @@ def test_a_file_is_read_by_what_is_in_it(tmp_path):
         ("device_bytes = 12_884_901_888", "device_bytes = -1", "device_bytes is -1, it must be zero"),
         ("device_bytes = 12_884_901_888", "device_bytes = 1.5", "device_bytes: 1.5 is float, not int"),
         ("interference = 0.25", "interference = -0.25", "interference is -0.25, it must be zero"),
-        ("write_call_s = 2e-05", "write_call_s = -1.0", "write_call_s is -1.0, it must be zero or"),
-        ("read_call_s = 3e-05", "read_call_s = 'no'", "read_call_s: 'no' is str, not float"),
+        ("write_work_s = 2e-05", "write_work_s = -1.0", "write_work_s is -1.0, it must be zero or"),
+        ("read_work_s = 3e-05", "read_work_s = 'no'", "read_work_s: 'no' is str, not float"),
         ("efficiency = 0.5", "efficiency = 1.5", "efficiency is 1.5, it must be over 0 and at most 1"),
         ("efficiency = 0.5", "", "compute: field 'efficiency' is missing"),
         ("operator_s = 1e-06", "operator_s = -1.0", "operator_s is -1.0, it must be zero or more"),

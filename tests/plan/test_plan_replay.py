@@ -220,14 +220,14 @@ def test_what_is_beside_a_slot_at_its_need_is_not_there_when_it_is_saved():
 
 
 def test_each_write_and_each_read_make_computing_later():
-    machine = replace(MACHINE, write_call_s=2e-3, read_call_s=3e-3)
+    machine = replace(MACHINE, write_work_s=2e-3, read_work_s=1e-3, read_work_s_per_byte=2e-9)
     profile = stack([1, 1, 1])
     for gone, window in ((0,), AMPLE), ((0, 1), AMPLE), ((0, 1), 0):
         plan = plan_of(profile, flash(*gone), window=window)
         quiet, found = replay(profile, plan, MACHINE), replay(profile, plan, machine)
         assert found.flash.written_bytes == found.flash.read_bytes == len(gone) * MB
         assert quiet.interference_ns == 0
-        assert found.interference_ns == (2 + 3) * len(gone) * MS
+        assert found.interference_ns == (2 + 1 + 2) * len(gone) * MS
         assert quiet.step_ns < found.step_ns <= quiet.step_ns + found.interference_ns
 
 

@@ -23,8 +23,8 @@ def odd_machines(draw):
         flash_shared=draw(st.booleans()),
         flash_over_link=draw(st.booleans()),
         interference=draw(st.sampled_from([0.0, 0.07, 3.0])),
-        write_call_s=draw(st.sampled_from([0.0, 1e-4])),
-        read_call_s=draw(st.sampled_from([0.0, 1e-3])),
+        write_work_s=draw(st.sampled_from([0.0, 1e-4])),
+        read_work_s_per_byte=draw(st.sampled_from([0.0, 1e-6])),
     )
 
 

@@ -6,6 +6,7 @@
 4. By how much training is slower while a flash tier is written and read (interference), and how fast
    the tier is meanwhile: on a CPU both want memory and cores. Where that is slower than alone, the
    machine's bandwidth of flash is what it is beside computing, for that is when plans use it.
+5. By how much more training is later for each write and each read of a session (:mod:`.transfer_work`).
 """
 
 from __future__ import annotations
@@ -108,7 +109,10 @@ def execute(options: argparse.Namespace) -> int:
 
 def measure(directory: str, *, seconds: float, file_bytes: int) -> Machine:
     """Measure everything, telling on standard error what is being measured, and what it gave."""
-    compute = importlib.import_module("penstock.cli.compute")  # loads torch, as nothing else here
+    # they load torch, as nothing else here
+    compute, transfers = map(
+        importlib.import_module, ("penstock.cli.compute", "penstock.cli.transfer_work")
+    )
     device = compute.device()
     with _told(f"flash in {directory}") as told:
         flash = bandwidth.measure([directory], file_bytes=file_bytes, seconds=seconds)
@@ -131,8 +135,22 @@ def measure(directory: str, *, seconds: float, file_bytes: int) -> Machine:
         told.append(f"{beside.slower:.1%} slower")
         told.append(f"write {format_bandwidth(beside.write_bytes_per_s)}")
         told.append(f"read {format_bandwidth(beside.read_bytes_per_s)}")
+    work: dict[str, float] = {}
+    if device.type == "cpu":
+        with _told("the work of transfers") as told:
+            for way, one, rate in zip(
+                ("write", "read"),
+                transfers.measure(directory, seconds),
+                (beside.write_bytes_per_s, beside.read_bytes_per_s),
+                strict=True,
+            ):
+                found_work = one.beyond(beside.slower / rate if rate else 0.0)
+                work[f"{way}_work_s"] = _short(found_work.transfer_s)
+                work[f"{way}_work_s_per_byte"] = _short(found_work.per_byte_s)
+                told.append(f"{way} {found_work}")
     host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return Machine(
+        **work,
         name=platform.node() or "this machine",
         flash_write_bytes_per_s=_short(
             _slower(flash.rate("overwrite").engine_bytes_per_s, beside.write_bytes_per_s)
@@ -156,6 +174,9 @@ def measure(directory: str, *, seconds: float, file_bytes: int) -> Machine:
             _source(flash, str(device)),
             "interference, and bandwidth of flash where computing makes it slower: the tier moving"
             f" without a pause beside the training of a network; alone {_rates_text(flash)}",
+            "work: steps of a stack of linear layers under the policy all, in turns with plain ones"
+            if work
+            else "work: not measured, for the host arranges transfers while the GPU computes",
         ),
     )
 

@@ -16,11 +16,12 @@ from penstock.plan import serial
 
 VERSION = 2
 _PRESETS: Final = "penstock.plan.machines"
-_OPTIONAL: Final[Mapping[str, object]] = {"write_call_s": 0.0, "read_call_s": 0.0}
+_WORK: Final = ("write_work_s", "write_work_s_per_byte", "read_work_s", "read_work_s_per_byte")
+_OPTIONAL: Final[Mapping[str, object]] = dict.fromkeys(_WORK, 0.0)
 """What a file need not tell of a machine, as those written before it was known."""
 _OPTIONAL_COMPUTE: Final[Mapping[str, object]] = {"cudnn": 4, "processors": 0}
 """The same of a device."""
-_ZERO_OR_MORE: Final = ("flash_latency_s", "interference", "write_call_s", "read_call_s")
+_ZERO_OR_MORE: Final = ("flash_latency_s", "interference", *_WORK)
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,14 @@ class Machine:
     """Whether flash is reached over the link that the host tier uses, and shares it."""
     interference: float = 0.0
     """By what share computing is slower while bytes move: on a CPU both need memory and cores."""
-    write_call_s: float = 0.0
-    """By how much computing is later for each write, whatever its bytes: the runtime's own work, in the
-    thread that trains and in those beside it. 0 where the device computes on meanwhile."""
-    read_call_s: float = 0.0
-    """The same for each read."""
+    write_work_s: float = 0.0
+    """By how much computing is later for each write to a tier: the runtime's own work, in the thread that
+    trains and in those beside it, as far as ``interference`` does not tell of it. 0 where the device
+    computes on meanwhile. So of the next three."""
+    write_work_s_per_byte: float = 0.0
+    """For each of its bytes, beside that."""
+    read_work_s: float = 0.0
+    read_work_s_per_byte: float = 0.0
     sources: tuple[str, ...] = ()
     """Where the figures are from."""
 
@@ -132,6 +136,14 @@ class Machine:
         if tier == "host":
             return nbytes / self.host_read_bytes_per_s
         return self.flash_latency_s + nbytes / self.flash_read_bytes_per_s
+
+    def write_work_ns(self, nbytes: int) -> int:
+        """Nanoseconds by which writing ``nbytes`` makes computing later."""
+        return round((self.write_work_s + nbytes * self.write_work_s_per_byte) * 1e9)
+
+    def read_work_ns(self, nbytes: int) -> int:
+        """Nanoseconds by which reading ``nbytes`` makes computing later."""
+        return round((self.read_work_s + nbytes * self.read_work_s_per_byte) * 1e9)
 
     def to_json(self) -> str:
         """One JSON document."""

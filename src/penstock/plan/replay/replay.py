@@ -34,7 +34,7 @@ def replay(profile: Profile, plan: Plan, machine: Machine, *, trace: bool = Fals
     moves = moves_of(profile, plan, machine)
     channels = channels_of(moves, machine)
     reruns = reruns_of(profile, plan, moves.action)
-    walk = Walk(profile, plan, moves, channels, reruns, machine=machine)
+    walk = Walk(profile, plan, moves, channels, reruns, interference=machine.interference)
     walk.run()
     capacity = (plan.budgets.host_bytes, plan.budgets.flash_bytes)
     host, flash = (_tier_use(walk, moves, channels, tier) for tier in (HOST, FLASH))

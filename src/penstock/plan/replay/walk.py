@@ -15,7 +15,7 @@ As the runtime does it (``runtime/executor.py``, ``traffic.py``, ``reads.py``, `
 6. Under a plan that is ``joined``, each layer of forward is over when what is written under it is
    (:mod:`.joins`).
 7. While bytes move, computing is slower by the machine's ``interference``; and each write and each read
-   makes it later by a call (``Machine.write_call_s``, ``read_call_s``), when it is queued.
+   makes it later by the runtime's work (``Machine.write_work_s``, ``read_work_s``), when it is queued.
 
 Of what is held elsewhere an offload frees the budget, and nothing has to be read.
 """
@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from penstock.plan.machine import Machine
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Event, Profile
 from penstock.plan.replay.held import Held
@@ -73,7 +72,7 @@ class Walk:
         channels: Channels,
         reruns: dict[int, Rerun],
         *,
-        machine: Machine,
+        interference: float,
     ) -> None:
         self._profile = profile
         self._moves = moves
@@ -81,9 +80,7 @@ class Walk:
         self._lanes = channels.lanes
         self._endings = Endings(channels.lanes, tuple(channels.out.values()))
         self._reruns = reruns
-        self._slower = round(machine.interference * _MILLION)
-        self._write_call_ns = round(machine.write_call_s * 1e9)
-        self._read_call_ns = round(machine.read_call_s * 1e9)
+        self._slower = round(interference * _MILLION)
         self._slowed = False  # whether bytes may be moving, so that computing is slower
         self._window = plan.window_bytes
         self._joined = plan.joined
@@ -172,12 +169,12 @@ class Walk:
             self.delays.append((self._clock_ns, now - begun - work_ns))
         return now
 
-    def _called(self, call_ns: int, now: int) -> int:
+    def _worked(self, work_ns: int, now: int) -> int:
         """A transfer was queued, which makes what is computed next later; when that begins."""
-        if call_ns:
-            self.interference_ns += call_ns
-            self.delays.append((self._clock_ns, call_ns))
-        return now + call_ns
+        if work_ns:
+            self.interference_ns += work_ns
+            self.delays.append((self._clock_ns, work_ns))
+        return now + work_ns
 
     def _waited(self, begun: int, now: int) -> int:
         """Take note of a wait; how long it was."""
@@ -250,7 +247,7 @@ class Walk:
             self._channels.encode.add(now, i)
         else:
             self._channels.out[self._moves.tier[i]].add(now, i)
-        return self._called(self._write_call_ns, now)
+        return self._worked(self._moves.write_work_ns[i], now)
 
     def _give_up(self, i: int, now: int) -> None:
         """A write is not needed any more; one that has begun goes on."""
@@ -302,7 +299,7 @@ class Walk:
         self._state[i] = _BACK
         self._slowed = self._slower > 0
         self._channels.back[self._moves.tier[i]].add_first(ready, i)
-        ready = self._called(self._read_call_ns, ready)
+        ready = self._worked(self._moves.read_work_ns[i], ready)
         ready = self._read_ahead(self._profile.slots[i].pass_index, i, ready)
         there = max(ready, self._lanes.end_of(i, self._channels.arrived))
         self.demand_ns += self._waited(ready, there)
@@ -373,7 +370,7 @@ class Walk:
                 self._coming.append(i)
                 self._order.begin(i)
                 self._channels.back[self._moves.tier[i]].add(now, i)
-                now = self._called(self._read_call_ns, now)
+                now = self._worked(self._moves.read_work_ns[i], now)
             place += 1
         self._order.place[index] = place
         return now
