@@ -33,7 +33,7 @@ from penstock.plan.replay import replay
 SHARES = (0.25, 0.5, 1.0, 2.0)
 JOBS = {
     "resnet18": Job("resnet18", 16, {"image_size": 96}),
-    "vgg16": Job("vgg16", 4, {"image_size": 64}),
+    "googlenet": Job("googlenet", 8, {"image_size": 128}),
 }
 
 
