@@ -15,8 +15,9 @@ the rounds' transfers, which run alone, if these are slower. What lies outside (
 forward's begin before it saves anything) is as in the plain step.
 
 The peak is that of the replay, and the two pages of 2 MiB that restored tensors may not fill (a session
-leaves as much out of what it plans with). It is looked at in steps that are not timed: pages that restored tensors have left idle, which count
-until somebody needs them, are given back before each. Else the peak is the budget, whatever a step needs.
+leaves as much out of what it plans with). It is looked at in steps that are not timed: pages that
+restored tensors have left idle, which count until somebody needs them, are given back before each. Else
+it is the budget, whatever a step needs.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ class Rounds:
     """In all rounds: what a plan keeps had to go, for there was no room."""
     peak_bytes: int = 0
     page_slack_bytes: int = 0
-    """What restored tensors take beside their bytes, in pages that are not full, as a session plans for."""
+    """What restored tensors take beside their bytes, in pages that are not full; as sessions plan."""
     plan: Plan | None = None
     """In the end: reads may begin earlier than in the one that was given."""
 
