@@ -176,7 +176,7 @@ def test_work_is_never_less_than_none():
     assert transfer_work.affine((3.0, 2.0), (10, 20)) == transfer_work.Work(3.0, 0.0)
 
 
-def test_a_stack_moves_all_that_it_saves_and_its_waits_do_not_count(disk_path):
+def test_a_stack_moves_all_that_it_saves(disk_path):
     stack = transfer_work.Stack(MIB, 3)
     moved = []
 
@@ -187,7 +187,7 @@ def test_a_stack_moves_all_that_it_saves_and_its_waits_do_not_count(disk_path):
     original = transfer_work._moved
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfer_work, "_moved", counted)
-        written_s, read_s = transfer_work.more(stack, str(disk_path), 0.0)
+        written_s, read_s = transfer_work.more(stack, str(disk_path), Machine.preset("cpu"), 0.0)
     writes, _ = (after - before for before, after in zip(*moved, strict=True))
     assert writes == 3
     assert isinstance(written_s, float)

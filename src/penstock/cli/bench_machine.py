@@ -109,10 +109,7 @@ def execute(options: argparse.Namespace) -> int:
 
 def measure(directory: str, *, seconds: float, file_bytes: int) -> Machine:
     """Measure everything, telling on standard error what is being measured, and what it gave."""
-    # they load torch, as nothing else here
-    compute, transfers = map(
-        importlib.import_module, ("penstock.cli.compute", "penstock.cli.transfer_work")
-    )
+    compute = importlib.import_module("penstock.cli.compute")  # loads torch, as nothing else here
     device = compute.device()
     with _told(f"flash in {directory}") as told:
         flash = bandwidth.measure([directory], file_bytes=file_bytes, seconds=seconds)
@@ -135,22 +132,8 @@ def measure(directory: str, *, seconds: float, file_bytes: int) -> Machine:
         told.append(f"{beside.slower:.1%} slower")
         told.append(f"write {format_bandwidth(beside.write_bytes_per_s)}")
         told.append(f"read {format_bandwidth(beside.read_bytes_per_s)}")
-    work: dict[str, float] = {}
-    if device.type == "cpu":
-        with _told("the work of transfers") as told:
-            for way, one, rate in zip(
-                ("write", "read"),
-                transfers.measure(directory, seconds),
-                (beside.write_bytes_per_s, beside.read_bytes_per_s),
-                strict=True,
-            ):
-                found_work = one.beyond(beside.slower / rate if rate else 0.0)
-                work[f"{way}_work_s"] = _short(found_work.transfer_s)
-                work[f"{way}_work_s_per_byte"] = _short(found_work.per_byte_s)
-                told.append(f"{way} {found_work}")
     host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return Machine(
-        **work,
+    here = Machine(
         name=platform.node() or "this machine",
         flash_write_bytes_per_s=_short(
             _slower(flash.rate("overwrite").engine_bytes_per_s, beside.write_bytes_per_s)
@@ -174,10 +157,32 @@ def measure(directory: str, *, seconds: float, file_bytes: int) -> Machine:
             _source(flash, str(device)),
             "interference, and bandwidth of flash where computing makes it slower: the tier moving"
             f" without a pause beside the training of a network; alone {_rates_text(flash)}",
-            "work: steps of a stack of linear layers under the policy all, in turns with plain ones"
-            if work
-            else "work: not measured, for the host arranges transfers while the GPU computes",
         ),
+    )
+    return _with_work(here, directory, seconds) if device.type == "cpu" else here
+
+
+def _with_work(machine: Machine, directory: str, seconds: float) -> Machine:
+    """The same, with what transfers take of computing."""
+    transfers = importlib.import_module("penstock.cli.transfer_work")
+    with _told("the work of transfers") as told:
+        written, read = (
+            work.beyond(machine.interference / rate)
+            for work, rate in zip(
+                transfers.measure(directory, machine, seconds),
+                machine.bytes_per_s("flash"),
+                strict=True,
+            )
+        )
+        told += [f"write {written}", f"read {read}"]
+    how = "steps of a stack of linear layers under the policy all, in turns with plain ones"
+    return replace(
+        machine,
+        write_work_s=_short(written.transfer_s),
+        write_work_s_per_byte=_short(written.per_byte_s),
+        read_work_s=_short(read.transfer_s),
+        read_work_s_per_byte=_short(read.per_byte_s),
+        sources=(*machine.sources, f"work: {how}; beyond interference"),
     )
 
 

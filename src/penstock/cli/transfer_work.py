@@ -6,8 +6,8 @@ compare checksums, run on cores that want to compute. What that comes to is meas
 
 1. A stack of linear layers, which saves one storage for each, trains under the policy ``all``. Steps
    without a session take turns with those.
-2. What a step takes longer, but for its waits, is the work of its transfers: in forward of its writes, in
-   backward of its reads. Of both kinds of steps the quicker ones count.
+2. What a step takes longer, but for the waits that a replay foretells, is the work of its transfers: in
+   forward of its writes, in backward of its reads. Of both kinds of steps the quicker ones count.
 3. Twice, with small and with large storages: so the work is told by transfer and by byte.
 """
 
@@ -22,6 +22,8 @@ import torch
 from penstock.api import Session, offload
 from penstock.core.units import GIB, MIB, format_duration
 from penstock.observe.recorder import Stage
+from penstock.plan.machine import Machine
+from penstock.plan.replay import replay
 
 SMALL: Final = (MIB, 48)
 """Bytes of each storage, and how many of them."""
@@ -51,7 +53,7 @@ class Work:
 
 
 class _Step(NamedTuple):
-    """Seconds of its two parts, without waits."""
+    """Seconds of its two parts."""
 
     forward: float
     backward: float
@@ -70,28 +72,32 @@ class Stack:
         self.network = torch.nn.Sequential(*made)
         self._rows = torch.randn(nbytes // FEATURES // _FLOAT_BYTES, FEATURES)
 
-    def step(self, session: Session | None = None) -> _Step:
-        """Train; waits of ``session`` are taken out."""
-        waits, times = [_waited_s(session)], [time.perf_counter()]
+    def step(self) -> _Step:
+        """Train."""
+        begun = time.perf_counter()
         total = self.network(self._rows).sum()
-        times.append(time.perf_counter())
-        waits.append(_waited_s(session))
+        turned = time.perf_counter()
         total.backward()
-        times.append(time.perf_counter())
-        waits.append(_waited_s(session))
+        ended = time.perf_counter()
         self.network.zero_grad()
-        return _Step(*(times[k + 1] - times[k] - (waits[k + 1] - waits[k]) for k in range(2)))
+        return _Step(turned - begun, ended - turned)
 
 
-def measure(directory: str, seconds: float) -> tuple[Work, Work]:
-    """Of writes to a flash tier in ``directory``, and of reads from it; in about so long."""
-    small, large = (more(Stack(*size), directory, seconds / 2) for size in (SMALL, LARGE))
+def measure(directory: str, machine: Machine, seconds: float) -> tuple[Work, Work]:
+    """Of writes to a flash tier in ``directory``, and of reads from it; in about so long.
+
+    Args:
+        directory: Where the tier is.
+        machine: What else is known of this one, so that waits can be foretold.
+        seconds: How long to measure, altogether.
+    """
+    small, large = (more(Stack(*size), directory, machine, seconds / 2) for size in (SMALL, LARGE))
     written, read = zip(small, large, strict=True)
     sizes = SMALL[0], LARGE[0]
     return affine(written, sizes), affine(read, sizes)
 
 
-def more(stack: Stack, directory: str, seconds: float) -> tuple[float, float]:
+def more(stack: Stack, directory: str, machine: Machine, seconds: float) -> tuple[float, float]:
     """Seconds more that each write, and each read, of one stack makes a step take.
 
     The budget is half of what is saved, so that memory is given back and touched again, as in use.
@@ -115,13 +121,22 @@ def more(stack: Stack, directory: str, seconds: float) -> tuple[float, float]:
                 plain.append(stack.step())
             stack.step()
             before = _moved(session)
-            moving.append(stack.step(session))
+            moving.append(stack.step())
             counts = [
                 after - earlier for after, earlier in zip(_moved(session), before, strict=True)
             ]
-    quick = zip(_quick(moving), _quick(plain), counts, strict=True)
-    written, read = ((one - alone) / max(count, 1) for one, alone, count in quick)
+        waits = _foretold_waits(session, machine)
+    parts = zip(_quick(moving), _quick(plain), waits, counts, strict=True)
+    written, read = ((one - alone - wait) / max(count, 1) for one, alone, wait, count in parts)
     return written, read
+
+
+def _foretold_waits(session: Session, machine: Machine) -> _Step:
+    """For room in forward, and for reads in backward, by the plan that is followed."""
+    assert session.profile is not None
+    assert session.plan is not None
+    found = replay(session.profile, session.plan, machine)
+    return _Step(found.budget_ns / 1e9, (found.demand_ns + found.late_ns) / 1e9)
 
 
 def _quick(steps: list[_Step]) -> _Step:
@@ -148,7 +163,3 @@ def _moved(session: Session) -> list[int]:
     """How many writes and reads there were."""
     now = session.recorder.snapshot()
     return [now.flow(stage, "flash").count for stage in (Stage.WRITE, Stage.READ)]
-
-
-def _waited_s(session: Session | None) -> float:
-    return 0.0 if session is None else session.recorder.snapshot().stall_ns / 1e9
