@@ -10,6 +10,7 @@ fit says so.
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from penstock.core.units import MIB
 from penstock.plan import Machine, policies
 from penstock.plan.replay import replay
 
+TARGET = 0.1
 SHARES = (0.25, 0.5, 1.0, 2.0)
 JOBS = {
     "resnet18": Job("resnet18", 16, {"image_size": 96}),
@@ -46,6 +48,7 @@ def main() -> None:
         parts=[str(share) for share in SHARES],
         rounds=3,
         config={"shares": list(SHARES), "policies": list(policies.names())},
+        summary=summary,
     ).run()
 
 
@@ -95,6 +98,24 @@ def measure(
     }
 
 
+def summary(networks: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many steps and peaks are foretold within the target, of those that fit."""
+    shares = (share for network in networks for share in network["shares"].values())
+    rows = [row for share in shares for row in share["policies"].values() if row["fits"]]
+    within = {
+        f"{what}s_within_target": sum(abs(row[f"{what}_error"]) <= TARGET for row in rows)
+        for what in ("step", "peak")
+    }
+    errors = [abs(row["step_error"]) for row in rows]
+    return {
+        "fitting": len(rows),
+        "target": TARGET,
+        **within,
+        "median_step_error": round(statistics.median(errors), 4) if errors else None,
+        "worst_step_error": max(errors, default=None),
+    }
+
+
 def page(figures: dict[str, Any]) -> list[str]:
     """Predicted and measured, a line for each policy and share."""
     lines = []
@@ -111,7 +132,13 @@ def page(figures: dict[str, Any]) -> list[str]:
         for share, found in one["shares"].items():
             lines += [_row(share, policy, row) for policy, row in found["policies"].items()]
         lines.append("")
-    return lines[:-1]
+    found = summary(list(figures["networks"].values()))
+    return [
+        *lines,
+        f"Of {found['fitting']} that fit, {found['steps_within_target']} steps and"
+        f" {found['peaks_within_target']} peaks are foretold within {TARGET:.0%}; the median difference"
+        f" of a step is {found['median_step_error']:.1%}, the largest {found['worst_step_error']:.1%}.",
+    ]
 
 
 def _row(share: str, policy: str, row: dict[str, Any]) -> str:
