@@ -97,6 +97,14 @@ def test_a_file_of_before_need_not_tell_of_cudnn_nor_of_processors():
     assert Machine.from_toml(text) == WHOLE
 
 
+def test_a_file_from_before_the_work_of_transfers_was_known_has_none():
+    lines = WHOLE.to_toml().splitlines(keepends=True)
+    old = "".join(line for line in lines if "_work_s" not in line)
+    assert len(old.splitlines()) == len(lines) - 4
+    none = {"write_work_s": 0.0, "write_work_s_per_byte": 0.0, "read_work_s": 0.0}
+    assert Machine.from_toml(old) == replace(WHOLE, **none)
+
+
 def test_a_machine_need_not_know_what_it_computes_with():
     text = replace(WHOLE, compute=None).to_toml()
     assert "compute" not in text
