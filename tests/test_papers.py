@@ -99,6 +99,7 @@ def test_cudnns_pooling_keeps_no_indices_and_what_was_beside_them_stays(papers):
     assert len(indices) == 2  # those of the third pooling are small
     assert without.saved_bytes == profile.saved_bytes - sum(one.key.nbytes for one in indices)
     assert max(without.small_beside) == max(profile.small_beside)
+    assert max(without.small_at_need) == max(profile.small_at_need)
     assert all(slot.dtype != "int64" for slot in without.slots)
 
 

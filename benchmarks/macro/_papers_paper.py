@@ -11,6 +11,8 @@ from typing import Any
 
 from penstock.dry.networks import dry_zoo_profile
 from penstock.plan import Budgets, Machine, Plan, Profile, policies
+from penstock.plan.baseline import oracle_ns
+from penstock.plan.bound import least_step_ns
 from penstock.plan.replay import Replayed, replay
 
 GIB = 1 << 30
@@ -68,6 +70,12 @@ class OnPaper:
 
     def run(self, policy: str, batch: int) -> dict[str, Any]:
         return self.replayed(self.plan(policy, batch), batch)
+
+    def most_share(self, batch: int) -> float:
+        """No plan that moves whole tensors or runs modules again reaches more of the ideal speed."""
+        profile = self.profile(batch)
+        least_ns = least_step_ns(profile, self.machine, self.budgets)
+        return round(oracle_ns(profile, self.machine) / least_ns, 4)
 
     def replayed(self, plan: Plan, batch: int) -> dict[str, Any]:
         return figures(plan, replay(self.profile(batch), plan, self.machine), batch)

@@ -10,9 +10,8 @@ fit says so.
 from __future__ import annotations
 
 import argparse
-import json
+import statistics
 import sys
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,66 +24,38 @@ if __name__ == "__main__":
     _memory.keep_what_is_freed()
 
 import _paired
-import torch
 from _paired import Flash, Job, Training
-from prediction import add_common, machine_for
+from _series import Series
 
-import _results
 from penstock.core.units import MIB
 from penstock.plan import Machine, policies
 from penstock.plan.replay import replay
 
-NAME = Path(__file__).stem
-TABLE = _results.ROOT / "docs" / "throttled_table.md"
+TARGET = 0.1
 SHARES = (0.25, 0.5, 1.0, 2.0)
 JOBS = {
     "resnet18": Job("resnet18", 16, {"image_size": 96}),
-    "vgg16": Job("vgg16", 4, {"image_size": 96}),
+    "googlenet": Job("googlenet", 8, {"image_size": 128}),
 }
 
 
 def main() -> None:
-    args = parse()
-    if args.table:
-        write_table(json.loads((_results.RESULTS / f"{NAME}.json").read_text())["figures"])
-        return
-    _results.warn_if_busy()
-    machine = machine_for(args)
-    earlier = _results.RESULTS / f"{NAME}.json"
-    found = json.loads(earlier.read_text())["figures"]["networks"] if earlier.exists() else {}
-    for name in args.networks:
-        found[name] = measure(JOBS[name], machine, args)
-        if not args.quick:
-            store(found, machine, args)
+    Series(
+        name=Path(__file__).stem,
+        networks=list(JOBS),
+        measure=measure,
+        page=page,
+        parts=[str(share) for share in SHARES],
+        rounds=3,
+        config={"shares": list(SHARES), "policies": list(policies.names())},
+        summary=summary,
+    ).run()
 
 
-def store(found: dict[str, Any], machine: Machine, args: argparse.Namespace) -> None:
-    """After each network: the last may take long."""
-    config = {
-        "rounds": args.rounds,
-        "shares": list(SHARES),
-        "threads": torch.get_num_threads(),
-        "memory": _memory.KEEPS,
-        "machine": asdict(replace(machine, name="this machine")),
-    }
-    figures = {"networks": found}
-    print(f"wrote {_results.write(NAME, figures, config, directory=args.dir).name}")
-    write_table(figures)
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--networks", nargs="*", choices=JOBS, default=list(JOBS))
-    parser.add_argument("--policies", nargs="*", choices=policies.names(), default=policies.names())
-    parser.add_argument("--table", action="store_true", help="only write the table in docs again")
-    add_common(parser, rounds=3)
-    args = parser.parse_args()
-    if args.quick:
-        args.rounds = 1
-    return args
-
-
-def measure(job: Job, machine: Machine, args: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    name: str, machine: Machine, args: argparse.Namespace, earlier: dict[str, Any]
+) -> dict[str, Any]:
+    job = JOBS[name]
     training = Training(job)
     for _ in range(2):
         training.step()
@@ -92,12 +63,12 @@ def measure(job: Job, machine: Machine, args: argparse.Namespace) -> dict[str, A
     profile = profiled.profile
     device_bytes, budgets = _paired.budgets_for(job, profile, machine)
     need = _paired.needed(profile, profile.peak_saved_bytes - device_bytes)
-    shares: dict[str, Any] = {}
-    for share in SHARES:
-        flash = Flash(need * share)
+    shares: dict[str, Any] = dict(earlier.get("shares", {}))
+    for share in args.only:
+        flash = Flash(need * float(share))
         here = flash.machine(machine)
-        rows = shares[str(share)] = {}
-        for policy in args.policies:
+        rows: dict[str, Any] = {}
+        for policy in policies.names():
             plan = policies.get(policy)(profile, here, budgets)
             what = f"{job.network}, {policy}, flash at {share} of the need"
             if not (plan.feasible and replay(profile, plan, here).feasible):
@@ -116,38 +87,58 @@ def measure(job: Job, machine: Machine, args: argparse.Namespace) -> dict[str, A
             predicted = _paired.predict(profiled, machine, flash, found)
             rows[policy] = {"fits": True, **_paired.compare(predicted, found)}
             _paired.show(what, rows[policy])
+        shares[share] = {"needed_bytes_per_s": round(need), "policies": rows}
     return {
         "network": job.network,
         "batch": job.batch,
         "overrides": job.overrides,
         "saved_bytes": profile.peak_saved_bytes,
         "budget_bytes": device_bytes,
-        "needed_bytes_per_s": round(need),
-        "shares": shares,
+        "shares": {str(share): shares[str(share)] for share in SHARES if str(share) in shares},
     }
 
 
-def write_table(figures: dict[str, Any]) -> None:
-    """For the manual: predicted and measured, a line for each policy and share."""
-    lines = [
-        "---\norphan: true\n---\n",
-        "<!-- Written by benchmarks/macro/throttled.py; do not edit. -->",
-        "<!-- table -->",
-        "",
-    ]
+def summary(networks: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many steps and peaks are foretold within the target, of those that fit."""
+    shares = (share for network in networks for share in network["shares"].values())
+    rows = [row for share in shares for row in share["policies"].values() if row["fits"]]
+    within = {
+        f"{what}s_within_target": sum(abs(row[f"{what}_error"]) <= TARGET for row in rows)
+        for what in ("step", "peak")
+    }
+    errors = [abs(row["step_error"]) for row in rows]
+    return {
+        "fitting": len(rows),
+        "target": TARGET,
+        **within,
+        "median_step_error": round(statistics.median(errors), 4) if errors else None,
+        "worst_step_error": max(errors, default=None),
+    }
+
+
+def page(figures: dict[str, Any]) -> list[str]:
+    """Predicted and measured, a line for each policy and share."""
+    lines = []
     for one in figures["networks"].values():
+        needs = [share["needed_bytes_per_s"] / 1e9 for share in one["shares"].values()]
         lines += [
             f"**{one['network']}**, batch {one['batch']}, budget {one['budget_bytes'] / MIB:.0f} of"
-            f" {one['saved_bytes'] / MIB:.0f} MiB; the need of flash is"
-            f" {one['needed_bytes_per_s'] / 1e9:.2f} GB/s",
+            f" {one['saved_bytes'] / MIB:.0f} MiB; the need of flash is {min(needs):.2f} to"
+            f" {max(needs):.2f} GB/s",
             "",
             "| Flash | Policy | Step over plain: predicted | measured | Peak: predicted | measured |",
             "|---:|---|---:|---:|---:|---:|",
         ]
-        for share, rows in one["shares"].items():
-            lines += [_row(share, policy, row) for policy, row in rows.items()]
+        for share, found in one["shares"].items():
+            lines += [_row(share, policy, row) for policy, row in found["policies"].items()]
         lines.append("")
-    TABLE.write_text("\n".join(lines))
+    found = summary(list(figures["networks"].values()))
+    return [
+        *lines,
+        f"Of {found['fitting']} that fit, {found['steps_within_target']} steps and"
+        f" {found['peaks_within_target']} peaks are foretold within {TARGET:.0%}; the median difference"
+        f" of a step is {found['median_step_error']:.1%}, the largest {found['worst_step_error']:.1%}.",
+    ]
 
 
 def _row(share: str, policy: str, row: dict[str, Any]) -> str:

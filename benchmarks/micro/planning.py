@@ -4,14 +4,16 @@ Planning stands between two training steps, so it must be quick. Profiles are st
 one slot each: one that hides behind the network; one that keeps both tiers busy for longer than the
 network, so that all policies are replayed; the same with codecs to choose from; and blocks of layers with
 operators, which may be recomputed, half of them convolutions of a whole device, of 32 shapes, which have
-algorithms to choose. A profile is new in each round: nothing is known of it but what a shape takes. The
-figure that counts is the time against the second that the planner is allowed.
+algorithms to choose; those of 6000 and 8000 slots as well, for more is tried where there is time for it.
+A profile is new in each round: nothing is known of it but what a shape takes. The figure that counts is
+the time against the second that the planner is allowed.
 """
 
 import argparse
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -52,13 +54,14 @@ SHAPES = [
 
 def main():
     options = parse()
-    count = 200 if options.quick else SLOTS
+    count, fewer = (200, (120, 160)) if options.quick else (SLOTS, (6000, 8000))
     figures = {}
     for name, make, machine, host_share in (
         ("hidden behind the network", lambda: stack(count, step_ms=10), FAST, 0.0),
         ("tiers slower than the network", lambda: stack(count, step_ms=10), SLOW, 0.2),
         ("the same, with codecs", lambda: stack(count, step_ms=1, codecs=CODECS), SLOW, 0.2),
         ("convolutions in blocks, a whole device", lambda: blocks(count), CARD, 0.2),
+        *((f"the same, of {few} slots", partial(blocks, few), CARD, 0.2) for few in fewer),
     ):
         figures[name] = measured(make, machine, host_share, options.rounds)
         print(

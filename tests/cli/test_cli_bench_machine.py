@@ -7,9 +7,11 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from offload_runs import wait_until
-from penstock.cli import bench_machine, compute, main
+from penstock.cli import bench_machine, compute, main, transfer_work
 from penstock.cli.bandwidth import Measurement, Rate
 from penstock.core.errors import ConfigError
 from penstock.core.units import MIB
@@ -21,6 +23,8 @@ from penstock.plan.machine import Machine
 def quick(monkeypatch):
     """Everything once, and small."""
     monkeypatch.setattr(bench_machine, "_FILE_BYTES", 32 * MIB)
+    monkeypatch.setattr(transfer_work, "SMALL", (MIB, 2))
+    monkeypatch.setattr(transfer_work, "LARGE", (2 * MIB, 2))
     monkeypatch.setattr(compute, "ROUND_S", 0.0)
     monkeypatch.setattr(compute, "_SIDES", (32, 64))
     monkeypatch.setattr(compute, "_BATCH", {"cpu": 2})
@@ -46,8 +50,19 @@ def test_a_machine_file_is_printed_and_written(quick, disk_path, capsys):
     assert machine.flash_bytes > 0
     assert not machine.flash_over_link
     assert machine.interference >= 0
+    work = [getattr(machine, f"{way}_work_s") for way in ("write", "read")]
+    assert min(work) >= 0
     assert "measured by penstock bench machine on 20" in machine.sources[0]
-    for word in ("flash in", "host copies", "computing on cpu", "while flash moves", "latency"):
+    assert machine.sources[2].startswith("work: steps of a stack")
+    words = (
+        "flash in",
+        "host copies",
+        "computing on cpu",
+        "while flash moves",
+        "latency",
+        "work of",
+    )
+    for word in words:
         assert word in captured.err
     assert list(disk_path.iterdir()) == [output]
 
@@ -129,6 +144,8 @@ def test_flash_is_shared_if_both_ways_at_once_win_little(mixed, shared):
 
 def test_rates_are_operations_over_time(monkeypatch):
     monkeypatch.setattr(compute, "_SIDES", (256,))
+    monkeypatch.setattr(transfer_work, "SMALL", (MIB, 2))
+    monkeypatch.setattr(transfer_work, "LARGE", (2 * MIB, 2))
     monkeypatch.setattr(compute, "ROUND_S", 0.0)
     times = iter([0.5, 0.25])
     monkeypatch.setattr(compute, "_best_s", lambda work, wait: next(times))
@@ -136,3 +153,47 @@ def test_rates_are_operations_over_time(monkeypatch):
     assert compute._peak_flops(where, torch.float32, lambda: None) == 2 * 256**3 / 0.5
     monkeypatch.setattr(compute, "_STREAM_FLOATS", {"cpu": 1000})
     assert compute._stream(where, lambda: None) == 12_000 / 0.25
+
+
+@given(
+    st.floats(0, 1),
+    st.floats(0, 1e-6),
+    st.integers(1, 10**6),
+    st.integers(1, 10**6),
+    st.floats(0, 1),
+)
+def test_work_is_told_by_transfer_and_by_byte(transfer_s, per_byte_s, small, more, known):
+    sizes = small, small + more
+    taken = tuple(transfer_s + per_byte_s * nbytes for nbytes in sizes)
+    found = transfer_work.affine(taken, sizes)
+    again = tuple(found.transfer_s + found.per_byte_s * nbytes for nbytes in sizes)
+    assert again == pytest.approx(taken, rel=1e-6, abs=1e-12)
+    assert found.beyond(known).per_byte_s <= found.per_byte_s
+
+
+def test_work_is_never_less_than_none():
+    for taken in (-1.0, -2.0), (-2.0, -1.0), (1.0, -1.0), (-1.0, 1.0):
+        found = transfer_work.affine(taken, (10, 20))
+        assert found.transfer_s >= 0
+        assert found.per_byte_s >= 0
+    assert transfer_work.affine((-1.0, 1.0), (10, 20)) == transfer_work.Work(0.0, 0.05)
+    assert transfer_work.affine((3.0, 2.0), (10, 20)) == transfer_work.Work(3.0, 0.0)
+
+
+def test_a_stack_moves_all_that_it_saves(disk_path):
+    stack = transfer_work.Stack(MIB, 3)
+    moved = []
+
+    def counted(session):
+        moved.append(original(session))
+        return moved[-1]
+
+    original = transfer_work._moved
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfer_work, "_moved", counted)
+        written_s, read_s = transfer_work.more(stack, str(disk_path), Machine.preset("cpu"), 0.0)
+    writes, _ = (after - before for before, after in zip(*moved, strict=True))
+    assert writes == 3
+    assert isinstance(written_s, float)
+    assert isinstance(read_s, float)
+    assert list(disk_path.iterdir()) == []

@@ -25,6 +25,8 @@ def real_machines(draw):
         flash_shared=draw(st.booleans()),
         flash_over_link=draw(st.booleans()),
         interference=draw(st.sampled_from([0.0, 0.1])),
+        write_work_s=draw(st.sampled_from([0.0, 2e-3])),
+        read_work_s_per_byte=draw(st.sampled_from([0.0, 1e-10])),
         compute=draw(st.sampled_from([None, COMPUTE])),
     )
 
@@ -79,6 +81,7 @@ def small_problem(rng, most=5):
         flash_shared=rng.random() < 0.3,
         flash_over_link=rng.random() < 0.3,
         interference=rng.choice([0.0, 0.1]),
+        write_work_s=rng.choice([0.0, 2e-3]),
     )
     saved = profile.saved_bytes
     host, flash = rng.choice([0, int(0.3 * saved), AMPLE]), rng.choice([saved // 2, AMPLE])

@@ -72,9 +72,13 @@ def machines(draw):
 
 
 @st.composite
-def profiles(draw, max_slots=12, max_passes=3):
-    """Any order of needs, shared nodes, overlapping passes, recomputation inside backward, codecs."""
-    encoded = draw(st.booleans())
+def profiles(draw, max_slots=12, max_passes=3, beside=True):
+    """Any order of needs, shared nodes, overlapping passes, recomputation inside backward, codecs.
+
+    With ``beside`` slots differ in what is beside them, at their save and at their need.
+    """
+    encoded, small = draw(st.booleans()), draw(st.sampled_from([0, 17, 900]))
+    smalls = st.none() | st.integers(0, small) if beside else st.none()
     spans, slots = [], []
     for p in range(draw(st.integers(1, max_passes))):
         start = draw(st.integers(0, 500)) * MS
@@ -87,8 +91,14 @@ def profiles(draw, max_slots=12, max_passes=3):
             key = SlotKey(f"m{draw(st.integers(0, max_slots))}", i, draw(st.integers(1, 1000)))
             codecs = draw(samples()) if encoded else ()
             held = draw(st.integers(0, 5)) == 0
-            slots.append(SlotProfile(key, p, saved, needed, "Any", held, "int8", codecs=codecs))
-    small = draw(st.sampled_from([0, 17]))
+            slots.append(
+                SlotProfile(
+                    *(key, p, saved, needed, "Any", held, "int8"),
+                    codecs=codecs,
+                    small_bytes=draw(smalls),
+                    small_bytes_at_need=draw(smalls),
+                )
+            )
     return Profile("cpu", tuple(slots), tuple(spans), small_bytes=small)
 
 

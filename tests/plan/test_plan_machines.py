@@ -18,6 +18,9 @@ WHOLE = replace(
     device_bytes=12 * 2**30,
     flash_shared=True,
     interference=0.25,
+    write_work_s=2e-5,
+    write_work_s_per_byte=1e-10,
+    read_work_s=3e-5,
     sources=('a "quoted" \\ figure', "über\n"),
 )
 
@@ -33,6 +36,8 @@ def whole_machines(draw):
         compute=draw(some),
         device_bytes=draw(st.integers(0, 2**50)),
         flash_over_link=draw(st.booleans()),
+        write_work_s=draw(st.floats(0, 1)),
+        read_work_s=draw(st.floats(0, 1)),
         sources=tuple(draw(st.lists(st.text(st.characters(codec="utf-8"))))),
     )
 
@@ -61,6 +66,8 @@ def test_a_file_is_read_by_what_is_in_it(tmp_path):
         ("device_bytes = 12_884_901_888", "device_bytes = -1", "device_bytes is -1, it must be zero"),
         ("device_bytes = 12_884_901_888", "device_bytes = 1.5", "device_bytes: 1.5 is float, not int"),
         ("interference = 0.25", "interference = -0.25", "interference is -0.25, it must be zero"),
+        ("write_work_s = 2e-05", "write_work_s = -1.0", "write_work_s is -1.0, it must be zero or"),
+        ("read_work_s = 3e-05", "read_work_s = 'no'", "read_work_s: 'no' is str, not float"),
         ("efficiency = 0.5", "efficiency = 1.5", "efficiency is 1.5, it must be over 0 and at most 1"),
         ("efficiency = 0.5", "", "compute: field 'efficiency' is missing"),
         ("operator_s = 1e-06", "operator_s = -1.0", "operator_s is -1.0, it must be zero or more"),
@@ -88,6 +95,14 @@ def test_a_file_of_before_need_not_tell_of_cudnn_nor_of_processors():
     text = WHOLE.to_toml().replace("cudnn = 4\n", "").replace("processors = 0\n", "")
     assert "cudnn" not in text
     assert Machine.from_toml(text) == WHOLE
+
+
+def test_a_file_from_before_the_work_of_transfers_was_known_has_none():
+    lines = WHOLE.to_toml().splitlines(keepends=True)
+    old = "".join(line for line in lines if "_work_s" not in line)
+    assert len(old.splitlines()) == len(lines) - 4
+    none = {"write_work_s": 0.0, "write_work_s_per_byte": 0.0, "read_work_s": 0.0}
+    assert Machine.from_toml(old) == replace(WHOLE, **none)
 
 
 def test_a_machine_need_not_know_what_it_computes_with():

@@ -204,6 +204,33 @@ def test_compute_is_slower_while_bytes_move():
     assert found.step_ns == found.ideal_ns + 6 * MS
 
 
+def test_what_is_beside_a_slot_at_its_need_is_not_there_when_it_is_saved():
+    profile = stack([10, 10, 10])
+    first = replace(profile.slots[0], small_bytes=1 * MB, small_bytes_at_need=20 * MB)
+    profile = replace(profile, slots=(first, *profile.slots[1:]))
+    assert profile.peak_saved_bytes == 30 * MB
+    found = replay(profile, plan_of(profile, {}), MACHINE)
+    assert found.peak_bytes == 30 * MB  # at the first one's need the others are gone
+    assert found.step_ns == found.ideal_ns
+    more = replace(profile, slots=(replace(first, small_bytes_at_need=21 * MB), *profile.slots[1:]))
+    assert more.peak_saved_bytes == 31 * MB
+    assert replay(more, plan_of(more, {}), MACHINE).peak_bytes == 31 * MB
+    early = replace(profile, slots=(replace(first, small_bytes=21 * MB), *profile.slots[1:]))
+    assert early.peak_saved_bytes == 31 * MB
+
+
+def test_each_write_and_each_read_make_computing_later():
+    machine = replace(MACHINE, write_work_s=2e-3, read_work_s=1e-3, read_work_s_per_byte=2e-9)
+    profile = stack([1, 1, 1])
+    for gone, window in ((0,), AMPLE), ((0, 1), AMPLE), ((0, 1), 0):
+        plan = plan_of(profile, flash(*gone), window=window)
+        quiet, found = replay(profile, plan, MACHINE), replay(profile, plan, machine)
+        assert found.flash.written_bytes == found.flash.read_bytes == len(gone) * MB
+        assert quiet.interference_ns == 0
+        assert found.interference_ns == (2 + 1 + 2) * len(gone) * MS
+        assert quiet.step_ns < found.step_ns <= quiet.step_ns + found.interference_ns
+
+
 def test_what_was_read_ahead_gives_way_to_a_save_and_is_read_again():
     def slot(name, saved, needed, mb):
         key = SlotKey(name, 0, mb * MB)

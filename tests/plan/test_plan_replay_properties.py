@@ -23,6 +23,8 @@ def odd_machines(draw):
         flash_shared=draw(st.booleans()),
         flash_over_link=draw(st.booleans()),
         interference=draw(st.sampled_from([0.0, 0.07, 3.0])),
+        write_work_s=draw(st.sampled_from([0.0, 1e-4])),
+        read_work_s_per_byte=draw(st.sampled_from([0.0, 1e-6])),
     )
 
 
@@ -63,7 +65,7 @@ def test_every_step_ends_and_every_part_of_it_is_told(data, profile, machine):
 
 
 @settings(max_examples=150)
-@given(st.data(), profiles(), odd_machines())
+@given(st.data(), profiles(beside=False), odd_machines())
 def test_memory_is_given_back_and_never_more_than_was_told(data, profile, machine):
     plan = data.draw(plans(profile))
     found = replay(profile, plan, machine, trace=True)

@@ -31,10 +31,10 @@ def step_by_step(profile, mask, segments):
         if event is Event.USE:
             back.use(i)
             most_used = max(most_used, back.read if mask[i] else 0)
-            most_kept = max(most_kept, kept + back.made + small[i])
+            most_kept = max(most_kept, kept + back.made + small[place])
         saved = sizes[i] if event is Event.SAVE else 0
-        if kept + back.read + back.made + saved + small[i] > hard:
-            hard, worst = kept + back.read + back.made + saved + small[i], i
+        if kept + back.read + back.made + saved + small[place] > hard:
+            hard, worst = kept + back.read + back.made + saved + small[place], i
         kept += 0 if mask[i] == OFFLOADED else saved
     return Residency(hard, worst, most_kept, most_used), back.read + back.made
 

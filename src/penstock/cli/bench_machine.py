@@ -6,6 +6,7 @@
 4. By how much training is slower while a flash tier is written and read (interference), and how fast
    the tier is meanwhile: on a CPU both want memory and cores. Where that is slower than alone, the
    machine's bandwidth of flash is what it is beside computing, for that is when plans use it.
+5. By how much more training is later for each write and each read of a session (:mod:`.transfer_work`).
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def measure(directory: str, *, seconds: float, file_bytes: int) -> Machine:
         told.append(f"write {format_bandwidth(beside.write_bytes_per_s)}")
         told.append(f"read {format_bandwidth(beside.read_bytes_per_s)}")
     host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return Machine(
+    here = Machine(
         name=platform.node() or "this machine",
         flash_write_bytes_per_s=_short(
             _slower(flash.rate("overwrite").engine_bytes_per_s, beside.write_bytes_per_s)
@@ -157,6 +158,31 @@ def measure(directory: str, *, seconds: float, file_bytes: int) -> Machine:
             "interference, and bandwidth of flash where computing makes it slower: the tier moving"
             f" without a pause beside the training of a network; alone {_rates_text(flash)}",
         ),
+    )
+    return _with_work(here, directory, seconds) if device.type == "cpu" else here
+
+
+def _with_work(machine: Machine, directory: str, seconds: float) -> Machine:
+    """The same, with what transfers take of computing."""
+    transfers = importlib.import_module("penstock.cli.transfer_work")
+    with _told("the work of transfers") as told:
+        written, read = (
+            work.beyond(machine.interference / rate)
+            for work, rate in zip(
+                transfers.measure(directory, machine, seconds),
+                machine.bytes_per_s("flash"),
+                strict=True,
+            )
+        )
+        told += [f"write {written}", f"read {read}"]
+    how = "steps of a stack of linear layers under the policy all, in turns with plain ones"
+    return replace(
+        machine,
+        write_work_s=_short(written.transfer_s),
+        write_work_s_per_byte=_short(written.per_byte_s),
+        read_work_s=_short(read.transfer_s),
+        read_work_s_per_byte=_short(read.per_byte_s),
+        sources=(*machine.sources, f"work: {how}; beyond interference"),
     )
 
 

@@ -79,8 +79,8 @@ def dry_profile(
         autocast: ``"bfloat16"`` or ``"float16"``: the step runs under that autocast.
         whole_device: Whether the profile is of all device memory: parameters, gradients, buffers and
             optimizer state are ``fixed_bytes``, all else that is no slot is in ``transients``, and each
-            slot's ``small_bytes`` are the most of both beside it. Otherwise it is of saved tensors only,
-            as a session on a CPU measures it.
+            slot's ``small_bytes`` are the most of both beside it, when it is saved and when it is needed.
+            Otherwise it is of saved tensors only, as a session on a CPU measures it.
         floor_bytes: Storages below it are no slots; the knob ``PENSTOCK_FLOOR`` if not given.
         nonzero_count: How many elements ``nonzero`` finds, which depends on data. Without it, a step
             that calls it is refused.
@@ -232,8 +232,9 @@ def _of_whole_device(
     slots = tuple(
         replace(
             slot,
-            small_bytes=fixed_bytes
-            + max(worst[slot.saved_at_ns], worst.get(slot.needed_at_ns or slot.saved_at_ns, 0)),
+            small_bytes=fixed_bytes + worst[slot.saved_at_ns],
+            small_bytes_at_need=fixed_bytes
+            + worst[slot.saved_at_ns if slot.needed_at_ns is None else slot.needed_at_ns],
         )
         for slot in profile.slots
     )

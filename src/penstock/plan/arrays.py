@@ -30,7 +30,9 @@ class StepArrays:
     sizes: Integers
     """By slot, its bytes."""
     small: Integers
-    """By slot, what is alive beside it below the floor."""
+    """What is alive beside the slot then, below the floor."""
+    small_at_save: Integers
+    """By slot, the same at its save."""
     use_place: Integers
     """By slot, the step that uses it; after all steps, where none does."""
     free_place: Integers
@@ -42,17 +44,18 @@ class StepArrays:
         return len(self.slot)
 
     def most_alive_bytes(self, least: int) -> int:
-        """The most that is alive after a save if nothing is moved, or ``least`` if that is more."""
+        """The most that is alive at once if nothing is moved, or ``least`` if that is more."""
         alive = np.cumsum(self.nbytes * self.save - self.nbytes * self.free)
-        beside = alive + self.small[self.slot]
-        return int(np.max(beside, initial=least, where=self.save))
+        beside = alive + self.small
+        return int(np.max(beside, initial=least, where=~self.free))
 
 
 def step_arrays(
     steps: Sequence[tuple[int, int, int]],
     sizes: Sequence[int],
     needed: Sequence[bool],
-    small: Sequence[int],
+    small_at_save: Sequence[int],
+    small_at_need: Sequence[int],
 ) -> StepArrays:
     """From what happens.
 
@@ -60,10 +63,14 @@ def step_arrays(
         steps: (when in ns, 0 for a save, 1 for a use, 2 for a free, slot), in order.
         sizes: By slot, its bytes.
         needed: By slot, whether backward asks for it.
-        small: By slot, what is alive beside it below the floor.
+        small_at_save: By slot, what is alive beside it below the floor when it is saved.
+        small_at_need: By slot, the same when it is used.
     """
     at_ns, event, slot = np.array(steps, np.int64).reshape(-1, 3).T.copy()
     of_slot, asked = np.array(sizes, np.int64), np.array(needed, np.bool_)
+    beside_save, beside_use = (
+        np.array(small, np.int64) for small in (small_at_save, small_at_need)
+    )
     save, use, free = (event == kind for kind in range(3))
     return StepArrays(
         at_ns=at_ns,
@@ -74,7 +81,8 @@ def step_arrays(
         nbytes=of_slot[slot],
         needed=asked[slot],
         sizes=of_slot,
-        small=np.array(small, np.int64),
+        small=np.where(save, beside_save[slot], beside_use[slot]),
+        small_at_save=beside_save,
         use_place=_places(slot, use, len(of_slot)),
         free_place=_places(slot, free, len(of_slot)),
     )

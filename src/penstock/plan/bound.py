@@ -128,7 +128,7 @@ class Moment:
 
 def fullest(case: Case) -> Moment | None:
     """The moment at which most would be there; None: everything fits."""
-    profile, small = case.profile, case.given.small_beside
+    profile, given = case.profile, case.given
     slots = profile.slots
     alive, there = 0, set[int]()
     most, best = case.budgets.device_bytes, None
@@ -138,8 +138,8 @@ def fullest(case: Case) -> Moment | None:
             continue
         if event is Event.SAVE:
             alive += slots[i].key.nbytes
-        if alive + small[i] > most:
-            most, best = alive + small[i], place
+        if alive + given.small_at(event, i) > most:
+            most, best = alive + given.small_at(event, i), place
     if best is None:
         return None
     for _, event, i in profile.steps[: best + 1]:

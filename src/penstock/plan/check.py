@@ -94,7 +94,7 @@ def peak_bytes(profile: Profile, plan: Plan, machine: Machine) -> int:
         while drops and drops[0][0] <= place:
             kept -= sizes[drops.popleft()[1]]
         slot, nbytes, fate = profile.slots[i], sizes[i], mask[i]
-        walk.small = small[i]
+        walk.small = small[place]
         walk.resident = kept + back.read + back.made
         if event is Event.SAVE:
             walk.need(nbytes, when_ns / 1e9)

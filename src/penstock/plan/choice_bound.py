@@ -60,7 +60,7 @@ class _Walk:
     def _room(self) -> Integers:
         """Beside what is kept, before anything is run again."""
         steps = self.steps
-        return self.case.budgets.device_bytes - self.flow.kept - steps.small[steps.slot]
+        return self.case.budgets.device_bytes - self.flow.kept - steps.small
 
     def _on_flash(self) -> Integers:
         """By slot: 1 on flash, 0 elsewhere."""

@@ -69,14 +69,16 @@ def _computed(profile: Profile, runs: Sequence[_Run]) -> Profile:
         (run.operator.start_ns, run.operator.end_ns, run.start_ns, run.end_ns) for run in runs
     )
     beside = _workspace_beside(profile, runs) if _whole_device(profile) else None
-    small = profile.small_beside
     slots = tuple(
         slot.moved(
             clock(slot.saved_at_ns),
             None if slot.needed_at_ns is None else clock(slot.needed_at_ns),
-            slot.small_bytes if beside is None else small[i] + beside[i],
+            slot.small_bytes if beside is None else small + beside[Event.SAVE][i],
+            slot.small_bytes_at_need if beside is None else at_need + beside[Event.USE][i],
         )
-        for i, slot in enumerate(profile.slots)
+        for i, (slot, small, at_need) in enumerate(
+            zip(profile.slots, profile.small_beside, profile.small_at_need, strict=True)
+        )
     )
     transients = tuple(Transient(clock(one.at_ns), one.nbytes) for one in profile.transients)
     return replace(
@@ -94,7 +96,10 @@ def _computed(profile: Profile, runs: Sequence[_Run]) -> Profile:
         operators=tuple(
             one.moved(clock(one.start_ns), clock(one.end_ns)) for one in profile.operators
         ),
-        small_bytes=max([profile.small_bytes, *(slot.small_bytes or 0 for slot in slots)]),
+        small_bytes=max(
+            profile.small_bytes,
+            *(max(slot.small_bytes or 0, slot.small_bytes_at_need or 0) for slot in slots),
+        ),
         transients=transients if beside is None else tuple(_merged(transients, runs)),
     )
 
@@ -210,7 +215,7 @@ def _needs(profile: Profile, mask: Mask) -> tuple[list[int], list[int]]:
             kept -= 0 if mask[i] == KEPT else nbytes
         elif event is Event.USE:
             in_use += 0 if mask[i] == KEPT else nbytes
-            needs.append(kept + in_use + profile.small_beside[i])
+            needs.append(kept + in_use + profile.small_at_need[i])
         elif mask[i] == KEPT:
             kept -= nbytes
             continue
@@ -251,20 +256,20 @@ def _work(one: Operator) -> object:
     return one.convolution, one.flops, one.moved_bytes, one.half, one.backward
 
 
-def _workspace_beside(profile: Profile, runs: Sequence[_Run]) -> list[int]:
-    """For each slot the largest workspace between its save, or need, and what happens next."""
+def _workspace_beside(profile: Profile, runs: Sequence[_Run]) -> Mapping[Event, list[int]]:
+    """For each slot the largest workspace from its save, and from its need, to what happens next."""
     starts, ends = zip(*((run.operator.start_ns, run.operator.end_ns) for run in runs), strict=True)
-    beside = [0] * len(profile.slots)
+    beside = {event: [0] * len(profile.slots) for event in (Event.SAVE, Event.USE)}
     events = [step for step in profile.steps if step[1] is not Event.FREE]
     after_ns = events[-1][0] if events else 0
     for place in reversed(range(len(events))):
-        when_ns, _, i = events[place]
+        when_ns, event, i = events[place]
         if place + 1 < len(events) and events[place + 1][0] > when_ns:
             after_ns = events[place + 1][0]
         first = bisect_right(ends, when_ns)
         last = bisect_left(starts, after_ns) if after_ns > when_ns else len(runs)
         for run in runs[first:last]:
-            beside[i] = max(beside[i], run.algorithm.workspace_bytes)
+            beside[event][i] = max(beside[event][i], run.algorithm.workspace_bytes)
     return beside
 
 

@@ -16,8 +16,12 @@ from penstock.plan import serial
 
 VERSION = 2
 _PRESETS: Final = "penstock.plan.machines"
+_WORK: Final = ("write_work_s", "write_work_s_per_byte", "read_work_s", "read_work_s_per_byte")
+_OPTIONAL: Final[Mapping[str, object]] = dict.fromkeys(_WORK, 0.0)
+"""What a file need not tell of a machine, as those written before it was known."""
 _OPTIONAL_COMPUTE: Final[Mapping[str, object]] = {"cudnn": 4, "processors": 0}
-"""What a file need not tell of a device, as those written before it was known."""
+"""The same of a device."""
+_ZERO_OR_MORE: Final = ("flash_latency_s", "interference", *_WORK)
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,14 @@ class Machine:
     """Whether flash is reached over the link that the host tier uses, and shares it."""
     interference: float = 0.0
     """By what share computing is slower while bytes move: on a CPU both need memory and cores."""
+    write_work_s: float = 0.0
+    """By how much computing is later for each write to a tier: the runtime's own work, in the thread that
+    trains and in those beside it, as far as ``interference`` does not tell of it. 0 where the device
+    computes on meanwhile. So of the next three."""
+    write_work_s_per_byte: float = 0.0
+    """For each of its bytes, beside that."""
+    read_work_s: float = 0.0
+    read_work_s_per_byte: float = 0.0
     sources: tuple[str, ...] = ()
     """Where the figures are from."""
 
@@ -100,9 +112,7 @@ class Machine:
                         f"machine {self.name!r}: {field.name} is {value}, it must be zero or more"
                     )
                 continue
-            least = (
-                "zero or more" if field.name in ("flash_latency_s", "interference") else "positive"
-            )
+            least = "zero or more" if field.name in _ZERO_OR_MORE else "positive"
             low = value < 0 or (least == "positive" and value == 0)
             if not math.isfinite(value) or low:
                 raise ConfigError(
@@ -126,6 +136,14 @@ class Machine:
         if tier == "host":
             return nbytes / self.host_read_bytes_per_s
         return self.flash_latency_s + nbytes / self.flash_read_bytes_per_s
+
+    def write_work_ns(self, nbytes: int) -> int:
+        """Nanoseconds by which writing ``nbytes`` makes computing later."""
+        return round((self.write_work_s + nbytes * self.write_work_s_per_byte) * 1e9)
+
+    def read_work_ns(self, nbytes: int) -> int:
+        """Nanoseconds by which reading ``nbytes`` makes computing later."""
+        return round((self.read_work_s + nbytes * self.read_work_s_per_byte) * 1e9)
 
     def to_json(self) -> str:
         """One JSON document."""
@@ -193,14 +211,16 @@ class Machine:
 
 
 def _completed(text: str) -> str:
-    """A machine's JSON with what it need not tell of its device; what is no machine as it is."""
+    """A machine's JSON with what it need not tell; what is no machine as it is."""
     try:
         data = json.loads(text)
     except ValueError:
         return text
-    if isinstance(data, dict) and isinstance(data.get("compute"), dict):
-        return json.dumps({**data, "compute": {**_OPTIONAL_COMPUTE, **data["compute"]}})
-    return text
+    if not isinstance(data, dict):
+        return text
+    if isinstance(data.get("compute"), dict):
+        data["compute"] = {**_OPTIONAL_COMPUTE, **data["compute"]}
+    return json.dumps({**_OPTIONAL, **data})
 
 
 def _toml(value: object) -> str:

@@ -21,7 +21,7 @@ from penstock.plan.slots import MatchKey, SlotKey
 if TYPE_CHECKING:
     from penstock.plan.arrays import StepArrays
 
-VERSION: Final = 3
+VERSION: Final = 4
 NODE_NS: Final = 50_000
 """Slots needed within this time of each other are taken to be needed by one node of backward."""
 
@@ -100,8 +100,8 @@ class SlotProfile:
     """Something else kept the storage alive, so offloading it would have freed nothing."""
     dtype: str
     small_bytes: int | None = None
-    """Bytes below the floor that are alive beside it, when it is saved and, since the last saved is
-    the first needed, again when it is needed. None: taken to be all of the profile's."""
+    """Bytes below the floor that are alive beside it when it is saved. None: taken to be all of the
+    profile's."""
     codecs: tuple[CodecSample, ...] = ()
     """Those that a plan may choose for it, which are lossless ones, and ones whose loss is proven to
     change no gradient. Without any it goes to a tier as it is."""
@@ -109,9 +109,16 @@ class SlotProfile:
     """Path of the innermost module in whose forward the storage was made. It can be made again by running
     a module that both made and saved it; None: not known, so it cannot. In a measured profile everything
     that saved it is in that forward as well, by one and the same call of the module."""
+    small_bytes_at_need: int | None = None
+    """The same as ``small_bytes``, when it is needed. None: as much as then, since the last saved is the
+    first needed."""
 
     def moved(
-        self, saved_at_ns: int, needed_at_ns: int | None, small_bytes: int | None
+        self,
+        saved_at_ns: int,
+        needed_at_ns: int | None,
+        small_bytes: int | None,
+        small_bytes_at_need: int | None,
     ) -> SlotProfile:
         """The same at another time, and beside other bytes. Quicker than ``replace``."""
         return SlotProfile(
@@ -125,6 +132,7 @@ class SlotProfile:
             small_bytes,
             self.codecs,
             self.producer,
+            small_bytes_at_need,
         )
 
     @property
@@ -172,7 +180,8 @@ class Profile:
     transients: tuple[Transient, ...] = ()
     """Outputs and gradients on their way, workspaces, storages below the floor: the device memory that
     nothing is to be done about, over time. Of a profile of the whole device, ``small_bytes`` of a slot
-    are the fixed and the worst of the transient bytes beside it. Empty: the budget counts none of it."""
+    are the fixed and the worst of the transient bytes beside it, at its save and at its need. Empty: the
+    budget counts none of it."""
     unrepeatable: tuple[str, ...] = ()
     """Paths of the modules that must not be run again as a whole: another run would not do the same, or
     cannot be arranged. What is inside them may be."""
@@ -214,6 +223,7 @@ class Profile:
             [slot.key.nbytes for slot in self.slots],
             [slot.needed_at_ns is not None for slot in self.slots],
             self.small_beside,
+            self.small_at_need,
         )
 
     @property
@@ -236,11 +246,23 @@ class Profile:
 
     @cached_property
     def small_beside(self) -> tuple[int, ...]:
-        """For each slot, the bytes below the floor that are alive beside it."""
+        """For each slot, the bytes below the floor that are alive beside it when it is saved."""
         return tuple(
             self.small_bytes if slot.small_bytes is None else slot.small_bytes
             for slot in self.slots
         )
+
+    @cached_property
+    def small_at_need(self) -> tuple[int, ...]:
+        """For each slot, the same when it is needed."""
+        return tuple(
+            at_save if slot.small_bytes_at_need is None else slot.small_bytes_at_need
+            for slot, at_save in zip(self.slots, self.small_beside, strict=True)
+        )
+
+    def small_at(self, event: Event, index: int) -> int:
+        """Bytes below the floor beside a slot at what happens to it."""
+        return (self.small_beside if event is Event.SAVE else self.small_at_need)[index]
 
     @cached_property
     def match_keys(self) -> tuple[MatchKey, ...]:

@@ -176,12 +176,10 @@ def flow(profile: Profile, mask: Mask, segments: Sequence[Segment] = ()) -> Flow
         gone = np.where((fate == OFFLOADED) & steps.needed, steps.nbytes, 0)
         comes = np.where(by_slot == OFFLOADED, steps.use_place, steps.count)
         read = np.cumsum(gone * steps.use - gone * steps.free)
-        return Flow(
-            fate, np.cumsum(kept), np.zeros_like(kept), steps.small[steps.slot], read, comes
-        )
+        return Flow(fate, np.cumsum(kept), np.zeros_like(kept), steps.small, read, comes)
     kept += np.where((fate == RECOMPUTED) & steps.save, steps.nbytes, 0)
     kept -= _dropped(steps, segments)
-    made, small = np.cumsum(_made(steps, segments)), _small_beside(steps, segments)[steps.slot]
+    made, small = np.cumsum(_made(steps, segments)), _small_beside(steps, segments)
     read, comes = _read(steps, by_slot, segments)
     return Flow(fate, np.cumsum(kept), made, small, np.cumsum(read), comes)
 
@@ -262,7 +260,7 @@ def resident_at(
         if event is Event.USE:
             back.use(i)
         here = kept + (sizes[i] if event is Event.SAVE else 0)
-        if here + back.read + back.made + small[i] == hard_bytes:
+        if here + back.read + back.made + small[place] == hard_bytes:
             return sorted({*there, *back.here(), i})
         if event is Event.SAVE and mask[i] != OFFLOADED:
             there.add(i)
@@ -271,22 +269,21 @@ def resident_at(
 
 
 def small_beside(profile: Profile, segments: Sequence[Segment]) -> Sequence[int]:
-    """Bytes beside each slot; running a module again takes what running it took."""
-    if not segments:
-        return profile.small_beside
+    """Bytes beside the slot of each step; running a module again takes what running it took."""
     found: list[int] = _small_beside(profile.arrays, segments).tolist()
     return found
 
 
 def _small_beside(steps: StepArrays, segments: Sequence[Segment]) -> Integers:
     again = [one.slots for one in segments if one.slots]
-    small = steps.small.copy()
-    if again:
-        each = np.array([i for slots in again for i in slots], np.int64)
-        counts = [len(slots) for slots in again]
-        most = np.maximum.reduceat(small[each], np.cumsum([0, *counts[:-1]]))
-        small[each] = np.repeat(most, counts)
-    return small
+    if not again:
+        return steps.small
+    each = np.array([i for slots in again for i in slots], np.int64)
+    counts = [len(slots) for slots in again]
+    most = np.maximum.reduceat(steps.small_at_save[each], np.cumsum([0, *counts[:-1]]))
+    took = np.zeros(len(steps.sizes), np.int64)
+    took[each] = np.repeat(most, counts)
+    return np.where(steps.save, steps.small, np.maximum(steps.small, took[steps.slot]))
 
 
 def saved_in_backward_bytes(profile: Profile, mask: Mask, segments: Sequence[Segment] = ()) -> int:

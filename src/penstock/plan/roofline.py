@@ -97,6 +97,7 @@ def retimed(profile: Profile, machine: Machine) -> Profile:
                 at(slot.saved_at_ns),
                 None if slot.needed_at_ns is None else at(slot.needed_at_ns),
                 slot.small_bytes,
+                slot.small_bytes_at_need,
             )
             for slot in profile.slots
         ),

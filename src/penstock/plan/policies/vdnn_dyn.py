@@ -41,7 +41,9 @@ def _configurations(case: Case) -> Iterator[Choice]:
     for wanted in sets:
         yield offload_maps(case, wanted)
     if case.leanest:
-        for wanted in sets:
-            yield offload_maps(case.fitted(offload_maps(case, wanted).tiers), wanted)
-        for wanted in sets:
-            yield offload_maps(case.leaning(case.leanest), wanted)
+        lean = case.leaning(case.leanest)
+        without = [offload_maps(lean, wanted) for wanted in sets]
+        for wanted, choice in zip(sets, without, strict=True):
+            if lean.fits(choice):  # or there is room for no workspace at all, however small
+                yield offload_maps(case.fitted(choice.tiers), wanted)
+        yield from without

@@ -41,6 +41,9 @@ class Moves:
     flash_in_ns: list[int]
     encode_ns: list[int]
     decode_ns: list[int]
+    write_work_ns: list[int]
+    """By how much writing it makes computing later."""
+    read_work_ns: list[int]
 
     @property
     def used_tiers(self) -> set[int]:
@@ -51,7 +54,7 @@ class Moves:
 def moves_of(profile: Profile, plan: Plan, machine: Machine) -> Moves:
     """Look every slot up in the plan. Slots that it does not know are kept."""
     count = len(profile.slots)
-    moves = Moves(bytearray(count), bytearray(count), {}, *([0] * count for _ in range(8)))
+    moves = Moves(bytearray(count), bytearray(count), {}, *([0] * count for _ in range(10)))
     find = plan.lookup_match
     for i, match in enumerate(profile.match_keys):
         decision = find(match)
@@ -76,6 +79,8 @@ def _offload(moves: Moves, i: int, slot: SlotProfile, decision: Decision, machin
     moves.tier[i] = tier
     moves.moved_bytes[i] = moved
     moves.held_bytes[i] = round_up(moved, PAGE_BYTES)
+    moves.write_work_ns[i] = machine.write_work_ns(moved)
+    moves.read_work_ns[i] = machine.read_work_ns(moved)
     if tier == FLASH:
         moves.flash_out_ns[i] = round(moved / machine.flash_write_bytes_per_s * 1e9)
         moves.flash_in_ns[i] = round(moved / machine.flash_read_bytes_per_s * 1e9)

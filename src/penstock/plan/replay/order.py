@@ -25,7 +25,7 @@ class Order:
         self._rank = [ranks.get(match, last) for match in profile.match_keys]
         self._pass = [slot.pass_index for slot in profile.slots]
         self._not_before = moves.not_before
-        self._small = profile.small_beside
+        self._small = profile.small_at_need
         self._asked: dict[int, int] = {}
         self._most: deque[int] = deque()
         self.slots: dict[int, list[int]] = {}

@@ -67,7 +67,8 @@ class Replayed:
     recompute_ns: int
     """Forwards that were run again."""
     interference_ns: int
-    """By how much computing was slower because bytes moved meanwhile."""
+    """By how much computing was slower because bytes moved meanwhile, and later because transfers were
+    queued (``Machine.interference``, ``write_work_s``, ``read_work_s``)."""
     budget_ns: int
     """Waits for room, until writes or reads had ended (``StallCause.BUDGET``); and where layers wait for
     their writes (``Plan.joined``)."""

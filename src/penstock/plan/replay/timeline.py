@@ -76,13 +76,13 @@ def _beside(profile: Profile, base_ns: int) -> list[Level]:
     if profile.transients:
         fixed = profile.fixed_bytes
         return [(base_ns, fixed), *((one.at_ns, fixed + one.nbytes) for one in profile.transients)]
-    small = profile.small_beside
-    if len(set(small)) < 2:
-        return [(base_ns, small[0] if small else profile.small_bytes)]
+    small = {*profile.small_beside, *profile.small_at_need}
+    if len(small) < 2:
+        return [(base_ns, small.pop() if small else profile.small_bytes)]
     levels = [(base_ns, 0)]
     for when, event, i in profile.steps:
-        if event is not Event.FREE and small[i] != levels[-1][1]:
-            levels.append((when, small[i]))
+        if event is not Event.FREE and profile.small_at(event, i) != levels[-1][1]:
+            levels.append((when, profile.small_at(event, i)))
     return levels
 
 

@@ -1,6 +1,6 @@
 """One step, event by event: compute goes on, the device's memory fills, empties, and is waited for.
 
-As the runtime does it (``runtime/executor.py``, ``traffic.py``, ``room.py``):
+As the runtime does it (``runtime/executor.py``, ``traffic.py``, ``reads.py``, ``room.py``):
 
 1. A save takes its bytes. If they do not fit, it waits for writes to end; then copies that were read
    ahead are dropped, the one needed last first; then the budget is exceeded, and the plan not feasible.
@@ -12,9 +12,10 @@ As the runtime does it (``runtime/executor.py``, ``traffic.py``, ``room.py``):
 5. What a recomputed module makes and saves is dropped at the end of its forward. The first need of any of
    it runs the module again: that needs its inputs, and all that it made, and backward still needs, is
    there from then on.
-
 6. Under a plan that is ``joined``, each layer of forward is over when what is written under it is
    (:mod:`.joins`).
+7. While bytes move, computing is slower by the machine's ``interference``; and each write and each read
+   makes it later by the runtime's work (``Machine.write_work_s``, ``read_work_s``), when it is queued.
 
 Of what is held elsewhere an offload frees the budget, and nothing has to be read.
 """
@@ -84,6 +85,7 @@ class Walk:
         self._window = plan.window_bytes
         self._joined = plan.joined
         self._small = profile.small_beside
+        self._small_at_need = profile.small_at_need
         self._state = bytearray(len(profile.slots))
         self.held = Held(profile, moves, plan.budgets.device_bytes)
         self._order = Order(profile, plan, moves)
@@ -100,7 +102,8 @@ class Walk:
         """Go through the whole step."""
         begin, end = self._profile.axis_ns
         self.base_ns = clock = begin
-        sizes, small, action = self.held.sizes, self._small, self._moves.action
+        sizes, action = self.held.sizes, self._moves.action
+        small, at_need = self._small, self._small_at_need
         changes = self.held.changes
         save, use = Event.SAVE, Event.USE
         now, gate = 0, min(self.held.peak_bytes, self.held.limit)
@@ -120,10 +123,10 @@ class Walk:
                 self.held.used += nbytes
                 changes.append((now, i, nbytes))
                 if action[i]:
-                    self._saved(i, now)
+                    now = self._saved(i, now)
             elif event is use:
-                if self.held.used + small[i] > gate:
-                    now = self._room(0, small[i], now)
+                if self.held.used + at_need[i] > gate:
+                    now = self._room(0, at_need[i], now)
                 now = self._use(i, now)
                 gate = min(self.held.peak_bytes, self.held.limit)
             elif event == DROP:
@@ -165,6 +168,13 @@ class Walk:
             self.interference_ns += now - begun - work_ns
             self.delays.append((self._clock_ns, now - begun - work_ns))
         return now
+
+    def _worked(self, work_ns: int, now: int) -> int:
+        """A transfer was queued, which makes what is computed next later; when that begins."""
+        if work_ns:
+            self.interference_ns += work_ns
+            self.delays.append((self._clock_ns, work_ns))
+        return now + work_ns
 
     def _waited(self, begun: int, now: int) -> int:
         """Take note of a wait; how long it was."""
@@ -226,10 +236,10 @@ class Walk:
 
     # -- a slot's way -----------------------------------------------------------------------------
 
-    def _saved(self, i: int, now: int) -> None:
+    def _saved(self, i: int, now: int) -> int:
         if self._moves.action[i] == RECOMPUTED:
             self._state[i] = _HERE
-            return
+            return now
         self._state[i] = _WRITING
         self._slowed = self._slower > 0
         self.held.in_tier(i, 1, now)
@@ -237,6 +247,7 @@ class Walk:
             self._channels.encode.add(now, i)
         else:
             self._channels.out[self._moves.tier[i]].add(now, i)
+        return self._worked(self._moves.write_work_ns[i], now)
 
     def _give_up(self, i: int, now: int) -> None:
         """A write is not needed any more; one that has begun goes on."""
@@ -256,7 +267,7 @@ class Walk:
                 now = self._run_again(self._reruns[i], now)
             self._state[i] = _BACK
         if index in self._order.slots:
-            self._read_ahead(index, i, now)
+            now = self._read_ahead(index, i, now)
         return now
 
     def _fetch(self, i: int, now: int) -> int:
@@ -280,16 +291,18 @@ class Walk:
 
     def _demand(self, i: int, now: int) -> int:
         """Read a slot while backward waits."""
-        ready = self._make_room(self.held.sizes[i], self._small[i], now)
+        ready = self._make_room(self.held.sizes[i], self._small_at_need[i], now)
+        self.demand_ns += self._waited(now, ready)
         self._lanes.advance(ready)
         self.held.take(i, ready)
         self.held.read_back += self.held.sizes[i]
         self._state[i] = _BACK
         self._slowed = self._slower > 0
         self._channels.back[self._moves.tier[i]].add_first(ready, i)
-        self._read_ahead(self._profile.slots[i].pass_index, i, ready)
+        ready = self._worked(self._moves.read_work_ns[i], ready)
+        ready = self._read_ahead(self._profile.slots[i].pass_index, i, ready)
         there = max(ready, self._lanes.end_of(i, self._channels.arrived))
-        self.demand_ns += self._waited(now, there)
+        self.demand_ns += self._waited(ready, there)
         return there
 
     def _end_of_read(self, i: int, now: int) -> int:
@@ -335,8 +348,8 @@ class Walk:
             if was == _BACK:
                 self.held.read_back -= self.held.sizes[i]
 
-    def _read_ahead(self, index: int, asked: int, now: int) -> None:
-        """Begin to read what the pass needs after ``asked``, as far as is allowed."""
+    def _read_ahead(self, index: int, asked: int, now: int) -> int:
+        """Begin to read what the pass needs after ``asked``, as far as is allowed; when that is done."""
         slots, place, state = self._order.slots[index], self._order.place[index], self._state
         while place < len(slots):
             i = slots[place]
@@ -350,22 +363,24 @@ class Walk:
                 self.held.take(i, now)
                 self.held.read_back += self.held.sizes[i]
                 self.held.peak_bytes = max(
-                    self.held.peak_bytes, self.held.used + self._small[asked]
+                    self.held.peak_bytes, self.held.used + self._small_at_need[asked]
                 )
                 state[i] = _COMING
                 self._slowed = self._slower > 0
                 self._coming.append(i)
                 self._order.begin(i)
                 self._channels.back[self._moves.tier[i]].add(now, i)
+                now = self._worked(self._moves.read_work_ns[i], now)
             place += 1
         self._order.place[index] = place
+        return now
 
     def _may_read(self, i: int, asked: int, now: int) -> bool:
         nbytes = self.held.sizes[i]
         if not self._order.due(i) or self.held.read_back + nbytes > self._window:
             return False
         beside = self._order.beside(_COMING, self._state)
-        small = max(self._small[asked], self._small[i], beside)
+        small = max(self._small_at_need[asked], self._small_at_need[i], beside)
         if self.held.used + nbytes + small > self.held.limit:
             self._settle(now)
         return self.held.used + nbytes + small <= self.held.limit
