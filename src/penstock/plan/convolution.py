@@ -97,8 +97,10 @@ def _computed(profile: Profile, runs: Sequence[_Run]) -> Profile:
             one.moved(clock(one.start_ns), clock(one.end_ns)) for one in profile.operators
         ),
         small_bytes=max(
-            profile.small_bytes,
-            *(max(slot.small_bytes or 0, slot.small_bytes_at_need or 0) for slot in slots),
+            [
+                profile.small_bytes,
+                *(max(slot.small_bytes or 0, slot.small_bytes_at_need or 0) for slot in slots),
+            ]
         ),
         transients=transients if beside is None else tuple(_merged(transients, runs)),
     )
