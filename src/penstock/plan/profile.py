@@ -100,8 +100,8 @@ class SlotProfile:
     """Something else kept the storage alive, so offloading it would have freed nothing."""
     dtype: str
     small_bytes: int | None = None
-    """Bytes below the floor that are alive beside it when it is saved. None: taken to be all of the
-    profile's."""
+    """Bytes below the floor that are alive beside it when it is saved. Where it is ``None``, all of the
+    profile's are taken to be."""
     codecs: tuple[CodecSample, ...] = ()
     """Those that a plan may choose for it, which are lossless ones, and ones whose loss is proven to
     change no gradient. Without any it goes to a tier as it is."""
@@ -110,8 +110,8 @@ class SlotProfile:
     a module that both made and saved it; None: not known, so it cannot. In a measured profile everything
     that saved it is in that forward as well, by one and the same call of the module."""
     small_bytes_at_need: int | None = None
-    """The same as ``small_bytes``, when it is needed. None: as much as then, since the last saved is the
-    first needed."""
+    """The same as ``small_bytes``, when it is needed. Where it is ``None``, as much as then, since the last
+    saved is the first needed."""
 
     def moved(
         self,
