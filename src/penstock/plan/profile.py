@@ -110,8 +110,8 @@ class SlotProfile:
     a module that both made and saved it; None: not known, so it cannot. In a measured profile everything
     that saved it is in that forward as well, by one and the same call of the module."""
     small_bytes_at_need: int | None = None
-    """The same as ``small_bytes``, when it is needed. Where it is ``None``, as much as then, since the last
-    saved is the first needed."""
+    """The same as ``small_bytes``, when it is needed. Where it is ``None``, as much as then, since the
+    last saved is the first needed."""
 
     def moved(
         self,
