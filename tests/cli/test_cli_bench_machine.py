@@ -180,8 +180,9 @@ def test_work_is_never_less_than_none():
     assert transfer_work.affine((3.0, 2.0), (10, 20)) == transfer_work.Work(3.0, 0.0)
 
 
-def test_a_stack_moves_all_that_it_saves(disk_path):
-    stack = transfer_work.Stack(MIB, 3)
+def test_what_a_stack_moves_is_counted(disk_path):
+    """Backward may take back a write that has not begun, so that not all that is saved moves."""
+    stack = transfer_work.Stack(MIB, 8)
     moved = []
 
     def counted(session):
@@ -192,8 +193,8 @@ def test_a_stack_moves_all_that_it_saves(disk_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfer_work, "_moved", counted)
         written_s, read_s = transfer_work.more(stack, str(disk_path), Machine.preset("cpu"), 0.0)
-    writes, _ = (after - before for before, after in zip(*moved, strict=True))
-    assert writes == 3
+    writes, reads = (after - before for before, after in zip(*moved, strict=True))
+    assert 1 <= reads <= writes <= 8
     assert isinstance(written_s, float)
     assert isinstance(read_s, float)
     assert list(disk_path.iterdir()) == []
