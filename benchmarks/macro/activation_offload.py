@@ -131,7 +131,7 @@ def measure(job: Job, args: argparse.Namespace) -> dict[str, Any]:
                     step()  # what the mode before left in memory is gone after this one
                     times.setdefault(mode, []).append(step())
         after = session.recorder.snapshot()
-        figures = figures_of({mode: times[mode] for mode, _ in modes})
+        figures = figures_of({mode: times[mode] for mode, _ in modes if mode in times})
         flash = {
             stage: (after.flow(stage, "flash").nbytes - before.flow(stage, "flash").nbytes)
             // (2 * args.rounds)

@@ -3,6 +3,7 @@
 import errno
 import gc
 import os
+import random
 import threading
 import time
 
@@ -193,9 +194,9 @@ def test_buffered_pages_do_not_stay_in_the_cache(disk_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PENSTOCK_BUFFERED_IO", "1")
         file = files.open_path(path, "w+")
-    engine = ThreadEngine(2, 65536)
+    engine = ThreadEngine(2, 65536, syscalls=Unsteady())
     buffer = aligned(1 << 20, seed=0)
-    for op in ("write", "read"):
+    for op in ("write", *["read"] * 6):
         move(engine, op, file, 0, buffer).wait(PATIENCE_S)
         assert cached_bytes(file.fd, len(buffer)) == 0
     os.pread(file.fd, len(buffer), 0)
@@ -224,6 +225,16 @@ def test_the_cause_of_a_failure_is_kept(tmp_path):
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.path == str(tmp_path / "data")
     engine.close()
+
+
+class Unsteady(Syscalls):
+    """Neighbours finish in any order, so that reading ahead would bring back what is let go."""
+
+    delays_s = random.Random(0)
+
+    def read(self, file, address, nbytes, offset_bytes):
+        time.sleep(self.delays_s.choice([0, 0, 0, 0, 0.001, 0.005, 0.02, 0.05]))
+        return super().read(file, address, nbytes, offset_bytes)
 
 
 def cached_bytes(fd, nbytes):

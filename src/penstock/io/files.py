@@ -71,6 +71,10 @@ class DirectFile:
         self.path = path
         self.direct = granule_bytes > 0
         self.granule_bytes = granule_bytes or 1
+        if not self.direct:
+            # Nothing is read that was not asked for: such pages would stay in the page cache.
+            with suppress(OSError):  # only a hint
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def __repr__(self) -> str:
         how = f"direct, granule {self.granule_bytes}" if self.direct else "buffered"

@@ -9,28 +9,19 @@ workers, none of them for a mere rest, and a demand overtakes a running write-be
 from __future__ import annotations
 
 import ctypes
-import errno as errnos
 import os
 import threading
 import time
 import weakref
-from collections import deque
 from concurrent.futures import CancelledError
 from typing import Final
 
 from penstock.core import knobs
-from penstock.core.errors import (
-    ClosedError,
-    ConfigError,
-    ShortTransferError,
-    TransferError,
-    free_space_bytes,
-    transfer_error,
-)
+from penstock.core.errors import ClosedError, ConfigError, TransferError
 from penstock.core.locks import condition, defer
-from penstock.core.units import round_down, round_up
-from penstock.io.engine import Engine, EngineSpec, File, Op, Priority, Request, Transfer
+from penstock.io.engine import Engine, EngineSpec, File, Priority, Request, Transfer
 from penstock.io.files import MAX_GRANULE_BYTES, drop_cache
+from penstock.io.jobs import Job, Line, Piece, check, cut_short, failure, reached
 
 _PYBUF_WRITE: Final = 0x200
 _BUSY_RETRIES: Final = 1000
@@ -60,39 +51,6 @@ class Syscalls:
         drop_cache(file.fd, offset_bytes, nbytes, written=written)
 
 
-class _Job:
-    """A request on its way. Everything but the constants is guarded by the queue's lock."""
-
-    __slots__ = (
-        *("address", "file", "nbytes", "offset_bytes", "op"),
-        *("error", "keep_alive", "next_bytes", "piece_bytes", "priority", "running", "transfer"),
-    )
-
-    def __init__(self, request: Request, queue: _Queue) -> None:
-        self.op: Op = request.op
-        self.file = request.file
-        self.offset_bytes = request.offset_bytes
-        self.address = request.address
-        self.nbytes = request.nbytes
-        self.keep_alive: object = request.keep_alive
-        self.priority = request.priority
-        pieces = -(-request.nbytes // queue.piece_bytes)
-        self.piece_bytes = round_up(-(-request.nbytes // pieces), MAX_GRANULE_BYTES)
-        self.next_bytes = 0  # where the first piece begins that no worker took yet
-        self.running = 0  # pieces that workers have now
-        self.error: BaseException | None = None
-        self.transfer = Transfer(
-            request.nbytes,
-            cancel=lambda _: queue.withdraw(self),
-            promote=lambda _, priority: queue.promote(self, priority),
-        )
-
-    def settle(self, error: BaseException | None) -> None:
-        """Nothing touches the memory any more. Not under the queue's lock."""
-        self.keep_alive = None
-        self.transfer.settle(error)
-
-
 class _Queue:
     """Requests by priority, and the workers' way of taking pieces of them.
 
@@ -105,13 +63,13 @@ class _Queue:
         self.pid = os.getpid()
         self._syscalls = syscalls
         self._wake = condition()
-        self._waiting: dict[Priority, deque[_Job]] = {priority: deque() for priority in Priority}
+        self._line = Line()
         self._threads: list[threading.Thread] = []
         self._workers = 0  # threads that are started, or about to be
         self._idle = 0
         self._closed = False
 
-    def put(self, job: _Job, max_threads: int) -> None:
+    def put(self, job: Job, max_threads: int) -> None:
         pieces = -(-job.nbytes // self.piece_bytes)
         with self._wake:
             if self._closed:
@@ -119,34 +77,30 @@ class _Queue:
             woken = min(pieces, self._idle)
             missing = min(pieces - woken, max_threads - self._workers)
             self._workers += missing
-            self._waiting[job.priority].append(job)
+            self._line.append(job)
             self._idle -= woken  # here, not when they wake: the next `put` must not count them
             self._wake.notify(woken)
         # Not under the lock: it waits for the interpreter's own locks, and whoever holds one of
         # those may be running a finalizer that waits for ours.
         self._start_threads(missing)
 
-    def withdraw(self, job: _Job) -> bool:
+    def withdraw(self, job: Job) -> bool:
         """Take a job back if nothing of it has started. True: it is the caller's to settle."""
         if os.getpid() != self.pid:
             return False
         with self._wake:
-            if job.next_bytes or job not in self._waiting[job.priority]:
+            if not self._line.withdraw(job):
                 return False
-            self._waiting[job.priority].remove(job)
         job.keep_alive = None
         return True
 
-    def promote(self, job: _Job, priority: Priority) -> None:
+    def promote(self, job: Job, priority: Priority) -> None:
         if os.getpid() != self.pid:
             return
         with self._wake:
-            if priority < job.priority and job in self._waiting[job.priority]:
-                self._waiting[job.priority].remove(job)
-                job.priority = priority
-                self._waiting[priority].append(job)
+            self._line.promote(job, priority)
 
-    def stop(self) -> list[_Job]:
+    def stop(self) -> list[Job]:
         """Let the workers finish what has begun and end; the jobs that have not begun.
 
         Those are the caller's to settle.
@@ -156,7 +110,7 @@ class _Queue:
         with self._wake:
             self._closed = True
             self._wake.notify_all()
-            return self._take_unbegun()
+            return self._line.take_unbegun()
 
     def join(self) -> None:
         for thread in list(self._threads):
@@ -165,16 +119,19 @@ class _Queue:
 
     def serve(self) -> bool:
         """Do one piece; False if there will be no more. Its frame holds no job while idle."""
-        taken = self._take()
-        if taken is None:
+        piece = self._take()
+        if piece is None:
             return False
-        job, start, nbytes = taken
+        job = piece.job
         error: BaseException | None
         try:
-            error = _move(self._syscalls, job, start, nbytes)
+            error = _move(self._syscalls, piece)
         except BaseException as unexpected:  # noqa: BLE001  (whoever waits for the transfer gets it)
             error = unexpected
-        self._finish(job, error)
+        with self._wake:
+            over = self._line.finish(job, error)
+        if over:
+            job.settle(job.error)
         return True
 
     def _start_threads(self, count: int) -> None:
@@ -192,48 +149,18 @@ class _Queue:
         """No thread is to be had: fewer workers are slower, not wrong; but none is an error."""
         with self._wake:
             self._workers -= count
-            stranded = [] if self._workers else self._take_unbegun()
+            stranded = [] if self._workers else self._line.take_unbegun()
         for job in stranded:
             job.settle(error)
 
-    def _take_unbegun(self) -> list[_Job]:
-        unbegun = [job for jobs in self._waiting.values() for job in jobs if not job.next_bytes]
-        for job in unbegun:
-            self._waiting[job.priority].remove(job)
-        return unbegun
-
-    def _take(self) -> tuple[_Job, int, int] | None:
+    def _take(self) -> Piece | None:
         with self._wake:
-            while (job := self._first()) is None:
+            while (piece := self._line.take()) is None:
                 if self._closed:
                     return None
                 self._idle += 1
                 self._wake.wait()  # whoever wakes it lowers `_idle`
-            start = job.next_bytes
-            nbytes = min(job.piece_bytes, job.nbytes - start)
-            job.next_bytes += nbytes
-            job.running += 1
-            if job.next_bytes == job.nbytes:
-                self._waiting[job.priority].popleft()
-            return job, start, nbytes
-
-    def _first(self) -> _Job | None:
-        for jobs in self._waiting.values():
-            if jobs:
-                return jobs[0]
-        return None
-
-    def _finish(self, job: _Job, error: BaseException | None) -> None:
-        with self._wake:
-            job.running -= 1
-            if error is not None and job.error is None:
-                job.error = error
-                if job.next_bytes < job.nbytes:  # no piece is begun after a failure
-                    self._waiting[job.priority].remove(job)
-                    job.next_bytes = job.nbytes
-            over = not job.running and job.next_bytes == job.nbytes
-        if over:
-            job.settle(job.error)
+            return piece
 
 
 class ThreadEngine(Engine):
@@ -282,8 +209,13 @@ class ThreadEngine(Engine):
                 f"this I/O engine belongs to process {self._queue.pid}; a forked child must make"
                 " its own"
             )
-        _check(request)
-        job = _Job(request, self._queue)
+        check(request)
+        job = Job(
+            request,
+            self._spec.piece_bytes,
+            withdraw=self._queue.withdraw,
+            promote=self._queue.promote,
+        )
         self._queue.put(job, self._spec.workers)
         return job.transfer
 
@@ -312,20 +244,9 @@ def _cancel_unbegun(queue: _Queue) -> None:
         job.settle(CancelledError())
 
 
-def _check(request: Request) -> None:
-    granule = request.file.granule_bytes
-    for name in ("offset_bytes", "address", "nbytes"):
-        value = getattr(request, name)
-        if value < 0 or value % granule or (value == 0 and name != "offset_bytes"):
-            raise ConfigError(
-                f"{request.op} of {request.nbytes} bytes at offset {request.offset_bytes} of"
-                f" {request.file.path!r} to or from address {request.address:#x}: {name} must be a"
-                f" positive multiple of the file's granule of {granule} bytes"
-            )
-
-
-def _move(syscalls: Syscalls, job: _Job, start: int, nbytes: int) -> TransferError | None:
+def _move(syscalls: Syscalls, piece: Piece) -> TransferError | None:
     """Move one piece, whole; the error if that fails. Never returns early without one."""
+    job, start, nbytes = piece
     call = syscalls.read if job.op == "read" else syscalls.write
     address, offset = job.address + start, job.offset_bytes + start
     moved = 0
@@ -338,57 +259,27 @@ def _move(syscalls: Syscalls, job: _Job, start: int, nbytes: int) -> TransferErr
         except BlockingIOError as error:
             busy += 1
             if busy > _BUSY_RETRIES:
-                return _failure(job, offset, nbytes, moved, error)
+                return failure(piece, moved, error)
             time.sleep(_BUSY_PAUSE_S)
             continue
         except OSError as error:
-            return _failure(job, offset, nbytes, moved, error)
+            return failure(piece, moved, error)
         # A direct transfer can only go on from a granule: what was moved past one is moved again.
         # If that gives no more, the file ends inside a granule.
-        before, moved = moved, _reached(job.file, moved + count, nbytes)
+        before, moved = moved, reached(job.file, moved + count, nbytes)
         stuck = stuck + 1 if moved == before else 0
         if count == 0 or stuck > 1:
-            return _cut_short(job, offset, nbytes, moved + count)
-    return _let_go(syscalls, job, offset, nbytes)
+            return cut_short(piece, moved + count)
+    return _let_go(syscalls, piece)
 
 
-def _reached(file: File, moved: int, nbytes: int) -> int:
-    return moved if moved == nbytes else round_down(moved, file.granule_bytes)
-
-
-def _let_go(syscalls: Syscalls, job: _Job, offset: int, nbytes: int) -> TransferError | None:
+def _let_go(syscalls: Syscalls, piece: Piece) -> TransferError | None:
+    job = piece.job
     if job.file.direct:
         return None
+    offset = job.offset_bytes + piece.start
     try:
-        syscalls.drop(job.file, nbytes, offset, written=job.op == "write")
+        syscalls.drop(job.file, piece.nbytes, offset, written=job.op == "write")
     except OSError as error:  # of writing out: the data are not on the device
-        return _failure(job, offset, nbytes, 0, error)
+        return failure(piece, 0, error)
     return None
-
-
-def _failure(job: _Job, offset: int, nbytes: int, moved: int, error: OSError) -> TransferError:
-    failure = transfer_error(
-        errno=error.errno or errnos.EIO,
-        op=job.op,
-        path=job.file.path,
-        offset_bytes=offset,
-        nbytes=nbytes,
-        moved_bytes=moved,
-    )
-    failure.__cause__ = error.with_traceback(None)  # frames would keep the job and its memory
-    return failure
-
-
-def _cut_short(job: _Job, offset: int, nbytes: int, moved: int) -> ShortTransferError:
-    ended = "the file ends there: it was truncated, or never written so far"
-    refused = "the system took no more bytes and named no reason"
-    return ShortTransferError(
-        errno=errnos.ENODATA if job.op == "read" else errnos.EIO,
-        op=job.op,
-        path=job.file.path,
-        offset_bytes=offset,
-        nbytes=nbytes,
-        moved_bytes=moved,
-        free_bytes=free_space_bytes(job.file.path),
-        advice=ended if job.op == "read" else refused,
-    )
