@@ -11,6 +11,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.units import parse_bytes
 
 NAMES = {
+    "PENSTOCK_IO_ENGINE": knobs.io_engine,
     "PENSTOCK_IO_THREADS": knobs.io_threads,
     "PENSTOCK_IO_PIECE": knobs.io_piece_bytes,
     "PENSTOCK_BUFFERED_IO": knobs.buffered_io,
@@ -27,6 +28,7 @@ COUNTS = [name for name in NAMES if re.search("THREADS|EVENTS", name)]
 SWITCHES = [name for name in NAMES if re.search("BUFFERED", name)]
 CHOICES = {
     "PENSTOCK_GPU_DIRECT": ("auto", "off", "on"),
+    "PENSTOCK_IO_ENGINE": ("aio", "auto", "threads"),
     "PENSTOCK_OWN_POOL": ("off", "on"),
     "PENSTOCK_VERIFY": ("full", "off", "sampled"),
 }

@@ -25,10 +25,10 @@ import numpy as np
 
 from penstock.core.errors import ConfigError, NoSpaceError, free_space_bytes, transfer_error
 from penstock.core.units import GIB, MIB, format_bytes, round_down, round_up
+from penstock.io.aio import default_engine
 from penstock.io.arena import Arena
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
 from penstock.io.files import DirectFile, open_unlinked
-from penstock.io.threads import ThreadEngine
 
 Kind = Literal["read", "overwrite", "mixed"]
 
@@ -107,7 +107,7 @@ def measure(
     """
     if not seconds > 0:
         raise ConfigError(f"{seconds} seconds is no time to measure anything")
-    with Course(directories, file_bytes, ThreadEngine(threads, piece_bytes)) as course:
+    with Course(directories, file_bytes, default_engine(threads, piece_bytes)) as course:
         wish = course.fill() * seconds / (2 * len(KINDS) * _ROUNDS)
         pass_bytes = min(round_up(int(wish), BUFFER_BYTES), course.file_bytes)
         rounds = _rounds(course, pass_bytes, seconds, progress)

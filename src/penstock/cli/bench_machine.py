@@ -35,9 +35,9 @@ from penstock.cli.output import say, write_json
 from penstock.cli.paths import file_to_write, spill_directory
 from penstock.core.errors import ConfigError, free_space_bytes
 from penstock.core.units import MIB, format_bandwidth, format_duration, round_down
+from penstock.io.aio import default_engine
 from penstock.io.arena import Arena
 from penstock.io.engine import Transfer
-from penstock.io.threads import ThreadEngine
 from penstock.observe.recorder import Recorder, Stage
 from penstock.plan.machine import Machine
 from penstock.runtime import probe
@@ -250,7 +250,7 @@ def interference(directory: str, work: Callable[[float], float], seconds: float)
 @contextmanager
 def _flash_tier(directory: str) -> Iterator[tuple[FlashTier, list[int]]]:
     """A tier, and the addresses of what to move."""
-    engine = ThreadEngine()
+    engine = default_engine()
     arena = Arena(_IN_FLIGHT * _MOVED_BYTES)
     try:
         tier = FlashTier(

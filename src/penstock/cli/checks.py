@@ -23,9 +23,9 @@ from penstock.core import knobs
 from penstock.core.errors import ConfigError, PenstockError, PenstockWarning, free_space_bytes
 from penstock.core.units import GIB, MIB, format_bandwidth, format_bytes
 from penstock.io import gds
+from penstock.io.aio import default_engine
 from penstock.io.arena import Arena
 from penstock.io.files import filesystem_of, open_unlinked
-from penstock.io.threads import ThreadEngine
 from penstock.observe.recorder import Recorder
 from penstock.plan.machine import Machine
 from penstock.runtime import probe
@@ -45,6 +45,7 @@ _EXTRAS: Final = {
     "pillow": ("PIL", "data"),
 }
 _KNOBS: Final = (
+    knobs.io_engine,
     knobs.io_threads,
     knobs.io_piece_bytes,
     knobs.slab_bytes,
@@ -305,7 +306,7 @@ def extras() -> Check:
 
 
 def _probed(path: str) -> Machine:
-    engine = ThreadEngine()
+    engine = default_engine()
     try:
         tier = FlashTier(path, capacity_bytes=_PROBE_BYTES, engine=engine, recorder=Recorder())
         try:

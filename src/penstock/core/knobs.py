@@ -15,16 +15,22 @@ from penstock.core.units import MIB, parse_bytes
 Choice = TypeVar("Choice", bound=str)
 _VERIFY: Final[tuple[Literal["full", "off", "sampled"], ...]] = ("full", "off", "sampled")
 _GPU_DIRECT: Final[tuple[Literal["auto", "off", "on"], ...]] = ("auto", "off", "on")
+_IO_ENGINE: Final[tuple[Literal["aio", "auto", "threads"], ...]] = ("aio", "auto", "threads")
 _OWN_POOL: Final[tuple[Literal["off", "on"], ...]] = ("off", "on")
 
 
+def io_engine() -> Literal["aio", "auto", "threads"]:
+    """``PENSTOCK_IO_ENGINE`` (auto): asynchronous system calls, or one thread for each transfer."""
+    return _choice("PENSTOCK_IO_ENGINE", "auto", _IO_ENGINE)
+
+
 def io_threads() -> int:
-    """``PENSTOCK_IO_THREADS`` (4): threads of one I/O engine, thus transfers in flight at once."""
+    """``PENSTOCK_IO_THREADS`` (4): transfers of one I/O engine in flight at once, and most threads."""
     return _positive_int("PENSTOCK_IO_THREADS", 4)
 
 
 def io_piece_bytes() -> int:
-    """``PENSTOCK_IO_PIECE`` (4MiB): one ``preadv``/``pwritev``; a demand read waits for at most one."""
+    """``PENSTOCK_IO_PIECE`` (4MiB): one ``preadv``/``pwritev``; a quarter of an asynchronous call."""
     return _size("PENSTOCK_IO_PIECE", 4 * MIB)
 
 

@@ -1,6 +1,6 @@
-"""The default engine: a few threads, each with one blocking ``preadv`` or ``pwritev`` at a time.
+"""The engine that runs everywhere: threads, each with one blocking ``preadv`` or ``pwritev`` at a time.
 
-With O_DIRECT and pieces of some MiB this reaches what io_uring and libaio reach, everywhere.
+With O_DIRECT and pieces of some MiB this moves as many bytes per second as any other way.
 A request is cut into pieces of equal length when it reaches the head of its queue, and every free
 worker takes the next piece of the first request of the highest priority. So one large request uses all
 workers, none of them for a mere rest, and a demand overtakes a running write-behind between two pieces.

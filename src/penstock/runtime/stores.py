@@ -22,10 +22,10 @@ from penstock.core.budget import Budget
 from penstock.core.config import UNLIMITED, OffloadConfig
 from penstock.core.errors import BudgetError, ConfigError, free_space_bytes
 from penstock.core.units import GIB, MIB, format_bytes, round_down
+from penstock.io.aio import default_engine
 from penstock.io.arena import Arena
 from penstock.io.engine import Engine
 from penstock.io.mapping import HUGE_PAGE_BYTES
-from penstock.io.threads import ThreadEngine
 from penstock.observe.recorder import Recorder
 from penstock.plan.machine import Machine
 from penstock.runtime.cuda import gpu_direct
@@ -175,7 +175,7 @@ class Stores:
         if direct is not None:
             self._engine, tier = direct
             return tier
-        self._engine = ThreadEngine()
+        self._engine = default_engine()
         return open_tier(self._engine)
 
     def _open_mover(
