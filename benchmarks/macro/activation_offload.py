@@ -1,11 +1,14 @@
 """Step time with activations on flash, beside the same step without, at equal batch.
 
-All modes train one network in one process, step by step in turn and every other round in reverse, so
-that a drifting machine drifts for all of them alike, and every figure is a ratio to the plain step of
-the same round. Peers take part in the first ``--peer-rounds`` only. The modes:
+All modes train one network in one process, a few steps in turn and every other round in reverse, so
+that a drifting machine drifts for all of them alike, and every figure is a ratio to the plain steps of
+the same round. The first step of each turn does not count: it finds memory as the mode before left it.
+Peers take part in the first ``--peer-rounds`` only. The modes:
 
 * ``plain``: PyTorch alone (Penstock's session is paused);
 * ``penstock``: policy ``auto`` under the stated budget;
+* ``beside``: PyTorch alone, while another process moves as many bytes and does nothing else: what the
+  machine itself charges for them (see ``_beside``);
 * ``checkpoint``: ``torch.utils.checkpoint`` around each block;
 * ``save_on_cpu``: ``torch.autograd.graph.save_on_cpu``;
 * ``torch_save``: a hook that writes each saved tensor with ``torch.save`` and loads it again.
@@ -25,20 +28,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from _beside import Mover
+
 import _memory
 import _results
 import penstock
 from penstock import zoo
 from penstock.observe import Stage
+from penstock.observe.totals import Totals
 
 
 @dataclass(frozen=True)
@@ -54,10 +60,13 @@ JOBS = {
     "vgg16": Job("vgg16", 16, 0.4, {"image_size": 128}),
     "resnet50": Job("resnet50", 16, 0.15, {"image_size": 160}),
     "resnet50-64": Job("resnet50", 64, 0.15, {"image_size": 160}),
+    "resnet50-64-half": Job("resnet50", 64, 0.5, {"image_size": 160}),
     "gpt2": Job("gpt2", 4, 0.3, {"sequence_length": 256, "dropout": 0.0}),
 }
 Times = tuple[float, float, float]
 """Seconds of forward, backward, and the whole step with the optimizer."""
+OWN = 3
+"""Modes that take part in every round."""
 
 
 def main() -> None:
@@ -76,6 +85,7 @@ def record(results: dict[str, Any], args: argparse.Namespace) -> None:
     """After each network, so that what was measured is not lost with the next."""
     config = {
         "rounds": args.rounds,
+        "steps_of_a_round": args.steps,
         "peer_rounds": args.peer_rounds,
         "threads": torch.get_num_threads(),
         "optimizer": "SGD",
@@ -88,13 +98,14 @@ def record(results: dict[str, Any], args: argparse.Namespace) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--networks", nargs="*", choices=JOBS, default=list(JOBS))
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--peer-rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=3, help="of each mode in a round")
+    parser.add_argument("--peer-rounds", type=int, default=2)
     parser.add_argument("--dir", default=tempfile.gettempdir(), help="directory to spill to")
     parser.add_argument("--quick", action="store_true", help="one round of a small size; no result")
     args = parser.parse_args()
     if args.quick:
-        args.rounds = args.peer_rounds = 1
+        args.rounds = args.peer_rounds = args.steps = 1
     return args
 
 
@@ -104,15 +115,24 @@ def measure(job: Job, args: argparse.Namespace) -> dict[str, Any]:
     batch = zoo.example_batch(network, 2 if args.quick else job.batch)
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
 
+    mover: Mover | None = None
+
     def step() -> Times:
         start = time.perf_counter()
+        if mover is not None:
+            mover.begin("write")
         loss = network(batch.inputs, batch.targets)
         forward = time.perf_counter()
+        if mover is not None:
+            mover.begin("read")
         loss.backward()
         backward = time.perf_counter()
         optimizer.step()
         optimizer.zero_grad()
-        return forward - start, backward - forward, time.perf_counter() - start
+        end = time.perf_counter()
+        if mover is not None:
+            mover.wait()
+        return forward - start, backward - forward, end - start
 
     step()
     saved_bytes = saved_by_autograd(network, step)
@@ -123,36 +143,70 @@ def measure(job: Job, args: argparse.Namespace) -> dict[str, Any]:
             step()
         session.budget.reset_peak()
         before = session.recorder.snapshot()
+        step()
+        after = session.recorder.snapshot()
+        written, read = (
+            Flow(*(now - then for now, then in zip(late, early, strict=True)))
+            for late, early in zip(flows(after), flows(before), strict=True)
+        )
         modes = list(contexts(network, session, args.dir).items())
-        for turn in range(args.rounds):
-            present = modes if turn < args.peer_rounds else modes[:2]
-            for mode, context in present if turn % 2 else reversed(present):
-                with context():
-                    step()  # what the mode before left in memory is gone after this one
-                    times.setdefault(mode, []).append(step())
+        with ExitStack() as stack:
+            bare = None
+            if written.nbytes:
+                request_bytes = written.nbytes // written.count
+                bare = stack.enter_context(Mover(args.dir, written.nbytes, request_bytes))
+            for turn in range(args.rounds):
+                present = modes if turn < args.peer_rounds else modes[:OWN]
+                for mode, context in present if turn % 2 else reversed(present):
+                    mover = bare if mode == "beside" else None
+                    with context():
+                        step()  # what the mode before left in memory is gone after this one
+                        steps = [step() for _ in range(args.steps)]
+                    times.setdefault(mode, []).append(middle(steps))
+            mover = None
         after = session.recorder.snapshot()
         figures = figures_of({mode: times[mode] for mode, _ in modes if mode in times})
-        flash = {
-            stage: (after.flow(stage, "flash").nbytes - before.flow(stage, "flash").nbytes)
-            // (2 * args.rounds)
-            for stage in (Stage.WRITE, Stage.READ)
-        }
         machine = session.planner.machine
         figures |= {
             "saved_bytes": saved_bytes,
             "budget_bytes": budget,
             "peak_resident_bytes": session.budget.peak_bytes,
-            "written_bytes_per_step": flash[Stage.WRITE],
-            "read_bytes_per_step": flash[Stage.READ],
+            "written_bytes_per_step": written.nbytes,
+            "read_bytes_per_step": read.nbytes,
+            "written_storages_per_step": written.count,
             "flash_write_bytes_per_s": machine.flash_write_bytes_per_s,
             "flash_read_bytes_per_s": machine.flash_read_bytes_per_s,
-            "stall_s_per_step": (after.stall_ns - before.stall_ns) / 1e9 / (2 * args.rounds),
+            "stall_s_per_step": (after.stall_ns - before.stall_ns)
+            / 1e9
+            / (1 + (1 + args.steps) * args.rounds),
             "network": job.network,
             "batch": job.batch,
             "overrides": job.overrides,
         }
     figures["bound_ratio"] = bound(figures)
+    figures["penstock"]["ratio_to_beside"] = statistics.median(
+        mine[2] / other[2] for mine, other in zip(times["penstock"], times["beside"], strict=True)
+    )
     return figures
+
+
+class Flow(NamedTuple):
+    """Of one step, or up to some moment."""
+
+    count: int
+    nbytes: int
+
+
+def flows(totals: Totals) -> tuple[Flow, Flow]:
+    """Written to flash, and read from it."""
+    written, read = (totals.flow(stage, "flash") for stage in (Stage.WRITE, Stage.READ))
+    return Flow(written.count, written.nbytes), Flow(read.count, read.nbytes)
+
+
+def middle(steps: list[Times]) -> Times:
+    """Of each part, the median."""
+    forward, backward, whole = (statistics.median(column) for column in zip(*steps, strict=True))
+    return forward, backward, whole
 
 
 def saved_by_autograd(network: zoo.Network, step: Callable[[], Times]) -> int:
@@ -167,6 +221,7 @@ def contexts(
     return {
         "plain": session.paused,
         "penstock": nullcontext,
+        "beside": session.paused,
         "checkpoint": lambda: checkpointed(network, session),
         "save_on_cpu": lambda: hooked(session, torch.autograd.graph.save_on_cpu()),
         "torch_save": lambda: hooked(session, torch_save(network, directory)),
@@ -248,9 +303,7 @@ def torch_save(network: torch.nn.Module, directory: str) -> AbstractContextManag
 def figures_of(times: dict[str, list[Times]]) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for mode, rounds in times.items():
-        forward, backward, whole = (
-            statistics.median(column) for column in zip(*rounds, strict=True)
-        )
+        forward, backward, whole = middle(rounds)
         ratios = [mine[2] / plain[2] for mine, plain in zip(rounds, times["plain"], strict=False)]
         low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         figures[mode] = {
@@ -281,7 +334,8 @@ def show(name: str, figures: dict[str, Any]) -> None:
         f" budget {figures['budget_bytes'] / mib:.0f} MiB,"
         f" peak {figures['peak_resident_bytes'] / mib:.0f} MiB,"
         f" {figures['written_bytes_per_step'] / mib:.0f} MiB written a step;"
-        f" bound {figures['bound_ratio']:.3f}"
+        f" bound {figures['bound_ratio']:.3f}; penstock / beside"
+        f" {figures['penstock']['ratio_to_beside']:.3f}"
     )
     for mode, one in figures.items():
         if isinstance(one, dict) and "step_s" in one:
