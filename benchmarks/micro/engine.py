@@ -1,13 +1,15 @@
-"""The thread engine against a plain limit: read and overwrite, side by side in one run.
+"""The engines against a plain limit: read and overwrite, side by side in one run.
 
 The limit is what one writes by hand if that is all one has to do: the same number of threads, each
 with ``preadv`` or ``pwritev`` of the same pieces between the same buffers and the same file. Both
-sides take turns, so that what else the machine does hits both. The figure that counts is the ratio.
+sides take turns, so that what else the machine does hits both. The figure that counts is the ratio;
+beside it stands what a core does for each GiB, which training on the same cores has to do without.
 
     python benchmarks/micro/engine.py --dir /nvme/scratch
 """
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -22,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import _results
 from penstock.cli.bandwidth import Course
-from penstock.core.units import MIB, parse_bytes
+from penstock.core.units import GIB, MIB, parse_bytes
+from penstock.io.aio import PIECES_TOGETHER, AioEngine
 from penstock.io.engine import Priority, Request
 from penstock.io.files import filesystem_of
 from penstock.io.threads import ThreadEngine
@@ -33,8 +36,8 @@ TARGET = 0.95
 class Bench:
     """One file, as long a buffer, one engine: the course of ``penstock bench io``."""
 
-    def __init__(self, options):
-        self.engine = ThreadEngine(options.threads, options.piece)
+    def __init__(self, options, engine):
+        self.engine = engine
         request = min(options.request, options.bytes)
         self.course = Course(
             [options.dir],
@@ -46,7 +49,7 @@ class Bench:
         self.file, self.nbytes, self.piece = (
             self.course.files[0],
             self.course.file_bytes,
-            options.piece,
+            engine.spec.piece_bytes,
         )
         self.requests = {
             op: list(self.course.requests(kind, self.nbytes, 0))
@@ -101,16 +104,22 @@ def measure(bench, rounds):
     figures = {}
     for op, name in (("write", "overwrite"), ("read", "read")):
         engine, limit = [], []
+        busy_ms = {id(engine): [], id(limit): []}
         sides = [(bench.by_engine, engine), (bench.by_hand, limit)]
         for index in range(rounds):
             for side, samples in sides[:: 1 if index % 2 else -1]:
+                before = time.process_time()
                 samples.append(side(op) / 1e9)
+                used_ms = 1e3 * (time.process_time() - before)
+                busy_ms[id(samples)].append(used_ms / bench.nbytes * GIB)
         ratios = [mine / plain for mine, plain in zip(engine, limit, strict=True)]
         figures[name] = {
             "engine_gb_per_s": _results.summary(engine),
             "limit_gb_per_s": _results.summary(limit),
             "ratio_of_medians": round(statistics.median(engine) / statistics.median(limit), 3),
             "ratio_of_pairs": _results.summary(ratios),
+            "engine_cpu_ms_per_gib": _results.summary(busy_ms[id(engine)]),
+            "limit_cpu_ms_per_gib": _results.summary(busy_ms[id(limit)]),
         }
     return figures
 
@@ -160,31 +169,38 @@ def parse(arguments=None):
 def main(arguments=None):
     options = parse(arguments)
     _results.warn_if_busy()
-    bench = Bench(options)
-    figures = measure(bench, options.rounds)
-    figures["demand_read_of_one_piece_ms"] = bench.demand_latency_ms(20 if options.quick else 100)
+    engines = {"aio": AioEngine(options.threads, options.piece * PIECES_TOGETHER)}
+    engines["threads"] = ThreadEngine(options.threads, options.piece)
+    figures = {}
+    for name, engine in engines.items():
+        bench = Bench(options, engine)
+        figures[name] = measure(bench, options.rounds)
+        count = 20 if options.quick else 100
+        figures[name]["demand_read_of_one_piece_ms"] = bench.demand_latency_ms(count)
+        bench.course.close()
     figures["fio"] = by_fio(options)
     config = {
         "quick": options.quick,
         "rounds": options.rounds,
         "file_bytes": bench.nbytes,
         "threads": options.threads,
-        "piece_bytes": options.piece,
+        "piece_bytes": {name: engine.spec.piece_bytes for name, engine in engines.items()},
         "request_bytes": options.request,
         "direct": bench.file.direct,
         "granule_bytes": bench.file.granule_bytes,
         "buffers": f"arena, {bench.nbytes // (2 * MIB)} pages of 2 MiB",
     }
-    bench.course.close()
     path = _results.write(
         Path(__file__).stem, figures, config, directory=options.dir, into=options.results
     )
-    for name in ("overwrite", "read"):
-        figure = figures[name]
+    for engine, name in itertools.product(engines, ("overwrite", "read")):
+        figure = figures[engine][name]
         print(
-            f"{name:9} engine {figure['engine_gb_per_s']['median']:.2f} GB/s,"
+            f"{engine:8} {name:9} {figure['engine_gb_per_s']['median']:.2f} GB/s,"
             f" limit {figure['limit_gb_per_s']['median']:.2f} GB/s,"
-            f" ratio {figure['ratio_of_medians']:.3f} (target {TARGET})"
+            f" ratio {figure['ratio_of_medians']:.3f} (target {TARGET}),"
+            f" {figure['engine_cpu_ms_per_gib']['median']:.0f} ms of a core for each GiB,"
+            f" limit {figure['limit_cpu_ms_per_gib']['median']:.0f}"
         )
     print(f"written: {os.path.relpath(path)}")
 

@@ -58,7 +58,7 @@ _EVENT: Final = struct.Struct("<QQqq")
 _OPCODES: Final = {"read": 0, "write": 1}
 _POLL: Final = 5
 _POINTERS: Final = (ctypes.c_void_p, ctypes.c_void_p)
-_PIECES_TOGETHER: Final = 4
+PIECES_TOGETHER: Final = 4
 """A piece is longer than that of a thread: it costs no more to hand over, and fewer are to be settled."""
 
 
@@ -373,7 +373,7 @@ class AioEngine(Engine):
             ConfigError: A senseless setting; or asynchronous I/O cannot be had here, with the reason.
         """
         depth = knobs.io_threads() if depth is None else depth
-        piece = _PIECES_TOGETHER * knobs.io_piece_bytes() if piece_bytes is None else piece_bytes
+        piece = PIECES_TOGETHER * knobs.io_piece_bytes() if piece_bytes is None else piece_bytes
         # It checks both, and moves what no ring can.
         self._threads = ThreadEngine(depth, piece)
         self._spec = EngineSpec(name="aio", workers=depth, piece_bytes=piece)
