@@ -6,6 +6,7 @@ import gc
 import os
 import platform
 import queue
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import ConfigError, TransferError
-from penstock.io import aio, files
+from penstock.io import aio, files, jobs
 from penstock.io.aio import AioEngine, Ring, default_engine
 from penstock.io.engine import Priority
 from penstock.io.threads import ThreadEngine
@@ -215,9 +216,10 @@ class LandsInPairs(SyscallRing):
 
     def wait(self):
         found = self.results.get()
-        if self.first:
+        if found and self.first:
             self.first = False
-            found += self.results.get()
+            while len(found) < 2:
+                found += self.results.get()
         return found
 
 
@@ -286,6 +288,44 @@ def test_memory_that_is_not_there(file):
     engine.close()
 
 
+def interrupted_at(count):
+    """What a trace function does: raise at the ``count``-th call of a function of the engine."""
+    left = count
+
+    def trace(frame, event, argument):
+        nonlocal left
+        if event == "call" and frame.f_code.co_filename in (aio.__file__, jobs.__file__):
+            left -= 1
+            if not left:
+                raise KeyboardInterrupt
+
+    return trace
+
+
+def test_interrupted_while_it_asks(file):
+    """Ctrl-C may come anywhere in the thread that asks: what it asked for is lost or done, whole."""
+    source, target = aligned(3 * PIECE_BYTES, seed=1), aligned(3 * PIECE_BYTES)
+    for count in range(1, 100):
+        engine = AioEngine(2, PIECE_BYTES)
+        sys.settrace(interrupted_at(count))
+        try:
+            transfer = move(engine, "write", file, 0, source)
+        except KeyboardInterrupt:
+            transfer = move(engine, "write", file, 0, source)
+            through = False
+        else:
+            through = True
+        finally:
+            sys.settrace(None)
+        transfer.wait(PATIENCE_S)
+        move(engine, "read", file, 0, target).wait(PATIENCE_S)
+        assert np.array_equal(source, target)
+        engine.close()
+        if through:
+            break
+    assert 5 < count < 99
+
+
 # -- who gets which -------------------------------------------------------------------------------
 
 
@@ -304,19 +344,22 @@ def test_the_default_is_asynchronous_where_it_can_be(monkeypatch):
     }
 
 
-@pytest.mark.parametrize("lacking", ["architecture", "context", "poll"])
+@pytest.mark.parametrize("lacking", ["architecture", "context", "descriptor"])
 def test_where_it_cannot_be_had_threads_do_it(lacking, monkeypatch, file):
     if lacking == "architecture":
         monkeypatch.setattr(platform, "machine", lambda: "pdp11")
         reason = "pdp11"
-    elif lacking == "context":
-        # no such system call, as where a sandbox forbids it
+    elif lacking == "descriptor":
+
+        def refuse(*_):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        monkeypatch.setattr(os, "eventfd", refuse)
+        reason = "eventfd: Too many open files"
+    else:  # no such system call, as where a sandbox forbids it
         numbers = aio._NUMBERS[platform.machine()]._replace(setup=10_000)
         monkeypatch.setitem(aio._NUMBERS, platform.machine(), numbers)
         reason = "io_setup: Function not implemented"
-    else:
-        monkeypatch.setattr(aio, "_POLL", 77)  # Linux before 4.18
-        reason = "io_submit: Invalid argument"
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setenv("PENSTOCK_IO_ENGINE", "aio")

@@ -1,9 +1,10 @@
 """The engine where Linux has its native asynchronous I/O: no thread per transfer, one for all of them.
 
-``io_submit`` hands over every piece of a request at once, in the thread that asks; one thread of ours
-sleeps until the kernel says that some are done, settles them, and hands over what waits. Training on two
-cores feels the difference: each thread that wakes up takes a core from a team of threads that compute,
-and everybody of that team waits for the one that lost it.
+One thread of ours sleeps until somebody asks for something or the kernel has done something; it settles
+what is done, and hands over what waits. Training on two cores feels the difference: a thread that wakes
+up takes a core from a team of threads that compute, and all of them wait for the one that lost it.
+Nobody else hands over: Ctrl-C may interrupt the thread that asks between any two steps, and then nobody
+would know whether the kernel writes to that memory.
 
 Only a direct file is asynchronous in the kernel: a buffered one goes to a :class:`ThreadEngine`.
 """
@@ -15,7 +16,6 @@ import enum
 import errno as errnos
 import os
 import platform
-import select
 import struct
 import threading
 import time
@@ -56,7 +56,8 @@ reserved, flags, event file."""
 _EVENT: Final = struct.Struct("<QQqq")
 """``struct io_event``: token, iocb, result, second result."""
 _OPCODES: Final = {"read": 0, "write": 1}
-_POLL: Final = 5
+_RING_BELL: Final = 1
+"""A flag: the event file is told when the piece is done."""
 _POINTERS: Final = (ctypes.c_void_p, ctypes.c_void_p)
 PIECES_TOGETHER: Final = 4
 """A piece is longer than that of a thread: it costs no more to hand over, and fewer are to be settled."""
@@ -121,27 +122,25 @@ class Ring:
         if numbers is None or not hasattr(os, "eventfd"):
             where = f"{platform.system()} on {platform.machine()}"
             raise ConfigError(f"asynchronous I/O is not known for {where}")
-        entries = depth + 1  # one is to wake by
-        self._blocks = ctypes.create_string_buffer(_IOCB.size * entries)
+        self._blocks = ctypes.create_string_buffer(_IOCB.size * depth)
         start = ctypes.addressof(self._blocks)
-        self._pointers = [start + token * _IOCB.size for token in range(entries)]
-        self._events = ctypes.create_string_buffer(_EVENT.size * entries)
+        self._pointers = [start + token * _IOCB.size for token in range(depth)]
+        self._events = ctypes.create_string_buffer(_EVENT.size * depth)
         self._submit = _system_call(numbers.submit, ctypes.c_long, ctypes.c_void_p)
         self._getevents = _system_call(numbers.getevents, *[ctypes.c_long] * 2, *_POINTERS)
         self._destroy = _system_call(numbers.destroy)
+        self._depth = depth
+        try:
+            self._bell = os.eventfd(0, os.EFD_CLOEXEC)
+        except OSError as error:
+            raise _not_to_be_had("eventfd", error.errno or errnos.EIO) from error
         context = ctypes.c_ulong(0)
         setup = _system_call(numbers.setup, ctypes.c_void_p)
-        if setup(entries, ctypes.addressof(context)) < 0:
-            raise _not_to_be_had("io_setup")
+        if setup(depth, ctypes.addressof(context)) < 0:
+            errno = ctypes.get_errno()
+            os.close(self._bell)
+            raise _not_to_be_had("io_setup", errno)
         self._context = context.value
-        self._entries = entries
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC)
-        listen = depth, 0, 0, _POLL, 0, self._bell, select.POLLIN, 0, 0, 0, 0, 0
-        _IOCB.pack_into(self._blocks, depth * _IOCB.size, *listen)
-        if self._hand_over([depth]) < 0:
-            error = _not_to_be_had("io_submit")
-            self.close()
-            raise error
 
     def submit(self, flights: Sequence[tuple[int, Flight]]) -> int:
         """Hand over what is left of some pieces, each with its token, less than the depth.
@@ -156,9 +155,10 @@ class Ring:
             job, begin, nbytes = flight.piece
             begin += flight.moved
             fields = token, 0, 0, _OPCODES[job.op], 0, job.file.fd, job.address + begin
-            rest = nbytes - flight.moved, job.offset_bytes + begin, 0, 0, 0
+            rest = nbytes - flight.moved, job.offset_bytes + begin, 0, _RING_BELL, self._bell
             _IOCB.pack_into(self._blocks, token * _IOCB.size, *fields, *rest)
-        taken = self._hand_over([token for token, _ in flights])
+        pointers = (ctypes.c_void_p * len(flights))(*[self._pointers[each] for each, _ in flights])
+        taken = self._submit(self._context, len(flights), ctypes.addressof(pointers))
         if taken < 0:
             errno = ctypes.get_errno()
             raise OSError(errno, os.strerror(errno))
@@ -166,26 +166,19 @@ class Ring:
 
     def wait(self) -> list[tuple[int, int | BaseException]]:
         """Sleep until something is done, or ``wake``: tokens, each with bytes or a negative errno."""
-        found = self._getevents(self._context, 1, self._entries, self._events, None)
+        os.eventfd_read(self._bell)
+        found = self._getevents(self._context, 0, self._depth, self._events, None)
         events = memoryview(self._events)[: max(found, 0) * _EVENT.size]
-        bell = self._entries - 1
-        return [
-            (token, result) for token, _, result, _ in _EVENT.iter_unpack(events) if token != bell
-        ]
+        return [(token, result) for token, _, result, _ in _EVENT.iter_unpack(events)]
 
     def wake(self) -> None:
-        """Let ``wait`` return, once."""
+        """Let ``wait`` return."""
         os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
         """Give back everything. Nothing may be under way, and nobody wait."""
         self._destroy(self._context)
         os.close(self._bell)
-
-    def _hand_over(self, tokens: list[int]) -> int:
-        count = len(tokens)
-        pointers = (ctypes.c_void_p * count)(*[self._pointers[token] for token in tokens])
-        return self._submit(self._context, count, ctypes.addressof(pointers))
 
 
 def _system_call(number: int, *arguments: type) -> Callable[..., int]:
@@ -196,12 +189,11 @@ def _system_call(number: int, *arguments: type) -> Callable[..., int]:
     return partial(call, number)
 
 
-def _not_to_be_had(name: str) -> ConfigError:
-    errno = ctypes.get_errno()
+def _not_to_be_had(call: str, errno: int) -> ConfigError:
     why = os.strerror(errno)
     if errno == errnos.EAGAIN:
         why = "all that fs.aio-max-nr allows are taken"
-    return ConfigError(f"asynchronous I/O cannot be had: {name}: {why}")
+    return ConfigError(f"asynchronous I/O cannot be had: {call}: {why}")
 
 
 class _Traffic:
@@ -232,8 +224,9 @@ class _Traffic:
         with self._lock:
             self._check_open()
             self._line.append(job)
-            leaving = self._next()
-        _settle(self._hand_over(leaving))
+            can_leave = bool(self._free)
+        if can_leave:
+            self._ring.wake()
 
     def withdraw(self, job: Job) -> bool:
         """Take a job back if nothing of it has started. True: it is the caller's to settle."""
@@ -259,15 +252,15 @@ class _Traffic:
             if self._closed:
                 return []
             self._closed = True
-            if self._thread is None:
-                self._ring.close()
-            else:
+            if self._running:
                 self._ring.wake()
+            else:
+                self._ring.close()
             return self._line.take_unbegun()
 
     def join(self) -> None:
         thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and self._running and thread is not threading.current_thread():
             thread.join()
 
     def land(self) -> bool:
@@ -293,16 +286,20 @@ class _Traffic:
     def _ensure_thread(self) -> None:
         # Not under the other lock: a start waits for the interpreter's own locks, and whoever holds
         # one of those may be running a finalizer that waits for that.
-        if self._thread is not None:
+        if self._running:
             return
         with self._starting:
             self._check_open()
-            if self._thread is None:
-                thread = threading.Thread(
+            if not self._running:
+                self._thread = threading.Thread(
                     target=_land, args=(self,), name="penstock-io-0", daemon=True
                 )
-                thread.start()
-                self._thread = thread
+                self._thread.start()
+
+    @property
+    def _running(self) -> bool:
+        """Whether the thread was started: the attempt may have failed, or been interrupted."""
+        return self._thread is not None and self._thread.ident is not None
 
     def _check_open(self) -> None:
         if self._closed:
