@@ -8,7 +8,6 @@ import platform
 import queue
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -18,7 +17,6 @@ import pytest
 from penstock.core.errors import ConfigError, TransferError
 from penstock.io import aio, files, jobs
 from penstock.io.aio import AioEngine, Ring, default_engine
-from penstock.io.engine import Priority
 from penstock.io.threads import ThreadEngine
 from penstock.testing.engines import PATIENCE_S, PIECE_BYTES, EngineTests, aligned, move
 from penstock.testing.faults import GatedSyscalls
@@ -139,52 +137,6 @@ def test_descriptors_and_contexts_are_given_back():
     for _ in range(300):
         AioEngine(64).close()
     assert held() == before
-
-
-def test_an_engine_that_is_dropped_stops_its_thread(file):
-    before = len(threads_now())
-    engine = AioEngine(2, PIECE_BYTES)
-    move(engine, "write", file, 0, aligned(4 * PIECE_BYTES)).wait(PATIENCE_S)
-    del engine
-    gc.collect()
-    deadline = time.monotonic() + PATIENCE_S
-    while len(threads_now()) > before and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert len(threads_now()) == before
-
-
-def test_no_thread_to_be_had_loses_no_request(file, monkeypatch):
-    engine = AioEngine(2, PIECE_BYTES)
-
-    def refuse(_):
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        transfer = move(engine, "write", file, 0, aligned(PIECE_BYTES))
-        with pytest.raises(RuntimeError, match="new thread"):
-            transfer.wait(PATIENCE_S)
-    move(engine, "write", file, 0, aligned(PIECE_BYTES)).wait(PATIENCE_S)
-    engine.close()
-
-
-def test_a_demand_read_is_served_before_queued_writes(file):
-    gate = GatedSyscalls()
-    engine = AioEngine(1, PIECE_BYTES, ring=partial(SyscallRing, gate))
-    first = move(engine, "write", file, 0, aligned(PIECE_BYTES, seed=1))
-    gate.wait_for_call()
-    writes = [
-        move(engine, "write", file, (1 + i) * PIECE_BYTES, aligned(PIECE_BYTES)) for i in range(4)
-    ]
-    read = move(engine, "read", file, 0, target := aligned(PIECE_BYTES), priority=Priority.DEMAND)
-    gate.let_through(2)
-    read.wait(PATIENCE_S)
-    assert np.array_equal(target, aligned(PIECE_BYTES, seed=1))
-    assert not any(write.done for write in writes)
-    gate.open()
-    for transfer in (first, *writes):
-        transfer.wait(PATIENCE_S)
-    engine.close()
 
 
 def test_a_closed_file_fails_its_transfer_and_no_other(tmp_path, file):

@@ -26,10 +26,10 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from penstock.core import knobs
-from penstock.core.errors import ClosedError, ConfigError
+from penstock.core.errors import ConfigError
 from penstock.core.locks import Lock, defer
-from penstock.io.engine import Engine, EngineSpec, Priority, Request, Transfer
-from penstock.io.jobs import Job, Line, Piece, check, cut_short, failure, reached
+from penstock.io.engine import Engine, EngineSpec, Request, Transfer
+from penstock.io.jobs import Job, Piece, Queue, check, cut_short, failure, reached
 from penstock.io.threads import ThreadEngine
 
 _BUSY_RETRIES: Final = 1000
@@ -196,24 +196,20 @@ def _not_to_be_had(call: str, errno: int) -> ConfigError:
     return ConfigError(f"asynchronous I/O cannot be had: {call}: {why}")
 
 
-class _Traffic:
+class _Traffic(Queue):
     """Pieces that wait and pieces in the air.
 
     The thread that lands them refers to this and not to the engine, so that an engine that was
     dropped without ``close`` can be collected and stops it.
     """
 
-    def __init__(self, ring: Ring, depth: int, piece_bytes: int) -> None:
-        self.pid = os.getpid()
-        self.piece_bytes = piece_bytes
+    def __init__(self, ring: Ring, depth: int) -> None:
+        super().__init__(Lock())
         self._ring = ring
-        self._lock = Lock()
-        self._line = Line()
         self._flights = dict[int, Flight]()
         self._free = list(range(depth))  # tokens
         self._thread: threading.Thread | None = None
         self._starting = Lock()
-        self._closed = False
 
     def put(self, job: Job) -> None:
         try:
@@ -222,27 +218,10 @@ class _Traffic:
             job.settle(error)
             return
         with self._lock:
-            self._check_open()
-            self._line.append(job)
+            self._append(job)
             can_leave = bool(self._free)
         if can_leave:
             self._ring.wake()
-
-    def withdraw(self, job: Job) -> bool:
-        """Take a job back if nothing of it has started. True: it is the caller's to settle."""
-        if os.getpid() != self.pid:
-            return False
-        with self._lock:
-            if not self._line.withdraw(job):
-                return False
-        job.keep_alive = None
-        return True
-
-    def promote(self, job: Job, priority: Priority) -> None:
-        if os.getpid() != self.pid:
-            return
-        with self._lock:
-            self._line.promote(job, priority)
 
     def stop(self) -> list[Job]:
         """Let what has begun finish; the jobs that have not begun, the caller's to settle."""
@@ -289,8 +268,7 @@ class _Traffic:
         if self._running:
             return
         with self._starting:
-            self._check_open()
-            if not self._running:
+            if not self._closed and not self._running:
                 self._thread = threading.Thread(
                     target=_land, args=(self,), name="penstock-io-0", daemon=True
                 )
@@ -300,10 +278,6 @@ class _Traffic:
     def _running(self) -> bool:
         """Whether the thread was started: the attempt may have failed, or been interrupted."""
         return self._thread is not None and self._thread.ident is not None
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("the I/O engine is closed; a transfer was submitted after it")
 
     def _next(self) -> list[tuple[int, Flight]]:
         leaving = []
@@ -374,7 +348,7 @@ class AioEngine(Engine):
         # It checks both, and moves what no ring can.
         self._threads = ThreadEngine(depth, piece)
         self._spec = EngineSpec(name="aio", workers=depth, piece_bytes=piece)
-        self._traffic = _Traffic(ring(depth), depth, piece)
+        self._traffic = _Traffic(ring(depth), depth)
         weakref.finalize(self, _abandon, self._traffic).atexit = False
 
     @property

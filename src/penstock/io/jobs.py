@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno as errnos
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from penstock.core.errors import (
+    ClosedError,
     ConfigError,
     ShortTransferError,
     TransferError,
@@ -139,6 +142,44 @@ class Line:
     def __iter__(self) -> Iterator[Job]:
         for jobs in self._waiting.values():
             yield from jobs
+
+
+class Queue:
+    """A line, and whose turn it is to touch it. What an engine's threads refer to in its stead."""
+
+    def __init__(self, lock: AbstractContextManager[object]) -> None:
+        """Open, with nothing in line.
+
+        Args:
+            lock: What guards the line and everything in it.
+        """
+        self.pid = os.getpid()
+        self._lock = lock
+        self._line = Line()
+        self._closed = False
+
+    def withdraw(self, job: Job) -> bool:
+        """Take a job back if nothing of it has started. True: it is the caller's to settle."""
+        if os.getpid() != self.pid:
+            return False
+        with self._lock:
+            if not self._line.withdraw(job):
+                return False
+        job.keep_alive = None
+        return True
+
+    def promote(self, job: Job, priority: Priority) -> None:
+        """Raise the priority of what has not started of a job."""
+        if os.getpid() != self.pid:
+            return
+        with self._lock:
+            self._line.promote(job, priority)
+
+    def _append(self, job: Job) -> None:
+        """Under the lock."""
+        if self._closed:
+            raise ClosedError("the I/O engine is closed; a transfer was submitted after it")
+        self._line.append(job)
 
 
 def check(request: Request) -> None:

@@ -19,9 +19,9 @@ from typing import Final
 from penstock.core import knobs
 from penstock.core.errors import ClosedError, ConfigError, TransferError
 from penstock.core.locks import condition, defer
-from penstock.io.engine import Engine, EngineSpec, File, Priority, Request, Transfer
+from penstock.io.engine import Engine, EngineSpec, File, Request, Transfer
 from penstock.io.files import MAX_GRANULE_BYTES, drop_cache
-from penstock.io.jobs import Job, Line, Piece, check, cut_short, failure, reached
+from penstock.io.jobs import Job, Piece, Queue, check, cut_short, failure, reached
 
 _PYBUF_WRITE: Final = 0x200
 _BUSY_RETRIES: Final = 1000
@@ -51,7 +51,7 @@ class Syscalls:
         drop_cache(file.fd, offset_bytes, nbytes, written=written)
 
 
-class _Queue:
+class _Queue(Queue):
     """Requests by priority, and the workers' way of taking pieces of them.
 
     The workers refer to this and not to the engine, so that an engine that was dropped without
@@ -59,46 +59,26 @@ class _Queue:
     """
 
     def __init__(self, piece_bytes: int, syscalls: Syscalls) -> None:
-        self.piece_bytes = piece_bytes
-        self.pid = os.getpid()
-        self._syscalls = syscalls
         self._wake = condition()
-        self._line = Line()
+        super().__init__(self._wake)
+        self.piece_bytes = piece_bytes
+        self._syscalls = syscalls
         self._threads: list[threading.Thread] = []
         self._workers = 0  # threads that are started, or about to be
         self._idle = 0
-        self._closed = False
 
     def put(self, job: Job, max_threads: int) -> None:
         pieces = -(-job.nbytes // self.piece_bytes)
         with self._wake:
-            if self._closed:
-                raise ClosedError("the I/O engine is closed; a transfer was submitted after it")
+            self._append(job)
             woken = min(pieces, self._idle)
             missing = min(pieces - woken, max_threads - self._workers)
             self._workers += missing
-            self._line.append(job)
             self._idle -= woken  # here, not when they wake: the next `put` must not count them
             self._wake.notify(woken)
         # Not under the lock: it waits for the interpreter's own locks, and whoever holds one of
         # those may be running a finalizer that waits for ours.
         self._start_threads(missing)
-
-    def withdraw(self, job: Job) -> bool:
-        """Take a job back if nothing of it has started. True: it is the caller's to settle."""
-        if os.getpid() != self.pid:
-            return False
-        with self._wake:
-            if not self._line.withdraw(job):
-                return False
-        job.keep_alive = None
-        return True
-
-    def promote(self, job: Job, priority: Priority) -> None:
-        if os.getpid() != self.pid:
-            return
-        with self._wake:
-            self._line.promote(job, priority)
 
     def stop(self) -> list[Job]:
         """Let the workers finish what has begun and end; the jobs that have not begun.

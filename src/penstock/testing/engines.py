@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import errno as errnos
+import gc
 import threading
 import time
 import weakref
@@ -331,6 +332,26 @@ class EngineTests:
         assert moved + cancelled == count
         assert len(settled) == len(set(map(id, settled))) == count
 
+    def test_a_demand_read_is_served_before_queued_writes(self, build: Build, file: File) -> None:
+        """Though it was asked for later."""
+        gate = GatedSyscalls()
+        engine = build(threads=1, syscalls=gate)
+        first = move(engine, "write", file, 0, aligned(PIECE_BYTES, seed=1))
+        gate.wait_for_call()
+        writes = [
+            move(engine, "write", file, (1 + index) * PIECE_BYTES, aligned(PIECE_BYTES))
+            for index in range(4)
+        ]
+        target = aligned(PIECE_BYTES)
+        read = move(engine, "read", file, 0, target, priority=Priority.DEMAND)
+        gate.let_through(2)
+        read.wait(PATIENCE_S)
+        assert np.array_equal(target, aligned(PIECE_BYTES, seed=1))
+        assert not any(write.done for write in writes)
+        gate.open()
+        for transfer in (first, *writes):
+            transfer.wait(PATIENCE_S)
+
     # -- faults -----------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("op", ["write", "read"])
@@ -445,9 +466,41 @@ class EngineTests:
         with pytest.raises(ClosedError):
             move(engine, "read", file, 0, aligned(PIECE_BYTES))
 
-    def test_close_without_any_transfer(self, build: Build) -> None:
-        """Nothing was started, so there is nothing to stop."""
-        build().close()
+    def test_close_without_any_transfer(self, build: Build, file: File) -> None:
+        """Nothing was started, so there is nothing to stop; nothing can be submitted either."""
+        engine = build()
+        engine.close()
+        with pytest.raises(ClosedError):
+            move(engine, "read", file, 0, aligned(PIECE_BYTES))
+
+    def test_an_engine_that_is_dropped_stops_its_threads(self, tmp_path: Path) -> None:
+        """Without ``close``."""
+        file = self.make_file(tmp_path)
+        before = threading.active_count()
+        engine = self.make_engine(threads=2, piece_bytes=PIECE_BYTES, syscalls=None)
+        move(engine, "write", file, 0, aligned(4 * PIECE_BYTES)).wait(PATIENCE_S)
+        del engine
+        gc.collect()
+        deadline = time.monotonic() + PATIENCE_S
+        while threading.active_count() > before and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert threading.active_count() <= before
+
+    def test_no_thread_to_be_had_loses_no_request(
+        self, build: Build, file: File, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its waiter is told, and the next one is served."""
+        engine = build()
+
+        def refuse(_: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            transfer = move(engine, "write", file, 0, aligned(PIECE_BYTES))
+            with pytest.raises(RuntimeError, match="new thread"):
+                transfer.wait(PATIENCE_S)
+        move(engine, "write", file, 0, aligned(PIECE_BYTES)).wait(PATIENCE_S)
 
     def test_close_from_a_callback(self, build: Build, file: File) -> None:
         """A worker does not wait for itself."""
