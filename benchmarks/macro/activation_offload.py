@@ -16,7 +16,9 @@ Peers take part in the first ``--peer-rounds`` only. The modes:
 The bound is what flash bandwidth, measured in this run, allows on paper: no step can be faster than
 the plain one, nor its forward than the bytes written, nor its backward than the bytes read.
 
-Every mode runs with glibc told to keep what is freed (see ``_memory``).
+Every mode runs with glibc told to keep what is freed (see ``_memory``), the quickest that plain PyTorch
+can be, or with ``--malloc default`` as it is installed: it then returns large tensors to the system when
+they die, and every step pays for new pages, in every mode. These results have a name of their own.
 """
 
 from __future__ import annotations
@@ -70,12 +72,14 @@ OWN = 3
 
 
 def main() -> None:
-    _memory.keep_what_is_freed()
     args = parse()
+    if args.malloc == "keep":
+        _memory.keep_what_is_freed()
     earlier = _results.RESULTS / "activation_offload.json"
     results = json.loads(earlier.read_text())["figures"] if earlier.exists() else {}
-    for name in args.networks:
-        results[name] = measure(JOBS[name], args)
+    for job in args.networks:
+        name = job if args.malloc == "keep" else f"{job}-default-malloc"
+        results[name] = measure(JOBS[job], args)
         show(name, results[name])
         if not args.quick:
             record(results, args)
@@ -90,6 +94,7 @@ def record(results: dict[str, Any], args: argparse.Namespace) -> None:
         "threads": torch.get_num_threads(),
         "optimizer": "SGD",
         "environment": _memory.KEEPS,
+        "environment of -default-malloc": {},
     }
     path = _results.write("activation_offload", results, config, directory=args.dir)
     print(f"wrote {path.name}")
@@ -101,6 +106,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3, help="of each mode in a round")
     parser.add_argument("--peer-rounds", type=int, default=2)
+    parser.add_argument("--malloc", choices=("keep", "default"), default="keep")
     parser.add_argument("--dir", default=tempfile.gettempdir(), help="directory to spill to")
     parser.add_argument("--quick", action="store_true", help="one round of a small size; no result")
     args = parser.parse_args()
