@@ -50,7 +50,7 @@ def unwrapped(tier):
 
 
 def arena(session):
-    return session._stores.mover.arena
+    return session._stores.mover.memory
 
 
 def written_bytes(session, tier="flash"):

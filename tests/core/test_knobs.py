@@ -20,6 +20,7 @@ NAMES = {
     "PENSTOCK_VERIFY": knobs.verify,
     "PENSTOCK_GPU_DIRECT": knobs.gpu_direct,
     "PENSTOCK_OWN_POOL": knobs.own_pool,
+    "PENSTOCK_RESTORE_INTO": knobs.restore_into,
     "PENSTOCK_FLOOR": knobs.floor_bytes,
     "PENSTOCK_MAX_EVENTS": knobs.max_events,
 }
@@ -30,6 +31,7 @@ CHOICES = {
     "PENSTOCK_GPU_DIRECT": ("auto", "off", "on"),
     "PENSTOCK_IO_ENGINE": ("aio", "auto", "threads"),
     "PENSTOCK_OWN_POOL": ("off", "on"),
+    "PENSTOCK_RESTORE_INTO": ("arena", "auto", "heap"),
     "PENSTOCK_VERIFY": ("full", "off", "sampled"),
 }
 

@@ -16,6 +16,7 @@ Choice = TypeVar("Choice", bound=str)
 _VERIFY: Final[tuple[Literal["full", "off", "sampled"], ...]] = ("full", "off", "sampled")
 _GPU_DIRECT: Final[tuple[Literal["auto", "off", "on"], ...]] = ("auto", "off", "on")
 _IO_ENGINE: Final[tuple[Literal["aio", "auto", "threads"], ...]] = ("aio", "auto", "threads")
+_RESTORE_INTO: Final[tuple[Literal["arena", "auto", "heap"], ...]] = ("arena", "auto", "heap")
 _OWN_POOL: Final[tuple[Literal["off", "on"], ...]] = ("off", "on")
 
 
@@ -62,6 +63,11 @@ def gpu_direct() -> Literal["auto", "off", "on"]:
 def own_pool() -> Literal["off", "on"]:
     """``PENSTOCK_OWN_POOL`` (off): on CUDA, what comes back has a memory pool of its own."""
     return _choice("PENSTOCK_OWN_POOL", "off", _OWN_POOL)
+
+
+def restore_into() -> Literal["arena", "auto", "heap"]:
+    """``PENSTOCK_RESTORE_INTO`` (auto): memory of its own for what comes back, or the process's heap."""
+    return _choice("PENSTOCK_RESTORE_INTO", "auto", _RESTORE_INTO)
 
 
 def floor_bytes() -> int:

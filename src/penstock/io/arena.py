@@ -153,6 +153,11 @@ class Arena:
         """What is resident, and charged to the budget, now."""
         return self._touched_bytes
 
+    @staticmethod
+    def charge_bytes(nbytes: int) -> int:
+        """What a block may take from the budget: whole pages, if no touched one is idle."""
+        return round_up(nbytes, HUGE_PAGE_BYTES)
+
     def allocate(self, nbytes: int, *, alignment: int = 4096) -> Block | None:
         """Take ``nbytes`` of resident memory, contents undefined.
 

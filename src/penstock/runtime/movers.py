@@ -26,6 +26,7 @@ from penstock.core.units import round_up
 from penstock.io.arena import Arena, Block
 from penstock.io.engine import Priority, Transfer
 from penstock.io.mapping import HUGE_PAGE_BYTES, PAGE_BYTES
+from penstock.runtime.heap import Heap, HeapBlock, heap_is_better
 from penstock.tier.base import Tier
 
 RESTORED = "restored"
@@ -130,9 +131,9 @@ class Mover(ABC):
 
 @dataclass(frozen=True, slots=True)
 class BlockTarget:
-    """An arena block on its way to becoming a storage of ``nbytes`` that begins at ``skew``."""
+    """A block of memory on its way to becoming a storage of ``nbytes`` that begins at ``skew``."""
 
-    block: Block
+    block: Block | HeapBlock
     lead: int
     """Where in the block the tier's window begins."""
     skew: int
@@ -140,23 +141,30 @@ class BlockTarget:
 
 
 class CpuMover(Mover):
-    """Host memory is the device: tiers read the live storage itself and fill arena blocks.
+    """Host memory is the device: tiers read the live storage itself and fill blocks of memory.
 
     Nothing is copied on the way out (TRAPS rule 28): a storage lies within whole pages, so the
     granule-aligned window around it may be read, and the skew is remembered. On the way back the data
-    begin at the same skew in an arena block, and the storage begins where the data begin (rule 26).
+    begin at the same skew in a block, and the storage begins where the data begin (rule 26).
     A window of a tier without granules lies anywhere: it returns to the same place in a cache line.
+
+    Attributes:
+        memory: What comes back goes there: an arena, or the heap ([Note: heap or arena]).
     """
 
     def __init__(self, *, budget: Budget) -> None:
-        """Use an arena that is charged to ``budget`` page by page, as it is first touched.
+        """Take nothing yet; an arena is charged to ``budget`` page by page, as it is first touched.
 
         Its address space is twice the budget, so that fragmentation costs addresses and not memory.
         """
         self.device = torch.device("cpu")
         self._budget = budget
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        self.arena = Arena(min(2 * budget.limit_bytes, physical), budget=budget, owner=RESTORED)
+        self.memory: Arena | Heap = (
+            Heap(budget=budget, owner=RESTORED)
+            if heap_is_better()
+            else Arena(min(2 * budget.limit_bytes, physical), budget=budget, owner=RESTORED)
+        )
 
     def write(
         self,
@@ -169,10 +177,10 @@ class CpuMover(Mover):
         return tier.write(storage.data_ptr(), storage.nbytes(), keep_alive=storage, label=label)
 
     def allocate(self, ticket: Any, *, force: bool = False) -> BlockTarget | None:
-        """An arena block for the ticket's window; with ``force`` one of an arena of its own."""
+        """A block for the ticket's window; with ``force`` one of an arena of its own."""
         window = ticket.window
         lead = window.address % CACHE_LINE_BYTES
-        block = self.arena.allocate(lead + window.nbytes)
+        block: Block | HeapBlock | None = self.memory.allocate(lead + window.nbytes)
         if block is None and force:
             block = self._beyond_budget(lead + window.nbytes)
         if block is None:
@@ -205,25 +213,25 @@ class CpuMover(Mover):
         tier.discard(ticket)
 
     def trim(self, nbytes: int) -> int:
-        """Hand idle pages of the arena back to the system."""
-        return self.arena.trim(nbytes)
+        """Hand idle pages of an arena back to the system."""
+        return self.memory.trim(nbytes)
 
     def retouch_ns(self, nbytes: int) -> float:
-        """By the latest first touches of the arena."""
-        return self.arena.touch_ns_per_byte * nbytes
+        """By the latest first touches of an arena."""
+        return self.memory.touch_ns_per_byte * nbytes
 
     def target_bytes(self, ticket: Any) -> int:
         """The window, and what lies before it in its cache line."""
         return int(ticket.window.nbytes + ticket.window.address % CACHE_LINE_BYTES)
 
     def charge_bytes(self, ticket: Any) -> int:
-        """That in whole pages of the arena."""
-        return round_up(self.target_bytes(ticket), HUGE_PAGE_BYTES)
+        """That in whole pages of an arena, or beginning at a page of the heap."""
+        return self.memory.charge_bytes(self.target_bytes(ticket))
 
     def used_bytes(self) -> int:
         """Blocks in use."""
-        return self.arena.used_bytes
+        return self.memory.used_bytes
 
     def close(self) -> None:
-        """Unmap the arena once no storage uses it."""
-        self.arena.close()
+        """Unmap an arena once no storage uses it."""
+        self.memory.close()
