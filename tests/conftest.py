@@ -15,6 +15,8 @@ from penstock.io.files import filesystem_of
 
 # Before torch is loaded: tests run side by side, and with little tensors threads wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# However glibc is told to behave here; tests of the heap say so.
+os.environ.setdefault("PENSTOCK_RESTORE_INTO", "arena")
 
 try:
     from hypothesis import settings
