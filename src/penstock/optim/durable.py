@@ -12,8 +12,9 @@
     A journal is one line of JSON, UTF-8: ``{"checksum": ..., "body": ...}``, where the checksum is the
     XXH3 of the body's JSON. The body MUST have ``version`` 1 or 2, ``serial``, ``step``, ``layout`` (a
     digest of what lies where), ``tiles`` (number: slot of its record, its checksum's kind and value, or
-    null, and in version 2 its exact length if it is squeezed, or 0), ``params`` (for each, whether it has states, and its scalars) and ``norm`` (of the
-    gradients, or null). Weights are in the records, as masters.
+    null, and in version 2 its exact length if it is squeezed, or 0), ``params`` (for each, whether it
+    has states, and its scalars) and ``norm`` (of the gradients, or null). Weights are in the records,
+    as masters. In records that are squeezed, blocks are as :mod:`squeeze_kernels` has them.
 """
 
 from __future__ import annotations
@@ -234,9 +235,7 @@ def restore(states: FlashStates, entry: Entry) -> None:
             " directory"
         )
     for index, place in entry.tiles.items():
-        states.store.expect(
-            states.tiles[index], place.slot, place.checksum, place.squeezed_bytes
-        )
+        states.store.expect(states.tiles[index], place.slot, place.checksum, place.squeezed_bytes)
     states.pipeline.restore({index: place.slot for index, place in entry.tiles.items()})
     for param, (has_state, scalars) in zip(states.params, entry.params, strict=True):
         param.has_state = has_state

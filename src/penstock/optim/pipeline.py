@@ -14,9 +14,9 @@
     than visitors.
 
 [Note: who squeezes]
-    A record is squeezed by the thread that has begun to write it, and expanded by the one that visits it:
-    both are visitors, or whoever flushes. The engine's threads only move bytes, so they begin reads, never
-    writes. A buffer whose record was written and is still wanted is expanded where it lies.
+    A record is squeezed by the thread that has begun to write it, and expanded by the one that visits
+    it: both are visitors, or whoever flushes. The engine's threads only move bytes, so they begin reads,
+    never writes. A buffer whose record was written and is still wanted is expanded where it lies.
 """
 
 from __future__ import annotations
@@ -480,20 +480,21 @@ class Pipeline:
         buffer.error = None
 
     def _grow(self, count: int) -> None:
-        arena = Arena(count * max(self.buffer_bytes, 4096), owner="optimizer")
+        each = max(self.buffer_bytes, 4096)
+        arena = Arena(count * each, owner="optimizer")
         self._arenas.append(arena)
-        for _ in range(count):
-            block = arena.allocate(max(self.buffer_bytes, 4096))
-            if block is None:
-                raise BudgetError(
-                    f"an optimizer's ring of {count} buffers of {format_bytes(self.buffer_bytes)}"
-                    " does not fit in memory; lower host_memory or the tile",
-                    slot="optimizer",
-                    limit_bytes=arena.capacity_bytes,
-                    least_bytes=count * self.buffer_bytes,
-                )
-            memory = block.lend(0, block.nbytes)
-            self._buffers.append(Buffer(block.address, memory))
+        block = arena.allocate(count * each)  # one: no page is left over between two buffers
+        if block is None:
+            raise BudgetError(
+                f"an optimizer's ring of {count} buffers of {format_bytes(self.buffer_bytes)}"
+                " does not fit in memory; lower host_memory or the tile",
+                slot="optimizer",
+                limit_bytes=arena.capacity_bytes,
+                least_bytes=count * self.buffer_bytes,
+            )
+        memory = block.lend(0, block.nbytes)
+        for start in range(0, block.nbytes, each):
+            self._buffers.append(Buffer(block.address + start, memory[start : start + each]))
 
     # -- in a thread of the engine ----------------------------------------------------------------
 

@@ -167,6 +167,8 @@ class Squeezer:
     @staticmethod
     def _expand(tile: Tile, memory: NDArray[np.uint8], length: int) -> bool:
         kernels, place = _kernels(), memory.size - length
+        if not 0 < length <= memory.size:
+            return False
         for part in stretches(tile.arrays, tile.record_bytes):
             if part.width:
                 halves = memory[part.start : part.stop].view(np.uint16)

@@ -172,7 +172,7 @@ def _count(codes: Any) -> int:
         some = _U8(0)
         for i in range(_PLANE):
             some = _U8(some + (_U8(1) if codes[start + i] == _U8(0) else _U8(0)))
-        count += some
+        count += int(some)
     return count
 
 
@@ -270,7 +270,7 @@ def _body_bytes(halves: int, kind: int, count: int) -> int:
 
 
 @njit(nogil=True, cache=True)
-def _squeeze_block(block: Any, tools: Any, uppers: Any, scratch: Any) -> int:
+def _squeeze_block(block: Any, tools: Any, uppers: Any, scratch: Any) -> Any:
     """Make the squeezed block, its body at ``_BODY`` of scratch and its head before. Its length."""
     tops, codes, marks = tools[:BLOCK], tools[BLOCK : 2 * BLOCK], tools[2 * BLOCK :]
     planes = _BODY + 2 * block.size - BLOCK
@@ -299,7 +299,7 @@ def _squeeze_block(block: Any, tools: Any, uppers: Any, scratch: Any) -> int:
 
 
 @njit(nogil=True, cache=True)
-def _are_zero(lowers: Any) -> bool:
+def _are_zero(lowers: Any) -> Any:
     found = _U16(0)
     for i in range(lowers.size):
         found = _U16(found | lowers[i])

@@ -4,8 +4,8 @@
     A record has one place, or two where steps are durable. With several directories it is cut into as
     many parts, equal but for 4 KiB, the first in the first directory and so on: every transfer uses
     all of them. In memory the parts are one piece. A record that was squeezed (:mod:`squeeze`) takes the
-    beginning of its place; how long it is, is kept in memory. A checksum of each record is kept in memory when it
-    is written and compared when it is read; how much of the record it covers is the knob
+    beginning of its place; how long it is, is kept in memory. So is a checksum of each record, when it
+    is written, to be compared when it is read; how much of the record it covers is the knob
     ``PENSTOCK_VERIFY``.
 """
 
@@ -132,9 +132,8 @@ class Store:
 
     def start_read(self, tile: Tile, address: int, keep_alive: object, slot: int = 0) -> Transfer:
         """Begin to read a record to its buffer; ``verify`` it when that is done."""
-        start, nbytes = self._extent(tile, slot)
-        self.read += nbytes
-        return self._move("read", tile, address + start, nbytes, keep_alive, slot)
+        self.read += self.record_bytes(tile, slot)
+        return self._move("read", tile, address, keep_alive, slot)
 
     def start_write(
         self,
@@ -160,7 +159,7 @@ class Store:
         if checksum is not None:
             self._sums[tile.index, slot] = self._kind, checksum(address + start, nbytes)
         self.written += nbytes
-        return self._move("write", tile, address + start, nbytes, keep_alive, slot)
+        return self._move("write", tile, address, keep_alive, slot)
 
     def verify(self, tile: Tile, address: int, slot: int, names: Callable[[], str]) -> None:
         """Compare what was read with what was written.
@@ -179,9 +178,7 @@ class Store:
             facts = f"have checksum {found:#018x}, written were {expected:#018x}"
             raise self.damage(tile, slot, names, facts)
 
-    def damage(
-        self, tile: Tile, slot: int, names: Callable[[], str], facts: str
-    ) -> ChecksumError:
+    def damage(self, tile: Tile, slot: int, names: Callable[[], str], facts: str) -> ChecksumError:
         """The error that a record is not what was written there."""
         return ChecksumError(
             f"tile {tile.index} ({names()}): {self.record_bytes(tile, slot)} bytes read from"
@@ -209,8 +206,16 @@ class Store:
             slot: Which place.
             checksum: None: it is not known.
             squeezed_bytes: Its exact length if it is squeezed, 0 if it is not.
+
+        Raises:
+            ChecksumError: It cannot have that length.
         """
         place = tile.index, slot
+        if squeezed_bytes and not 0 < extent(tile, squeezed_bytes)[1] < tile.record_bytes:
+            raise ChecksumError(
+                f"tile {tile.index}: {squeezed_bytes} bytes cannot be the length of a record that takes"
+                f" {tile.record_bytes} when it is not squeezed; the journal is damaged"
+            )
         self._sums.pop(place, None)
         self._squeezed.pop(place, None)
         if checksum is not None:
@@ -250,9 +255,8 @@ class Store:
     def _extent(self, tile: Tile, slot: int) -> tuple[int, int]:
         return extent(tile, self.squeezed_bytes(tile, slot))
 
-    def _move(
-        self, op: Op, tile: Tile, address: int, nbytes: int, keep_alive: object, slot: int
-    ) -> Transfer:
+    def _move(self, op: Op, tile: Tile, address: int, keep_alive: object, slot: int) -> Transfer:
+        start, nbytes = self._extent(tile, slot)
         number, offset = self._places[tile.index]
         offset += slot * self._part_bytes(tile)
         part = self._share(nbytes)
@@ -265,7 +269,7 @@ class Store:
                         op=op,
                         file=file,
                         offset_bytes=offset,
-                        address=address + skip,
+                        address=address + start + skip,
                         nbytes=min(part, nbytes - skip),
                         keep_alive=keep_alive,
                         priority=Priority.PREFETCH,  # both ways: so that neither starves

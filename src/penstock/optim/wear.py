@@ -13,7 +13,7 @@ class Wear:
     """What steps write."""
 
     bytes_per_step: int
-    """Written in a step, when every parameter has a gradient and records are as long as they were last."""
+    """Written in a step, when every parameter has a gradient and records are as long as last time."""
     tbw_bytes: int | None
     """What the SSD is rated for."""
     planned_steps: int | None
