@@ -1,11 +1,11 @@
-"""Squeezing of optimizer states on one core: what it saves, and how fast it is, on states of real training.
+"""Squeezing of optimizer states on one core: what it saves, and how fast it is, in real training.
 
-Networks of the zoo are trained by AdamW for ``--steps`` steps on the zoo's real data. Then weights (which
-stand for float32 masters), means and variances are squeezed and expanded, a tile at a time, in place, as a
-step does: as float32, and as bfloat16 numbers, which the format ``bf16`` keeps of means and variances.
-Beside them, in the same run: what is normally distributed, what the step's own benchmark moves (weights and
-gradients that are all alike), and bits of no order, which do not shrink. The limit is a copy of the same
-bytes.
+Networks of the zoo are trained by AdamW for ``--steps`` steps on the zoo's real data. Then weights
+(which stand for float32 masters), means and variances are squeezed and expanded, a tile at a time, in
+place, as a step does: as float32, and as bfloat16 numbers, which the format ``bf16`` keeps of means and
+variances. Beside them, in the same run: what is normally distributed, what the step's own benchmark moves
+(weights and gradients that are all alike), and bits of no order, which do not shrink. The limit is a copy
+of the same bytes.
 
 The figures that count are the share of the bytes that is left, and, for records of AdamW in the formats
 of the manual, that share and the parameters a second that one core squeezes and expands.
@@ -24,7 +24,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import _activations
 import _results
-
 from penstock.optim import squeeze_kernels
 from penstock.optim.formats import State, form_of
 from penstock.optim.layout import make_tiles
@@ -79,7 +78,7 @@ def synthetic(elements):
 
 
 def one_array(values, width, rounds):
-    """Share of the bytes that is left, and GB/s of plain bytes each way; of up to a tile from the middle."""
+    """Share of the bytes that is left, and GB/s of plain bytes each way; of a tile from the middle."""
     values = values[max(0, (values.size - TILE) // 2) :][:TILE]
     values = values[: values.size // squeeze_kernels.BLOCK * squeeze_kernels.BLOCK]
     halves = values.view(np.uint16)[2 - width :: 3 - width]

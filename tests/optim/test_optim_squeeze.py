@@ -1,5 +1,6 @@
 """Records made shorter without loss: the format, and that an optimizer does not see it."""
 
+import json
 import os
 import threading
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from optim_runs import assert_same, assert_same_states, give_gradients, parameters, train
@@ -318,3 +320,33 @@ def test_an_engines_threads_never_squeeze(shrinking, monkeypatch):
     a.close()
     assert found
     assert all(name.startswith("penstock-optim") for name in found)
+
+
+def test_a_journal_of_version_1_is_read_and_one_of_an_impossible_length_is_not(shrinking):
+    params = parameters(sizes=SIZES)
+    a = FlashAdamW(params, **{**shrinking, "squeeze": False}, durable=True)
+    train(a, params, steps=1)
+    a.close()
+    rewrite_journal(shrinking["flash"], 1, lambda *each: each[:2])
+    ours = parameters(sizes=SIZES)
+    b = FlashAdamW(ours, **shrinking, durable=True)
+    assert b.resume() == 1
+    assert_same(ours, params)
+    b.close()
+    for length in (-1, 1 << 20):
+        rewrite_journal(shrinking["flash"], 2, lambda *each: [*each[:2], length])  # noqa: B023
+        c = FlashAdamW(parameters(sizes=SIZES), **shrinking, durable=True)
+        with pytest.raises(ChecksumError, match="journal is damaged"):
+            c.resume()
+        c.close()
+
+
+def rewrite_journal(folder, version, place):
+    """Put another version's account of the tiles into the only journal."""
+    (path,) = folder.glob("*.journal")
+    body = json.loads(json.loads(path.read_text())["body"])
+    body["version"] = version
+    body["tiles"] = {index: place(*each) for index, each in body["tiles"].items()}
+    text = json.dumps(body)
+    checksum = xxhash.xxh3_64_intdigest(text.encode())
+    path.write_text(json.dumps({"checksum": checksum, "body": text}))
