@@ -11,20 +11,20 @@ from penstock.optim import FlashAdamW
 flash, count, name = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 torch.set_num_threads(2)
 
-def steps(count):
+def steps(count, **more):
     params = [torch.nn.Parameter(torch.zeros(count // 4, dtype=torch.bfloat16)) for _ in range(4)]
     for p in params:
         p.data.fill_(1)
         p.grad = torch.ones_like(p)
     before = int(open("/proc/self/statm").read().split()[1]) * 4096
-    optimizer = FlashAdamW(params, flash=flash, format=name)
+    optimizer = FlashAdamW(params, flash=flash, format=name, **more)
     for _ in range(3):
         optimizer.step()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     optimizer.close()
     return peak - before
 
-steps(1024)  # libraries are loaded, kernels compiled
+steps(65536, tile=1024)  # libraries are loaded, kernels compiled
 print(steps(count))
 """
 MIB = 2**20

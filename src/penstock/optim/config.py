@@ -45,6 +45,9 @@ class StatesConfig:
     """Whether tiles are updated while backward goes on, as gradients become final. Gradients must then
     not be changed between backward and ``step``."""
 
+    squeeze: bool | None = None
+    """Whether records are made shorter, without loss, on their way to flash; ``None``: where it pays."""
+
     accumulation: int = 1
     """With ``overlap``: how many backwards make a step; gradients are final in the last of them."""
 

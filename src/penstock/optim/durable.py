@@ -10,10 +10,11 @@
     could not be waited for is emptied: it may be whole all the same, and its step did not count.
 
     A journal is one line of JSON, UTF-8: ``{"checksum": ..., "body": ...}``, where the checksum is the
-    XXH3 of the body's JSON. The body MUST have ``version`` 1, ``serial``, ``step``, ``layout`` (a
-    digest of what lies where), ``tiles`` (number: slot of its record, and its checksum's kind and value,
-    or null), ``params`` (for each, whether it has states, and its scalars) and ``norm`` (of the
-    gradients, or null). Weights are in the records, as masters.
+    XXH3 of the body's JSON. The body MUST have ``version`` 1 or 2, ``serial``, ``step``, ``layout`` (a
+    digest of what lies where), ``tiles`` (number: slot of its record, its checksum's kind and value, or
+    null, and in version 2 its exact length if it is squeezed, or 0), ``params`` (for each, whether it
+    has states, and its scalars) and ``norm`` (of the gradients, or null). Weights are in the records,
+    as masters. In records that are squeezed, blocks are as :mod:`squeeze_kernels` has them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,17 @@ from penstock.optim.states import FlashStates
 from penstock.optim.store import Sum, sync_directory
 
 _NAME: Final = "penstock-states"
-_VERSION: Final = 1
+_VERSION: Final = 2
+"""In version 1, which is still read, no record is squeezed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the record of a tile is, and what."""
+
+    slot: int
+    checksum: Sum | None
+    squeezed_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +61,7 @@ class Entry:
 
     step: int
     layout: str
-    tiles: Mapping[int, tuple[int, Sum | None]]
+    tiles: Mapping[int, Place]
     params: tuple[tuple[bool, Mapping[str, Any]], ...]
     norm: Tensor | None
     serial: int = 0
@@ -190,10 +201,11 @@ def commit(states: FlashStates, journal: Journal) -> None:
     pipeline = states.pipeline
     pipeline.flush()
     states.store.sync()
-    tiles = {
-        index: (slot, states.store.sum_of(states.tiles[index], slot))
-        for index, slot in pipeline.slots.items()
-    }
+    tiles = {}
+    for index, slot in pipeline.slots.items():
+        tile = states.tiles[index]
+        length = states.store.squeezed_bytes(tile, slot)
+        tiles[index] = Place(slot, states.store.sum_of(tile, slot), length)
     params = tuple((p.has_state, p.scalars) for p in states.params)
     journal.write(Entry(states.steps, layout_of(states), tiles, params, states.last_norm))
     pipeline.commit()
@@ -209,7 +221,7 @@ def make_way(states: FlashStates, journal: Journal) -> None:
     if last is None:
         return
     if last.layout == layout_of(states):
-        states.pipeline.keep({index: slot for index, (slot, _) in last.tiles.items()})
+        states.pipeline.keep({index: place.slot for index, place in last.tiles.items()})
     else:
         journal.clear()
 
@@ -222,9 +234,9 @@ def restore(states: FlashStates, entry: Entry) -> None:
             " groups, another format or tile; make the optimizer as it was then, or name another"
             " directory"
         )
-    for index, (slot, checksum) in entry.tiles.items():
-        states.store.expect(states.tiles[index], slot, checksum)
-    states.pipeline.restore({index: slot for index, (slot, _) in entry.tiles.items()})
+    for index, place in entry.tiles.items():
+        states.store.expect(states.tiles[index], place.slot, place.checksum, place.squeezed_bytes)
+    states.pipeline.restore({index: place.slot for index, place in entry.tiles.items()})
     for param, (has_state, scalars) in zip(states.params, entry.params, strict=True):
         param.has_state = has_state
         param.scalars = dict(scalars)
@@ -259,7 +271,10 @@ def _encode(entry: Entry) -> bytes:
             "step": entry.step,
             "norm": _plain(entry.norm),
             "layout": entry.layout,
-            "tiles": {str(index): list(each) for index, each in entry.tiles.items()},
+            "tiles": {
+                str(index): [place.slot, place.checksum, place.squeezed_bytes]
+                for index, place in entry.tiles.items()
+            },
             "params": [
                 [has_state, {name: _plain(value) for name, value in scalars.items()}]
                 for has_state, scalars in entry.params
@@ -278,12 +293,12 @@ def _decode(data: bytes) -> Entry | None:
         if document["checksum"] != xxhash.xxh3_64_intdigest(body.encode()):
             return None
         content = json.loads(body)
-        if content["version"] != _VERSION:
+        if content["version"] not in range(1, _VERSION + 1):
             raise ConfigError(f"a journal of version {content['version']} is not known here")
         return Entry(
             content["step"],
             content["layout"],
-            {int(index): (slot, _sum(each)) for index, (slot, each) in content["tiles"].items()},
+            {int(index): _place(*each) for index, each in content["tiles"].items()},
             tuple(
                 (has_state, {name: _value(each) for name, each in scalars.items()})
                 for has_state, scalars in content["params"]
@@ -309,8 +324,8 @@ def _value(value: Any) -> Any:
     return value
 
 
-def _sum(value: Any) -> Sum | None:
-    return None if value is None else (value[0], value[1])
+def _place(slot: int, checksum: Any, squeezed_bytes: int = 0) -> Place:
+    return Place(slot, None if checksum is None else (checksum[0], checksum[1]), squeezed_bytes)
 
 
 def _paths(directory: str) -> list[str]:

@@ -101,6 +101,7 @@ class Overlap:
         if step is None:
             step = states.begin_pass()
             states.begin_visits(states.order(step.grads))
+        states.pipeline.is_awaited = True
         try:
             self._check_unchanged(step)
             self._take_the_rest(step)
@@ -167,6 +168,7 @@ class Overlap:
             if states.config.clip_norm is not None:
                 factor = states.factor_of(states.last_norm)
             states.check_params()
+            states.pipeline.is_awaited = False
             self._step = states.make_pass({}, factor)
             wanted = [
                 p.index

@@ -12,11 +12,17 @@
     being read or written, which ends; or hold a tile that was updated, which is written for who
     waits; or one that was read too early, which is dropped for who waits. There is one buffer more
     than visitors.
+
+[Note: who squeezes]
+    A record is squeezed by the thread that has begun to write it, and expanded by the one that visits
+    it: both are visitors, or whoever flushes. The engine's threads only move bytes, so they begin reads,
+    never writes. A buffer whose record was written and is still wanted is expanded where it lies.
 """
 
 from __future__ import annotations
 
 import enum
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -30,6 +36,7 @@ from penstock.core.locks import condition
 from penstock.core.units import format_bytes
 from penstock.io.arena import Arena
 from penstock.optim.layout import Tile
+from penstock.optim.squeeze import Squeezer
 from penstock.optim.store import Store
 
 
@@ -51,11 +58,12 @@ class Buffer:
         memory: uint8; the record of ``tile`` is its beginning.
         address: Where the record begins.
         is_fresh: Whether the record was never filled, so that its contents mean nothing.
+        squeezed_bytes: Length of the record at the end of its place, squeezed; 0: it is at the beginning.
     """
 
     __slots__ = (
         *("address", "memory", "tile", "phase", "before", "error"),
-        *("is_done", "is_early", "is_fresh", "leaves", "unseen"),
+        *("is_done", "is_early", "is_fresh", "leaves", "squeezed_bytes", "unseen"),
     )
 
     def __init__(self, address: int, memory: NDArray[np.uint8]) -> None:
@@ -68,6 +76,7 @@ class Buffer:
         self.is_early = False  # read ahead, and not visited yet
         self.is_done = False  # visited in this pass
         self.leaves = False  # free when written
+        self.squeezed_bytes = 0
         self.unseen = False  # read, and not yet compared with its checksum
         self.error: BaseException | None = None
 
@@ -79,6 +88,8 @@ class Pipeline:
         store: Where records rest.
         buffer_bytes: Length of a buffer.
         write_failure: Why a record could not be written, if one could not; it is still in memory.
+        waited_s: How long visitors have waited while somebody waited for them.
+        is_awaited: Whether somebody waits for them now.
     """
 
     def __init__(
@@ -89,17 +100,22 @@ class Pipeline:
         buffer_bytes: int,
         write_through: bool,
         names: Callable[[Tile], str],
+        squeezer: Squeezer,
     ) -> None:
         """Make the buffers; memory becomes resident as it is first used.
 
         Args:
             store: Where records rest.
             count: Buffers; two more than there are visitors at once, at least.
-            buffer_bytes: The longest record.
+            buffer_bytes: The longest record, with what squeezing needs.
             write_through: Write each tile in each pass, to its other slot.
             names: What is in a tile, for errors.
+            squeezer: Makes records shorter that are written.
         """
         self.store = store
+        self.waited_s = 0.0
+        self.is_awaited = True
+        self._squeezer = squeezer
         self.buffer_bytes = buffer_bytes
         self.write_failure: BaseException | None = None
         self._write_through = write_through
@@ -114,7 +130,8 @@ class Pipeline:
         self._ahead: deque[Tile] = deque()
         self._rank: Mapping[int, int] = {}
         self._rotating = count
-        self._begun: deque[Callable[[], None]] = deque()  # transfers to submit without the lock
+        self._reads: deque[Callable[[], None]] = deque()  # to submit without the lock
+        self._writes: deque[Callable[[], None]] = deque()
         self._closed = False
         self._grow(count)
 
@@ -161,15 +178,11 @@ class Pipeline:
             ChecksumError: It is not what was written.
         """
         buffer = self._wait_for(tile)
-        if buffer.unseen:
-            try:
-                names = self._names
-                slot = self._slot.get(tile.index, 0)
-                self.store.verify(tile, buffer.address, slot, lambda: names(tile))
-            except BaseException:
-                self.drop(buffer)
-                raise
-            buffer.unseen = False
+        try:
+            self._look_at(tile, buffer)
+        except BaseException:
+            self.drop(buffer)
+            raise
         return buffer
 
     def release(self, buffer: Buffer) -> None:
@@ -204,6 +217,10 @@ class Pipeline:
             self._read_ahead()
             self._wake.notify_all()
         self._launch()
+
+    def record_bytes(self, tile: Tile) -> int:
+        """What was last written of a tile, in bytes; all of it if nothing was."""
+        return self.store.record_bytes(tile, self._slot.get(tile.index, 0))
 
     def is_filled(self, tile: Tile) -> bool:
         """Whether the tile has a record."""
@@ -273,12 +290,25 @@ class Pipeline:
 
     # -- without the lock -------------------------------------------------------------------------
 
+    def _look_at(self, tile: Tile, buffer: Buffer) -> None:
+        """Have the record as it was when it was visited last."""
+        slot, names = self._slot.get(tile.index, 0), partial(self._names, tile)
+        if buffer.unseen:
+            self.store.verify(tile, buffer.address, slot, names)
+            buffer.unseen = False
+        if buffer.squeezed_bytes:
+            length, buffer.squeezed_bytes = buffer.squeezed_bytes, 0
+            if not self._squeezer.expand(tile, buffer.memory, length):
+                raise self.store.damage(tile, slot, names, "cannot be expanded")
+
     def _wait_for(self, tile: Tile) -> Buffer:
         while True:
             with self._wake:
                 buffer = self._look_for(tile)
-                if buffer is None and not self._begun:
+                if buffer is None and not (self._reads or self._writes):
+                    begun = time.perf_counter()
                     self._wake.wait()
+                    self.waited_s += (time.perf_counter() - begun) * self.is_awaited
             self._launch()
             if buffer is not None:
                 return buffer
@@ -293,14 +323,11 @@ class Pipeline:
 
     def _launch(self) -> None:
         """Hand to the engine what was begun. Its callbacks may run at once, and take the lock."""
-        while self._begun:
-            try:
-                begin = self._begun.popleft()
-            except IndexError:  # another thread was quicker
-                return
-            begin()
+        _begin_all(self._reads)
+        _begin_all(self._writes)
 
     def _start_read(self, tile: Tile, buffer: Buffer, slot: int) -> None:
+        buffer.squeezed_bytes = self.store.squeezed_bytes(tile, slot)
         try:
             transfer = self.store.start_read(tile, buffer.address, buffer.memory, slot)
         except PenstockError as error:
@@ -309,8 +336,13 @@ class Pipeline:
         transfer.add_done_callback(lambda done: self._was_read(buffer, done.error))
 
     def _start_write(self, tile: Tile, buffer: Buffer, slot: int) -> None:
+        if not buffer.squeezed_bytes:
+            buffer.squeezed_bytes = self._squeezer.squeeze(tile, buffer.memory)
+        length = buffer.squeezed_bytes
         try:
-            transfer = self.store.start_write(tile, buffer.address, buffer.memory, slot)
+            transfer = self.store.start_write(
+                tile, buffer.address, buffer.memory, slot, squeezed_bytes=length
+            )
         except PenstockError as error:
             self._was_written(buffer, slot, error)
             return
@@ -398,7 +430,7 @@ class Pipeline:
             return
         buffer.phase = Phase.READING
         slot = self._slot.get(tile.index, 0)
-        self._begun.append(partial(self._start_read, tile, buffer, slot))
+        self._reads.append(partial(self._start_read, tile, buffer, slot))
 
     def _evict(self) -> None:
         """Let go of updated tiles as long as reads wait for room."""
@@ -436,7 +468,7 @@ class Pipeline:
             return
         buffer.phase = Phase.WRITING
         slot = 1 - self._committed.get(tile.index, 1) if self._write_through else 0
-        self._begun.append(partial(self._start_write, tile, buffer, slot))
+        self._writes.append(partial(self._start_write, tile, buffer, slot))
 
     def _free(self, buffer: Buffer) -> None:
         if buffer.tile is not None:
@@ -444,23 +476,25 @@ class Pipeline:
         buffer.tile = None
         buffer.phase = Phase.FREE
         buffer.is_fresh = buffer.is_early = buffer.leaves = buffer.unseen = False
+        buffer.squeezed_bytes = 0
         buffer.error = None
 
     def _grow(self, count: int) -> None:
-        arena = Arena(count * max(self.buffer_bytes, 4096), owner="optimizer")
+        each = max(self.buffer_bytes, 4096)
+        arena = Arena(count * each, owner="optimizer")
         self._arenas.append(arena)
-        for _ in range(count):
-            block = arena.allocate(max(self.buffer_bytes, 4096))
-            if block is None:
-                raise BudgetError(
-                    f"an optimizer's ring of {count} buffers of {format_bytes(self.buffer_bytes)}"
-                    " does not fit in memory; lower host_memory or the tile",
-                    slot="optimizer",
-                    limit_bytes=arena.capacity_bytes,
-                    least_bytes=count * self.buffer_bytes,
-                )
-            memory = block.lend(0, block.nbytes)
-            self._buffers.append(Buffer(block.address, memory))
+        block = arena.allocate(count * each)  # one: no page is left over between two buffers
+        if block is None:
+            raise BudgetError(
+                f"an optimizer's ring of {count} buffers of {format_bytes(self.buffer_bytes)}"
+                " does not fit in memory; lower host_memory or the tile",
+                slot="optimizer",
+                limit_bytes=arena.capacity_bytes,
+                least_bytes=count * self.buffer_bytes,
+            )
+        memory = block.lend(0, block.nbytes)
+        for start in range(0, block.nbytes, each):
+            self._buffers.append(Buffer(block.address + start, memory[start : start + each]))
 
     # -- in a thread of the engine ----------------------------------------------------------------
 
@@ -485,7 +519,16 @@ class Pipeline:
                     self._free(buffer)
                     self._read_ahead()
             self._wake.notify_all()
-        self._launch()
+        _begin_all(self._reads)
+
+
+def _begin_all(begun: deque[Callable[[], None]]) -> None:
+    while begun:
+        try:
+            begin = begun.popleft()
+        except IndexError:  # another thread was quicker
+            return
+        begin()
 
 
 def _rests(buffer: Buffer) -> bool:

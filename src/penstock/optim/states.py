@@ -32,6 +32,7 @@ from penstock.optim.layout import Tile, make_tiles
 from penstock.optim.params import Param, fresh_scalars
 from penstock.optim.pipeline import Buffer, Pipeline
 from penstock.optim.probe import Kept, probe
+from penstock.optim.squeeze import Squeezer, slack_bytes
 from penstock.optim.store import Store, named_file
 from penstock.optim.update import Pass, Updater
 from penstock.optim.waiting import wait_for_all
@@ -100,6 +101,7 @@ class FlashStates:
             make_file=named_file if config.durable else None,
             allow_memory_filesystem=config.allow_memory_filesystem,
         )
+        self._squeezer = Squeezer(config.squeeze)
         self._pipeline: Pipeline | None = None
         self._inherited: Pipeline | None = None
         self._pool: ThreadPoolExecutor | None = None
@@ -225,6 +227,8 @@ class FlashStates:
             self.params[index].has_state = True
             self.params[index].note()
         self.steps = step.number
+        waited, self.pipeline.waited_s = self.pipeline.waited_s, 0.0
+        self._squeezer.judge(waited)
         failure = self.pipeline.write_failure
         if failure is not None and not self.config.durable:
             warnings.warn(
@@ -401,13 +405,15 @@ class FlashStates:
             longest = max((tile.record_bytes for tile in self.tiles), default=0)
             ring = max(RING, RING_BYTES * self.config.tile // max(longest, 1))
             ring += max(0, self.threads - _THREADS)
+            room = max((tile.record_bytes + slack_bytes(tile) for tile in self.tiles), default=0)
             wanted = self.config.host_bytes // max(longest, 1)
             self._pipeline = Pipeline(
                 self.store,
                 count=max(1, min(max(ring, wanted), len(self.tiles))),
-                buffer_bytes=longest,
+                buffer_bytes=room,
                 write_through=self.config.durable,
                 names=self.where_of,
+                squeezer=self._squeezer,
             )
             if self._inherited is not None:
                 self._pipeline.inherit(self._inherited)

@@ -3,8 +3,9 @@
 [Note: records]
     A record has one place, or two where steps are durable. With several directories it is cut into as
     many parts, equal but for 4 KiB, the first in the first directory and so on: every transfer uses
-    all of them. In memory the parts are one piece. A checksum of each record is kept in memory when it
-    is written and compared when it is read; how much of the record it covers is the knob
+    all of them. In memory the parts are one piece. A record that was squeezed (:mod:`squeeze`) takes the
+    beginning of its place; how long it is, is kept in memory. So is a checksum of each record, when it
+    is written, to be compared when it is read; how much of the record it covers is the knob
     ``PENSTOCK_VERIFY``.
 """
 
@@ -29,6 +30,7 @@ from penstock.io.engine import Engine, Op, Priority, Request, Transfer
 from penstock.io.files import DirectFile, filesystem_of, open_path, open_unlinked
 from penstock.optim.formats import RECORD_BYTES
 from penstock.optim.layout import Tile
+from penstock.optim.squeeze import extent
 from penstock.tier import checksums
 from penstock.tier.joint import submit_all
 
@@ -97,6 +99,7 @@ class Store:
         self._files: list[list[DirectFile]] = []
         self._places: dict[int, tuple[int, int]] = {}  # tile: number of its files, offset there
         self._sums: dict[tuple[int, int], Sum] = {}
+        self._squeezed: dict[tuple[int, int], int] = {}  # lengths of records that are
         self._kind = knobs.verify()
 
     def add(self, tiles: Sequence[Tile]) -> None:
@@ -128,15 +131,34 @@ class Store:
         self._places.update(places)
 
     def start_read(self, tile: Tile, address: int, keep_alive: object, slot: int = 0) -> Transfer:
-        """Begin to read a record to memory; ``verify`` it when that is done."""
-        self.read += tile.record_bytes
+        """Begin to read a record to its buffer; ``verify`` it when that is done."""
+        self.read += self.record_bytes(tile, slot)
         return self._move("read", tile, address, keep_alive, slot)
 
-    def start_write(self, tile: Tile, address: int, keep_alive: object, slot: int = 0) -> Transfer:
-        """Begin to write a record; the memory must not change until that is done."""
+    def start_write(
+        self,
+        tile: Tile,
+        address: int,
+        keep_alive: object,
+        slot: int = 0,
+        *,
+        squeezed_bytes: int = 0,
+    ) -> Transfer:
+        """Begin to write a record; the memory must not change until that is done.
+
+        Args:
+            tile: The tile.
+            address: Of its buffer.
+            keep_alive: Keeps the buffer's memory.
+            slot: Which place.
+            squeezed_bytes: What ``Squeezer.squeeze`` has returned.
+        """
+        self.expect(tile, slot, None, squeezed_bytes)
+        start, nbytes = self._extent(tile, slot)
         checksum = checksums.by_name(self._kind)
-        self.expect(tile, slot, checksum and (self._kind, checksum(address, tile.record_bytes)))
-        self.written += tile.record_bytes
+        if checksum is not None:
+            self._sums[tile.index, slot] = self._kind, checksum(address + start, nbytes)
+        self.written += nbytes
         return self._move("write", tile, address, keep_alive, slot)
 
     def verify(self, tile: Tile, address: int, slot: int, names: Callable[[], str]) -> None:
@@ -150,25 +172,56 @@ class Store:
         checksum = checksums.by_name(kind)
         if checksum is None or self._kind == "off":
             return
-        found = checksum(address, tile.record_bytes)
+        start, nbytes = self._extent(tile, slot)
+        found = checksum(address + start, nbytes)
         if found != expected:
-            raise ChecksumError(
-                f"tile {tile.index} ({names()}): {tile.record_bytes} bytes read from"
-                f" {self.where(tile, slot)} have checksum {found:#018x}, written were"
-                f" {expected:#018x}; the device or its memory is faulty: stop using it, and load a"
-                " state dict or continue from the last durable step"
-            )
+            facts = f"have checksum {found:#018x}, written were {expected:#018x}"
+            raise self.damage(tile, slot, names, facts)
+
+    def damage(self, tile: Tile, slot: int, names: Callable[[], str], facts: str) -> ChecksumError:
+        """The error that a record is not what was written there."""
+        return ChecksumError(
+            f"tile {tile.index} ({names()}): {self.record_bytes(tile, slot)} bytes read from"
+            f" {self.where(tile, slot)} {facts}; the device or its memory is faulty: stop using it, and"
+            " load a state dict or continue from the last durable step"
+        )
+
+    def squeezed_bytes(self, tile: Tile, slot: int) -> int:
+        """The exact length of what was last written there, if it was squeezed; otherwise 0."""
+        return self._squeezed.get((tile.index, slot), 0)
+
+    def record_bytes(self, tile: Tile, slot: int) -> int:
+        """How long what was last written there is."""
+        return self._extent(tile, slot)[1]
 
     def sum_of(self, tile: Tile, slot: int) -> Sum | None:
         """The checksum of what was last written there."""
         return self._sums.get((tile.index, slot))
 
-    def expect(self, tile: Tile, slot: int, checksum: Sum | None) -> None:
-        """Say what a record's checksum is, as a journal has it; None: it is not known."""
-        if checksum is None:
-            self._sums.pop((tile.index, slot), None)
-        else:
-            self._sums[tile.index, slot] = checksum
+    def expect(self, tile: Tile, slot: int, checksum: Sum | None, squeezed_bytes: int) -> None:
+        """Say what a record is, as a journal has it.
+
+        Args:
+            tile: The tile.
+            slot: Which place.
+            checksum: None: it is not known.
+            squeezed_bytes: Its exact length if it is squeezed, 0 if it is not.
+
+        Raises:
+            ChecksumError: It cannot have that length.
+        """
+        place = tile.index, slot
+        if squeezed_bytes and not 0 < extent(tile, squeezed_bytes)[1] < tile.record_bytes:
+            raise ChecksumError(
+                f"tile {tile.index}: {squeezed_bytes} bytes cannot be the length of a record that takes"
+                f" {tile.record_bytes} when it is not squeezed; the journal is damaged"
+            )
+        self._sums.pop(place, None)
+        self._squeezed.pop(place, None)
+        if checksum is not None:
+            self._sums[place] = checksum
+        if squeezed_bytes:
+            self._squeezed[place] = squeezed_bytes
 
     def sync(self) -> None:
         """Wait until all that was written is on the device.
@@ -199,20 +252,25 @@ class Store:
         for file in (file for files in self._files for file in files):
             file.close()
 
+    def _extent(self, tile: Tile, slot: int) -> tuple[int, int]:
+        return extent(tile, self.squeezed_bytes(tile, slot))
+
     def _move(self, op: Op, tile: Tile, address: int, keep_alive: object, slot: int) -> Transfer:
+        start, nbytes = self._extent(tile, slot)
         number, offset = self._places[tile.index]
-        part = self._part_bytes(tile)
+        offset += slot * self._part_bytes(tile)
+        part = self._share(nbytes)
         requests = []
         for index, file in enumerate(self._files[number]):
             skip = index * part
-            if skip < tile.record_bytes:
+            if skip < nbytes:
                 requests.append(
                     Request(
                         op=op,
                         file=file,
-                        offset_bytes=offset + slot * part,
-                        address=address + skip,
-                        nbytes=min(part, tile.record_bytes - skip),
+                        offset_bytes=offset,
+                        address=address + start + skip,
+                        nbytes=min(part, nbytes - skip),
                         keep_alive=keep_alive,
                         priority=Priority.PREFETCH,  # both ways: so that neither starves
                     )
@@ -220,7 +278,11 @@ class Store:
         return submit_all(self.engine, requests)
 
     def _part_bytes(self, tile: Tile) -> int:
-        return round_up(-(-tile.record_bytes // len(self.directories)), RECORD_BYTES)
+        return self._share(tile.record_bytes)
+
+    def _share(self, nbytes: int) -> int:
+        """What each directory has of so many bytes, at most."""
+        return round_up(-(-nbytes // len(self.directories)), RECORD_BYTES)
 
     def _check_space(
         self, each_bytes: int, files: Sequence[DirectFile], tiles: Sequence[Tile]

@@ -13,7 +13,7 @@ class Wear:
     """What steps write."""
 
     bytes_per_step: int
-    """Written in a step, when every parameter has a gradient."""
+    """Written in a step, when every parameter has a gradient and records are as long as last time."""
     tbw_bytes: int | None
     """What the SSD is rated for."""
     planned_steps: int | None
@@ -41,9 +41,12 @@ class Wear:
 
 
 def wear_of(states: FlashStates) -> Wear:
-    """What a step writes: every record but those that stay in memory; with durable steps, every one."""
+    """What a step writes: every record but those that stay in memory; with durable steps, every one.
+
+    A record that was not written yet counts as if it was not squeezed.
+    """
     config = states.config
-    sizes = sorted((tile.record_bytes for tile in states.tiles), reverse=True)
+    sizes = sorted((states.pipeline.record_bytes(tile) for tile in states.tiles), reverse=True)
     stay = 0 if config.durable else states.pipeline.count
     assert config.tbw is None or isinstance(config.tbw, int)
     return Wear(sum(sizes[stay:]), config.tbw, config.planned_steps)

@@ -1,0 +1,352 @@
+"""Records made shorter without loss: the format, and that an optimizer does not see it."""
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+from optim_runs import assert_same, assert_same_states, give_gradients, parameters, train
+
+from penstock import ChecksumError
+from penstock.optim import FlashAdamW, squeeze, squeeze_kernels, squeeze_twin
+from penstock.optim.formats import State, form_of
+from penstock.optim.layout import make_tiles
+from penstock.optim.squeeze import Squeezer, extent, slack_bytes, stretches
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "squeeze"
+BLOCK, HEAD = squeeze_kernels.BLOCK, squeeze_kernels.HEAD_BYTES
+EDGES = [
+    *(0, 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x80000000),
+    *(0x80000001, 0xFF7FFFFF, 0xFF800000, 0xFFFFFFFF, 0x3F800000, 0xBF800000, 0x0000FFFF),
+]
+
+
+def magnitudes(seed, kind, count=BLOCK):  # noqa: PLR0911
+    """A block of float32 bits as states have them, or as nobody would."""
+    random = np.random.default_rng(seed)
+    normal = random.standard_normal(count).astype(np.float32) * np.float32(10.0 ** (seed % 50 - 35))
+    match kind:
+        case "normal":
+            return normal.view(np.uint32)
+        case "square":
+            return np.square(normal, dtype=np.float32).view(np.uint32)
+        case "outlier":
+            return np.append(normal[1:], np.float32(3e38)).view(np.uint32)
+        case "every exponent":
+            exponents = np.arange(count, dtype=np.uint32) % 256
+            return exponents << np.uint32(23) | normal.view(np.uint32) & np.uint32(0x807FFFFF)
+        case "any bits":
+            return random.integers(0, 2**32, count, dtype=np.uint32)
+        case "zero":
+            return np.zeros(count, np.uint32)
+    edges = normal.view(np.uint32).copy()
+    edges[random.integers(0, count, 40)] = random.choice(np.array(EDGES, np.uint32), 40)
+    return edges
+
+
+KINDS = ["normal", "square", "outlier", "every exponent", "any bits", "zero", "edges"]
+BLOCKS = st.lists(
+    st.one_of(
+        st.tuples(st.integers(0, 500), st.sampled_from(KINDS)).map(lambda each: magnitudes(*each)),
+        st.lists(st.sampled_from(EDGES), min_size=1, max_size=9).map(
+            lambda words: np.resize(np.array(words, np.uint32), BLOCK)
+        ),
+    ),
+    max_size=6,
+)
+
+
+def as_halves(blocks, width):
+    """Blocks of float32, or the bfloat16 numbers that they begin with."""
+    words = np.concatenate([np.empty(0, np.uint32), *blocks])
+    return (words.view(np.uint16) if width == 2 else (words >> 16).astype(np.uint16)).copy()
+
+
+def squeezed(halves, width):
+    """What the kernel makes, in a buffer that is no longer than is promised."""
+    blocks = halves.size // (BLOCK * width)
+    memory = np.full(halves.nbytes + HEAD * blocks, 0xA5, np.uint8)
+    memory[: halves.nbytes] = halves.view(np.uint8)
+    mine = memory[: halves.nbytes].view(np.uint16)
+    place = squeeze_kernels.squeeze(memory, mine, width, memory.size)
+    return memory, mine, place
+
+
+@given(BLOCKS, st.sampled_from([1, 2]))
+def test_blocks_come_back_to_the_bit_in_place_and_are_those_of_the_twin(blocks, width):
+    halves = as_halves(blocks, width)
+    memory, mine, place = squeezed(halves, width)
+    found = memory[place:].tobytes()
+    assert found == squeeze_twin.squeeze(halves, width)
+    np.testing.assert_array_equal(squeeze_twin.expand(found, width, halves.size), halves)
+    memory[:place] = 0x5A
+    assert squeeze_kernels.expand(memory, place, mine, width) == memory.size
+    np.testing.assert_array_equal(mine, halves)
+
+
+@given(
+    BLOCKS,
+    st.sampled_from([1, 2]),
+    st.binary(max_size=12),
+    st.integers(0, 10**6),
+    st.integers(0, 99),
+)
+def test_what_is_damaged_is_refused_or_expands_to_something_within_its_bounds(
+    blocks, width, junk, where, shift
+):
+    halves = as_halves(blocks, width)
+    memory, _, place = squeezed(halves, width)
+    source = memory[place:].copy()
+    at = where % max(source.size, 1)
+    source[at : at + len(junk)] = np.frombuffer(junk, np.uint8)[: source.size - at]
+    source = source[shift % 3 :]
+    fence = 4096
+    around = np.full(2 * fence + memory.size, 0xC3, np.uint8)
+    inside = around[fence : fence + memory.size]
+    inside[memory.size - source.size :] = source
+    mine = inside[: halves.nbytes].view(np.uint16)
+    place = memory.size - source.size
+    ended = squeeze_kernels.expand(inside, place, mine, width) == inside.size
+    try:
+        theirs = squeeze_twin.expand(source.tobytes(), width, halves.size)
+    except ValueError:
+        theirs = None
+    assert np.all(around[:fence] == 0xC3)
+    assert np.all(around[-fence:] == 0xC3)
+    assert theirs is not None or not ended
+
+
+@pytest.mark.parametrize("kind", ["normal", "square"])
+@pytest.mark.parametrize("width", [1, 2])
+def test_states_as_they_are_shrink(kind, width):
+    halves = as_halves([magnitudes(seed, kind) for seed in range(30, 60)], width)
+    memory, _, place = squeezed(halves, width)
+    share = (memory.size - place) / halves.nbytes
+    assert share < (0.86 if width == 2 else 0.73)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_grows_by_more_than_its_heads(kind):
+    halves = as_halves([magnitudes(seed, kind) for seed in range(5)], 2)
+    memory, _, place = squeezed(halves, 2)
+    assert memory.size - place <= halves.nbytes + 5 * HEAD
+    assert kind != "zero" or memory.size - place == 5 * HEAD
+
+
+@pytest.mark.parametrize(("name", "width"), [("float32", 2), ("bfloat16", 1)])
+def test_golden_blocks_expand_for_ever_to_what_they_were(name, width):
+    wanted = np.frombuffer((GOLDEN / f"{name}.expanded").read_bytes(), np.uint16)
+    source = np.frombuffer((GOLDEN / f"{name}.squeezed").read_bytes(), np.uint8)
+    out = np.empty(wanted.size, np.uint16)
+    assert squeeze_kernels.expand(source, 0, out, width) == source.size
+    np.testing.assert_array_equal(out, wanted)
+
+
+# -- records ------------------------------------------------------------------------------------------
+
+STATES = (State("exp_avg", torch.float32), State("exp_avg_sq", torch.float32))
+FORMS = [("exact", torch.float32), ("exact", torch.bfloat16), ("exact", torch.float16),
+         ("split", torch.bfloat16), ("bf16", torch.bfloat16), ("bf16", torch.float32),
+         ("int8", torch.bfloat16)]  # fmt: skip
+
+
+def a_tile(format_name, dtype, count):
+    form = form_of(format_name, dtype, STATES, with_master=True, whole_master=False, where="here")
+    return make_tiles([(0, count)], form, group=0, first=0, elements=1 << 20)[0]
+
+
+@pytest.mark.parametrize("count", [1, 300, 511, 512, 1300, 70_001])
+@pytest.mark.parametrize(("format_name", "dtype"), FORMS)
+def test_a_record_is_covered_and_comes_back_whatever_its_length(format_name, dtype, count):
+    tile = a_tile(format_name, dtype, count)
+    parts = stretches(tile.arrays, tile.record_bytes)
+    assert [0, *(part.stop for part in parts)] == [*(p.start for p in parts), tile.record_bytes]
+    random, buffer = np.random.default_rng(count), np.zeros(tile.record_bytes + 8192, np.uint8)
+    for source in ("normal", "bytes"):
+        if source == "normal":
+            values = random.standard_normal(tile.record_bytes // 4).astype(np.float32)
+            buffer[: tile.record_bytes] = values.view(np.uint8)
+        else:
+            buffer[: tile.record_bytes] = random.integers(0, 256, tile.record_bytes, np.uint8)
+        before = buffer[: tile.record_bytes].copy()
+        squeezer = Squeezer(True)
+        length = squeezer.squeeze(tile, buffer)
+        start, nbytes = extent(tile, length)
+        assert start % 4096 == nbytes % 4096 == 0
+        if length:
+            assert nbytes < tile.record_bytes
+            assert start + nbytes == tile.record_bytes + slack_bytes(tile) <= buffer.size
+            buffer[:start] = 0
+            assert squeezer.expand(tile, buffer, length)
+        np.testing.assert_array_equal(buffer[: tile.record_bytes], before)
+    assert not length  # of any bytes
+
+
+def test_a_length_that_cannot_be_is_refused():
+    tile = a_tile("exact", torch.float32, 4096)
+    buffer = np.zeros(tile.record_bytes + slack_bytes(tile), np.uint8)
+    for length in (-1, 1, buffer.size, buffer.size + 1, 1 << 40):
+        assert not Squeezer(True).expand(tile, buffer, length)
+
+
+# -- when it pays -------------------------------------------------------------------------------------
+
+
+def passes(squeezer, waits, spent=1.0, share=0.85):
+    """Whether it was on in each pass; ``waits``: with squeezing, and without."""
+    found = []
+    for _ in range(12):
+        found.append(squeezer.is_on)
+        if squeezer.is_on:
+            squeezer._spent_s, squeezer._whole, squeezer._squeezed = spent, 100, int(100 * share)
+        squeezer.judge(waits[0] if squeezer.is_on else waits[1])
+    return found
+
+
+def test_it_goes_on_while_threads_wait_for_flash_and_stops_where_it_costs_more_than_it_saves():
+    assert all(passes(Squeezer(None), (0.9, 9)))
+    assert all(passes(Squeezer(True), (0, 0)))
+    assert not any(passes(Squeezer(False), (9, 9)))
+    assert passes(Squeezer(None), (0.0, 0.5)) == [True] * 3 + [False] * 9
+    assert passes(Squeezer(None), (0.0, 1.5)) == [True] * 3 + [False] * 3 + [True] * 6
+    assert passes(Squeezer(None), (9, 9), share=0.99) == [True] * 3 + [False] * 9
+
+
+# -- optimizers ---------------------------------------------------------------------------------------
+
+SIZES = [(90, 1000), (3, 7), (4001,), (64, 129)]
+
+
+@pytest.fixture
+def shrinking(small):
+    """Tiles long enough that squeezing saves a few blocks of each, and more of them than buffers."""
+    return {**small, "tile": 4096, "squeeze": True}
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"overlap": True}, {"durable": True}, {"host_memory": "1GiB"}]
+)
+def test_training_is_torchs_to_the_bit(more, shrinking):
+    ours, theirs = parameters(sizes=SIZES), parameters(sizes=SIZES)
+    a, b = FlashAdamW(ours, **shrinking, **more), torch.optim.AdamW(theirs, fused=True)
+    train(a, ours, skip=lambda step: (1,) if step == 3 else ())
+    train(b, theirs, skip=lambda step: (1,) if step == 3 else ())
+    assert_same(ours, theirs)
+    assert_same_states(a.state_dict(), b.state_dict())
+    train(a, ours, steps=1, first=6)
+    train(b, theirs, steps=1, first=6)
+    assert_same(ours, theirs)
+    a.close()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("format_name", ["exact", "split", "bf16", "int8"])
+def test_every_format_is_what_it_is_without(format_name, count, shrinking):
+    folders = [shrinking["flash"] / str(i) for i in range(count)]
+    for folder in folders:
+        folder.mkdir()
+    settings = {**shrinking, "flash": tuple(folders), "format": format_name}
+    found = []
+    for on in (True, False):
+        params = parameters(torch.bfloat16, sizes=SIZES)
+        a = FlashAdamW(params, **{**settings, "squeeze": on})
+        train(a, params)
+        found.append((params, a.state_dict(), a._penstock.states.store.written))
+        a.close()
+    assert_same(found[0][0], found[1][0])
+    assert_same_states(found[0][1], found[1][1])
+    assert format_name == "int8" or found[0][2] < 0.93 * found[1][2]
+
+
+def test_steps_with_and_without_follow_each_other_and_wear_is_what_is_written(shrinking):
+    ours, theirs = parameters(sizes=SIZES), parameters(sizes=SIZES)
+    a, b = FlashAdamW(ours, **shrinking), torch.optim.AdamW(theirs, fused=True)
+    store, squeezer = a._penstock.states.store, a._penstock.states._squeezer
+    for step in range(9):
+        squeezer.is_on = step % 4 < 2
+        before = store.written
+        train(a, ours, steps=1, first=step)
+        train(b, theirs, steps=1, first=step)
+        if step == 5:
+            assert store.written - before == pytest.approx(a.wear().bytes_per_step, rel=0.1)
+    assert_same(ours, theirs)
+    a.close()
+
+
+def test_a_damaged_record_is_a_checksum_error_also_without_checksums(shrinking, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_VERIFY", "off")
+    params = parameters(sizes=SIZES)
+    a = FlashAdamW(params, **shrinking)
+    train(a, params, steps=2)
+    (files,) = a._penstock.states.store._files
+    descriptor = os.open(f"/proc/self/fd/{files[0].fd}", os.O_WRONLY)
+    os.pwrite(descriptor, b"?" * files[0].size_bytes, 0)
+    os.close(descriptor)
+    give_gradients(params, 2)
+    with pytest.raises(ChecksumError, match=r"tile \d+ \(parameters 0 .*cannot be expanded"):
+        a.step()
+    a.close()
+
+
+def test_a_killed_run_goes_on_with_records_of_both_kinds(shrinking):
+    ours, theirs = parameters(sizes=SIZES), parameters(sizes=SIZES)
+    train(torch.optim.AdamW(theirs, fused=True), theirs, steps=6)
+    for first, on in ((0, True), (2, False), (4, True)):
+        ours = parameters(sizes=SIZES)
+        a = FlashAdamW(ours, **{**shrinking, "squeeze": on}, durable=True)
+        assert a.resume() == first
+        train(a, ours, steps=2, first=first)
+        a.close()
+    assert_same(ours, theirs)
+
+
+def test_an_engines_threads_never_squeeze(shrinking, monkeypatch):
+    found, real = set(), Squeezer.squeeze
+
+    def seen(self, tile, buffer):
+        found.add(threading.current_thread().name)
+        return real(self, tile, buffer)
+
+    monkeypatch.setattr(squeeze.Squeezer, "squeeze", seen)
+    params = parameters(sizes=SIZES)
+    a = FlashAdamW(params, **shrinking)
+    train(a, params)
+    a.close()
+    assert found
+    assert all(name.startswith("penstock-optim") for name in found)
+
+
+def test_a_journal_of_version_1_is_read_and_one_of_an_impossible_length_is_not(shrinking):
+    params = parameters(sizes=SIZES)
+    a = FlashAdamW(params, **{**shrinking, "squeeze": False}, durable=True)
+    train(a, params, steps=1)
+    a.close()
+    rewrite_journal(shrinking["flash"], 1, lambda *each: each[:2])
+    ours = parameters(sizes=SIZES)
+    b = FlashAdamW(ours, **shrinking, durable=True)
+    assert b.resume() == 1
+    assert_same(ours, params)
+    b.close()
+    for length in (-1, 1 << 20):
+        rewrite_journal(shrinking["flash"], 2, lambda *each: [*each[:2], length])  # noqa: B023
+        c = FlashAdamW(parameters(sizes=SIZES), **shrinking, durable=True)
+        with pytest.raises(ChecksumError, match="journal is damaged"):
+            c.resume()
+        c.close()
+
+
+def rewrite_journal(folder, version, place):
+    """Put another version's account of the tiles into the only journal."""
+    (path,) = folder.glob("*.journal")
+    body = json.loads(json.loads(path.read_text())["body"])
+    body["version"] = version
+    body["tiles"] = {index: place(*each) for index, each in body["tiles"].items()}
+    text = json.dumps(body)
+    checksum = xxhash.xxh3_64_intdigest(text.encode())
+    path.write_text(json.dumps({"checksum": checksum, "body": text}))
