@@ -1,0 +1,82 @@
+"""``penstock ssd``: what is told, and what is refused."""
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from penstock.cli import main
+
+UPDATE = ["ssd", "weight-update", "--device", "optimstore", "--parameters", "6.7e9"]
+
+
+def output(argv, capsys):
+    assert main(argv) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def refusal(argv, capsys):
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    return line
+
+
+def test_a_weight_update_is_told_for_people(capsys):
+    told = output([*UPDATE, "--optimizer", "adam", "--placement", "host,controller,die"], capsys)
+    assert "38.95 s" in told
+    assert "2.81 x" in told
+    for word in ("movement", "ssd", "system", "80.4 GB", "retention credit"):
+        assert word in told
+
+
+def test_and_as_json(capsys):
+    one = json.loads(output([*UPDATE, "--placement", "host,die", "--json"], capsys))
+    host, die = one["placements"]
+    assert one["device"]["geometry"]["channels"] == 8
+    assert one["update"]["state_bytes"] == [4, 4, 4]
+    assert host["speedup"] == 1
+    assert die["speedup"] == pytest.approx(host["time_s"] / die["time_s"])
+    for boundary in ("movement", "ssd", "system"):
+        energy = die["energy_j"][boundary]
+        assert energy["total"] == pytest.approx(sum(energy["components"].values()))
+    assert die["wear"]["written_bytes"] == 12 * 6_700_000_000
+
+
+def test_fields_of_the_device_are_set(capsys):
+    faster = [*UPDATE, "--placement", "die", "--json", "--set", "geometry.chips_per_channel=8"]
+    (before,) = json.loads(output([*UPDATE, "--placement", "die", "--json"], capsys))["placements"]
+    (after,) = json.loads(output(faster, capsys))["placements"]
+    assert before["time_s"] / after["time_s"] == pytest.approx(2)
+
+
+def test_a_weight_update_is_drawn(tmp_path, capsys):
+    path = tmp_path / "update.svg"
+    output([*UPDATE, "--placement", "host,controller,die,split", "--plot", str(path)], capsys)
+    assert len(list(ElementTree.parse(path).iter())) > 200
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--placement", "host,dye"], "did you mean 'die'"),
+        (["--placement", "die,die"], "name each placement once"),
+        (["--optimizer", "adma"], "did you mean 'adam'"),
+        (["--parameters", "many"], "not a number"),
+        (["--parameters", "1.5"], "a whole number"),
+        (["--parameters", "0"], "1 or more"),
+        (["--device", "optimstor"], "did you mean 'optimstore'"),
+        (["--set", "geometry.channels"], "has no value"),
+        (["--set", "geometry.chanels=2"], "did you mean 'geometry.channels'"),
+        (["--set", "geometry.channels=0"], "geometry.channels is 0"),
+        (["--state-bytes", "4,x,2"], "not whole numbers"),
+        (["--plot", "/nowhere/a.svg"], "cannot be written"),
+        (["--plot", "a.nonsense"], "cannot be written"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(more, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert says in refusal([*UPDATE, *more], capsys)
