@@ -80,3 +80,44 @@ def test_a_weight_update_is_drawn(tmp_path, capsys):
 def test_what_makes_no_sense_is_refused(more, says, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert says in refusal([*UPDATE, *more], capsys)
+
+
+RUN = ["ssd", "run", "mqsim-default"]
+
+
+def test_a_run_is_told_for_people(capsys):
+    told = output([*RUN, "randrw", "--requests", "200", "--queue-depth", "4"], capsys)
+    for word in ("200 in", "latency of reads", "p99", "write amplification", "energy of the drive"):
+        assert word in told
+
+
+def test_a_run_as_json(capsys):
+    more = ["--requests", "1e2", "--request-size", "8KiB", "--json"]
+    one = json.loads(output([*RUN, "randread", *more], capsys))
+    assert one["requests"] == 100
+    assert one["latency_us"]["read"]["mean"] == pytest.approx(102.4, rel=0.01)
+    assert "write" not in one["latency_us"]
+    assert one["energy_j"]["total"] == pytest.approx(sum(one["energy_j"]["components"].values()))
+
+
+def test_a_trace_is_run(tmp_path, capsys):
+    path = tmp_path / "a.trace"
+    path.write_text("0 0 0 16 1\n1000000 0 16 16 0\n")
+    one = json.loads(output([*RUN, str(path), "--json"], capsys))
+    assert (one["reads"], one["writes"]) == (1, 1)
+    path.write_text("0 0 0 16 1\nnonsense\n")
+    assert "line 2: expected" in refusal([*RUN, str(path)], capsys)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([*RUN, "randreed"], "did you mean 'randread'"),
+        ([*RUN, "randread", "--read-share", "0.5"], "is for randrw"),
+        ([*RUN, "randread", "--request-size", "100"], "no multiple of 512"),
+        ([*RUN, "randread", "--requests", "0"], "1 or more"),
+        (["ssd", "run", "mqsim-defolt", "randread"], "did you mean 'mqsim-default'"),
+    ],
+)
+def test_runs_that_make_no_sense_are_refused(argv, says, capsys):
+    assert says in refusal(argv, capsys)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.core.errors import ConfigError
 from penstock.ssd import describe, load, presets, with_field
 from penstock.ssd.description import leaves, parse
-from penstock.ssd.device import CellMode, duration_ps
+from penstock.ssd.device import CellMode, PageOrder, duration_ps
 
 TEXT = (files("penstock.ssd.devices") / "optimstore.toml").read_text()
 
@@ -126,6 +126,16 @@ def test_a_field_is_changed_by_its_path():
 def test_page_types_take_turns_and_one_shot_programs_with_the_last():
     mlc, tlc = load("nvmevirt-970pro").cell, load("consumer-tlc").cell
     assert [mlc.page_read_ns(page) for page in range(3)] == [30_013, 42_013, 30_013]
+    pairs = dataclasses.replace(tlc, one_shot=False, program_ns=(1, 2, 3), order=PageOrder.PAIRS)
+    assert [pairs.page_type(page) for page in range(15)] == [0] * 6 + [1] * 2 + [
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+        0,
+    ]
     assert [tlc.page_program_ns(page) for page in range(4)] == [0, 0, 1_000_000, 0]
     assert tlc.mean_program_ns == pytest.approx(1_000_000 / 3)
     assert [CellMode(name).bits for name in ("slc", "pslc", "mlc", "tlc", "qlc")] == [1, 1, 2, 3, 4]

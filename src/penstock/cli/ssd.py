@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-from penstock.cli import ssd_update
+from penstock.cli import ssd_run, ssd_update
 from penstock.cli.command import formatter
 
 _EXAMPLES: Final = """\
 examples:
+  penstock ssd run mqsim-default randread --queue-depth 16
   penstock ssd weight-update --device optimstore --parameters 6.7e9 --optimizer adam \\
       --placement host,controller,die"""
 
@@ -24,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     what = made.add_subparsers(metavar="WHAT", required=True)
+    ssd_run.add_parser(what)
     ssd_update.add_parser(what)
     return made
 

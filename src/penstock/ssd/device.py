@@ -38,6 +38,16 @@ class CellMode(enum.StrEnum):
         return {"slc": 1, "pslc": 1, "mlc": 2, "tlc": 3, "qlc": 4}[self.value]
 
 
+class PageOrder(enum.StrEnum):
+    """Which pages of a block are of which type."""
+
+    TURNS = "turns"
+    """Types take turns: page modulo bits."""
+    PAIRS = "pairs"
+    """Of three bits as in MQSim, after Yaakobi et al. (ICNC 2012): six of the first type, two of the
+    second, then pairs in turn. Of other bits as above."""
+
+
 class Victim(enum.StrEnum):
     """Which block garbage collection cleans."""
 
@@ -133,6 +143,7 @@ class Cell:
     """tPROG: likewise; or one for a whole word line, where that is programmed in one shot."""
     one_shot: bool
     """All pages of a word line are loaded, then programmed together."""
+    order: PageOrder
     erase_ns: int
     """tBERS."""
     cycles: int
@@ -149,18 +160,26 @@ class Cell:
                 )
             for time_ns in times:
                 _whole(f"cell.{name}", time_ns, 1)
+        if self.one_shot and self.order is not PageOrder.TURNS:
+            raise ConfigError("cell.one_shot needs cell.order 'turns': a word line's pages follow")
         _whole("cell.erase_ns", self.erase_ns, 0)
         _whole("cell.cycles", self.cycles, 1)
 
+    def page_type(self, page: int) -> int:
+        """Which of ``read_ns`` is a page's, by its number in the block."""
+        if self.order is PageOrder.PAIRS and self.mode.bits == 3:
+            return 0 if page < 6 else 1 if page < 8 else (page - 8) // 2 % 3
+        return page % self.mode.bits
+
     def page_read_ns(self, page: int) -> int:
-        """Array time (tR) of a page by its number in the block: types take turns."""
-        return self.read_ns[page % self.mode.bits]
+        """Array time (tR) of a page by its number in the block."""
+        return self.read_ns[self.page_type(page)]
 
     def page_program_ns(self, page: int) -> int:
         """Array time (tPROG) of a page by its number; of a one-shot word line the last has all of it."""
         bits = self.mode.bits
         if not self.one_shot:
-            return self.program_ns[page % bits]
+            return self.program_ns[self.page_type(page)]
         return self.program_ns[0] if page % bits == bits - 1 else 0
 
     @property
@@ -195,6 +214,9 @@ class Channel:
     """Whether the dies of a chip work at the same time; MQSim's do not."""
     multi_plane: bool
     """Whether planes of a die are read, programmed and erased together, at one offset."""
+    any_page_order: bool
+    """Whether pages of a block may be programmed out of turn, to go with those of other planes. No flash
+    can; MQSim does."""
     independent_plane_reads: bool
     """Whether planes are read at the same time at any offset."""
     cache_read: bool
@@ -377,7 +399,7 @@ class Device:
 
     def __post_init__(self) -> None:
         bits, pages = self.cell.mode.bits, self.geometry.pages_per_block
-        if pages % bits:
+        if self.cell.one_shot and pages % bits:
             raise ConfigError(
                 f"device {self.name!r}: geometry.pages_per_block is {pages}, no multiple of the"
                 f" {bits} bits of a {self.cell.mode} cell"
