@@ -46,6 +46,16 @@ def test_and_as_json(capsys):
     assert die["wear"]["written_bytes"] == 12 * 6_700_000_000
 
 
+@pytest.mark.parametrize("engine", ["timeline", "events"])
+def test_an_engine_tells_the_same_within_3_per_cent(engine, capsys):
+    small = ["ssd", "weight-update", "--device", "optimstore", "--parameters", "3e7", "--json"]
+    formula = json.loads(output(small, capsys))
+    one = json.loads(output([*small, "--engine", engine], capsys))
+    assert one["engine"] == engine
+    for mine, its in zip(one["placements"], formula["placements"], strict=True):
+        assert mine["time_s"] == pytest.approx(its["time_s"], rel=0.03)
+
+
 def test_fields_of_the_device_are_set(capsys):
     faster = [*UPDATE, "--placement", "die", "--json", "--set", "geometry.chips_per_channel=8"]
     (before,) = json.loads(output([*UPDATE, "--placement", "die", "--json"], capsys))["placements"]
@@ -72,6 +82,7 @@ def test_a_weight_update_is_drawn(tmp_path, capsys):
         (["--set", "geometry.channels"], "has no value"),
         (["--set", "geometry.chanels=2"], "did you mean 'geometry.channels'"),
         (["--set", "geometry.channels=0"], "geometry.channels is 0"),
+        (["--engine", "events", "--placement", "split"], "do not simulate split placement"),
         (["--state-bytes", "4,x,2"], "not whole numbers"),
         (["--plot", "/nowhere/a.svg"], "cannot be written"),
         (["--plot", "a.nonsense"], "cannot be written"),

@@ -21,11 +21,17 @@ from penstock.core.units import format_duration
 from penstock.observe.summary_text import percent
 from penstock.report.ssd_plot import plot_steps
 from penstock.report.table import Row, side_by_side
-from penstock.ssd import Device, Gradient, Placement, Step, Update, steps
+from penstock.ssd import Device, Gradient, Placement, Step, Update
 from penstock.ssd.description import nearest
 from penstock.ssd.energy import Boundary
 from penstock.ssd.optimizers import OPTIMIZERS
+from penstock.ssd.simulated import Engine, simulate
 
+_HOW: Final = {
+    Engine.CLOSED: "in closed form",
+    Engine.TIMELINE: "every operation on its timeline",
+    Engine.EVENTS: "event by event",
+}
 _EXAMPLES: Final = """\
 examples:
   penstock ssd weight-update --device optimstore --parameters 6.7e9 --optimizer adam \\
@@ -73,6 +79,11 @@ def add_parser(what: Any) -> None:
     made.add_argument(
         "--write-amplification", metavar="X", type=float, default=1.0, help="(default: 1)"
     )
+    made.add_argument(
+        "--engine", choices=("closed", "timeline", "events"), default="closed",
+        help="closed: formulas; timeline: every operation, fast; events: the reference, for small"
+        " models (default: closed)",
+    )  # fmt: skip
     add_fields(made)
     made.add_argument("--plot", metavar="FILE", help="draw it, as .svg, .png or .pdf")
     add_common(made, json_help="print one JSON document on standard output")
@@ -86,13 +97,14 @@ def _execute(options: argparse.Namespace) -> int:
         ConfigError: An option makes no sense, or the picture cannot be written.
     """
     device, update = device_of(options.device, options.set), _update(options)
-    done = steps(device, update, _placements(options.placement))
+    engine = Engine(options.engine)
+    done = [simulate(device, update, each, engine) for each in _placements(options.placement)]
     if options.plot is not None:
         plot_steps(device, update, done, file_to_write(options.plot, "--plot"))
     if options.json:
-        write_json(document(device, update, done), sys.stdout)
+        write_json(document(device, update, done, engine), sys.stdout)
     else:
-        show(text(device, update, done), sys.stdout)
+        show(text(device, update, done, engine), sys.stdout)
     return 0
 
 
@@ -123,11 +135,14 @@ def _placements(listed: str) -> tuple[Placement, ...]:
     return tuple(Placement(word) for word in found)
 
 
-def document(device: Device, update: Update, done: Sequence[Step]) -> dict[str, Any]:
+def document(
+    device: Device, update: Update, done: Sequence[Step], engine: Engine
+) -> dict[str, Any]:
     """The JSON document."""
     return {
         "schema": 1,
         "penstock": __version__,
+        "engine": engine,
         "device": asdict(device),
         "update": {**asdict(update), "state_bytes": update.sizes, "passes": update.rule.passes},
         "placements": [_placed(one, done[0]) for one in done],
@@ -137,7 +152,6 @@ def document(device: Device, update: Update, done: Sequence[Step]) -> dict[str, 
 def _placed(one: Step, first: Step) -> dict[str, Any]:
     return {
         "placement": one.placement,
-        "engine": "closed form",
         "time_s": one.time_s,
         "speedup": first.time_s / one.time_s,
         "bound_by": one.bound_by,
@@ -158,7 +172,7 @@ def _placed(one: Step, first: Step) -> dict[str, Any]:
     }
 
 
-def text(device: Device, update: Update, done: Sequence[Step]) -> RenderableType:
+def text(device: Device, update: Update, done: Sequence[Step], engine: Engine) -> RenderableType:
     """For people."""
     first = done[0]
     rows = [
@@ -178,7 +192,7 @@ def text(device: Device, update: Update, done: Sequence[Step]) -> RenderableType
     title = f"{update.optimizer}, {update.parameters:.4g} parameters, on {device.name}"
     told = (
         f"{len(update.sizes)} states of {update.states_bytes} B a parameter,"
-        f" {len(update.rule.passes)} passes; in closed form. What is inferred or assumed of a device is"
+        f" {len(update.rule.passes)} passes; {_HOW[engine]}. What is inferred or assumed of a device is"
         " said in its file."
     )
     return Group(side_by_side(title, [one.placement for one in done], rows), Text(), Text(told))
