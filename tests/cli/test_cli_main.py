@@ -7,7 +7,7 @@ from penstock.cli import main
 
 COMMANDS = (
     *(["run"], ["bench"], ["bench", "io"], ["plan"], ["report"], ["doctor"]),
-    *(["ssd"], ["ssd", "run"], ["ssd", "weight-update"]),
+    *(["ssd"], ["ssd", "run"], ["ssd", "weight-update"], ["ssd", "sweep"]),
 )
 
 

@@ -132,3 +132,49 @@ def test_a_trace_is_run(tmp_path, capsys):
 )
 def test_runs_that_make_no_sense_are_refused(argv, says, capsys):
     assert says in refusal(argv, capsys)
+
+
+SWEEP = ["ssd", "sweep", "--device", "optimstore", "--parameters", "6.7e9"]
+
+
+def test_a_sweep_makes_every_combination(capsys, tmp_path):
+    path = tmp_path / "sweep.svg"
+    fields = ["--field", "geometry.channels=4,8", "--field", "cell.program_ns=[100000],[400000]"]
+    argv = [*SWEEP, *fields, "--placement", "host,die", "--plot", str(path)]
+    one = json.loads(output([*argv, "--json"], capsys))
+    made = [tuple(point["fields"].values()) for point in one["points"]]
+    assert made == [(4, [100000]), (4, [400000]), (8, [100000]), (8, [400000])]
+    times = [point["placements"][1]["time_s"] for point in one["points"]]
+    assert times[2] == pytest.approx(times[0] / 2)
+    assert times[2] == pytest.approx(13.849, abs=0.001)
+    assert times[3] > times[2]
+    assert len(list(ElementTree.parse(path).iter())) > 100
+    told = output(argv, capsys)
+    assert "4 devices" in told
+    assert "gain, die" in told
+
+
+def test_a_sweep_over_words_and_an_engine(capsys):
+    argv = [
+        *SWEEP,
+        "--field",
+        "ftl.victim=greedy,fifo",
+        "--engine",
+        "timeline",
+        "--placement",
+        "die",
+    ]
+    assert "2 devices" in output(argv, capsys)
+
+
+@pytest.mark.parametrize(
+    ("field", "says"),
+    [
+        ("geometry.channels", "has no values"),
+        ("geometry.chanels=1,2", "did you mean 'geometry.channels'"),
+        ("geometry.channels=1,0", "geometry.channels is 0"),
+        ("geometry.channels=" + ",".join(["1"] * 100_001), "more than 100000"),
+    ],
+)
+def test_sweeps_that_make_no_sense_are_refused(field, says, capsys):
+    assert says in refusal([*SWEEP, "--field", field], capsys)

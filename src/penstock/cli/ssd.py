@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-from penstock.cli import ssd_run, ssd_update
+from penstock.cli import ssd_run, ssd_sweep, ssd_update
 from penstock.cli.command import formatter
 
 _EXAMPLES: Final = """\
@@ -27,6 +27,7 @@ def parser() -> argparse.ArgumentParser:
     what = made.add_subparsers(metavar="WHAT", required=True)
     ssd_run.add_parser(what)
     ssd_update.add_parser(what)
+    ssd_sweep.add_parser(what)
     return made
 
 

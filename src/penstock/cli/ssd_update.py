@@ -51,6 +51,14 @@ def add_parser(what: Any) -> None:
         formatter_class=formatter,
         allow_abbrev=False,
     )
+    add_update(made)
+    made.add_argument("--plot", metavar="FILE", help="draw it, as .svg, .png or .pdf")
+    add_common(made, json_help="print one JSON document on standard output")
+    made.set_defaults(execute=_execute)
+
+
+def add_update(made: argparse.ArgumentParser) -> None:
+    """Add what says which update, on which device, by which engine."""
     made.add_argument("--device", required=True, metavar="DEVICE", help=known_devices())
     made.add_argument("--parameters", required=True, metavar="N", help="how many, as 6.7e9")
     made.add_argument(
@@ -85,9 +93,6 @@ def add_parser(what: Any) -> None:
         " models (default: closed)",
     )  # fmt: skip
     add_fields(made)
-    made.add_argument("--plot", metavar="FILE", help="draw it, as .svg, .png or .pdf")
-    add_common(made, json_help="print one JSON document on standard output")
-    made.set_defaults(execute=_execute)
 
 
 def _execute(options: argparse.Namespace) -> int:
@@ -96,9 +101,9 @@ def _execute(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: An option makes no sense, or the picture cannot be written.
     """
-    device, update = device_of(options.device, options.set), _update(options)
+    device, update = device_of(options.device, options.set), update_of(options)
     engine = Engine(options.engine)
-    done = [simulate(device, update, each, engine) for each in _placements(options.placement)]
+    done = [simulate(device, update, each, engine) for each in placements_of(options.placement)]
     if options.plot is not None:
         plot_steps(device, update, done, file_to_write(options.plot, "--plot"))
     if options.json:
@@ -108,7 +113,8 @@ def _execute(options: argparse.Namespace) -> int:
     return 0
 
 
-def _update(options: argparse.Namespace) -> Update:
+def update_of(options: argparse.Namespace) -> Update:
+    """As the options say. Raises ConfigError."""
     sizes = list_of(options.state_bytes)
     if not all(size.isdigit() for size in sizes):
         raise ConfigError(f"--state-bytes is {options.state_bytes!r}, not whole numbers, as 4,2,2")
@@ -123,7 +129,8 @@ def _update(options: argparse.Namespace) -> Update:
     )
 
 
-def _placements(listed: str) -> tuple[Placement, ...]:
+def placements_of(listed: str) -> tuple[Placement, ...]:
+    """Those between commas. Raises ConfigError."""
     known, found = [str(each) for each in Placement], list_of(listed)
     for word in found:
         if word not in known:
@@ -145,11 +152,12 @@ def document(
         "engine": engine,
         "device": asdict(device),
         "update": {**asdict(update), "state_bytes": update.sizes, "passes": update.rule.passes},
-        "placements": [_placed(one, done[0]) for one in done],
+        "placements": [placed(one, done[0]) for one in done],
     }
 
 
-def _placed(one: Step, first: Step) -> dict[str, Any]:
+def placed(one: Step, first: Step) -> dict[str, Any]:
+    """One placement for JSON, against the first."""
     return {
         "placement": one.placement,
         "time_s": one.time_s,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from penstock.core.errors import ConfigError
 from penstock.report.look import COLOURS, FAINT, INK, STYLE, dress, matplotlib
@@ -18,7 +18,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLOUR: Final = dict(zip(Placement, COLOURS, strict=False))
+_MOST_LINES: Final = 16
+_DASHES: Final = ("-", "--", ":", "-.")
 _DIES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+
+SweepPoint: TypeAlias = tuple[Sequence[tuple[str, Any]], Sequence[Step]]
+"""((field, value) of what is swept, a step for each placement)."""
 
 
 def plot_steps(
@@ -117,3 +123,41 @@ def _with_dies(device: Device, dies: int) -> Device:
     """Chips of one die each, so that all work at the same time on every device."""
     one = with_field(device, "geometry.dies_per_chip", 1)
     return with_field(one, "geometry.chips_per_channel", dies)
+
+
+def plot_sweep(
+    device: Device, update: Update, points: Sequence[SweepPoint], path: str | os.PathLike[str]
+) -> None:
+    """Draw time by the first field, a line for each placement and each value of the others.
+
+    Raises:
+        ConfigError: matplotlib is not installed, the file cannot be written in that format, or there are
+            more lines than can be told apart.
+    """
+    lines: dict[str, list[tuple[str, float, Placement]]] = {}
+    for fields, steps in points:
+        rest = "".join(f", {name.partition('.')[2]} {value}" for name, value in fields[1:])
+        for one in steps:
+            label = f"{one.placement}{rest}"
+            lines.setdefault(label, []).append((str(fields[0][1]), one.time_s, one.placement))
+    if len(lines) > _MOST_LINES:
+        raise ConfigError(f"--plot: {len(lines)} lines are too many to be told apart; sweep less")
+    figure_module, style, _ = matplotlib()
+    with style.context(STYLE):
+        figure = figure_module.Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
+        axis = figure.subplots()
+        for number, (label, line) in enumerate(lines.items()):
+            axis.plot(
+                [value for value, _, _ in line], [time_s for _, time_s, _ in line], marker="o",
+                markersize=3.5, color=_COLOUR[line[0][2]], label=label,
+                linestyle=_DASHES[number // len(points[0][1]) % 4],
+            )  # fmt: skip
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel(points[0][0][0][0], color=INK)
+        axis.legend(frameon=False, fontsize=8, ncols=2)
+        title = f"{update.optimizer}, {update.parameters:.4g} parameters, on {device.name}"
+        dress(axis, title, "seconds")
+        try:
+            figure.savefig(path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the picture {str(path)!r} cannot be written: {error}") from error
