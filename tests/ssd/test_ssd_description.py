@@ -81,6 +81,7 @@ def test_a_file_is_read_as_a_preset_is(tmp_path):
         ('allocation = "CWDP"', 'allocation = "CWDD"', "an order of the letters"),
         ('victim = "greedy"', 'victim = "gredy"', "did you mean 'greedy'"),
         ("overprovisioning = 0.07", "overprovisioning = 1.0", "below 1"),
+        ("gc_least_blocks = 4", "gc_least_blocks = 1", "2 or more"),
         ("parameters_per_s = 1.5e9", "parameters_per_s = 0", "must be positive"),
         ("io_efficiency = 0.85", "io_efficiency = 1.5", "at most 1"),
         ("add_pj = 0.9", "add_pj = nan", "must be zero or more"),

@@ -232,6 +232,18 @@ def test_a_drive_that_is_overwritten_cleans_itself(victim):
     assert one.flash_erases == pytest.approx(one.flash_programs / 16, rel=0.05)
 
 
+@settings(max_examples=20)
+@given(random_devices(), st.sampled_from([0.0, 0.5]), st.sampled_from([1, 64]), st.integers(0, 5))
+def test_no_drive_with_room_is_ever_stuck(made, reads, depth, seed):
+    planes = made.geometry.planes
+    one = run(
+        made, requests=250 * planes, read_share=reads, request_bytes=PAGE, queue_depth=depth,
+        working_set=1, filled=1, seed=seed,
+    )  # fmt: skip
+    assert one.requests == 250 * planes
+    assert one.flash_erases > 0
+
+
 def test_events_and_no_time_have_the_same_write_amplification():
     made = tiny(ftl__victim="fifo")
     one = run(
@@ -314,6 +326,13 @@ def test_every_allocation_visits_every_plane_in_its_order():
 def test_workloads_that_make_no_sense_are_refused(workload, says):
     with pytest.raises(ConfigError, match=says):
         run(tiny(), **{"requests": 10, **workload})
+
+
+def test_settings_that_leave_no_room_are_refused():
+    with pytest.raises(ConfigError, match="no room for what is moved"):
+        Ftl(tiny(ftl__gc_victims=4))
+    with pytest.raises(ConfigError, match="no block would be left"):
+        Ftl(tiny(ftl__gc_least_blocks=22))
 
 
 def test_a_request_beyond_the_end_is_refused():

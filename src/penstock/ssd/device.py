@@ -296,8 +296,8 @@ class Ftl:
             value = getattr(self, name)
             if not 0 <= value < 1:
                 raise ConfigError(f"ftl.{name} is {value}, it must be at least 0 and below 1")
-        _whole("ftl.gc_least_blocks", self.gc_least_blocks, 1)
         _whole("ftl.gc_victims", self.gc_victims, 1)
+        _whole("ftl.gc_least_blocks", self.gc_least_blocks, 2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -212,8 +212,8 @@ class Drive:
         block, request = op.block, op.owner
         assert isinstance(request, Request)  # the host's operations belong to one
         block.pending -= 1
-        if not block.pending and self._left.get(block) == 0:
-            self._erase(block)
+        if not block.pending:
+            self._quiet(block)
         if op.lpn < EMPTY:
             ops: list[Op] = []
             self._write(request, -2 - op.lpn, self._page_bytes, ops)
@@ -222,6 +222,15 @@ class Drive:
         request.left -= 1
         if not request.left:
             self._flash_done(request)
+
+    def _quiet(self, block: Block) -> None:
+        """The host has nothing under way on a block: it may be erased, or be a victim."""
+        if self._left.get(block) == 0:
+            self._erase(block)
+        elif self._waiting.get(block.plane):
+            ops: list[Op] = []
+            self._clean(block.plane, ops)
+            self.flash.submit(ops)
 
     # -- garbage collection ---------------------------------------------------------------------------
 

@@ -122,10 +122,15 @@ class Ftl:
         self._few = max(2, blocks.bit_length() - 1)  # MQSim: log2 of the blocks
         self._closed = 0
         self.user_writes = self.moves = 0
+        if self.least < self._victims:
+            raise ConfigError(
+                f"ftl.gc_least_blocks is {self.least}, less than the {self._victims} of ftl.gc_victims:"
+                " there would be no room for what is moved"
+            )
         if self.least + 2 >= blocks:
             raise ConfigError(
-                f"ftl.gc_least_blocks is {self.least}, geometry.blocks_per_plane {blocks}: no block"
-                " would be left to write to"
+                f"ftl.gc_least_blocks is {self.least}, geometry.blocks_per_plane {blocks}:"
+                " no block would be left to write to"
             )
 
     def plane_of(self, lpn: int) -> int:
