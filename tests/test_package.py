@@ -54,7 +54,9 @@ def test_the_version_is_that_of_the_project():
         assert penstock.__version__ == tomllib.load(file)["project"]["version"]
 
 
-@pytest.mark.parametrize("module", ["core.units", "plan", "plan.policies", "observe", "io", "tier"])
+@pytest.mark.parametrize(
+    "module", ["core.units", "plan", "plan.policies", "observe", "io", "tier", "ssd"]
+)
 def test_planning_io_and_observation_do_without_torch(module):
     code = f"import penstock.{module}, sys; print([m for m in sys.modules if m == 'torch'])"
     assert run(code) == "[]"

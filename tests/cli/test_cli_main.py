@@ -5,7 +5,10 @@ import pytest
 import penstock
 from penstock.cli import main
 
-COMMANDS = (["run"], ["bench"], ["bench", "io"], ["plan"], ["report"], ["doctor"])
+COMMANDS = (
+    *(["run"], ["bench"], ["bench", "io"], ["plan"], ["report"], ["doctor"]),
+    *(["ssd"], ["ssd", "run"], ["ssd", "weight-update"], ["ssd", "sweep"]),
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -15,7 +18,7 @@ def test_help_has_examples_and_the_common_options(command, capsys):
     assert left.value.code == 0
     text = capsys.readouterr().out
     assert f"  penstock {' '.join(command)} " in text
-    if command != ["bench"]:
+    if command not in (["bench"], ["ssd"]):
         assert "--json" in text
         assert "--debug" in text
     assert max(map(len, text.splitlines())) <= 100

@@ -97,7 +97,7 @@ def help_of(*subcommand):
 def parts(words):
     """A command as (sub-commands, our options): what follows a script's name is the script's."""
     subcommand, options, rest = [], [], words[1:]
-    while rest and not rest[0].startswith("-") and re.fullmatch(r"[a-z]+", rest[0]):
+    while rest and not rest[0].startswith("-") and re.fullmatch(r"[a-z]+(-[a-z]+)*", rest[0]):
         subcommand.append(rest.pop(0))
     for word in rest:
         if subcommand == ["run"] and (word.endswith(".py") or word == "-m"):

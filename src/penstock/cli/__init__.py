@@ -20,6 +20,7 @@ _COMMANDS: Final = {
     "run": "run a script that knows nothing of Penstock, under a memory budget",
     "bench": "measure this machine",
     "plan": "tell what training will take, before a step of it is run",
+    "ssd": "simulate an SSD: time, energy and wear",
     "report": "tell what a run did, and what was predicted of it",
     "doctor": "check what Penstock needs, and say what to do about what is missing",
 }

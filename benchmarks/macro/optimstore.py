@@ -1,0 +1,199 @@
+"""OptimStore's figures on the simulated SSD, and what would make its design four times as fast as a host.
+
+First every anchor beside the paper's figure, with the tolerance that was set before. Then a search: all
+combinations of a faster processing element, a second set of registers for the bus, one for the array,
+more dies, a faster channel and shorter states, each with its speed-up over the unchanged host, the power
+of the drive, what it wears, and its added area. Areas are assumed, in units of today's element (one per
+plane): they order the designs, and say nothing in mm2.
+"""
+
+import argparse
+import itertools
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import _results
+from penstock.report.look import BUDGET_COLOUR, FAINT, INK, STYLE, dress, matplotlib
+from penstock.ssd import Placement, Update, load, step, with_field
+from penstock.ssd.energy import Boundary
+from penstock.ssd.simulated import Engine, simulate
+
+DEVICE = load("optimstore")
+ADAM = Update(parameters=6_700_000_000, optimizer="adam")
+HOST, CONTROLLER, DIE, _ = Placement
+WANTED = 4.0
+UPDATE_SHARE = 0.93
+FIGURE = _results.ROOT / "docs" / "optimstore.svg"
+CHANGES = {
+    "unit.divider": (4, 2, 1),
+    "unit.double_buffered": (False, True),
+    "unit.overlaps_array": (False, True),
+    "geometry.chips_per_channel": (4, 6, 8),
+    "channel.bytes_per_s": (800_000_000, 1_200_000_000),
+}
+STATES = ((4, 4, 4), (4, 2, 2))
+REGISTERS_AREA, DIE_AREA, CHANNEL_AREA = 1.0, 100.0, 2.0
+"""Assumed: a page register for each plane is as large as an element at a quarter of the clock; a further
+die dwarfs both; a faster interface is twice an element."""
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="print; no result file, no picture")
+    options = parser.parse_args()
+    reproduced = anchors()
+    for name, one in reproduced.items():
+        print(f"{name}: {one['here']} (paper {one['paper']}, {'ok' if one['within'] else 'NO'})")
+    designs = sorted(searched(), key=lambda one: (one["added_area"], -one["speedup"]))
+    enough = [one for one in designs if one["speedup"] >= WANTED]
+    cheapest = enough[0]
+    print(f"{len(designs)} designs, {len(enough)} reach {WANTED} x; cheapest: {cheapest}")
+    if options.quick:
+        return
+    draw(designs, cheapest)
+    figures = {
+        "anchors": reproduced,
+        "designs": len(designs),
+        "wanted_speedup": WANTED,
+        "cheapest": cheapest,
+        "front": front(designs),
+    }
+    config = {
+        "device": "optimstore", "parameters": ADAM.parameters, "optimizer": "adam",
+        "areas_assumed": {"registers": REGISTERS_AREA, "die": DIE_AREA, "channel": CHANNEL_AREA},
+        "engine": "closed form; the anchors of time also on timelines",
+    }  # fmt: skip
+    print(f"wrote {_results.write('optimstore', figures, config).name}")
+
+
+def anchors():
+    """Ours beside the paper's."""
+    host, controller, die = (step(DEVICE, ADAM, each) for each in (HOST, CONTROLLER, DIE))
+    fast = [
+        simulate(DEVICE, ADAM, each, Engine.TIMELINE).time_s for each in (HOST, CONTROLLER, DIE)
+    ]
+    rest = host.time_s * (1 / UPDATE_SHARE - 1)
+    momentum = replace(ADAM, optimizer="momentum")
+    large = replace(ADAM, parameters=10_300_000_000)
+    life = step(DEVICE, large, DIE)
+    around = life.time_s + step(DEVICE, large, HOST).time_s * (1 / UPDATE_SHARE - 1)
+
+    def gain(boundary, one):
+        return host.ledger.joules(boundary) / one.ledger.joules(boundary)
+
+    ours = {
+        "die over host": (host.time_s / die.time_s, 2.8, 0.1),
+        "controller over host": (host.time_s / controller.time_s, 1.5, 0.1),
+        "die over controller": (controller.time_s / die.time_s, 1.9, 0.1),
+        "die over host, timelines": (fast[0] / fast[2], 2.8, 0.1),
+        "controller over host, timelines": (fast[0] / fast[1], 1.5, 0.1),
+        "step on the die, s": (die.time_s, 13.5, 0.1),
+        "dies busy, controller": (controller.use("die"), 0.3, 0.1),
+        "end to end": ((host.time_s + rest) / (die.time_s + rest), 2.4, 0.1),
+        "transfers of the baseline's iteration": (
+            (host.time_s - host.use("processor") * host.time_s) / (host.time_s + rest),
+            *(0.82, 0.1),
+        ),
+        "energy, die, system": (gain(Boundary.SYSTEM, die), 3.6, 0.1),
+        "energy, controller, system": (gain(Boundary.SYSTEM, controller), 2.0, 0.1),
+        "drive's power without static": (
+            die.ledger.ssd_dynamic_w / host.ledger.ssd_dynamic_w,
+            *(2.2, 0.3),
+        ),
+        "drive's power with static": (die.ledger.ssd_w / host.ledger.ssd_w, 2.2, 0.3),
+        "written, B a parameter": (die.wear.written_bytes / ADAM.parameters, 12, 0.0),
+        "life, M iterations of 10.3 B": (life.wear.steps_credited / 1e6, 12.4, 0.1),
+        "life, years": (life.wear.steps_credited * around / (365.25 * 86400), 9.4, 0.1),
+        "momentum, die over host": (
+            step(DEVICE, momentum, HOST).time_s / step(DEVICE, momentum, DIE).time_s,
+            *(3.2, 0.2),
+        ),
+    }
+    return {
+        name: {
+            "here": round(here, 3),
+            "paper": paper,
+            "tolerance": tolerance,
+            "within": abs(here / paper - 1) <= tolerance + 1e-12,
+        }
+        for name, (here, paper, tolerance) in ours.items()
+    }
+
+
+def searched():
+    """Every design."""
+    base = step(DEVICE, ADAM, HOST).time_s
+    for *values, states in itertools.product(*CHANGES.values(), STATES):
+        made = DEVICE
+        for path, value in zip(CHANGES, values, strict=True):
+            made = with_field(made, path, value)
+        one = step(made, replace(ADAM, state_bytes=states), DIE)
+        divider, buffered, overlaps, chips, rate = values
+        area = 4 / divider - 1 + REGISTERS_AREA * (buffered + overlaps)
+        area += DIE_AREA * (chips / 4 - 1) + CHANNEL_AREA * (rate > 800_000_000)
+        yield {
+            **dict(zip(CHANGES, values, strict=True)),
+            "state_bytes": list(states),
+            "speedup": round(base / one.time_s, 3),
+            "time_s": round(one.time_s, 3),
+            "added_area": area,
+            "ssd_w": round(one.ledger.ssd_w, 2),
+            "ssd_j": round(one.ledger.joules(Boundary.SSD), 1),
+            "written_bytes": one.wear.written_bytes,
+        }
+
+
+def front(designs):
+    """Those that no cheaper one outruns, with states as they are."""
+    best, found = 0.0, []
+    for one in designs:
+        if one["state_bytes"] == [4, 4, 4] and one["speedup"] > best:
+            best = one["speedup"]
+            found.append(one)
+    return found
+
+
+def draw(designs, cheapest):
+    figure_module, style, _ = matplotlib()
+    with style.context(STYLE):
+        figure = figure_module.Figure(figsize=(9, 5.2), dpi=150, layout="constrained")
+        axis = figure.subplots()
+        for states, marker in ((STATES[0], "o"), (STATES[1], "v")):
+            some = [one for one in designs if one["state_bytes"] == list(states)]
+            shift, note = (1.0, "") if marker == "o" else (1.07, " (drawn beside)")
+            points = axis.scatter(
+                [(one["added_area"] + 1) * shift for one in some], [one["speedup"] for one in some],
+                c=[one["ssd_w"] for one in some], cmap="viridis", vmin=6, vmax=20, s=30, marker=marker,
+                label=f"{sum(states)} B written for a parameter{note}", linewidths=0,
+            )  # fmt: skip
+        line = front(designs)
+        axis.step(
+            [one["added_area"] + 1 for one in line], [one["speedup"] for one in line], where="post",
+            color=FAINT, linewidth=1, zorder=0,
+        )  # fmt: skip
+        axis.axhline(WANTED, color=BUDGET_COLOUR, linewidth=1, linestyle=(0, (5, 3)))
+        axis.annotate(
+            f"cheapest of {WANTED:g} times: the element works\nwhile the array does,"
+            f" {cheapest['speedup']:.2f} x at {cheapest['ssd_w']:.1f} W",
+            (cheapest["added_area"] + 1, cheapest["speedup"]), xytext=(28, -62),
+            textcoords="offset points", fontsize=9, color=INK,
+            arrowprops={"arrowstyle": "-", "color": INK},
+        )  # fmt: skip
+        axis.set_xscale("log")
+        axis.set_xlabel("area of elements and additions, today's = 1 (assumed; log)", color=INK)
+        axis.set_ylim(bottom=0)
+        axis.legend(frameon=False, fontsize=9, loc="lower right")
+        figure.colorbar(points, ax=axis, label="mean power of the drive, W")
+        dress(
+            axis,
+            "Adam, 6.7 B parameters on the dies: speed-up over the host by added area",
+            "times",
+        )
+        figure.savefig(FIGURE, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()

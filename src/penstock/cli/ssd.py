@@ -1,0 +1,37 @@
+"""``penstock ssd``: simulate an SSD."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Final
+
+from penstock.cli import ssd_run, ssd_sweep, ssd_update
+from penstock.cli.command import formatter
+
+_EXAMPLES: Final = """\
+examples:
+  penstock ssd run mqsim-default randread --queue-depth 16
+  penstock ssd weight-update --device optimstore --parameters 6.7e9 --optimizer adam \\
+      --placement host,controller,die"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of ``penstock ssd``."""
+    made = argparse.ArgumentParser(
+        prog="penstock ssd",
+        description="Simulate an SSD: time, energy and wear.",
+        epilog=_EXAMPLES,
+        formatter_class=formatter,
+        allow_abbrev=False,
+    )
+    what = made.add_subparsers(metavar="WHAT", required=True)
+    ssd_run.add_parser(what)
+    ssd_update.add_parser(what)
+    ssd_sweep.add_parser(what)
+    return made
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Simulate what was asked for."""
+    code: int = options.execute(options)
+    return code

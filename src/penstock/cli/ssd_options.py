@@ -1,0 +1,59 @@
+"""What the commands of ``penstock ssd`` have in common: a device, its fields, lists, counts."""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from typing import Any
+
+from penstock.core.errors import ConfigError
+from penstock.ssd import Device, load, presets, with_field
+
+
+def add_fields(parser: argparse.ArgumentParser) -> None:
+    """Add ``--set``."""
+    parser.add_argument(
+        "--set", metavar="TABLE.FIELD=VALUE", action="append", default=[],
+        help="a field of the device, as geometry.channels=16; again for each",
+    )  # fmt: skip
+
+
+def known_devices() -> str:
+    """For a help text."""
+    return f"{', '.join(presets())}; or a file, NAME.toml"
+
+
+def device_of(name: str, settings: list[str]) -> Device:
+    """A device with what ``--set`` changes. Raises ConfigError."""
+    device = load(name)
+    for setting in settings:
+        path, sign, value = setting.partition("=")
+        if not sign:
+            raise ConfigError(f"--set {setting!r} has no value; write it as geometry.channels=16")
+        device = with_field(device, path.strip(), toml_value(value))
+    return device
+
+
+def toml_value(text: str) -> Any:
+    """A value as a device file has it; what is none is a string."""
+    try:
+        return tomllib.loads(f"x = {text.strip()}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text.strip()
+
+
+def count(text: str, option: str) -> int:
+    """``6.7e9`` as a whole number. Raises ConfigError."""
+    try:
+        value = float(text)
+        whole = int(value)
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(f"{option} is {text!r}, not a number, as 6.7e9") from error
+    if whole != value or whole < 1:
+        raise ConfigError(f"{option} is {text!r}, it must be a whole number, 1 or more")
+    return int(text) if text.strip().isdigit() else whole
+
+
+def list_of(text: str) -> list[str]:
+    """Words between commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]

@@ -1,0 +1,227 @@
+"""``penstock ssd run``: requests on a simulated drive."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console, Group, RenderableType
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from penstock import __version__
+from penstock.cli.command import add_common, formatter, size
+from penstock.cli.output import show, write_json
+from penstock.cli.ssd_options import add_fields, count, device_of, known_devices
+from penstock.core.errors import ConfigError
+from penstock.core.units import format_bandwidth, format_bytes, format_duration, parse_bytes
+from penstock.observe.summary_text import percent
+from penstock.report.table import Row, side_by_side
+from penstock.ssd.description import nearest
+from penstock.ssd.drive import Drive, fill
+from penstock.ssd.measure import Latencies, Run
+from penstock.ssd.requests import Request, Workload
+from penstock.ssd.traces import Format, read_trace
+
+_SYNTHETIC: Final = {
+    "randread": (True, 1.0),
+    "randwrite": (True, 0.0),
+    "randrw": (True, 0.5),
+    "read": (False, 1.0),
+    "write": (False, 0.0),
+}
+"""As fio names them: (random, share of reads)."""
+_PERCENTILES: Final = (0.5, 0.99, 0.999)
+_EXAMPLES: Final = """\
+examples:
+  penstock ssd run mqsim-default randread --queue-depth 16
+  penstock ssd run consumer-tlc randrw --read-share 0.7 --request-size 16KiB --requests 1e5
+  penstock ssd run optimstore trace.csv --json"""
+
+
+def add_parser(what: Any) -> None:
+    """Add ``run`` to the subcommands of ``penstock ssd``."""
+    made = what.add_parser(
+        "run",
+        help="requests on a simulated drive, event by event",
+        description="Serve requests on a simulated drive, event by event: rates, latencies, use, energy,"
+        "\nwrite amplification.",
+        epilog=_EXAMPLES,
+        formatter_class=formatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("device", metavar="DEVICE", help=known_devices())
+    made.add_argument(
+        "workload", metavar="WORKLOAD", help=f"{', '.join(_SYNTHETIC)}; or a file with a trace"
+    )
+    made.add_argument(
+        "--format",
+        choices=tuple(map(str, Format)),
+        help="of the trace (default: what it looks like)",
+    )
+    made.add_argument("--requests", metavar="N", default="1e4", help="how many (default: 1e4)")
+    made.add_argument(
+        "--read-share", metavar="X", type=float, help="share of reads in randrw (0.5)"
+    )
+    made.add_argument(
+        "--request-size", metavar="SIZE", type=size, default="4KiB", help="(default: 4KiB)"
+    )
+    made.add_argument(
+        "--queue-depth", metavar="N", type=int, default=1,
+        help="requests in the queue; of a trace, of those without a time (default: 1)",
+    )  # fmt: skip
+    made.add_argument(
+        "--working-set",
+        metavar="X",
+        type=float,
+        default=0.5,
+        help="share of the drive (default: 0.5)",
+    )
+    made.add_argument(
+        "--filled", metavar="X", type=float, default=0.0,
+        help="share of the drive that was written, in order, before time begins (default: 0)",
+    )  # fmt: skip
+    made.add_argument(
+        "--skip", metavar="N", type=int, default=0, help="requests before anything is measured"
+    )
+    made.add_argument(
+        "--seed", metavar="N", type=int, default=1, help="of what is random (default: 1)"
+    )
+    add_fields(made)
+    add_common(made, json_help="print one JSON document on standard output")
+    made.set_defaults(execute=_execute)
+
+
+def _execute(options: argparse.Namespace) -> int:
+    """Simulate and print.
+
+    Raises:
+        ConfigError: The device, the workload or the trace makes no sense, or the drive is full.
+    """
+    device = device_of(options.device, options.set)
+    drive = Drive(device, seed=options.seed)
+    with _progress(f"{options.workload} on {options.device}"):
+        run = _run(options, drive)
+    if options.json:
+        write_json(document(run, options.workload), sys.stdout)
+    else:
+        show(text(run, options.workload), sys.stdout)
+    return 0
+
+
+def _run(options: argparse.Namespace, drive: Drive) -> Run:
+    if options.workload in _SYNTHETIC:
+        return drive.run(_synthetic(options))
+    path = Path(options.workload)
+    if not path.is_file():
+        near = nearest(options.workload, _SYNTHETIC)
+        raise ConfigError(
+            f"workload {options.workload!r} is no file, and none of {', '.join(_SYNTHETIC)}{near}"
+        )
+    if not 0 <= options.filled <= 1:
+        raise ConfigError(f"--filled is {options.filled}, it is a share, 0 to 1")
+    fill(drive.ftl, int(drive.ftl.user_pages * options.filled))
+    kind = Format(options.format) if options.format else None
+    requests: Iterator[Request] = read_trace(path, drive.user_bytes, kind=kind)
+    return drive.serve(requests, queue_depth=options.queue_depth, skip=options.skip)
+
+
+def _synthetic(options: argparse.Namespace) -> Workload:
+    random, share = _SYNTHETIC[options.workload]
+    if options.read_share is not None:
+        if options.workload != "randrw":
+            raise ConfigError(f"--read-share is for randrw, not for {options.workload}")
+        share = options.read_share
+    return Workload(
+        requests=count(options.requests, "--requests"),
+        read_share=share,
+        request_bytes=parse_bytes(options.request_size, what="--request-size"),
+        queue_depth=options.queue_depth,
+        random=random,
+        working_set=options.working_set,
+        filled=options.filled,
+        skip=options.skip,
+        seed=options.seed,
+    )
+
+
+def document(run: Run, workload: str) -> dict[str, Any]:
+    """The JSON document."""
+    plain = (
+        *("device", "requests", "reads", "writes", "time_s", "iops", "bytes_per_s", "read_bytes"),
+        *("written_bytes", "outstanding", "flash_reads", "flash_programs", "flash_erases"),
+        *("channel_bytes", "channel_use", "die_use", "up_use", "down_use", "write_amplification"),
+        *("most_erases", "mean_erases", "events"),
+    )
+    return {
+        "schema": 1,
+        "penstock": __version__,
+        "workload": workload,
+        "engine": "events",
+        **{name: getattr(run, name) for name in plain},
+        "latency_us": {
+            name: _latency(each)
+            for name, each in (
+                ("all", run.latency),
+                ("read", run.read_latency),
+                ("write", run.write_latency),
+            )
+            if each.count
+        },
+        "energy_j": {"total": run.joules, "components": dict(run.energy_j)},
+    }
+
+
+def _latency(each: Latencies) -> dict[str, float]:
+    return {
+        "mean": each.mean_ps / 1e6,
+        "min": each.least_ps / 1e6,
+        "max": each.most_ps / 1e6,
+        **{f"p{share * 100:g}": each.percentile_ps(share) / 1e6 for share in _PERCENTILES},
+    }
+
+
+def text(run: Run, workload: str) -> RenderableType:
+    """For people."""
+
+    def told(each: Latencies) -> str:
+        if not each.count:
+            return "none"
+        names = ", ".join(
+            f"p{share * 100:g} {format_duration(each.percentile_ps(share) / 1e12)}"
+            for share in _PERCENTILES
+        )
+        return f"{format_duration(each.mean_ps / 1e12)} ({names})"
+
+    rows = [
+        Row("requests", (f"{run.requests} in {format_duration(run.time_s)}",)),
+        Row("rate", (f"{run.iops:.0f} a second, {format_bandwidth(run.bytes_per_s)}",)),
+        Row("latency of reads", (told(run.read_latency),)),
+        Row("latency of writes", (told(run.write_latency),)),
+        Row("outstanding, on average", (f"{run.outstanding:.1f}",)),
+        Row("channels, dies busy", (f"{percent(run.channel_use)}, {percent(run.die_use)}",)),
+        Row("link busy, up, down", (f"{percent(run.up_use)}, {percent(run.down_use)}",)),
+        Row("over the channels", (format_bytes(run.channel_bytes),)),
+        Row("write amplification", (f"{run.write_amplification:.3f}",)),
+        Row("erases", (f"{run.flash_erases}; of a block {run.most_erases} at most",)),
+        Row("energy of the drive", (f"{run.joules:.4g} J",)),
+    ]
+    title = f"{workload} on {run.device}"
+    return Group(side_by_side(title, ("simulated",), rows), Text(f"\n{run.events} events"))
+
+
+@contextmanager
+def _progress(label: str) -> Iterator[None]:
+    """Something that moves on a terminal; nothing elsewhere."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        bar.add_task(label, total=None)
+        yield

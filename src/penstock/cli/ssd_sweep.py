@@ -1,0 +1,152 @@
+"""``penstock ssd sweep``: a weight update on many devices."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from penstock import __version__
+from penstock.cli import ssd_update
+from penstock.cli.command import add_common, formatter
+from penstock.cli.output import show, write_json
+from penstock.cli.paths import file_to_write
+from penstock.cli.ssd_options import device_of, toml_value
+from penstock.core.errors import ConfigError
+from penstock.core.units import format_duration
+from penstock.observe.summary_text import add_row, grid
+from penstock.report.ssd_plot import plot_sweep
+from penstock.ssd import Device, Placement, Step, Update, with_field
+from penstock.ssd.simulated import Engine, simulate
+
+_MOST: Final = 100_000
+"""Devices: more are a mistake."""
+_EXAMPLES: Final = """\
+examples:
+  penstock ssd sweep --device optimstore --parameters 6.7e9 \\
+      --field geometry.chips_per_channel=2,4,8,16
+  penstock ssd sweep --device optimstore --parameters 6.7e9 --field unit.divider=1,2,4 \\
+      --field unit.double_buffered=false,true --placement die --plot sweep.svg"""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One device of a sweep."""
+
+    fields: tuple[tuple[str, Any], ...]
+    """(``table.field``, value) of what is swept."""
+    steps: tuple[Step, ...]
+
+
+def add_parser(what: Any) -> None:
+    """Add ``sweep`` to the subcommands of ``penstock ssd``."""
+    made = what.add_parser(
+        "sweep",
+        help="a weight update over values of any fields of a device",
+        description="Tell what a weight update takes on every device that the given values make.",
+        epilog=_EXAMPLES,
+        formatter_class=formatter,
+        allow_abbrev=False,
+    )
+    made.add_argument(
+        "--field", metavar="TABLE.FIELD=VALUES", action="append", required=True,
+        help="values between commas; again for each field, for every combination",
+    )  # fmt: skip
+    ssd_update.add_update(made)
+    made.add_argument(
+        "--plot", metavar="FILE", help="draw time by the first field, as .svg, .png or .pdf"
+    )
+    add_common(made, json_help="print one JSON document on standard output")
+    made.set_defaults(execute=_execute)
+
+
+def _execute(options: argparse.Namespace) -> int:
+    """Simulate, draw, print. Raises ConfigError for what makes no sense, naming the field."""
+    device, update = device_of(options.device, options.set), ssd_update.update_of(options)
+    placements = ssd_update.placements_of(options.placement)
+    fields = [_field(text) for text in options.field]
+    points = list(sweep(device, update, placements, fields, Engine(options.engine)))
+    if options.plot is not None:
+        drawn = [(point.fields, point.steps) for point in points]
+        plot_sweep(device, update, drawn, file_to_write(options.plot, "--plot"))
+    if options.json:
+        write_json(document(device, update, points), sys.stdout)
+    else:
+        show(text(device, update, points), sys.stdout)
+    return 0
+
+
+def sweep(
+    device: Device,
+    update: Update,
+    placements: Sequence[Placement],
+    fields: Sequence[tuple[str, Sequence[Any]]],
+    engine: Engine,
+) -> Iterator[Point]:
+    """Every combination of values, the last field varying fastest.
+
+    Raises:
+        ConfigError: Too many devices, an unknown field, or a value that makes no sense.
+    """
+    count = 1
+    for _, values in fields:
+        count *= len(values)
+    if count > _MOST:
+        raise ConfigError(f"--field makes {count} devices, more than {_MOST}")
+    names = [name for name, _ in fields]
+    for values in itertools.product(*(values for _, values in fields)):
+        chosen = tuple(zip(names, values, strict=True))
+        made = device
+        for name, value in chosen:
+            made = with_field(made, name, value)
+        yield Point(chosen, tuple(simulate(made, update, each, engine) for each in placements))
+
+
+def _field(text: str) -> tuple[str, list[Any]]:
+    path, sign, values = text.partition("=")
+    if not sign or not values.strip():
+        raise ConfigError(f"--field {text!r} has no values; write it as geometry.channels=4,8,16")
+    listed = toml_value(f"[{values}]")
+    if isinstance(listed, str):  # words without quotes, as of ftl.allocation
+        listed = [toml_value(word) for word in values.split(",")]
+    return path.strip(), listed
+
+
+def document(device: Device, update: Update, points: Sequence[Point]) -> dict[str, Any]:
+    """The JSON document."""
+    return {
+        "schema": 1,
+        "penstock": __version__,
+        "device": asdict(device),
+        "update": asdict(update),
+        "points": [
+            {
+                "fields": dict(point.fields),
+                "placements": [ssd_update.placed(one, point.steps[0]) for one in point.steps],
+            }
+            for point in points
+        ],
+    }
+
+
+def text(device: Device, update: Update, points: Sequence[Point]) -> RenderableType:
+    """For people: a line for each device."""
+    names = [name for name, _ in points[0].fields]
+    placements = [one.placement for one in points[0].steps]
+    title = f"{update.optimizer}, {update.parameters:.4g} parameters, on {device.name}"
+    table = grid(title, (*names, *placements, *(f"gain, {each}" for each in placements[1:])))
+    for point in points:
+        first = point.steps[0].time_s
+        add_row(
+            table,
+            *(str(value) for _, value in point.fields),
+            *(format_duration(one.time_s) for one in point.steps),
+            *(f"{first / one.time_s:.2f} x" for one in point.steps[1:]),
+        )
+    return Group(table, Text(), Text(f"{len(points)} devices"))

@@ -1,0 +1,220 @@
+"""``penstock ssd weight-update``: a step of an optimizer on the host, in the controller, on the dies."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from penstock import __version__
+from penstock.cli.command import add_common, formatter
+from penstock.cli.output import show, write_json
+from penstock.cli.paths import file_to_write
+from penstock.cli.ssd_options import add_fields, count, device_of, known_devices, list_of
+from penstock.core.errors import ConfigError
+from penstock.core.units import format_duration
+from penstock.observe.summary_text import percent
+from penstock.report.ssd_plot import plot_steps
+from penstock.report.table import Row, side_by_side
+from penstock.ssd import Device, Gradient, Placement, Step, Update
+from penstock.ssd.description import nearest
+from penstock.ssd.energy import Boundary
+from penstock.ssd.optimizers import OPTIMIZERS
+from penstock.ssd.simulated import Engine, simulate
+
+_HOW: Final = {
+    Engine.CLOSED: "in closed form",
+    Engine.TIMELINE: "every operation on its timeline",
+    Engine.EVENTS: "event by event",
+}
+_EXAMPLES: Final = """\
+examples:
+  penstock ssd weight-update --device optimstore --parameters 6.7e9 --optimizer adam \\
+      --placement host,controller,die
+  penstock ssd weight-update --device optimstore --parameters 1e9 --optimizer momentum \\
+      --set geometry.chips_per_channel=8 --plot update.svg"""
+
+
+def add_parser(what: Any) -> None:
+    """Add ``weight-update`` to the subcommands of ``penstock ssd``."""
+    made = what.add_parser(
+        "weight-update",
+        help="time, energy and wear of an optimizer's step, by where it runs",
+        description="Tell what a weight update takes in time, energy and wear: on the host, in the SSD's"
+        "\ncontroller, on its flash dies, or split between these two; in closed form.",
+        epilog=_EXAMPLES,
+        formatter_class=formatter,
+        allow_abbrev=False,
+    )
+    add_update(made)
+    made.add_argument("--plot", metavar="FILE", help="draw it, as .svg, .png or .pdf")
+    add_common(made, json_help="print one JSON document on standard output")
+    made.set_defaults(execute=_execute)
+
+
+def add_update(made: argparse.ArgumentParser) -> None:
+    """Add what says which update, on which device, by which engine."""
+    made.add_argument("--device", required=True, metavar="DEVICE", help=known_devices())
+    made.add_argument("--parameters", required=True, metavar="N", help="how many, as 6.7e9")
+    made.add_argument(
+        "--optimizer",
+        metavar="NAME",
+        default="adam",
+        help=f"{', '.join(OPTIMIZERS)} (default: adam)",
+    )
+    made.add_argument(
+        "--placement", metavar="LIST", default="host,controller,die",
+        help="of host, controller, die, split (default: host,controller,die); the first is what the"
+        " others are compared with",
+    )  # fmt: skip
+    made.add_argument(
+        "--state-bytes", metavar="LIST", default="",
+        help="bytes of each state of a parameter, the weight first (default: 4 each)",
+    )  # fmt: skip
+    made.add_argument("--gradient-bytes", metavar="N", type=int, default=4, help="(default: 4)")
+    made.add_argument(
+        "--weight-bytes", metavar="N", type=int, default=2, help="of a weight returned (default: 2)"
+    )
+    made.add_argument(
+        "--gradient", choices=tuple(map(str, Gradient)), default="register",
+        help="where gradients wait in the drive (default: register)",
+    )  # fmt: skip
+    made.add_argument(
+        "--write-amplification", metavar="X", type=float, default=1.0, help="(default: 1)"
+    )
+    made.add_argument(
+        "--engine", choices=("closed", "timeline", "events"), default="closed",
+        help="closed: formulas; timeline: every operation, fast; events: the reference, for small"
+        " models (default: closed)",
+    )  # fmt: skip
+    add_fields(made)
+
+
+def _execute(options: argparse.Namespace) -> int:
+    """Compute, draw, print.
+
+    Raises:
+        ConfigError: An option makes no sense, or the picture cannot be written.
+    """
+    device, update = device_of(options.device, options.set), update_of(options)
+    engine = Engine(options.engine)
+    done = [simulate(device, update, each, engine) for each in placements_of(options.placement)]
+    if options.plot is not None:
+        plot_steps(device, update, done, file_to_write(options.plot, "--plot"))
+    if options.json:
+        write_json(document(device, update, done, engine), sys.stdout)
+    else:
+        show(text(device, update, done, engine), sys.stdout)
+    return 0
+
+
+def update_of(options: argparse.Namespace) -> Update:
+    """As the options say. Raises ConfigError."""
+    sizes = list_of(options.state_bytes)
+    if not all(size.isdigit() for size in sizes):
+        raise ConfigError(f"--state-bytes is {options.state_bytes!r}, not whole numbers, as 4,2,2")
+    return Update(
+        parameters=count(options.parameters, "--parameters"),
+        optimizer=options.optimizer,
+        state_bytes=tuple(int(size) for size in sizes),
+        gradient_bytes=options.gradient_bytes,
+        weight_bytes=options.weight_bytes,
+        gradient=Gradient(options.gradient),
+        write_amplification=options.write_amplification,
+    )
+
+
+def placements_of(listed: str) -> tuple[Placement, ...]:
+    """Those between commas. Raises ConfigError."""
+    known, found = [str(each) for each in Placement], list_of(listed)
+    for word in found:
+        if word not in known:
+            raise ConfigError(
+                f"--placement: unknown {word!r}{nearest(word, known)}; known are {', '.join(known)}"
+            )
+    if not found or len(set(found)) != len(found):
+        raise ConfigError(f"--placement is {listed!r}; name each placement once")
+    return tuple(Placement(word) for word in found)
+
+
+def document(
+    device: Device, update: Update, done: Sequence[Step], engine: Engine
+) -> dict[str, Any]:
+    """The JSON document."""
+    return {
+        "schema": 1,
+        "penstock": __version__,
+        "engine": engine,
+        "device": asdict(device),
+        "update": {**asdict(update), "state_bytes": update.sizes, "passes": update.rule.passes},
+        "placements": [placed(one, done[0]) for one in done],
+    }
+
+
+def placed(one: Step, first: Step) -> dict[str, Any]:
+    """One placement for JSON, against the first."""
+    return {
+        "placement": one.placement,
+        "time_s": one.time_s,
+        "speedup": first.time_s / one.time_s,
+        "bound_by": one.bound_by,
+        "busy_s": dict(one.busy_s),
+        "units_on_die": one.on_die,
+        "moved_bytes": asdict(one.moved),
+        "energy_j": {
+            boundary: {
+                "total": one.ledger.joules(boundary),
+                "gain": first.ledger.joules(boundary) / one.ledger.joules(boundary),
+                "components": one.ledger.within(boundary),
+            }
+            for boundary in Boundary
+        },
+        "ssd_w": one.ledger.ssd_w,
+        "ssd_dynamic_w": one.ledger.ssd_dynamic_w,
+        "wear": asdict(one.wear),
+    }
+
+
+def text(device: Device, update: Update, done: Sequence[Step], engine: Engine) -> RenderableType:
+    """For people."""
+    first = done[0]
+    rows = [
+        _row("time of a step", done, lambda one: format_duration(one.time_s)),
+        _row("speed-up", done, lambda one: f"{first.time_s / one.time_s:.2f} x"),
+        _row("works longest", done, lambda one: one.bound_by),
+        _row("channels busy", done, lambda one: percent(one.use("channel"))),
+        _row("dies busy", done, lambda one: percent(one.use("die"))),
+        *(_energy_row(done, boundary) for boundary in Boundary),
+        _row("mean power of the SSD", done, lambda one: f"{one.ledger.ssd_w:.1f} W"),
+        _row("written in a step", done, lambda one: f"{one.wear.written_bytes / 1e9:.1f} GB"),
+        _row("steps to wear-out", done, lambda one: f"{one.wear.steps_rated:.3g}"),
+        _row("  with retention credit", done, lambda one: f"{one.wear.steps_credited:.3g}"),
+        _row("days to wear-out", done, lambda one: f"{one.wear.days_rated:.3g}"),
+        _row("  with retention credit", done, lambda one: f"{one.wear.days_credited:.3g}"),
+    ]
+    title = f"{update.optimizer}, {update.parameters:.4g} parameters, on {device.name}"
+    told = (
+        f"{len(update.sizes)} states of {update.states_bytes} B a parameter,"
+        f" {len(update.rule.passes)} passes; {_HOW[engine]}. What is inferred or assumed of a device is"
+        " said in its file."
+    )
+    return Group(side_by_side(title, [one.placement for one in done], rows), Text(), Text(told))
+
+
+def _row(label: str, done: Sequence[Step], of: Any) -> Row:
+    return Row(label, tuple(of(one) for one in done))
+
+
+def _energy_row(done: Sequence[Step], boundary: Boundary) -> Row:
+    whole = done[0].ledger.joules(boundary)
+
+    def told(one: Step) -> str:
+        joules = one.ledger.joules(boundary)
+        return f"{joules:.4g} J ({whole / joules:.2f} x)"
+
+    return _row(f"energy: {boundary}", done, told)

@@ -1,0 +1,32 @@
+"""A simulator of SSDs, from the host link to the plane, with weight updates on host, controller or die.
+
+1. :mod:`.device`: what an SSD is made of; :mod:`.description`: as TOML files, and the presets.
+2. :mod:`.optimizers`: states and passes of the optimizers, from their arithmetic.
+3. :mod:`.update`: what a weight update moves; :mod:`.closed`: how long it takes, in closed form.
+4. :mod:`.energy`: what it takes in joules, at three boundaries; :mod:`.wear`: and in endurance.
+5. :mod:`.operations`: a weight update as a graph; :mod:`.simulated`: on events, or on timelines
+   (:mod:`.timeline`, by Numba :mod:`.timeline_kernel`), and extrapolated.
+6. :mod:`.drive`: the event-driven engine, with :mod:`.events`, :mod:`.link`, :mod:`.ftl`, :mod:`.flash`,
+   :mod:`.requests`, :mod:`.traces` and :mod:`.measure`.
+
+Imports no torch.
+"""
+
+from penstock.ssd.closed import Placement, Step, step, steps
+from penstock.ssd.description import describe, load, presets, with_field
+from penstock.ssd.device import Device
+from penstock.ssd.update import Gradient, Update
+
+__all__ = [
+    "Device",
+    "Gradient",
+    "Placement",
+    "Step",
+    "Update",
+    "describe",
+    "load",
+    "presets",
+    "step",
+    "steps",
+    "with_field",
+]

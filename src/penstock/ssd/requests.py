@@ -1,0 +1,101 @@
+"""What a host asks of a drive: requests, and where they come from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from penstock.core.errors import ConfigError
+from penstock.ssd.device import SECTOR_BYTES
+
+
+class Request:
+    """One read or write.
+
+    Attributes:
+        arrival_ps: When the host asks; None: as soon as the queue has room.
+        left: Operations of flash, or pages that wait for room, until it is done.
+        began_ps: When it came to the queue.
+    """
+
+    __slots__ = ("arrival_ps", "began_ps", "is_read", "left", "nbytes", "number", "offset_bytes")
+
+    def __init__(
+        self, is_read: bool, offset_bytes: int, nbytes: int, arrival_ps: int | None = None
+    ) -> None:
+        self.is_read = is_read
+        self.offset_bytes = offset_bytes
+        self.nbytes = nbytes
+        self.arrival_ps = arrival_ps
+        self.left = self.began_ps = self.number = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """A synthetic one; sizes in bytes."""
+
+    requests: int
+    read_share: float = 1.0
+    request_bytes: int = 4096
+    queue_depth: int = 1
+    """How many the host keeps in the queue."""
+    random: bool = True
+    """Anywhere in the working set, aligned; else one after the other, round it."""
+    align_bytes: int = 0
+    """What offsets of random requests are multiples of; 0: of their size."""
+    working_set: float = 0.5
+    """Share of what the host can address."""
+    filled: float = 0.0
+    """Share of what the host can address that was written, in order, before time begins."""
+    skip: int = 0
+    """Requests that complete before anything is measured."""
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "queue_depth"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"workload: {name} is {getattr(self, name)}, it must be 1 or more"
+                )
+        if not 0 <= self.skip < self.requests:
+            raise ConfigError(f"workload: skip is {self.skip}, of {self.requests} requests")
+        if self.request_bytes < SECTOR_BYTES or self.request_bytes % SECTOR_BYTES:
+            raise ConfigError(
+                f"workload: request_bytes is {self.request_bytes}, no multiple of {SECTOR_BYTES}"
+            )
+        if self.align_bytes < 0 or self.align_bytes % SECTOR_BYTES:
+            raise ConfigError(
+                f"workload: align_bytes is {self.align_bytes}, no multiple of {SECTOR_BYTES}"
+            )
+        for name, least in (("read_share", 0), ("filled", 0), ("working_set", 1e-12)):
+            if not least <= getattr(self, name) <= 1:
+                raise ConfigError(
+                    f"workload: {name} is {getattr(self, name)}, it is a share, 0 to 1"
+                )
+
+    def __iter__(self) -> Iterator[Request]:
+        raise TypeError("a workload needs a drive's size: use its stream(user_bytes)")
+
+    def stream(self, user_bytes: int) -> Iterator[Request]:
+        """Its requests, for a drive that the host can address so many bytes of.
+
+        Raises:
+            ConfigError: The working set is smaller than one request.
+        """
+        room = int(user_bytes * self.working_set) - self.request_bytes
+        if room < 0:
+            raise ConfigError(
+                f"workload: a working set of {self.working_set} of {user_bytes} bytes holds no request"
+                f" of {self.request_bytes}"
+            )
+        return self._stream(room)
+
+    def _stream(self, room_bytes: int) -> Iterator[Request]:
+        chance = random.Random(self.seed)
+        align = self.align_bytes if self.random and self.align_bytes else self.request_bytes
+        places = room_bytes // align + 1
+        for number in range(self.requests):
+            place = int(chance.random() * places) if self.random else number % places
+            is_read = self.read_share == 1 or chance.random() < self.read_share
+            yield Request(is_read, place * align, self.request_bytes)

@@ -1,0 +1,180 @@
+"""``penstock ssd``: what is told, and what is refused."""
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from penstock.cli import main
+
+UPDATE = ["ssd", "weight-update", "--device", "optimstore", "--parameters", "6.7e9"]
+
+
+def output(argv, capsys):
+    assert main(argv) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def refusal(argv, capsys):
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    return line
+
+
+def test_a_weight_update_is_told_for_people(capsys):
+    told = output([*UPDATE, "--optimizer", "adam", "--placement", "host,controller,die"], capsys)
+    assert "38.95 s" in told
+    assert "2.81 x" in told
+    for word in ("movement", "ssd", "system", "80.4 GB", "retention credit"):
+        assert word in told
+
+
+def test_and_as_json(capsys):
+    one = json.loads(output([*UPDATE, "--placement", "host,die", "--json"], capsys))
+    host, die = one["placements"]
+    assert one["device"]["geometry"]["channels"] == 8
+    assert one["update"]["state_bytes"] == [4, 4, 4]
+    assert host["speedup"] == 1
+    assert die["speedup"] == pytest.approx(host["time_s"] / die["time_s"])
+    for boundary in ("movement", "ssd", "system"):
+        energy = die["energy_j"][boundary]
+        assert energy["total"] == pytest.approx(sum(energy["components"].values()))
+    assert die["wear"]["written_bytes"] == 12 * 6_700_000_000
+
+
+@pytest.mark.parametrize("engine", ["timeline", "events"])
+def test_an_engine_tells_the_same_within_3_per_cent(engine, capsys):
+    small = ["ssd", "weight-update", "--device", "optimstore", "--parameters", "3e7", "--json"]
+    formula = json.loads(output(small, capsys))
+    one = json.loads(output([*small, "--engine", engine], capsys))
+    assert one["engine"] == engine
+    for mine, its in zip(one["placements"], formula["placements"], strict=True):
+        assert mine["time_s"] == pytest.approx(its["time_s"], rel=0.03)
+
+
+def test_fields_of_the_device_are_set(capsys):
+    faster = [*UPDATE, "--placement", "die", "--json", "--set", "geometry.chips_per_channel=8"]
+    (before,) = json.loads(output([*UPDATE, "--placement", "die", "--json"], capsys))["placements"]
+    (after,) = json.loads(output(faster, capsys))["placements"]
+    assert before["time_s"] / after["time_s"] == pytest.approx(2)
+
+
+def test_a_weight_update_is_drawn(tmp_path, capsys):
+    path = tmp_path / "update.svg"
+    output([*UPDATE, "--placement", "host,controller,die,split", "--plot", str(path)], capsys)
+    assert len(list(ElementTree.parse(path).iter())) > 200
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--placement", "host,dye"], "did you mean 'die'"),
+        (["--placement", "die,die"], "name each placement once"),
+        (["--optimizer", "adma"], "did you mean 'adam'"),
+        (["--parameters", "many"], "not a number"),
+        (["--parameters", "1.5"], "a whole number"),
+        (["--parameters", "0"], "1 or more"),
+        (["--device", "optimstor"], "did you mean 'optimstore'"),
+        (["--set", "geometry.channels"], "has no value"),
+        (["--set", "geometry.chanels=2"], "did you mean 'geometry.channels'"),
+        (["--set", "geometry.channels=0"], "geometry.channels is 0"),
+        (["--engine", "events", "--placement", "split"], "do not simulate split placement"),
+        (["--state-bytes", "4,x,2"], "not whole numbers"),
+        (["--plot", "/nowhere/a.svg"], "cannot be written"),
+        (["--plot", "a.nonsense"], "cannot be written"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(more, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert says in refusal([*UPDATE, *more], capsys)
+
+
+RUN = ["ssd", "run", "mqsim-default"]
+
+
+def test_a_run_is_told_for_people(capsys):
+    told = output([*RUN, "randrw", "--requests", "200", "--queue-depth", "4"], capsys)
+    for word in ("200 in", "latency of reads", "p99", "write amplification", "energy of the drive"):
+        assert word in told
+
+
+def test_a_run_as_json(capsys):
+    more = ["--requests", "1e2", "--request-size", "8KiB", "--json"]
+    one = json.loads(output([*RUN, "randread", *more], capsys))
+    assert one["requests"] == 100
+    assert one["latency_us"]["read"]["mean"] == pytest.approx(102.4, rel=0.01)
+    assert "write" not in one["latency_us"]
+    assert one["energy_j"]["total"] == pytest.approx(sum(one["energy_j"]["components"].values()))
+
+
+def test_a_trace_is_run(tmp_path, capsys):
+    path = tmp_path / "a.trace"
+    path.write_text("0 0 0 16 1\n1000000 0 16 16 0\n")
+    one = json.loads(output([*RUN, str(path), "--json"], capsys))
+    assert (one["reads"], one["writes"]) == (1, 1)
+    path.write_text("0 0 0 16 1\nnonsense\n")
+    assert "line 2: expected" in refusal([*RUN, str(path)], capsys)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([*RUN, "randreed"], "did you mean 'randread'"),
+        ([*RUN, "randread", "--read-share", "0.5"], "is for randrw"),
+        ([*RUN, "randread", "--request-size", "100"], "no multiple of 512"),
+        ([*RUN, "randread", "--requests", "0"], "1 or more"),
+        (["ssd", "run", "mqsim-defolt", "randread"], "did you mean 'mqsim-default'"),
+    ],
+)
+def test_runs_that_make_no_sense_are_refused(argv, says, capsys):
+    assert says in refusal(argv, capsys)
+
+
+SWEEP = ["ssd", "sweep", "--device", "optimstore", "--parameters", "6.7e9"]
+
+
+def test_a_sweep_makes_every_combination(capsys, tmp_path):
+    path = tmp_path / "sweep.svg"
+    fields = ["--field", "geometry.channels=4,8", "--field", "cell.program_ns=[100000],[400000]"]
+    argv = [*SWEEP, *fields, "--placement", "host,die", "--plot", str(path)]
+    one = json.loads(output([*argv, "--json"], capsys))
+    made = [tuple(point["fields"].values()) for point in one["points"]]
+    assert made == [(4, [100000]), (4, [400000]), (8, [100000]), (8, [400000])]
+    times = [point["placements"][1]["time_s"] for point in one["points"]]
+    assert times[2] == pytest.approx(times[0] / 2)
+    assert times[2] == pytest.approx(13.849, abs=0.001)
+    assert times[3] > times[2]
+    assert len(list(ElementTree.parse(path).iter())) > 100
+    told = output(argv, capsys)
+    assert "4 devices" in told
+    assert "gain, die" in told
+
+
+def test_a_sweep_over_words_and_an_engine(capsys):
+    argv = [
+        *SWEEP,
+        "--field",
+        "ftl.victim=greedy,fifo",
+        "--engine",
+        "timeline",
+        "--placement",
+        "die",
+    ]
+    assert "2 devices" in output(argv, capsys)
+
+
+@pytest.mark.parametrize(
+    ("field", "says"),
+    [
+        ("geometry.channels", "has no values"),
+        ("geometry.chanels=1,2", "did you mean 'geometry.channels'"),
+        ("geometry.channels=1,0", "geometry.channels is 0"),
+        ("geometry.channels=" + ",".join(["1"] * 100_001), "more than 100000"),
+    ],
+)
+def test_sweeps_that_make_no_sense_are_refused(field, says, capsys):
+    assert says in refusal([*SWEEP, "--field", field], capsys)
