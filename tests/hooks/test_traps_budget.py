@@ -208,6 +208,28 @@ def test_trap_29_a_retained_graph_may_be_evicted_unless_it_is_in_use(session_for
         assert_within_budget(session)
 
 
+def test_trap_29_a_mask_is_in_use_too(session_for):
+    """Autograd hands over what needs no gradient as it came from us: it must not be our own view, by
+    which nobody could tell that somebody uses the storage.
+    """
+    weight = leaf(64 * LARGE)
+    with session_for(policy="keep", device_memory="5MiB") as session:
+        loss = (weight * (leaf(64 * LARGE).detach() * 2)).sum()
+        loss.backward(retain_graph=True)
+        (saved,) = session.executor._by_storage.values()
+        used = loss.grad_fn.next_functions[0][0]._saved_other
+        room = session.executor._room
+        with pytest.raises(BudgetError, match=f"beside {MIB} that cannot be moved away now"):
+            room.make(5 * MIB, name="a test", of_pass=saved.of_pass, saved=None)
+        content = used.clone()
+        del used
+        assert room.make(5 * MIB, name="a test", of_pass=saved.of_pass, saved=None)
+        wait_for_writes(session)
+        assert saved.state is Residency.SPILLED
+        assert same_bits(loss.grad_fn.next_functions[0][0]._saved_other, content)
+        assert_within_budget(session)
+
+
 def test_trap_29_evicted_while_its_graph_dies(session_for):
     """Memory is full, a kept storage is chosen to go, and while its write begins its graph dies. Its
     place in the tier must not stay taken.

@@ -30,12 +30,18 @@ if hasattr(os, "register_at_fork"):  # a forked child has nothing of its parent'
 
 
 class Lock:
-    """A mutual exclusion lock, not reentrant; works as the lock of a ``threading.Condition``."""
+    """A mutual exclusion lock, not reentrant; works as the lock of a ``threading.Condition``.
 
-    __slots__ = ("_lock",)
+    Attributes:
+        bare: What it locks by, uncounted. For deferred actions only: while one runs, its thread's
+            finalizers wait in any case.
+    """
+
+    __slots__ = ("_lock", "bare")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self.bare = self._lock
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take the lock, as ``threading.Lock.acquire``."""

@@ -20,7 +20,7 @@ from penstock.hooks.modules import ModuleTracker
 from penstock.hooks.observer import Observer
 from penstock.hooks.protected import ProtectedStorages
 from penstock.hooks.recompute import left_alone
-from penstock.hooks.saved_tensors import SavedTensorHooks, strided_storage
+from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.observe.clock import ManualClock
 from penstock.observe.recorder import Recorder
 from penstock.plan.machine import Budgets, Machine
@@ -165,9 +165,7 @@ class _Executor(Executor):
 class _Hooks(SavedTensorHooks):
     """Takes fake tensors for what they stand for."""
 
-    def storage_of(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
-        """The storage of a plain or a fake tensor."""
-        return strided_storage(tensor) if type(tensor) is FakeTensor else super().storage_of(tensor)
+    plain_types = (*SavedTensorHooks.plain_types, FakeTensor)
 
     def address_of(self, storage: torch.UntypedStorage) -> int:
         """As of any allocation of torch, as far as cache lines go."""

@@ -23,7 +23,11 @@ _task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class Boundaries:
-    """Reports the ends of backwards and steps."""
+    """Reports the ends of backwards and steps.
+
+    Attributes:
+        tasks: Numbers of autograd's graph tasks that run.
+    """
 
     def __init__(
         self,
@@ -39,7 +43,7 @@ class Boundaries:
         """
         self._on_backward_end = on_backward_end
         self._on_step = on_step
-        self._tasks: set[int] = set()
+        self.tasks: set[int] = set()
         self._lock = Lock()
         self._handle: RemovableHandle | None = None
         self._pid = os.getpid()
@@ -57,25 +61,25 @@ class Boundaries:
     def note_unpack(self) -> None:
         """A saved tensor is unpacked: a backward has begun if this is the first of its task."""
         task = _task_id()
-        if task == -1 or task in self._tasks:  # -1: somebody looks at grad_fn._saved_*
+        if task == -1 or task in self.tasks:  # -1: somebody looks at grad_fn._saved_*
             return
         with self._lock:
-            if task in self._tasks:
+            if task in self.tasks:
                 return
-            self._tasks.add(task)
+            self.tasks.add(task)
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._ended, task))
 
     def note_pack(self) -> None:
         """A tensor is saved: outside a task no backward can be running, so none was left open."""
-        if self._tasks and _task_id() == -1:
+        if self.tasks and _task_id() == -1:
             with self._lock:
-                self._tasks.clear()
+                self.tasks.clear()
             self._on_backward_end()
 
     def _ended(self, task: int) -> None:
         with self._lock:
-            self._tasks.discard(task)
-            outermost = not self._tasks
+            self.tasks.discard(task)
+            outermost = not self.tasks
         if outermost:
             self._on_backward_end()
 

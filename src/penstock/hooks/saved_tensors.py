@@ -42,7 +42,6 @@ COMPACT_SHARE: Final = 8
 CACHE_LINE_BYTES: Final = 64
 """BLAS rounds otherwise where a vector begins elsewhere modulo this; allocations of torch begin at 0."""
 _STRIDED: Final = torch.strided
-_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 _EMPTY: Final[dict[tuple[torch.dtype, torch.device], torch.Tensor]] = {}
 
 
@@ -138,6 +137,7 @@ class Moved:
 
     __slots__ = (
         "__weakref__",
+        "copied",
         "dtype",
         "executor",
         "offset",
@@ -155,6 +155,9 @@ class Moved:
         self.executor = executor
         self.saved: SavedStorage | KeptStorage | None = None  # until the executor has taken charge
         self.unpacked = False
+        # Autograd makes a tensor of its own of what it gets back, unless the tensor needs no gradient:
+        # then it uses that one, which must not be ours, for who else holds the storage is counted.
+        self.copied = tensor.requires_grad
         self.view: torch.Tensor | None = tensor.detach()
         self.probe: torch.Tensor = self.view
 
@@ -184,14 +187,14 @@ class Moved:
             view = self.view
             if view is not None:
                 self.unpacked = True
-                return view.detach()
+                return view if self.copied else view.detach()
             saved = saved.promoted  # another thread needed room
         assert type(saved) is SavedStorage
         storage = self.executor.restore(saved, first=not self.unpacked)
         self.unpacked = True
         view = self.view
         if view is not None:
-            return view.detach()  # autograd may use what it gets as it is, also after a ``strip``
+            return view if self.copied else view.detach()
         view = torch.empty(0, dtype=self.dtype, device=storage.device)
         return view.set_(storage, self.offset, self.size, self.stride)
 
@@ -219,7 +222,7 @@ class Moved:
     def __del__(self) -> None:
         saved = self.saved
         if type(saved) is KeptStorage:
-            defer(self.executor.release_kept, saved, self.unpacked)
+            defer(self.executor.kept.release, saved, self.unpacked)
         elif saved is not None:
             defer(self.executor.release, saved, self.unpacked)
 
@@ -233,7 +236,10 @@ class SavedTensorHooks:
     Attributes:
         observer: Is told of slots and needs, in a pass that is observed.
         active: Whether tensors that are saved are held at all.
+        plain_types: Those whose values are what their storage holds.
     """
+
+    plain_types: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
 
     def __init__(
         self,
@@ -263,7 +269,8 @@ class SavedTensorHooks:
         """What autograd is to hold in place of ``tensor``. Waits while the budget is full."""
         if not self.active:
             return Foreign(tensor)
-        self._boundaries.note_pack()
+        if self._boundaries.tasks:
+            self._boundaries.note_pack()
         watched = self._modules.watched
         if watched is None and self.observer is None:
             return self._pack(tensor)
@@ -284,7 +291,7 @@ class SavedTensorHooks:
             packed.prove(sign_only=packed is proven, tensor=tensor, origin=self._origin(tensor))
 
     def _pack(self, tensor: torch.Tensor) -> Packed:
-        storage = self.storage_of(tensor)
+        storage = strided_storage(tensor) if type(tensor) in self.plain_types else None
         if storage is None:
             return self._pack_foreign(tensor)
         nbytes = storage.nbytes()
@@ -384,7 +391,7 @@ class SavedTensorHooks:
 
     def storage_of(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
         """Its storage, if its values are just strided bytes of one."""
-        return strided_storage(tensor) if type(tensor) in _PLAIN else None
+        return strided_storage(tensor) if type(tensor) in self.plain_types else None
 
     def address_of(self, storage: torch.UntypedStorage) -> int:
         """Where it begins in memory."""

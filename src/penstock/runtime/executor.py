@@ -58,7 +58,10 @@ class Executor:
         self._lock = self._traffic.lock
         self._by_storage = self._traffic.table
         self.kept = KeptStorages(
-            planner=planner, traffic=self._traffic, current_pass=self._current_pass
+            planner=planner,
+            traffic=self._traffic,
+            current_pass=self._current_pass,
+            release_promoted=self.release,
         )
         self._room = Room(
             budget=budget,
@@ -327,14 +330,6 @@ class Executor:
             self._reads.ahead(kept, again=False)
 
     # -- handles ----------------------------------------------------------------------------------
-
-    def release_kept(self, kept: KeptStorage, unpacked: bool) -> None:
-        """A handle has died. Call it through ``locks.defer``."""
-        if process.this.pid != self._pid:
-            return
-        promoted = self.kept.release(kept)
-        if promoted is not None:
-            self.release(promoted, unpacked)
 
     def release(self, saved: SavedStorage, unpacked: bool) -> None:
         """A handle has died. Call it through ``locks.defer``: it takes locks, it never waits."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.core import process
 from penstock.plan.slots import SlotKey
 from penstock.runtime.residency import Origin, SavedStorage, SlotRecord, View
 
@@ -43,8 +44,10 @@ class KeptStorage:
     """Path and type of the module that saved it."""
     ordinal: int
     dtype: torch.dtype
-    views: list[weakref.ref[View]]
-    """The handles, whose views keep the storage alive."""
+    view: weakref.ref[View]
+    """The first handle, whose view keeps the storage alive."""
+    more_views: tuple[weakref.ref[View], ...] = ()
+    """Those of the other handles."""
     handles: int = 1
     promoted: SavedStorage | None = None
     """What it has become."""
@@ -63,12 +66,20 @@ class KeptStorage:
 class KeptStorages:
     """All of them. Thread-safe, but for ``promote_all``.
 
+    Its two methods run for every tensor that is saved, and a call of a Python function costs as much as
+    most of what they do: so what they call elsewhere stands written out in them.
+
     Attributes:
         table: Those whose source is alive, by its address (TRAPS rule 27).
     """
 
     def __init__(
-        self, *, planner: Planner, traffic: Traffic, current_pass: Callable[[], Pass]
+        self,
+        *,
+        planner: Planner,
+        traffic: Traffic,
+        current_pass: Callable[[], Pass],
+        release_promoted: Callable[[SavedStorage, bool], None],
     ) -> None:
         """Keep nothing yet.
 
@@ -76,15 +87,19 @@ class KeptStorages:
             planner: Says which slots the plan keeps.
             traffic: Has the lock, the charges, and the table of what has been promoted.
             current_pass: The pass that is being saved; called under the lock.
+            release_promoted: Is told when a handle dies of what can be spilled by now, and whether that
+                had been unpacked.
         """
         self.table: dict[int, KeptStorage] = {}
         self._planner = planner
         self._traffic = traffic
         self._lock = traffic.lock
         self._current_pass = current_pass
+        self._release_promoted = release_promoted
         self._passes: dict[Pass, None] = {}
+        self._pid = process.this.pid
 
-    def keep(  # noqa: PLR0911, PLR0917  (hot: keywords cost)
+    def keep(  # noqa: PLR0917  (hot: keywords cost)
         self,
         storage: torch.UntypedStorage,
         nbytes: int,
@@ -113,77 +128,72 @@ class KeptStorages:
             return None
         cdata = storage._cdata
         traffic = self._traffic
-        with self._lock:
-            kept = self.table.get(cdata)
-            if (
-                kept is not None
-                and kept.version == version
-                and kept.source() is storage
-                and kept.base() is base
-            ):
-                kept.handles += 1
-                kept.views.append(weakref.ref(view))
-                return kept
-            if cdata in traffic.table:  # saved, perhaps as this very one
+        charged = False
+        while True:
+            with self._lock:
+                kept = self.table.get(cdata)
+                if (
+                    kept is not None
+                    and kept.version == version
+                    and kept.source() is storage
+                    and kept.base() is base
+                ):
+                    kept.handles += 1
+                    kept.more_views += (weakref.ref(view),)
+                    if charged:  # another thread has saved it meanwhile
+                        traffic.give(nbytes)
+                    return kept
+                if cdata in traffic.table:  # saved, perhaps as this very one
+                    if charged:
+                        traffic.give(nbytes)
+                    return None
+                current = self._current_pass()
+                path = place[0]
+                ordinal = current.ordinals.get(path, 0)
+                if (path, ordinal, nbytes) not in sure:
+                    if charged:
+                        traffic.give(nbytes)
+                    return None
+                if charged or nbytes <= traffic.spare_bytes:
+                    if not charged:
+                        traffic.spare_bytes -= nbytes
+                    current.ordinals[path] = ordinal + 1
+                    index = current.saved_count
+                    current.saved_count = index + 1
+                    current.kept_bytes += nbytes
+                    if not current.kept:
+                        self._passes[current] = None
+                    kept = self.table[cdata] = current.kept[index] = KeptStorage(
+                        cdata,
+                        nbytes,
+                        version,
+                        weakref.ref(storage),
+                        weakref.ref(base),
+                        current,
+                        index,
+                        place,
+                        ordinal,
+                        dtype,
+                        weakref.ref(view),
+                    )
+                    return kept
+            charged = traffic.take(nbytes)
+            if not charged:
                 return None
-            current = self._current_pass()
-            path = place[0]
-            ordinal = current.ordinals.get(path, 0)
-            if (path, ordinal, nbytes) not in sure:
-                return None
-            if traffic.take_spare(nbytes):
-                return self._note(
-                    current, ordinal, storage, nbytes, base, version, place, dtype, view
-                )
-        if not traffic.take(nbytes):
-            return None
-        with self._lock:
-            current = self._current_pass()
-            ordinal = current.ordinals.get(path, 0)
-            return self._note(current, ordinal, storage, nbytes, base, version, place, dtype, view)
 
-    def _note(  # noqa: PLR0917  (hot: keywords cost)
-        self,
-        current: Pass,
-        ordinal: int,
-        storage: torch.UntypedStorage,
-        nbytes: int,
-        base: torch.Tensor,
-        version: int,
-        place: tuple[str, str],
-        dtype: torch.dtype,
-        view: View,
-    ) -> KeptStorage:
-        current.ordinals[place[0]] = ordinal + 1
-        index, cdata = current.saved_count, storage._cdata
-        if not current.kept:
-            self._passes[current] = None
-        kept = self.table[cdata] = current.kept[index] = KeptStorage(
-            cdata,
-            nbytes,
-            version,
-            weakref.ref(storage),
-            weakref.ref(base),
-            current,
-            index,
-            place,
-            ordinal,
-            dtype,
-            [weakref.ref(view)],
-        )
-        current.saved_count = index + 1
-        current.kept_bytes += nbytes
-        return kept
-
-    def release(self, kept: KeptStorage) -> SavedStorage | None:
-        """A handle has died. Says what has been promoted: then that has to be released."""
-        with self._lock:
-            if kept.promoted is None:
+    def release(self, kept: KeptStorage, unpacked: bool) -> None:
+        """A handle has died. Call it through ``locks.defer``."""
+        if process.this.pid != self._pid:
+            return
+        with self._lock.bare:
+            promoted = kept.promoted
+            if promoted is None:
                 kept.handles -= 1
                 if not kept.handles:
                     self._forget(kept)
                     self._traffic.give(kept.nbytes)
-            return kept.promoted
+        if promoted is not None:
+            self._release_promoted(promoted, unpacked)
 
     def promote_all(self) -> None:
         """From now on all of them can be spilled. Under the lock."""
@@ -195,7 +205,8 @@ class KeptStorages:
 
     def _promote(self, kept: KeptStorage, storage: torch.UntypedStorage) -> None:
         of_pass = kept.of_pass
-        views = [view for ref in kept.views if (view := ref()) is not None]
+        refs = [kept.view, *kept.more_views]
+        views = [view for ref in refs if (view := ref()) is not None]
         origin = Origin(*kept.place, str(kept.dtype).removeprefix("torch."))
         record = SlotRecord(kept.key, origin, of_pass.start_ns, 0, handles=kept.handles)
         saved = kept.promoted = SavedStorage(
@@ -209,7 +220,7 @@ class KeptStorages:
             record,
             storage,
             handles=kept.handles,
-            views=kept.views,
+            views=refs,
             pending=sum(not view.unpacked for view in views),
         )
         for view in views:

@@ -52,6 +52,7 @@ class Traffic:
         reading: Reads under way.
         restored: Storages in the state RESTORED.
         failed: Whether a tier has refused or lost a write.
+        spare_bytes: Charged to the budget for storages to come; see ``take_spare``.
         table: Saved storages whose source is alive, by its address: an entry goes before that can be
             used again (TRAPS rule 27).
     """
@@ -80,7 +81,7 @@ class Traffic:
         self._budget = budget
         self._planner = planner
         self._credit_bytes = _credit_bytes(budget.limit_bytes)
-        self._spare_bytes = 0
+        self.spare_bytes = 0
         self._recorder = recorder
         self._warned: set[str] = set()
 
@@ -93,16 +94,16 @@ class Traffic:
         every tensor would cost more than everything else, so it is charged for some at once, where
         they are small beside it. The charge is never below what they hold.
         """
-        if nbytes > self._spare_bytes:
+        if nbytes > self.spare_bytes:
             return False
-        self._spare_bytes -= nbytes
+        self.spare_bytes -= nbytes
         return True
 
     def take(self, nbytes: int) -> bool:
         """Charge a storage to the budget, and a few more in advance if there is room."""
         if 4 * nbytes <= self._credit_bytes and self._budget.try_take(self._credit_bytes, SAVED):
             with self.lock:
-                self._spare_bytes += self._credit_bytes - nbytes
+                self.spare_bytes += self._credit_bytes - nbytes
             return True
         return self._budget.try_take(nbytes, SAVED)
 
@@ -111,14 +112,14 @@ class Traffic:
         if 4 * nbytes > self._credit_bytes:
             self._budget.give(nbytes, SAVED)
             nbytes = 0
-        self._spare_bytes += nbytes
-        spare = self._spare_bytes
+        self.spare_bytes += nbytes
+        spare = self.spare_bytes
         if spare > 2 * self._credit_bytes or spare == self._budget.used_by(SAVED):
             self.give_spare()
 
     def give_spare(self) -> int:
         """Give back what was taken in advance; how much that was. Under the lock."""
-        spare, self._spare_bytes = self._spare_bytes, 0
+        spare, self.spare_bytes = self.spare_bytes, 0
         if spare:
             self._budget.give(spare, SAVED)
         return spare
