@@ -43,6 +43,7 @@ from penstock.io.arena import Arena
 from penstock.observe.recorder import Stage
 from penstock.plan import Budgets, Machine, Plan, Profile, policies
 from penstock.plan.replay import Replayed, replay
+from penstock.plan.slots import MatchKey
 from penstock.runtime import probe
 from penstock.runtime.movers import page_slack_bytes
 from penstock.tier import ThrottledTier
@@ -157,7 +158,7 @@ class Rounds:
     """In the end: reads may begin earlier than in the one that was given."""
 
 
-def profile_of(training: Training) -> Profiled:
+def profile_of(training: Training, directory: str) -> Profiled:
     """Of a step that keeps everything; a quick one."""
     found = []
     for _ in range(PROFILES):
@@ -166,7 +167,21 @@ def profile_of(training: Training) -> Profiled:
             assert session.profile is not None
             found.append(Profiled(session.profile, times))
     one = sorted(found, key=lambda one: one.times.whole)[PROFILES // 4]
-    return replace(one, hooks=_hooks(training))
+    held = _held(training, directory)
+    slots = tuple(
+        replace(slot, held_elsewhere=slot.key.match_key in held) for slot in one.profile.slots
+    )
+    return replace(one, profile=replace(one.profile, slots=slots), hooks=_hooks(training))
+
+
+def _held(training: Training, directory: str) -> set[MatchKey]:
+    """What the program itself still holds when it is needed, as its batch: only moving it shows that."""
+    with penstock.offload(
+        training.network, training.optimizer, policy="all", device_memory="64GiB", flash=directory
+    ) as session:
+        training.step()
+        assert session.profile is not None
+        return {slot.key.match_key for slot in session.profile.slots if slot.held_elsewhere}
 
 
 def _hooks(training: Training) -> float:

@@ -69,7 +69,7 @@ def predict(
     training = Training(job)
     for _ in range(2):
         training.step()
-    profiled = _paired.profile_of(training)
+    profiled = _paired.profile_of(training, args.dir)
     profile = profiled.profile
     device_bytes, budgets = _paired.budgets_for(job, profile, machine)
     cases: dict[str, Any] = dict(earlier.get("cases", {}))

@@ -59,7 +59,7 @@ def measure(
     training = Training(job)
     for _ in range(2):
         training.step()
-    profiled = _paired.profile_of(training)
+    profiled = _paired.profile_of(training, args.dir)
     profile = profiled.profile
     device_bytes, budgets = _paired.budgets_for(job, profile, machine)
     need = _paired.needed(profile, profile.peak_saved_bytes - device_bytes)

@@ -16,6 +16,15 @@ def test_a_session_plans_with_two_pages_less_than_its_budget(session_for, budget
         assert session.budget.limit_bytes == budget
 
 
+@pytest.mark.parametrize(("budget", "slack"), [(2 * MIB, MIB // 4), (64 * MIB, MIB // 2)])
+def test_from_the_heap_they_take_less(session_for, monkeypatch, budget, slack):
+    monkeypatch.setenv("PENSTOCK_RESTORE_INTO", "heap")
+    net = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
+    with session_for(net, policy="auto", device_memory=budget) as session:
+        net(torch.randn(64, 256)).sum().backward()
+        assert session.plan.budgets.device_bytes == budget - slack
+
+
 def test_a_plan_that_was_given_is_followed_as_it_is(session_for, tmp_path):
     net = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
     with session_for(net, policy="auto", device_memory=8 * MIB) as session:

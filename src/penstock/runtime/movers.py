@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from penstock.core.budget import Budget
-from penstock.core.units import round_up
+from penstock.core.units import KIB, round_up
 from penstock.io.arena import Arena, Block
 from penstock.io.engine import Priority, Transfer
 from penstock.io.mapping import HUGE_PAGE_BYTES, PAGE_BYTES
@@ -37,15 +37,20 @@ CACHE_LINE_BYTES: Final = 64
 
 PAGE_SLACK_SHARE: Final = 8
 """The part of a small budget that is left for pages that are not full."""
+HEAP_SLACK_BYTES: Final = 512 * KIB
+"""The same where they come back into the heap: the granules at the ends of some forty of them."""
 
 
 def page_slack_bytes(device_bytes: int) -> int:
-    """What a plan for host memory must leave of the budget, because restored storages take whole pages.
+    """What a plan for host memory must leave of the budget for what restored storages take beside theirs.
 
-    They are taken and given back in order, so that but the first and the last page of what is there are
-    full. A plan that fills the budget to the last byte would have kept storages evicted for these.
+    In an arena they take whole pages. They are taken and given back in order, so that but the first and
+    the last page of what is there are full. From the heap they take the few granules that their ends lie
+    in ([Note: heap or arena]). A plan that fills the budget to the last byte would have kept storages
+    evicted for these.
     """
-    return min(2 * HUGE_PAGE_BYTES, device_bytes // PAGE_SLACK_SHARE)
+    most = HEAP_SLACK_BYTES if heap_is_better() else 2 * HUGE_PAGE_BYTES
+    return min(most, device_bytes // PAGE_SLACK_SHARE)
 
 
 class Encoding(NamedTuple):
