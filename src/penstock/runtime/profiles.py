@@ -31,7 +31,7 @@ def profile_of(
     operators = (replace(each, pass_index=one.index) for one in passes for each in one.operators)
     return Profile(
         device=device,
-        slots=tuple(_slot(one, record, held) for one in passes for record in one.records),
+        slots=tuple(slot for one in passes for slot in _slots(one, held)),
         passes=tuple(_pass(one) for one in passes),
         small_bytes=max((one.small_bytes for one in passes), default=0),
         small_count=sum(one.small_count for one in passes),
@@ -44,6 +44,23 @@ def _pass(one: Pass) -> PassProfile:
     # another thread's stall, once over, takes this one's time back to before it
     backward_ns = max(one.backward_start_ns or one.end_ns or 0, one.start_ns)
     return PassProfile(one.index, one.start_ns, backward_ns, max(one.end_ns or 0, backward_ns))
+
+
+def _slots(one: Pass, held: Collection[MatchKey]) -> list[SlotProfile]:
+    """All of a pass. What is small and saved after the last of them is there when backward begins.
+
+    How much of it is left when each of them is needed is not known; most of it, if it was saved last, is
+    let go of first. So it counts beside the first one that is needed, and beside no other.
+    """
+    slots = [_slot(one, record, held) for record in one.records]
+    needed = [
+        (slot.needed_at_ns, -i) for i, slot in enumerate(slots) if slot.needed_at_ns is not None
+    ]
+    if needed:
+        first = -min(needed)[1]
+        at_need = max(one.small_bytes, slots[first].small_bytes or 0)
+        slots[first] = replace(slots[first], small_bytes_at_need=at_need)
+    return slots
 
 
 def _slot(one: Pass, record: SlotRecord, held: Collection[MatchKey]) -> SlotProfile:
