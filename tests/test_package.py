@@ -28,9 +28,13 @@ EXPORTS = [
     "Session",
     "ShortTransferError",
     "SizeError",
+    "SuspendError",
+    "Suspended",
     "TransferError",
     "__version__",
     "offload",
+    "resume",
+    "suspend",
 ]
 
 

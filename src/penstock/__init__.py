@@ -21,11 +21,12 @@ from penstock.core.errors import (
     RestoreError,
     ShortTransferError,
     SizeError,
+    SuspendError,
     TransferError,
 )
 
 if TYPE_CHECKING:
-    from penstock.api import Session, offload
+    from penstock.api import Session, Suspended, offload, resume, suspend
 
 __version__ = "0.1.0.dev0"
 
@@ -46,15 +47,20 @@ __all__ = [
     "Session",
     "ShortTransferError",
     "SizeError",
+    "SuspendError",
+    "Suspended",
     "TransferError",
     "__version__",
     "offload",
+    "resume",
+    "suspend",
 ]
+_LAZY = ("Session", "Suspended", "offload", "resume", "suspend")
 
 
 def __getattr__(name: str) -> Any:
     """Import what needs torch when it is first asked for: planning does without (PEP 562)."""
-    if name in ("Session", "offload"):
+    if name in _LAZY:
         return getattr(importlib.import_module("penstock.api"), name)
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")
 

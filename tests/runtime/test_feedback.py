@@ -201,7 +201,7 @@ def test_triggers_that_are_too_late_move_and_the_summary_tells(session_for, disk
     )
     log = tmp_path / "events.jsonl"
     session = following(disk, plan, model, event_log=log)
-    session._wrap_tier = slow
+    session.wrap_tier = slow
     with session:
         for _ in range(4):
             loss = model(torch.randn(512, 64)).square().mean()

@@ -3,7 +3,8 @@
 1. Settings are checked, before anything of the script runs.
 2. The script becomes ``__main__`` (:mod:`penstock.cli.script`).
 3. When it has imported torch, a session is opened in this thread (:mod:`penstock.cli.torch_import`).
-4. When it is over, its other threads and its ``atexit`` functions included, and however it ended, the
+4. Between two of its steps it can be suspended, by a signal (:mod:`penstock.jobs.signals`).
+5. When it is over, its other threads and its ``atexit`` functions included, and however it ended, the
    summary is told and the session closed. What ends a process without Python's doing (SIGTERM,
    ``os._exit``) ends it without a summary.
 """
@@ -183,6 +184,7 @@ class _Attendant:
                 raise
             raise SystemExit(report(error)) from None
         self._session = session
+        importlib.import_module("penstock.jobs.signals").Sleeper(session, tell=say)
         # before what the script registers from now on, so that it runs after that
         atexit.unregister(self.finish)
         atexit.register(self.finish)

@@ -119,6 +119,10 @@ class RestoreError(PenstockError, RuntimeError):
     """A saved tensor that cannot be brought back; names the slot, and the cause with its place."""
 
 
+class SuspendError(PenstockError, RuntimeError):
+    """A job that cannot be suspended now, or not be brought back; names the tensor and the cause."""
+
+
 class ClosedError(PenstockError, RuntimeError):
     """An object used after its close, or in a process forked from the one that made it."""
 

@@ -65,6 +65,16 @@ class ProtectedStorages:
             if isinstance(state, dict):
                 self._protect(value for value in state.values() if isinstance(value, torch.Tensor))
 
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that are known and alive."""
+        return list(self._optimizers)
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """The roots that are known and alive."""
+        return list(self._modules)
+
     def refresh(self) -> None:
         """Look again: storages are replaced when parameters are moved, loaded or unsharded."""
         self._storages = {}

@@ -98,6 +98,17 @@ class OnFlash(torch.optim.Optimizer):
         self._penstock.step()
         return loss
 
+    def rest(self) -> None:
+        """Have all states on flash, and hold no memory for them until the next step.
+
+        Raises:
+            ConfigError: Backward has begun a step that was not finished.
+            TransferError: A record could not be written; it is still in memory.
+            ClosedError: The optimizer is closed.
+        """
+        self._penstock.check_between_steps("rest()")
+        self._penstock.states.rest()
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with a place for its states. Raises as the constructor."""
         conductor = self._penstock if isinstance(self._penstock, Conductor) else None

@@ -420,8 +420,17 @@ class FlashStates:
                 self._inherited = None
         return self._pipeline
 
+    def rest(self) -> None:
+        """Have all states on flash and hold no memory for them, until the next step.
+
+        Raises:
+            TransferError: A record could not be written; it is still in memory.
+        """
+        self.check_usable()
+        self._retire_pipeline()
+
     def _retire_pipeline(self) -> None:
-        """More tiles come: their records may need longer buffers, or more."""
+        """Let the buffers go; the next ones may be more, or longer."""
         if self._pipeline is None:
             return
         self._pipeline.flush()

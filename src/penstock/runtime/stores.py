@@ -151,6 +151,12 @@ class Stores:
             return machine
         return replace(machine, host_write_bytes_per_s=out, host_read_bytes_per_s=back)
 
+    def give_back_idle(self) -> None:
+        """Give the system all memory that holds nothing at the moment."""
+        self.mover.trim(UNLIMITED)
+        if self._host_arena is not None:
+            self._host_arena.trim()
+
     def close(self) -> None:
         """Close everything; what is still in flight is waited for. Idempotent."""
         for tier in self.tiers.values():

@@ -82,10 +82,14 @@ class Ticket:
 class Tier(ABC):
     """A memory that holds spilled bytes. Thread-safe. Unusable in a forked child."""
 
-    def __init__(self, spec: TierSpec, *, recorder: Recorder) -> None:
+    def __init__(
+        self, spec: TierSpec, *, recorder: Recorder, checksum: checksums.Checksum | None = None
+    ) -> None:
+        """For subclasses; without ``checksum`` it is the one that ``knobs.verify()`` names."""
         self.spec = spec
         self.recorder = recorder
-        self._checksum = None if spec.gpu_direct else checksums.by_name(knobs.verify())
+        wanted = checksum or checksums.by_name(knobs.verify())
+        self._checksum = None if spec.gpu_direct else wanted
         self._pid = os.getpid()
         self._lock = condition()  # notified when nothing is in flight any more
         self._closed = False

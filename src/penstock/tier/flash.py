@@ -16,6 +16,7 @@ from penstock.io.engine import Engine, Op, Priority, Request, Transfer
 from penstock.io.files import filesystem_of, open_unlinked, open_unlinked_buffered
 from penstock.observe.recorder import Recorder
 from penstock.tier.base import Tier, TierSpec
+from penstock.tier.checksums import Checksum
 from penstock.tier.joint import submit_all
 from penstock.tier.slabs import UNIT_BYTES, SlabDirectory
 from penstock.tier.striping import FlashPlace, StripedSpace
@@ -41,6 +42,7 @@ class FlashTier(Tier):
         recorder: Recorder,
         name: str = "flash",
         allow_memory_filesystem: bool = False,
+        checksum: Checksum | None = None,
     ) -> None:
         """Check the directories and open a file in each; claim no space yet.
 
@@ -53,6 +55,7 @@ class FlashTier(Tier):
             recorder: Gets counters and spans.
             name: As in plans, logs and traces.
             allow_memory_filesystem: Accept directories on tmpfs, where spilling saves no memory.
+            checksum: By which bytes are known again; the one that ``knobs.verify()`` names if None.
 
         Raises:
             ConfigError: A directory is missing, named twice, not writable or in memory, or the
@@ -71,7 +74,7 @@ class FlashTier(Tier):
             where=", ".join(paths),
             gpu_direct=engine.spec.gpu_direct,
         )
-        super().__init__(spec, recorder=recorder)
+        super().__init__(spec, recorder=recorder, checksum=checksum)
         self._engine = engine
         self._space = StripedSpace(slabs, stripe_bytes=knobs.stripe_bytes())
         _live.add(self)

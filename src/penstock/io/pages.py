@@ -1,0 +1,114 @@
+"""Pages of memory that somebody else owns: given back to the system, and closed until they are refilled.
+
+[Note: pages at rest]
+    The memory of a tensor can be given back without the tensor's knowing: its whole pages are dropped
+    where they are, and its addresses stay valid for all that points there. While they are at rest nobody
+    may touch them: a read would find zeros, and a write would be lost. So they are closed to reads and
+    writes, and who touches one all the same ends the process by SIGSEGV, rather than to train on with
+    wrong numbers. Only private memory without a file goes: of shared memory other processes would lose
+    their bytes, and pages of a file come from there again.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import errno
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from penstock.core.errors import TransferError
+from penstock.core.units import round_down, round_up
+from penstock.io.mapping import PAGE_BYTES
+
+_PROT_NONE: Final = 0
+_PROT_READ_WRITE: Final = 1 | 2
+_MADV_DONTNEED: Final = 4
+_ANONYMOUS: Final = ("", "[heap]")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Pages(NamedTuple):
+    """Whole pages, one after the other."""
+
+    address: int
+    nbytes: int
+
+
+def whole_pages(address: int, nbytes: int) -> Pages:
+    """Those that lie within so many bytes; none of them, of length 0, where that is too short."""
+    start = round_up(address, PAGE_BYTES)
+    return Pages(start, max(0, round_down(address + nbytes, PAGE_BYTES) - start))
+
+
+class PrivateMemory:
+    """The process's private memory that belongs to no file, as it is now."""
+
+    def __init__(self) -> None:
+        """Read what the kernel says of this process."""
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                addresses, rights, _, _, _, *path = line.split(maxsplit=5)
+                name = path[0].strip() if path else ""
+                if rights == "rw-p" and (name in _ANONYMOUS or name.startswith("[anon:")):
+                    start, end = (int(each, 16) for each in addresses.split("-"))
+                    self._add(start, end)
+
+    def _add(self, start: int, end: int) -> None:
+        if self._ends and self._ends[-1] == start:
+            self._ends[-1] = end
+        else:
+            self._starts.append(start)
+            self._ends.append(end)
+
+    def holds(self, pages: Pages) -> bool:
+        """Whether all of these pages are such memory."""
+        i = bisect.bisect_right(self._starts, pages.address) - 1
+        return i >= 0 and pages.address + pages.nbytes <= self._ends[i]
+
+
+def give_back(pages: Pages) -> None:
+    """Drop the pages' contents, and close them to everybody. See [Note: pages at rest].
+
+    Raises:
+        TransferError: The system refuses, as it does for memory that is locked; nothing has changed.
+    """
+    _call("madvise", pages, _MADV_DONTNEED)
+    _call("mprotect", pages, _PROT_NONE)
+
+
+def close_to_all(pages: Sequence[Pages]) -> None:
+    """Whoever touches them from now on ends the process."""
+    for each in pages:
+        _call("mprotect", each, _PROT_NONE)
+
+
+def open_again(pages: Pages) -> None:
+    """Let the pages be written and read again; they are zeros until they are filled."""
+    _call("mprotect", pages, _PROT_READ_WRITE)
+
+
+def trim_heap() -> None:
+    """Have the C library give back what is free in its heap, where it can."""
+    trim = getattr(_libc, "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
+
+
+def _call(name: str, pages: Pages, argument: int) -> None:
+    if getattr(_libc, name)(pages.address, pages.nbytes, argument):
+        raise TransferError(
+            errno=ctypes.get_errno() or errno.EINVAL,
+            op=name,
+            path=f"memory at {pages.address:#x}",
+            offset_bytes=0,
+            nbytes=pages.nbytes,
+            advice="memory that is locked cannot be given back"
+            if name == "madvise"
+            else "there may be too many mappings: raise vm.max_map_count",
+        )

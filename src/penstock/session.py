@@ -1,0 +1,467 @@
+"""A session: everything that offloading takes, put together, from entering to leaving it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from penstock.core.budget import Budget
+from penstock.core.config import UNLIMITED, OffloadConfig
+from penstock.core.errors import ClosedError, ConfigError, HookError, PenstockWarning
+from penstock.hooks import proofs
+from penstock.hooks.aside import StepAside
+from penstock.hooks.boundaries import Boundaries
+from penstock.hooks.modules import ModuleTracker
+from penstock.hooks.observer import Observer
+from penstock.hooks.protected import ProtectedStorages
+from penstock.hooks.recompute import Recompute, left_alone
+from penstock.hooks.saved_tensors import SavedTensorHooks
+from penstock.jobs.suspend import Suspended, resume
+from penstock.observe.counters import SESSION
+from penstock.observe.log import EventLog
+from penstock.observe.recorder import Recorder
+from penstock.observe.records import LastWords
+from penstock.observe.rss import RssSampler
+from penstock.observe.summary import RunFacts, SlotFact, Summary, summarize
+from penstock.plan.machine import Budgets, Machine
+from penstock.plan.plan import Plan
+from penstock.plan.profile import Profile
+from penstock.runtime import given
+from penstock.runtime.executor import Executor
+from penstock.runtime.planner import Planner
+from penstock.runtime.repeats import Repeats
+from penstock.runtime.stores import Stores
+from penstock.tier.base import Tier
+
+_hooked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_active: list[weakref.ref[Session]] = []
+
+
+class Session:
+    """Offloading, from entering to leaving a ``with`` block. Made by :func:`penstock.offload`.
+
+    Use it in one thread: saved-tensor hooks are thread-local, and other threads' tensors stay where
+    they are (a warning says so once).
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        *,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        wrap_tier: Callable[[Tier], Tier] | None = None,
+        machine: Machine | None = None,
+        plan: Plan | None = None,
+    ) -> None:
+        """Check everything; touch nothing. See :func:`penstock.offload`.
+
+        Args:
+            config: What to do.
+            model: As for ``offload``.
+            optimizer: As for ``offload``.
+            wrap_tier: Applied to every tier that is opened, as with
+                :class:`penstock.tier.ThrottledTier`, for emulation and tests.
+            machine: Bandwidths to plan with; measured when the session is entered if not given.
+            plan: Followed as it is, in place of the configuration's policy.
+        """
+        self.config = config
+        self._model = model
+        self._optimizer = optimizer
+        self.wrap_tier = wrap_tier
+        self._machine = machine
+        if plan is None and config.policy.endswith(given.SUFFIX):
+            plan = given.load_plan(config.policy)
+        self._given = plan
+        self.suspended: Suspended | None = None
+        self.on_step: Callable[[], None] | None = None
+        self._observer: Observer | None = None
+        self._state = "new"
+        self._steps = 0
+        self._warnings: list[str] = []
+        self._stores: Stores | None = None
+        self._rss: RssSampler | None = None
+        self._device = _device_of(model)
+        log = None if config.event_log is None else EventLog(config.event_log)
+        self.recorder = Recorder(log=log)
+
+    # -- entering and leaving -----------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        """Open tiers, measure them, attach hooks.
+
+        Raises:
+            ClosedError: The session was used before.
+            HookError: The model, or this thread, is in another session.
+            ConfigError, TransferError: A directory cannot be spilled to.
+        """
+        if self._state != "new":
+            raise ClosedError("a session is entered once; call penstock.offload again for another")
+        self._refuse_nesting()
+        self._state = "open"
+        try:
+            self._open()
+            self._attach()
+        except BaseException:
+            self._stores_close()
+            self._state = "closed"
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        """Detach hooks and release everything; files vanish."""
+        self.close()
+
+    def close(self) -> None:
+        """Leave the session. Idempotent. A graph that has spilled tensors can no longer be walked."""
+        if self._state != "open":
+            return
+        self._state = "closed"
+        resume(self)
+        self._detach()
+        self.executor.close()
+        if self.recorder.log is not None:
+            self.recorder.log.conclude(LastWords(self.summary().to_json()))
+        self._stores_close()
+
+    def _open(self) -> None:
+        config = self.config
+        if config.sample_rss:
+            self._rss = RssSampler(self.recorder)
+        self.budget = Budget(
+            config.device_bytes,
+            name="device",
+            on_change=partial(self.recorder.level, "device"),
+        )
+        stores = self._stores = Stores(
+            config,
+            budget=self.budget,
+            recorder=self.recorder,
+            device=self._device,
+            wrap_tier=self.wrap_tier,
+        )
+        self.planner = Planner(
+            policy=config.policy,
+            machine=self._machine or stores.measure(),
+            budgets=Budgets(
+                device_bytes=config.device_bytes,
+                host_bytes=stores.capacity_bytes("host"),
+                flash_bytes=stores.capacity_bytes("flash"),
+            ),
+            budget=self.budget,
+            floor_bytes=config.floor_bytes,
+            recorder=self.recorder,
+            device=str(self._device),
+            codec=self._codec(),
+            prepare_codecs=self._open_codecs,
+            recompute=config.recompute or config.policy == "recompute",
+            plan=self._given,
+            slack_bytes=stores.slack_bytes(config.device_bytes),
+        )
+        self.executor = Executor(
+            budget=self.budget,
+            tiers=stores.tiers,
+            mover=stores.mover,
+            planner=self.planner,
+            recorder=self.recorder,
+        )
+        self.planner.begin()
+
+    def _codec(self) -> str:
+        """The configured codec, if this device can have it. Raises ConfigError if it was asked for."""
+        codec = self.config.codec
+        if self._device.type == "cpu" or codec == "none":
+            return codec
+        if codec != "auto":
+            raise ConfigError(
+                f"codec {codec!r}: codecs encode on the CPU, and saved tensors are on"
+                f" {str(self._device)!r}; give codec='none'"
+            )
+        return "none"
+
+    def _open_codecs(self) -> int:
+        assert self._stores is not None
+        scratch_bytes = self._stores.open_codecs(self.budget, self.config.device_bytes)
+        if scratch_bytes:
+            self.executor.use_mover(self._stores.mover)
+        return scratch_bytes
+
+    def _attach(self) -> None:
+        self._protected = ProtectedStorages()
+        self._modules = ModuleTracker(
+            on_root=self._met,
+            on_missed_thread=self._missed_thread,
+            on_watched=self._module_ran,
+            watch=proofs.KINDS if self._codec() == "auto" else (),
+        )
+        self._boundaries = Boundaries(on_backward_end=self._backward_ended, on_step=self._stepped)
+        self.hooks = SavedTensorHooks(
+            executor=self.executor,
+            protected=self._protected,
+            modules=self._modules,
+            boundaries=self._boundaries,
+            recorder=self.recorder,
+            device_type=self._device.type,
+            floor_bytes=self.config.floor_bytes,
+        )
+        self._recompute = Recompute(
+            hooks=self.hooks,
+            modules=self._modules,
+            repeats=Repeats(self.executor),
+            device=self._device,
+            floor_bytes=self.config.floor_bytes,
+        )
+        if self._model is not None:
+            self._modules.register(self._model)
+            _hooked.add(self._model)
+        if self._optimizer is not None:
+            self._protected.add_optimizer(self._optimizer)
+        self._context = torch.autograd.graph.saved_tensors_hooks(self.hooks.pack, self.hooks.unpack)
+        self._aside = StepAside(self.hooks.pack, self.hooks.unpack, on_aside=self._stepped_aside)
+        self._modules.attach()
+        self._follow()
+        self._boundaries.attach()
+        self._aside.attach()
+        self._context.__enter__()
+        _active.append(weakref.ref(self))
+        self.recorder.mark(
+            SESSION,
+            policy=self._policy_name,
+            device=str(self._device),
+            budget_bytes=self._limit_bytes,
+            host_budget_bytes=self.config.host_bytes or None,
+            tbw_bytes=self.config.tbw_bytes,
+        )
+        self.recorder.begin_step(0)
+
+    def _met(self, root: torch.nn.Module) -> None:
+        """A root has been named."""
+        self._protected.add_module(root)
+        if self._given is None:
+            return
+        place = self._modules.place_of(root)
+        if place is not None:
+            given.check_paths(self._given, self._modules.known(), place.path)
+        self._follow()
+
+    def _follow(self) -> None:
+        """Do, from now on, what the planner wants beside moving: observe, and run modules again."""
+        planner = self.planner
+        plan = planner.plan
+        self._recompute.follow(() if plan is None else plan.recomputed)
+        self._recompute.suspended = planner.observing
+        if self._observer is not None:
+            self._observer.detach()
+            self.hooks.observer = self._observer = None
+        if planner.observing:
+            self._observer = self.hooks.observer = Observer(
+                modules=self._modules,
+                compute_ns=self.executor.compute_ns,
+                storage_of=self.hooks.storage_of,
+            )
+            self._observer.attach()
+
+    def _stepped_aside(self) -> None:
+        if self._observer is not None:
+            self._observer.refuse_running()
+
+    def _backward_ended(self) -> None:
+        self._modules.forget_watched()
+        observer = self._observer
+        if observer is not None:
+            self.executor.observed(observer.finish)
+            self.planner.unrepeatable |= observer.unrepeatable
+            self.planner.unrepeatable |= left_alone(self._modules.known())
+        planned = self.executor.end_backward()
+        if observer is not None and self.plan is None:
+            self.planner.observing = False  # nothing that is saved here could be planned
+        if planned or observer is not None or self.planner.observing:
+            self._follow()
+
+    def _module_ran(self, kind: str, output: Any, packed: list[Any]) -> None:
+        self.hooks.prove(kind, output, packed)
+
+    def _detach(self) -> None:
+        self._context.__exit__()
+        self._recompute.follow(())
+        if self._observer is not None:
+            self._observer.detach()
+        self._aside.detach()
+        self._boundaries.detach()
+        self._modules.detach()
+        _active[:] = [ref for ref in _active if ref() not in (None, self)]
+        if self._model is not None:
+            _hooked.discard(self._model)
+
+    def _stores_close(self) -> None:
+        if self._stores is not None:
+            self._stores.close()
+        if self._rss is not None:
+            self._rss.stop()
+        if self.recorder.log is not None:
+            self.recorder.log.close()
+
+    def _refuse_nesting(self) -> None:
+        if any(ref() is not None for ref in _active):
+            raise HookError(
+                "a session is open already: its hooks would pack what this one packed; leave it first"
+            )
+        if self._model is not None and self._model in _hooked:
+            raise HookError(f"this {type(self._model).__name__} is offloaded by another session")
+
+    # -- while it is open ---------------------------------------------------------------------
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within, this thread saves tensors as if there were no session."""
+        with self._aside.aside():
+            yield
+
+    def step(self) -> None:
+        """A step has ended. Called by every ``torch.optim`` optimizer; call it if you have none."""
+        self._steps += 1
+        self._protected.refresh()
+        self.recorder.end_step()
+        if self.on_step is not None:
+            self.on_step()
+        self.recorder.begin_step(self._steps)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force; ``None`` until the first backward is over."""
+        return self.planner.plan
+
+    @property
+    def profile(self) -> Profile | None:
+        """What the plan was made from; ``None`` if that was given."""
+        return self.planner.profile
+
+    def summary(self) -> Summary:
+        """What was moved, where, at what stall; what stayed and why. At any time after entering."""
+        if self._state == "new":
+            raise ClosedError("summary: the session has not been entered")
+        return summarize(self.recorder.snapshot(), self._facts(), self.recorder.steps())
+
+    # -- as a job that can be suspended (penstock.suspend) ------------------------------------
+
+    @property
+    def directories(self) -> tuple[str, ...]:
+        """Where it spills to."""
+        return self.config.directories
+
+    @property
+    def modules(self) -> list[tuple[str, torch.nn.Module]]:
+        """The outermost modules that it knows, by name."""
+        places = [(self._modules.place_of(each), each) for each in self._protected.modules]
+        return [("module" if place is None else place.path, each) for place, each in places]
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that were given, or have stepped."""
+        return self._protected.optimizers
+
+    def give_back_idle(self) -> None:
+        """Give the system what is held in reserve for what comes back."""
+        assert self._stores is not None
+        self._stores.give_back_idle()
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _facts(self) -> RunFacts:
+        config, plan = self.config, self.plan
+        slots = (
+            ()
+            if plan is None
+            else tuple(
+                SlotFact(
+                    module=decision.key.module,
+                    ordinal=decision.key.ordinal,
+                    nbytes=decision.key.nbytes,
+                    action=str(decision.action),
+                    tier=decision.tier,
+                    reason=decision.reason,
+                )
+                for decision in plan.decisions
+            )
+        )
+        return RunFacts(
+            policy=self._policy_name,
+            device=str(self._device),
+            budget_bytes=self._limit_bytes,
+            host_budget_bytes=config.host_bytes or None,
+            steps=self._steps,
+            slots=slots,
+            saved_bytes_per_step=self._saved_bytes(),
+            tbw_bytes=config.tbw_bytes,
+            foreseen=self.planner.foreseen,
+            warnings=(*self._notes(), *self.planner.notes),
+        )
+
+    @property
+    def _policy_name(self) -> str:
+        return self.config.policy if self._given is None else self._given.policy
+
+    @property
+    def _limit_bytes(self) -> int | None:
+        """Of the device's memory; ``None``: none."""
+        return None if self.config.device_bytes == UNLIMITED else self.config.device_bytes
+
+    def _saved_bytes(self) -> int:
+        """What a step saves."""
+        if self.profile is not None:
+            return self.profile.peak_saved_bytes
+        return sum(each.key.nbytes for each in self.plan.decisions) if self.plan else 0
+
+    def _notes(self) -> list[str]:
+        times = self._aside.times
+        if not times:
+            return self._warnings
+        return [
+            *self._warnings,
+            f"torch.func, which refuses saved-tensor hooks, ran {times} times: what it saved meanwhile"
+            " stayed in memory and was not counted",
+        ]
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self._protected.add_optimizer(optimizer)
+        self.step()
+
+    def _missed_thread(self, thread: str) -> None:
+        message = (
+            f"thread {thread!r} runs modules outside this session: saved-tensor hooks are per thread,"
+            " so what it saves stays in memory and is not counted"
+        )
+        if message not in self._warnings:
+            self._warnings.append(message)
+            warnings.warn(message, PenstockWarning, stacklevel=2)
+
+
+def _device_of(model: torch.nn.Module | None) -> torch.device:
+    if model is not None:
+        for parameter in model.parameters():
+            return parameter.device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _leave_child() -> None:
+    """In a forked child (a data loader's worker) engines are dead: its tensors stay (TRAPS rule 24)."""
+    for ref in _active:
+        session = ref()
+        if session is not None:
+            session.hooks.active = False
+
+
+os.register_at_fork(after_in_child=_leave_child)

@@ -1,0 +1,319 @@
+"""A job is suspended between two steps: its memory goes to flash, and comes back to the last bit."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import penstock
+from offload_runs import assert_nothing_held, same_bits, session_in
+from penstock.core.errors import (
+    ClosedError,
+    ConfigError,
+    NoSpaceError,
+    SuspendError,
+    TransferError,
+)
+from penstock.core.units import MIB
+from penstock.io.pages import PrivateMemory, whole_pages
+from penstock.jobs.state import LEAST_BYTES, storages_of
+from penstock.optim import FlashAdamW
+from penstock.tier.wrappers import FaultyTier
+
+WIDTH = 512
+"""A layer's weights take 1 MiB."""
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, WIDTH),
+        torch.nn.BatchNorm1d(WIDTH),
+        torch.nn.ReLU(),
+        torch.nn.Linear(WIDTH, WIDTH),
+    )
+
+
+def step(model, optimizer, number):
+    generator = torch.Generator().manual_seed(number)
+    optimizer.zero_grad()
+    model(torch.randn(64, WIDTH, generator=generator)).square().mean().backward()
+    optimizer.step()
+
+
+def state_of(model, optimizer):
+    found = [each.detach().clone() for each in model.state_dict().values()]
+    found += [each.grad.clone() for each in model.parameters()]
+    for state in optimizer.state.values():
+        found += [each.clone() for each in state.values() if isinstance(each, torch.Tensor)]
+    return found
+
+
+def assert_same(left, right):
+    assert len(left) == len(right)
+    assert all(same_bits(mine, theirs) for mine, theirs in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.AdamW,
+        lambda params: torch.optim.AdamW(params, fused=True, amsgrad=True),
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    ],
+    ids=["adamw", "fused", "momentum"],
+)
+def test_training_goes_on_to_the_same_bits(disk_path, make):
+    model = network()
+    optimizer = make(model.parameters())
+    for number in range(4):
+        step(model, optimizer, number)
+    expected = state_of(model, optimizer)
+
+    model = network()
+    optimizer = make(model.parameters())
+    with session_in(disk_path, model, optimizer, device_memory=8 * MIB) as session:
+        for number in range(4):
+            step(model, optimizer, number)
+            suspended = penstock.suspend(session)
+            assert suspended.nbytes > 4 * MIB  # weights, gradients, states
+            assert not suspended.stayed
+            penstock.resume(session)
+            assert suspended.is_back
+        assert_same(state_of(model, optimizer), expected)
+    assert list(disk_path.iterdir()) == []
+
+
+def test_addresses_and_views_are_what_they_were(disk_path):
+    model = network()
+    weight = model[0].weight
+    row, array, address = weight.detach()[7], weight.detach().numpy(), weight.data_ptr()
+    expected = row.clone()
+    with session_in(disk_path, model) as session:
+        penstock.suspend(session)
+        penstock.resume(session)
+        assert weight.data_ptr() == address
+        assert same_bits(row, expected)
+        row.add_(1.0)
+        assert same_bits(torch.from_numpy(array[7].copy()), expected + 1.0)
+
+
+def test_what_is_named_besides_goes_too(disk_path):
+    ours, small = torch.randn(MIB // 4), torch.randn(8)
+    expected = ours.clone()
+    with session_in(disk_path, torch.nn.Linear(2, 2)) as session:
+        suspended = penstock.suspend(session, also=[ours, ours[5:], small])
+        assert MIB - 2 * 4096 <= suspended.nbytes <= MIB
+        assert same_bits(small, small.clone())  # it has stayed, and can be read
+        penstock.resume(session)
+        assert same_bits(ours, expected)
+
+
+def test_states_on_flash_rest_there(disk_path):
+    def trained(between):
+        model = network()
+        optimizer = FlashAdamW(model.parameters(), flash=disk_path, host_memory="64MiB")
+        with session_in(disk_path, model, optimizer) as session:
+            for number in range(4):
+                step(model, optimizer, number)
+                between(session)
+        optimizer.close()
+        return [each.detach().clone() for each in model.parameters()]
+
+    def plainly(session):
+        pass
+
+    def suspending(session):
+        penstock.suspend(session)
+        (optimizer,) = session.optimizers
+        assert optimizer._penstock.states._pipeline is None  # nor is there memory for them
+        penstock.resume(session)
+
+    assert_same(trained(suspending), trained(plainly))
+
+
+def test_memory_that_is_not_ours_alone_stays(disk_path, tmp_path):
+    model = torch.nn.ModuleList([torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)])
+    model[0].weight.data.share_memory_()
+    path = tmp_path / "weights.pt"
+    torch.save(model[1].weight.detach(), path)
+    mapped = torch.load(path, mmap=True)
+    model[1].weight.data = mapped
+    with session_in(disk_path, model) as session:
+        suspended = penstock.suspend(session)
+        assert suspended.stayed == {
+            "ModuleList.0.weight": "its memory is shared with other processes",
+            "ModuleList.1.weight": "its memory is mapped from a file, or read-only",
+        }
+        assert suspended.nbytes <= MIB
+        model[0].weight.detach().sum()  # and may be used
+        model[1].weight.detach().sum()
+        penstock.resume(session)
+
+
+def test_resident_memory_goes_back_to_the_system(disk_path):
+    found = program("suspended_program.py", disk_path)
+    assert found["files"] == 0
+    assert not found["stayed"]
+    assert found["nbytes"] > 255 * MIB
+    assert found["before"] - found["during"] >= 0.95 * found["nbytes"]
+    assert found["after"] - found["during"] >= 0.95 * found["nbytes"]
+
+
+def test_who_touches_it_meanwhile_does_not_go_on_with_wrong_numbers(disk_path):
+    code = (
+        "import sys, torch, penstock\n"
+        "model = torch.nn.Linear(512, 512)\n"
+        "with penstock.offload(model, flash=sys.argv[1]) as session:\n"
+        "    penstock.suspend(session)\n"
+        "    print(model.weight.sum())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(disk_path)], capture_output=True, timeout=120, check=False
+    )
+    assert done.returncode == -signal.SIGSEGV
+    assert not done.stdout
+
+
+def test_a_process_may_end_while_it_is_suspended(disk_path):
+    code = (
+        "import sys, torch, penstock\n"
+        "model = torch.nn.Linear(512, 512)\n"
+        "session = penstock.offload(model, flash=sys.argv[1]).__enter__()\n"
+        "penstock.suspend(session)\n"
+        "print('suspended')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(disk_path)], capture_output=True, timeout=120, check=True
+    )
+    assert done.stdout == b"suspended\n"
+    assert list(disk_path.iterdir()) == []
+
+
+def test_leaving_the_session_brings_it_back(disk_path):
+    model = network()
+    expected = model[0].weight.detach().clone()
+    with session_in(disk_path, model) as session:
+        penstock.suspend(session)
+    assert same_bits(model[0].weight.detach(), expected)
+
+
+# -- what goes wrong ------------------------------------------------------------------------------
+
+
+def faulty(**faults):
+    def wrap(tier):
+        return FaultyTier(tier, **faults) if tier.spec.name == "suspended" else tier
+
+    return wrap
+
+
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("mode", ["raise", "settle"])
+def test_a_write_that_fails_leaves_everything_as_it_was(disk_path, at, mode):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer, 0)
+    expected = state_of(model, optimizer)
+    wrap = faulty(fail_at={"write": at}, mode=mode, times=1)
+    with session_in(disk_path, model, optimizer, wrap_tier=wrap) as session:
+        with pytest.raises(TransferError):
+            penstock.suspend(session)
+        assert session.suspended is None
+        assert_same(state_of(model, optimizer), expected)
+        penstock.resume(session)  # nothing to do
+        step(model, optimizer, 1)
+        assert_nothing_held(session)
+    assert list(disk_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", ["settle", "corrupt"])
+def test_a_read_that_fails_is_named_and_can_be_tried_again(disk_path, mode):
+    model = network()
+    expected = [each.detach().clone() for each in model.parameters()]
+    wrap = faulty(fail_at={"read": 0}, mode=mode, times=1)
+    with session_in(disk_path, model, wrap_tier=wrap) as session:
+        suspended = penstock.suspend(session)
+        with pytest.raises(SuspendError, match=r"1 of 2 tensors .* Sequential\.0\.weight"):
+            penstock.resume(session)
+        assert not suspended.is_back
+        assert session.suspended is suspended
+        assert same_bits(model[3].weight.detach(), expected[4])  # it is back
+        penstock.resume(session)
+        assert_same([each.detach() for each in model.parameters()], expected)
+
+
+def test_no_space_is_said_before_anything_is_written(disk_path, monkeypatch):
+    model = network()
+    with session_in(disk_path, model) as session:
+        monkeypatch.setattr("penstock.tier.flash.free_space_bytes", lambda path: 4096)
+        with pytest.raises(NoSpaceError, match="4096"):
+            penstock.suspend(session)
+        monkeypatch.undo()
+        penstock.suspend(session)
+        penstock.resume(session)
+
+
+def test_it_is_refused_where_it_makes_no_sense(disk_path):
+    model = network()
+    with session_in(disk_path, model) as session:
+        penstock.suspend(session)
+        with pytest.raises(ClosedError, match="suspended already"):
+            penstock.suspend(session)
+        penstock.resume(session)
+
+        class Suspends(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x * 2
+
+            @staticmethod
+            def backward(ctx, gradient):
+                penstock.suspend(session)
+
+        with pytest.raises(SuspendError, match="a backward is under way"):
+            Suspends.apply(torch.ones(3, requires_grad=True)).sum().backward()
+    with (
+        penstock.offload(model, policy="keep") as session,
+        pytest.raises(ConfigError, match="no directory"),
+    ):
+        penstock.suspend(session)
+
+
+# -- parts ----------------------------------------------------------------------------------------
+
+
+def test_only_whole_pages_go():
+    assert whole_pages(4096, 8192) == (4096, 8192)
+    assert whole_pages(4097, 8191) == (8192, 4096)
+    assert whole_pages(5000, 100)[1] == 0
+
+
+def test_the_same_storage_is_found_once_and_small_ones_stay():
+    large = torch.zeros(MIB)
+    private = PrivateMemory()
+    assert private.holds(whole_pages(large.data_ptr(), large.nbytes))
+    assert not private.holds(whole_pages(id(None) // 4096 * 4096 % 4096, 4096))
+    held, stay = storages_of(
+        [
+            ("a", large),
+            ("b", large[5:]),
+            ("c", torch.zeros(LEAST_BYTES // 8)),
+            ("d", large.view(-1, 2)),
+        ]
+    )
+    assert [each.name for each in held] == ["a"]
+    assert stay == {}
+
+
+def program(name, *arguments):
+    path = Path(__file__).with_name(name)
+    done = subprocess.run(
+        [sys.executable, path, *map(str, arguments)], capture_output=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return json.loads(done.stdout)
