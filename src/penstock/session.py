@@ -24,7 +24,7 @@ from penstock.hooks.observer import Observer
 from penstock.hooks.protected import ProtectedStorages
 from penstock.hooks.recompute import Recompute, left_alone
 from penstock.hooks.saved_tensors import SavedTensorHooks
-from penstock.jobs.suspend import Suspended, resume
+from penstock.jobs.suspend import Space, Suspended, resume
 from penstock.observe.counters import SESSION
 from penstock.observe.log import EventLog
 from penstock.observe.recorder import Recorder
@@ -82,6 +82,7 @@ class Session:
             plan = given.load_plan(config.policy)
         self._given = plan
         self.suspended: Suspended | None = None
+        self.space: Space | None = None
         self.on_step: Callable[[], None] | None = None
         self._observer: Observer | None = None
         self._state = "new"
@@ -307,6 +308,8 @@ class Session:
             _hooked.discard(self._model)
 
     def _stores_close(self) -> None:
+        if self.space is not None:
+            self.space.close()
         if self._stores is not None:
             self._stores.close()
         if self._rss is not None:

@@ -3,7 +3,8 @@
 1. Everything that can go is written (:mod:`.state` says what that is): straight from the tensors' own
    pages, by the engine that spills activations, to files that have no name.
 2. When all of it is written, and not before, the pages are given back ([Note: pages at rest]), and
-   what Penstock and the C library hold in reserve. A write that fails leaves the job as it was.
+   what Penstock and the C library hold in reserve. A write that fails leaves the job as it was. The
+   files stay, to be overwritten when it is suspended again, and vanish with the session.
 3. To resume, each page is read to where it was. Storages, views and addresses are the same as before,
    and every byte is checked. A read that fails can be tried again; until then its tensor stays closed.
 
@@ -55,6 +56,63 @@ class _Away:
     """Whether it is there again, or still."""
 
 
+class Space:
+    """Where a job's memory rests: files without names, kept while the job lives.
+
+    To overwrite what a file system has given once is about twice as quick as to write anew.
+
+    Attributes:
+        tier: Checks every byte, for it holds the only copy.
+    """
+
+    def __init__(
+        self,
+        flash: StrPath | Sequence[StrPath],
+        *,
+        capacity_bytes: int,
+        recorder: Recorder,
+        wrap_tier: Callable[[Tier], Tier] | None = None,
+    ) -> None:
+        """Check the directories and their free space.
+
+        Raises:
+            NoSpaceError: The file systems have not the space; the figures are in it.
+            ConfigError: A directory cannot be used.
+        """
+        self._flash = flash
+        self._closing = ExitStack()
+        engine = default_engine()
+        self._closing.callback(engine.close)
+        try:
+            tier = FlashTier(
+                flash,
+                capacity_bytes=capacity_bytes,
+                engine=engine,
+                recorder=recorder,
+                name="suspended",
+                checksum=checksums.full,
+            )
+        except BaseException:
+            self._closing.close()
+            raise
+        self.tier: Tier = wrap_tier(tier) if wrap_tier is not None else tier
+        self._closing.callback(self.tier.close)
+
+    @staticmethod
+    def needed_bytes(held: Sequence[Held], flash: StrPath | Sequence[StrPath]) -> int:
+        """The capacity that so much takes."""
+        directories = 1 if isinstance(flash, (str, os.PathLike)) else len(flash)
+        return sum(round_up(each.nbytes, UNIT_BYTES) for each in held) + directories * UNIT_BYTES
+
+    def serves(self, flash: StrPath | Sequence[StrPath], capacity_bytes: int) -> bool:
+        """Whether it is in these directories and large enough."""
+        return self._flash == flash and self.tier.spec.capacity_bytes >= capacity_bytes
+
+    def close(self) -> None:
+        """Give the files back. Idempotent."""
+        self._closing.close()
+
+
 class Suspended:
     """A job whose memory is on flash. ``resume`` brings it back; until then nobody may use it.
 
@@ -66,46 +124,33 @@ class Suspended:
         stayed: Tensors that could not go, with the reason.
     """
 
-    def __init__(
-        self,
-        held: Sequence[Held],
-        *,
-        flash: StrPath | Sequence[StrPath],
-        recorder: Recorder,
-        stayed: dict[str, str],
-        wrap_tier: Callable[[Tier], Tier] | None = None,
-    ) -> None:
+    def __init__(self, held: Sequence[Held], *, tier: Tier, stayed: dict[str, str]) -> None:
         """Write everything, then give the memory back.
 
         Args:
             held: What is to go.
-            flash: One directory, or several to spread every write over.
-            recorder: Gets counters and spans.
+            tier: Where to. It must not be closed before everything is back.
             stayed: What stays.
-            wrap_tier: Applied to the tier that is opened.
 
         Raises:
-            NoSpaceError: The file systems have not the space; the figures are in it.
-            ConfigError, TransferError: A directory cannot be used, or a write has failed.
+            TransferError: Something could not be written; nothing has changed.
         """
         self.nbytes = sum(each.nbytes for each in held)
         self.stayed = stayed
-        self._recorder = recorder
+        self._tier = tier
         self._away: list[_Away] = []
-        self._closing = ExitStack()
-        if held:
-            try:
-                self._open(held, flash, wrap_tier or (lambda tier: tier))
-                self._write(held)
-            except BaseException:
-                self._closing.close()
-                raise
-            _asleep.add(self)
-            try:
-                self._give_back()
-            except BaseException:  # Ctrl-C, say
-                self.resume()
-                raise
+        try:
+            self._write(held)
+        except BaseException:
+            for each in self._away:
+                tier.discard(each.ticket)
+            raise
+        _asleep.add(self)
+        try:
+            self._give_back()
+        except BaseException:  # Ctrl-C, say
+            self.resume()
+            raise
 
     @property
     def is_back(self) -> bool:
@@ -140,33 +185,9 @@ class Suspended:
                 f" first is {name}: {error}; they stay suspended: call resume() again once the cause is"
                 " removed, or go back to a checkpoint"
             ) from error
-        self._closing.close()
         _asleep.discard(self)
 
     # -- out --------------------------------------------------------------------------------------
-
-    def _open(
-        self,
-        held: Sequence[Held],
-        flash: StrPath | Sequence[StrPath],
-        wrap: Callable[[Tier], Tier],
-    ) -> None:
-        """A tier that checks every byte: it is the only copy."""
-        engine = default_engine()
-        self._closing.callback(engine.close)
-        directories = [flash] if isinstance(flash, (str, os.PathLike)) else list(flash)
-        taken = sum(round_up(each.nbytes, UNIT_BYTES) for each in held)
-        self._tier = wrap(
-            FlashTier(
-                directories,
-                capacity_bytes=taken + len(directories) * UNIT_BYTES,
-                engine=engine,
-                recorder=self._recorder,
-                name="suspended",
-                checksum=checksums.full,
-            )
-        )
-        self._closing.callback(self._tier.close)
 
     def _write(self, held: Sequence[Held]) -> None:
         staged: deque[Ticket] = deque()
@@ -183,6 +204,7 @@ class Suspended:
                 while sum(one.nbytes for one in staged) > STAGED_BYTES:
                     staged.popleft().written.wait()
             del source
+        gc.collect(1)  # meanwhile: what the last steps left behind need not stay in memory
         for away in self._away:
             away.ticket.written.wait()
 
@@ -252,6 +274,8 @@ class Job(Protocol):
 
     suspended: Suspended | None
     """While it is."""
+    space: Space | None
+    """Where it rested last."""
     recorder: Recorder
     wrap_tier: Callable[[Tier], Tier] | None
     """Applied to each tier that is opened for it."""
@@ -304,16 +328,17 @@ def suspend(
         rest = getattr(optimizer, "rest", None)  # its states are on flash already
         if rest is not None:
             rest()
-    gc.collect()
     named = [(f"also.{place}", tensor) for place, tensor in enumerate(also)]
     held, stayed = storages_of([*tensors_of(job.modules, job.optimizers), *named])
-    job.suspended = made = Suspended(
-        held,
-        flash=directories,
-        recorder=job.recorder,
-        stayed=stayed,
-        wrap_tier=job.wrap_tier,
-    )
+    needed = Space.needed_bytes(held, directories)
+    if job.space is not None and not job.space.serves(directories, needed):
+        job.space.close()
+        job.space = None
+    if job.space is None:
+        job.space = Space(
+            directories, capacity_bytes=needed, recorder=job.recorder, wrap_tier=job.wrap_tier
+        )
+    job.suspended = made = Suspended(held, tier=job.space.tier, stayed=stayed)
     job.give_back_idle()
     memory.trim_heap()
     return made

@@ -173,13 +173,17 @@ class Tier(ABC):
             self._moving.add(inner)
 
         def finish(transfer: Transfer) -> None:
-            if transfer.error is None and self._checksum is not None:
-                ticket.checksum = self._checksum(address, nbytes)
-            self._account(Stage.WRITE, ticket, start_ns, transfer.error)
+            error = transfer.error
+            if error is None and self._checksum is not None:
+                try:
+                    ticket.checksum = self._checksum(address, nbytes)
+                except MemoryError as failure:  # else nobody would ever hear of this write
+                    error = failure
+            self._account(Stage.WRITE, ticket, start_ns, error)
             nonlocal keep_alive
             keep_alive = None
             self._landed(ticket)  # first, so that who has waited and discards has the room at once
-            ticket.written.settle(transfer.error)
+            ticket.written.settle(error)
             self._end(transfer)
 
         inner.add_done_callback(finish)
@@ -216,7 +220,10 @@ class Tier(ABC):
             self._moving.add(inner)
 
         def finish(transfer: Transfer) -> None:
-            error = transfer.error or self._mismatch(ticket, address + ticket.window.skew)
+            try:
+                error = transfer.error or self._mismatch(ticket, address + ticket.window.skew)
+            except MemoryError as failure:
+                error = failure
             self._account(Stage.READ, ticket, start_ns, error)
             nonlocal keep_alive
             keep_alive = None

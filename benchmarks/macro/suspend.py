@@ -1,0 +1,256 @@
+"""A job is suspended and resumed in its process: how long, at what share of flash, and what RAM is back.
+
+A child trains a GPT-like stack with AdamW. Between two steps it is suspended and resumed, as often as
+there are rounds. Its resident memory is read from outside. In the same rounds, in turn with it, a plain
+limit: as many bytes, from huge pages, by threads with ``pwritev`` into a new file (which is what a
+suspended job writes to, so that nothing of it is left when it ends) and back by ``preadv``. Beside that
+stands what people do today: a checkpoint by ``torch.save``, the end of the process, and a new one that
+loads it.
+
+    python benchmarks/macro/suspend.py --dir /nvme/scratch
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import _memory
+
+if __name__ == "__main__":
+    _memory.keep_what_is_freed()
+
+import torch
+
+import _results
+import penstock
+from penstock.cli.bandwidth import Course
+from penstock.core.units import GIB, MIB
+from penstock.io import pages
+from penstock.io.aio import default_engine
+
+WIDTH = 2048
+LAYER_BYTES = 16 * WIDTH * WIDTH
+"""Weights, gradients and two moments of a layer, in float32."""
+SLEEP_S = 1.0
+"""For so long memory is away: a virtual machine may have given it to its host by then."""
+RAM_TARGET, RATE_TARGET = 0.95, 0.9
+
+
+def main() -> None:
+    options = parse()
+    if options.child:
+        job(options.child, options.depth, options.dir, options.load)
+        return
+    _results.warn_if_busy()
+    figures = {}
+    for nbytes in options.bytes:
+        depth = max(1, round(nbytes / LAYER_BYTES))
+        figures[f"{depth * LAYER_BYTES / GIB:.2f} GiB"] = one = compare(depth, options)
+        show(depth, one)
+    if not options.quick:
+        config = {"width": WIDTH, "rounds": options.rounds, "targets": [RAM_TARGET, RATE_TARGET]}
+        path = _results.write(Path(__file__).stem, figures, config, directory=options.dir)
+        print(f"wrote {path.name}")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dir", default=tempfile.gettempdir())
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--bytes", type=float, nargs="*", default=[1.31e9, 5.4e9])
+    parser.add_argument("--quick", action="store_true", help="two rounds, small; no result file")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--depth", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--load", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.bytes = 2, options.bytes[:1]
+    return options
+
+
+# -- the child ----------------------------------------------------------------------------------------
+
+
+def job(kind: str, depth: int, directory: str, load: str | None) -> None:
+    """Trains a step for each line that it is sent, or does what the line says; answers with one."""
+    begun = time.perf_counter()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    features = torch.randn(8, WIDTH)
+    if load:
+        state = torch.load(load, mmap=False)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    with penstock.offload(model, optimizer, flash=directory) as session:
+        step(model, optimizer, features)
+        answer(seconds=time.perf_counter() - begun)
+        for line in sys.stdin:
+            begun = time.perf_counter()
+            nbytes = 0
+            match line.strip():
+                case "step":
+                    step(model, optimizer, features)
+                case "suspend":
+                    nbytes = penstock.suspend(session).nbytes
+                case "resume":
+                    penstock.resume(session)
+                case "save":
+                    path = Path(directory) / "checkpoint.pt"
+                    torch.save(
+                        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path
+                    )
+            answer(seconds=time.perf_counter() - begun, nbytes=nbytes, weight=checksum(model, line))
+
+
+def step(model: Any, optimizer: Any, features: Any) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    model(features).square().mean().backward()
+    optimizer.step()
+
+
+def checksum(model: Any, line: str) -> float:
+    """Of all weights, where they may be looked at."""
+    if line.strip() not in ("step", "resume"):
+        return 0.0
+    return float(sum(each.detach().double().sum() for each in model.parameters()))
+
+
+def answer(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+class Child:
+    """A process that trains, and its resident memory as seen from outside."""
+
+    def __init__(self, depth: int, directory: str, load: Path | None = None) -> None:
+        command = [sys.executable, __file__, "--child", "job", "--depth", str(depth)]
+        command += ["--dir", directory, *(["--load", str(load)] if load else [])]
+        begun = time.perf_counter()
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.read()
+        self.started_s = time.perf_counter() - begun
+
+    def read(self) -> dict[str, Any]:
+        return json.loads(self.process.stdout.readline())
+
+    def ask(self, what: str) -> dict[str, Any]:
+        self.process.stdin.write(what + "\n")
+        self.process.stdin.flush()
+        return self.read()
+
+    @property
+    def resident_bytes(self) -> int:
+        pages = Path(f"/proc/{self.process.pid}/statm").read_text(encoding="utf-8").split()[1]
+        return int(pages) * 4096
+
+    def end(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
+# -- the parent ---------------------------------------------------------------------------------------
+
+
+def compare(depth: int, options: argparse.Namespace) -> dict[str, Any]:
+    bare = Child(1, options.dir)
+    bare.ask("step")
+    bare_bytes = bare.resident_bytes - LAYER_BYTES
+    bare.end()
+    child = Child(depth, options.dir)
+    rounds = []
+    for _ in range(options.rounds + 1):  # the first does not count
+        weight = child.ask("step")["weight"]
+        before = child.resident_bytes
+        out = child.ask("suspend")
+        during = child.resident_bytes
+        time.sleep(SLEEP_S)
+        limit = plain_limit(options.dir, out["nbytes"])
+        back = child.ask("resume")
+        assert back["weight"] == weight, "weights have changed"
+        held = before - bare_bytes
+        rounds.append(
+            {
+                "suspend_s": out["seconds"],
+                "resume_s": back["seconds"] - summing(child),
+                "returned_share": (before - during) / held,
+                "held_bytes": held,
+                "moved_bytes": out["nbytes"],
+                **limit,
+            }
+        )
+    today = by_checkpoint(child, depth, options.dir)
+    figures: dict[str, Any] = {"rounds": rounds[1:], "by_checkpoint": today}
+    for what, of in (("suspend", "write"), ("resume", "read")):
+        ratios = [one[f"limit_{of}_s"] / one[f"{what}_s"] for one in rounds[1:]]
+        figures[f"{what}_share_of_limit"] = _results.summary(ratios)
+        rates = [one["moved_bytes"] / one[f"{what}_s"] / 1e9 for one in rounds[1:]]
+        figures[f"{what}_gb_per_s"] = _results.summary(rates)
+        figures[f"{what}_s"] = _results.summary([one[f"{what}_s"] for one in rounds[1:]])
+    figures["returned_share"] = min(one["returned_share"] for one in rounds[1:])
+    return figures
+
+
+def summing(child: Child) -> float:
+    """How long an answer takes in which nothing but the weights are added up."""
+    return float(child.ask("resume")["seconds"])  # it is resumed already
+
+
+def plain_limit(directory: str, nbytes: int) -> dict[str, float]:
+    """Seconds to write so much into a new file, and to read it into new memory, by hand."""
+    whole = nbytes // (64 * MIB) * (64 * MIB)
+    with Course([directory], whole, default_engine(), buffer_bytes=whole) as course:
+        took = {}
+        for kind, of in (("overwrite", "write"), ("read", "read")):
+            requests = list(course.requests(kind, whole, 0))
+            if of == "read":
+                pages.give_back(memory := pages.Pages(course.address, whole))
+                time.sleep(SLEEP_S)
+                pages.open_again(memory)
+            took[f"limit_{of}_s"] = course.plain_pass(requests) * nbytes / whole
+    return took
+
+
+def by_checkpoint(child: Child, depth: int, directory: str) -> dict[str, float]:
+    """Save, end the process, start another that loads it and has made a step."""
+    path = Path(directory) / "checkpoint.pt"
+    try:
+        saved = child.ask("save")["seconds"]
+        begun = time.perf_counter()
+        child.end()
+        ended = time.perf_counter() - begun
+        other = Child(depth, directory, load=path)
+        other.end()
+    finally:
+        path.unlink(missing_ok=True)
+    return {"save_and_end_s": saved + ended, "start_and_load_s": other.started_s}
+
+
+def show(depth: int, one: dict[str, Any]) -> None:
+    held = statistics.median(each["held_bytes"] for each in one["rounds"])
+    print(
+        f"{held / GIB:.2f} GiB held: suspended in {one['suspend_s']['median']:.2f} s"
+        f" ({one['suspend_gb_per_s']['median']:.2f} GB/s,"
+        f" {one['suspend_share_of_limit']['median']:.2f} of a plain write into a new file; wanted"
+        f" {RATE_TARGET}), {one['returned_share']:.1%} of the memory is back (wanted {RAM_TARGET:.0%});"
+        f" resumed in {one['resume_s']['median']:.2f} s ({one['resume_gb_per_s']['median']:.2f} GB/s,"
+        f" {one['resume_share_of_limit']['median']:.2f} of a plain read); by torch.save and a restart"
+        f" {one['by_checkpoint']['save_and_end_s']:.1f} s and"
+        f" {one['by_checkpoint']['start_and_load_s']:.1f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()
