@@ -2,8 +2,8 @@
 
 A child trains a GPT-like stack with AdamW. Between two steps it is suspended and resumed, as often as
 there are rounds. Its resident memory is read from outside. In the same rounds, in turn with it, a plain
-limit: as many bytes, from huge pages, by threads with ``pwritev`` into a new file (which is what a
-suspended job writes to, so that nothing of it is left when it ends) and back by ``preadv``. Beside that
+limit: as many bytes, from huge pages, by threads with ``pwritev`` into a new file, once more into the
+same file, as a job does from its second time on, and back by ``preadv``. Beside that
 stands what people do today: a checkpoint by ``torch.save``, the end of the process, and a new one that
 loads it.
 
@@ -193,9 +193,9 @@ def compare(depth: int, options: argparse.Namespace) -> dict[str, Any]:
         )
     today = by_checkpoint(child, depth, options.dir)
     figures: dict[str, Any] = {"rounds": rounds[1:], "by_checkpoint": today}
-    for what, of in (("suspend", "write"), ("resume", "read")):
+    for what, of in (("suspend", "write"), ("suspend", "overwrite"), ("resume", "read")):
         ratios = [one[f"limit_{of}_s"] / one[f"{what}_s"] for one in rounds[1:]]
-        figures[f"{what}_share_of_limit"] = _results.summary(ratios)
+        figures[f"{what}_share_of_{of}"] = _results.summary(ratios)
         rates = [one["moved_bytes"] / one[f"{what}_s"] / 1e9 for one in rounds[1:]]
         figures[f"{what}_gb_per_s"] = _results.summary(rates)
         figures[f"{what}_s"] = _results.summary([one[f"{what}_s"] for one in rounds[1:]])
@@ -213,7 +213,7 @@ def plain_limit(directory: str, nbytes: int) -> dict[str, float]:
     whole = nbytes // (64 * MIB) * (64 * MIB)
     with Course([directory], whole, default_engine(), buffer_bytes=whole) as course:
         took = {}
-        for kind, of in (("overwrite", "write"), ("read", "read")):
+        for kind, of in (("overwrite", "write"), ("overwrite", "overwrite"), ("read", "read")):
             requests = list(course.requests(kind, whole, 0))
             if of == "read":
                 pages.give_back(memory := pages.Pages(course.address, whole))
@@ -243,10 +243,11 @@ def show(depth: int, one: dict[str, Any]) -> None:
     print(
         f"{held / GIB:.2f} GiB held: suspended in {one['suspend_s']['median']:.2f} s"
         f" ({one['suspend_gb_per_s']['median']:.2f} GB/s,"
-        f" {one['suspend_share_of_limit']['median']:.2f} of a plain write into a new file; wanted"
-        f" {RATE_TARGET}), {one['returned_share']:.1%} of the memory is back (wanted {RAM_TARGET:.0%});"
+        f" {one['suspend_share_of_write']['median']:.2f} of a plain write into a new file and"
+        f" {one['suspend_share_of_overwrite']['median']:.2f} of overwriting; wanted {RATE_TARGET}),"
+        f" {one['returned_share']:.1%} of the memory is back (wanted {RAM_TARGET:.0%});"
         f" resumed in {one['resume_s']['median']:.2f} s ({one['resume_gb_per_s']['median']:.2f} GB/s,"
-        f" {one['resume_share_of_limit']['median']:.2f} of a plain read); by torch.save and a restart"
+        f" {one['resume_share_of_read']['median']:.2f} of a plain read); by torch.save and a restart"
         f" {one['by_checkpoint']['save_and_end_s']:.1f} s and"
         f" {one['by_checkpoint']['start_and_load_s']:.1f} s"
     )
