@@ -127,9 +127,18 @@ class Store:
 
     # -- save ---------------------------------------------------------------------------------------
 
-    def prepare(self, state: object) -> Prepared:
-        """Say what of a state goes where. Raises CheckpointError: something has no form for it."""
-        document, leaves = collect(plain_state(state), frozen_in(state))
+    def prepare(self, state: object, *, private: list[Any] | None = None) -> Prepared:
+        """Say what of a state goes where.
+
+        Args:
+            state: It.
+            private: Where parts are added that were made for the occasion.
+
+        Raises:
+            CheckpointError: Something has no form in a checkpoint.
+        """
+        plain = plain_state(state, [] if private is None else private)
+        document, leaves = collect(plain, frozenset(each.data_ptr() for each in frozen_in(state)))
         plans, entries = pack(leaves, file_bytes=self.file_bytes)
         return Prepared(document, leaves, plans, entries)
 

@@ -57,29 +57,37 @@ def is_stateful(value: object) -> TypeGuard[Stateful]:
     return hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
 
 
-def plain_state(state: object, depth: int = 0) -> Any:
-    """A state with objects replaced by their ``state_dict()``."""
+def plain_state(state: object, private: list[Any], depth: int = 0) -> Any:
+    """A state with objects replaced by their ``state_dict()``.
+
+    Args:
+        state: It.
+        private: Where those are added that were made for the occasion and have memory of their own.
+        depth: How deep this lies.
+    """
     if is_stateful(state):
-        return state.state_dict()
+        made = state.state_dict()
+        if isinstance(state, OnFlash):
+            private.append(made)
+        return made
     if depth < MAX_DEPTH:
         if type(state) is dict:
-            return {key: plain_state(each, depth + 1) for key, each in state.items()}
+            return {key: plain_state(each, private, depth + 1) for key, each in state.items()}
         if type(state) in _LIKE_LISTS:
             items: Any = state
-            return type(items)(plain_state(each, depth + 1) for each in items)
+            return type(items)(plain_state(each, private, depth + 1) for each in items)
     return state
 
 
-def frozen_in(state: object, depth: int = 0) -> frozenset[int]:
-    """Addresses of the parameters in a state that need no gradient."""
+def frozen_in(state: object, depth: int = 0) -> list[torch.Tensor]:
+    """The parameters of modules in a state that need no gradient."""
     if isinstance(state, torch.nn.Module):
-        return frozenset(p.data_ptr() for p in state.parameters() if not p.requires_grad)
+        return [each for each in state.parameters() if not each.requires_grad]
     if depth < MAX_DEPTH and isinstance(state, Mapping):
-        return frozenset().union(*(frozen_in(each, depth + 1) for each in state.values()))
-    if depth < MAX_DEPTH and type(state) in _LIKE_LISTS:
-        items: Any = state
-        return frozenset().union(*(frozen_in(each, depth + 1) for each in items))
-    return frozenset()
+        return [found for each in state.values() for found in frozen_in(each, depth + 1)]
+    if depth < MAX_DEPTH and isinstance(state, list | tuple):
+        return [found for each in state for found in frozen_in(each, depth + 1)]
+    return []
 
 
 class Targets:
