@@ -310,3 +310,34 @@ def test_the_command_line_tells_what_is_there(disk_path, capsys):
     assert main(["checkpoint", "list", str(disk_path)]) == 1
     assert main(["checkpoint", "info", path]) == 1
     assert main(["checkpoint", "list", str(disk_path / "none")]) == 1
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_states_on_flash_are_saved_and_resumed(wait, disk_path, small_knobs):
+    from penstock.optim import FlashAdamW
+
+    def make(seed):
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(40, 30)
+        return model, FlashAdamW(model.parameters(), flash=disk_path, tile=4096)
+
+    def train(model, optimizer, steps):
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            optimizer.zero_grad()
+            model(torch.randn(5, 40, generator=generator)).square().mean().backward()
+            optimizer.step()
+
+    model, optimizer = make(0)
+    train(model, optimizer, range(3))
+    other, its = make(1)
+    train(other, its, range(2))
+    with checkpointer(disk_path / "run") as ours:
+        ours.save(3, {"model": model, "optimizer": optimizer}, wait=wait)
+        train(model, optimizer, range(3, 6))
+        ours.load({"model": other, "optimizer": its})
+    train(other, its, range(3, 6))
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    assert_same(its.state_dict()["state"], optimizer.state_dict()["state"])
+    optimizer.close()
+    its.close()

@@ -26,6 +26,7 @@ from penstock.checkpoint.leaves import Leaf, collect
 from penstock.checkpoint.manifest import (
     BLOCK_BYTES,
     FILE_NAME,
+    FileEntry,
     Manifest,
     TensorEntry,
     blocks_of,
@@ -284,6 +285,44 @@ class Store:
         self.disk.sync(parent)
         with suppress(PenstockError):  # the next save removes what is left of the old one
             self.disk.remove(parent, hidden_name)
+
+    # -- for several writers of one checkpoint --------------------------------------------------------
+
+    @contextmanager
+    def claimed(self, path: str) -> Any:
+        """The hidden directory of a path, empty and ours alone, until ``publish`` or an error."""
+        _check_replaceable(path)
+        with (
+            self.disk.open(_parent(path)) as parent,
+            self._claim(parent, os.path.basename(path)) as hidden,
+        ):
+            yield hidden
+
+    def hidden_path(self, path: str) -> str:
+        """Of the hidden directory of a path."""
+        return os.path.join(os.path.dirname(path), _SAVING.format(os.path.basename(path)))
+
+    def publish(
+        self,
+        path: str,
+        files: tuple[FileEntry, ...],
+        tensors: tuple[TensorEntry, ...],
+        document: Json,
+    ) -> None:
+        """Write the manifest of what is in the hidden directory, and give it its name."""
+        manifest = _manifest(
+            files=files,
+            tensors=tensors,
+            state=document,
+            facts={"saved_unix_s": int(time.time())},
+            block_bytes=self.block_bytes,
+        )
+        with self.disk.open(_parent(path)) as parent:
+            with self.disk.open(self.hidden_path(path)) as hidden:
+                self.disk.write(hidden, FILE_NAME, manifest)
+                self.disk.sync_file(hidden, FILE_NAME)
+                self.disk.sync(hidden)
+            self._publish(parent, os.path.basename(path))
 
     # -- load ---------------------------------------------------------------------------------------
 
