@@ -13,12 +13,15 @@ import penstock
 ROOT = Path(__file__).parents[1]
 EXPORTS = [
     "BudgetError",
+    "CheckpointError",
     "ChecksumError",
     "ClosedError",
     "CodecError",
     "ConfigError",
+    "DamagedError",
     "HookError",
     "InPlaceError",
+    "MismatchError",
     "NoSpaceError",
     "OffloadConfig",
     "PenstockError",

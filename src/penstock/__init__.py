@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 from penstock.core.config import OffloadConfig
 from penstock.core.errors import (
     BudgetError,
+    CheckpointError,
     ChecksumError,
     ClosedError,
     CodecError,
     ConfigError,
+    DamagedError,
     HookError,
     InPlaceError,
+    MismatchError,
     NoSpaceError,
     PenstockError,
     PenstockWarning,
@@ -32,12 +35,15 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "BudgetError",
+    "CheckpointError",
     "ChecksumError",
     "ClosedError",
     "CodecError",
     "ConfigError",
+    "DamagedError",
     "HookError",
     "InPlaceError",
+    "MismatchError",
     "NoSpaceError",
     "OffloadConfig",
     "PenstockError",

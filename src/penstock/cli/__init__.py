@@ -20,6 +20,7 @@ _COMMANDS: Final = {
     "run": "run a script that knows nothing of Penstock, under a memory budget",
     "bench": "measure this machine",
     "plan": "tell what training will take, before a step of it is run",
+    "checkpoint": "look at checkpoints, and prove them",
     "ssd": "simulate an SSD: time, energy and wear",
     "report": "tell what a run did, and what was predicted of it",
     "doctor": "check what Penstock needs, and say what to do about what is missing",
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    commands = "\n".join(f"  {name:8}{what}" for name, what in _COMMANDS.items())
+    commands = "\n".join(f"  {name:12}{what}" for name, what in _COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="penstock",
         usage="penstock [--help] [--version] COMMAND ...",

@@ -14,6 +14,9 @@
     ├── RestoreError (RuntimeError)         a saved tensor that cannot be brought back
     ├── ClosedError (RuntimeError)          use after close, or in a forked child
     ├── PlanError (ValueError)              a plan or profile that does not parse or does not match
+    ├── CheckpointError (ValueError)        a checkpoint that is not there, or cannot be made of this
+    │   ├── DamagedError                    a checkpoint that is torn, damaged, or breaks its format
+    │   └── MismatchError                   a checkpoint of another model, dtype or world size
     └── HookError (RuntimeError)            a module that cannot be hooked
         └── InPlaceError                    a saved tensor was modified before its backward
 
@@ -129,6 +132,26 @@ class ClosedError(PenstockError, RuntimeError):
 
 class PlanError(PenstockError, ValueError):
     """A plan or profile that does not parse, or does not belong to what it is used with."""
+
+
+class CheckpointError(PenstockError, ValueError):
+    """A checkpoint that is not there, or a state that cannot be put into one; names the key's path."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint that is torn, damaged, or breaks the rules of its format.
+
+    Attributes:
+        path: The file that is damaged, or the checkpoint's directory.
+    """
+
+    def __init__(self, message: str, *, path: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class MismatchError(CheckpointError):
+    """A checkpoint of another model, dtype or world size; names the first keys that differ."""
 
 
 class HookError(PenstockError, RuntimeError):

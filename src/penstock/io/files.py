@@ -11,6 +11,7 @@ import errno as errnos
 import fcntl
 import os
 import secrets
+import stat
 import struct
 import warnings
 from contextlib import suppress
@@ -19,7 +20,13 @@ from pathlib import Path
 from typing import Final, Literal
 
 from penstock.core import knobs
-from penstock.core.errors import ClosedError, ConfigError, PenstockWarning, transfer_error
+from penstock.core.errors import (
+    ClosedError,
+    ConfigError,
+    PenstockWarning,
+    ShortTransferError,
+    transfer_error,
+)
 
 Mode = Literal["r", "r+", "w+", "x+"]
 """As of ``open``: read; read and write; the same, created or emptied; the same, must be new."""
@@ -163,6 +170,75 @@ def open_path(path: str | os.PathLike[str], mode: Mode) -> DirectFile:
     except OSError as error:
         raise _open_error(error, where) from error
     return _direct(fd, where, str(Path(where).parent))
+
+
+def open_at(
+    directory_fd: int, name: str, mode: Mode, *, path: str, permissions: int = _OWNER_ONLY
+) -> DirectFile:
+    """Open a regular file by its name in an open directory; a symbolic link is refused.
+
+    Args:
+        directory_fd: Descriptor of the directory.
+        name: Without a slash: nothing outside the directory can be reached.
+        mode: As of ``open_path``.
+        path: What to call it in errors.
+        permissions: Of a file that is created, less what the process's umask takes away.
+
+    Raises:
+        ConfigError: An unknown mode, or a name that leaves the directory.
+        TransferError: The file cannot be opened, or is not a regular one.
+    """
+    if mode not in _FLAGS or "/" in name or name in ("", ".", ".."):
+        raise ConfigError(f"{name!r} cannot be opened in {path!r} with mode {mode!r}")
+    flags = (
+        _FLAGS[mode] | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    )  # a pipe must not hold us up
+    try:
+        fd = os.open(name, flags, permissions, dir_fd=directory_fd)
+    except OSError as error:
+        raise _open_error(error, path) from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise _open_error(OSError(errnos.EINVAL, "not a regular file"), path)
+    return _direct(fd, path, os.path.dirname(path))
+
+
+def read_end(file: DirectFile, offset_bytes: int, address: int, nbytes: int) -> None:
+    """Read the last bytes of a file whose length is no multiple of its granule; they are few.
+
+    An engine moves whole granules only.
+
+    Args:
+        file: The file.
+        offset_bytes: Where they begin, a multiple of the granule.
+        address: Of memory for a whole granule, a multiple of the granule.
+        nbytes: How many there are, less than a granule.
+
+    Raises:
+        ShortTransferError: The file ends before.
+        TransferError: They cannot be read.
+    """
+    memory = (ctypes.c_char * file.granule_bytes).from_address(address)
+    try:
+        moved = os.preadv(file.fd, [memory], offset_bytes)  # PEP 475: it is not interrupted
+    except OSError as error:
+        raise transfer_error(
+            errno=error.errno or errnos.EIO,
+            op="read",
+            path=file.path,
+            offset_bytes=offset_bytes,
+            nbytes=nbytes,
+        ) from error
+    if moved < nbytes:
+        raise ShortTransferError(
+            errno=errnos.ENODATA,
+            op="read",
+            path=file.path,
+            offset_bytes=offset_bytes,
+            nbytes=nbytes,
+            moved_bytes=moved,
+            advice="the file ends there: it was truncated",
+        )
 
 
 def drop_cache(fd: int, offset: int, nbytes: int, *, written: bool) -> None:

@@ -1,0 +1,35 @@
+"""Training states to flash and back: whole, proven, at the device's speed.
+
+Read in this order:
+
+- ``front``: ``save``, ``load``, ``verify``; ``store``: one checkpoint, saved whole or not at all;
+- ``directory``: many checkpoints, ``Checkpointer``; ``background``: saving while training goes on;
+  ``interval``: how often; ``training``: what belongs to a training state;
+- ``values``: what is no tensor, as JSON; ``leaves``: the tensors; ``dtypes``;
+- ``packing``: tensors to files; ``manifest``: what a checkpoint says of itself;
+- ``moves``, ``streams``: tensors to blocks, blocks to files; ``writing``, ``reading``;
+- ``targets``: loading in place; ``fresh``: memory for what has none; ``disk``: what changes directories.
+"""
+
+from penstock.checkpoint.background import Saving
+from penstock.checkpoint.directory import Checkpointer, Info, Stats
+from penstock.checkpoint.front import load, save, unchanged, verify
+from penstock.checkpoint.reading import Health
+from penstock.checkpoint.store import Place, Saved
+from penstock.checkpoint.training import Rng, training_state
+
+__all__ = [
+    "Checkpointer",
+    "Health",
+    "Info",
+    "Place",
+    "Rng",
+    "Saved",
+    "Saving",
+    "Stats",
+    "load",
+    "save",
+    "training_state",
+    "unchanged",
+    "verify",
+]

@@ -1,0 +1,386 @@
+"""``torch.distributed.checkpoint`` on the same engine: one argument for those who save with DCP or FSDP.
+
+::
+
+    dcp.save(state_dict, storage_writer=DcpWriter(path))
+    dcp.load(state_dict, storage_reader=DcpReader(path))
+
+Who has what, and how it is cut anew for another number of processes, is DCP's. Every rank writes data
+files of its own into the hidden directory, and the coordinator the manifest; then one rename. What DCP
+would pickle is in the manifest as JSON (:mod:`penstock.checkpoint.values`), or refused.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from penstock.checkpoint.dtypes import DTYPES
+from penstock.checkpoint.fresh import Fresh
+from penstock.checkpoint.leaves import Leaves
+from penstock.checkpoint.manifest import FileEntry, TensorEntry
+from penstock.checkpoint.moves import Region, region_of
+from penstock.checkpoint.packing import pack
+from penstock.checkpoint.reading import Opened
+from penstock.checkpoint.store import Store
+from penstock.checkpoint.streams import Buffers
+from penstock.checkpoint.values import FormError, Json, decode, encode, whole
+from penstock.checkpoint.writing import FilesWriter
+from penstock.core.errors import CheckpointError, DamagedError
+
+_KEY: Final = "dcp"
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """What a rank tells the coordinator of an item.
+
+    Attributes:
+        entry: A tensor's place; its file is a number among the rank's.
+        document: What is no tensor.
+        files: All of the rank's, with its first item.
+    """
+
+    entry: TensorEntry | None
+    document: Json
+    files: tuple[FileEntry, ...]
+
+
+class DcpWriter(StorageWriter):
+    """Where ``torch.distributed.checkpoint.save`` writes to."""
+
+    def __init__(self, path: str | os.PathLike[str], *, store: Store | None = None) -> None:
+        """Touch nothing yet.
+
+        Args:
+            path: The checkpoint, the same on all ranks, on a file system that they share.
+            store: How it is made; for tests.
+        """
+        self._path = os.path.abspath(path)
+        self._store = Store() if store is None else store
+        self._claimed: ExitStack | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A new save begins, perhaps to another path."""
+        if checkpoint_id is not None:
+            self._path = os.path.abspath(checkpoint_id)
+        self._let_go()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
+        """On the coordinator: make the hidden directory. Raises as :func:`penstock.checkpoint.save`."""
+        if is_coordinator:
+            self._claimed = ExitStack()
+            try:
+                self._claimed.enter_context(self._store.claimed(self._path))
+            except BaseException:
+                self._claimed = None
+                raise
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Tell each rank what its files are called."""
+        return [replace(plan, storage_data=f"rank{i:05}") for i, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items; they are on the device when this returns.
+
+        Raises:
+            CheckpointError: Something has no form in a checkpoint.
+            TransferError: The device refuses.
+        """
+        leaves = Leaves()
+        numbers: list[int] = []
+        documents: list[Json] = []
+        for item in plan.items:
+            path = (_name_of(item.index),)
+            if item.type is WriteItemType.BYTE_IO:
+                documents.append(encode(_object(planner, item), leaves.add, path))
+                numbers.append(-1)
+            else:
+                data = planner.resolve_data(item)
+                assert isinstance(data, torch.Tensor)
+                documents.append(None)
+                numbers.append(leaves.add(path, data.detach()))
+        tensors = leaves.all()
+        if any(each.owner >= 0 for each in tensors):
+            tensors = [replace(each, owner=-1, skip_bytes=0) for each in tensors]
+        plans, entries = pack(tensors, prefix=plan.storage_data, file_bytes=self._store.file_bytes)
+        hidden = self._store.disk.open(self._store.hidden_path(self._path))
+        with hidden, Buffers(self._store.block_bytes) as buffers:
+            writer = FilesWriter(self._store.disk, hidden, buffers)
+            try:
+                for each in plans:
+                    writer.add(each.name, each.nbytes, each.regions(tensors))
+                writer.finish()
+            except BaseException:
+                writer.abandon()
+                raise
+        results: list[WriteResult] = []
+        for item, number, document in zip(plan.items, numbers, documents, strict=True):
+            entry = entries[number] if number >= 0 else None
+            files = () if results else tuple(writer.entries)
+            stored = _Stored(entry, document, files)
+            size = 0 if entry is None else entry.nbytes
+            results.append(WriteResult(index=item.index, size_in_bytes=size, storage_data=stored))
+        return _done(results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator: write the manifest, and give the directory its name."""
+        files: list[FileEntry] = []
+        tensors: list[TensorEntry] = []
+        places: dict[MetadataIndex, int] = {}
+        values: dict[str, Json] = {}
+        for rank in results:
+            first = len(files)
+            for result in rank:
+                stored: _Stored = result.storage_data
+                files += stored.files
+                if stored.entry is None:
+                    values[result.index.fqn] = stored.document
+                else:
+                    places[result.index] = len(tensors)
+                    tensors.append(replace(stored.entry, file=stored.entry.file + first))
+        document = {_KEY: _describe(metadata, places, values)}
+        try:
+            self._store.publish(self._path, tuple(files), _without_twins(tensors), document)
+        finally:
+            self._let_go()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path."""
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+    def _let_go(self) -> None:
+        claimed, self._claimed = self._claimed, None
+        if claimed is not None:
+            claimed.close()
+
+
+class DcpReader(StorageReader):
+    """Where ``torch.distributed.checkpoint.load`` reads from."""
+
+    def __init__(self, path: str | os.PathLike[str], *, store: Store | None = None) -> None:
+        """Touch nothing yet.
+
+        Args:
+            path: What ``DcpWriter`` has written.
+            store: How it is read; for tests.
+        """
+        self._path = os.path.abspath(path)
+        self._store = Store() if store is None else store
+        self._places: Mapping[MetadataIndex, int] = {}
+        self._values: Mapping[str, Json] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A new load begins, perhaps from another path."""
+        if checkpoint_id is not None:
+            self._path = os.path.abspath(checkpoint_id)
+
+    def read_metadata(self) -> Metadata:
+        """What there is. Raises DamagedError, or CheckpointError if it is none of DCP's."""
+        with Opened(self._path, self._store.disk) as opened:
+            state = opened.manifest.state
+            count = len(opened.manifest.tensors)
+        try:
+            return _metadata(state[_KEY], count)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{self._path!r} was not written by torch.distributed.checkpoint ({str(error)[:80]}):"
+                " load it with penstock.checkpoint.load"
+            ) from error
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any
+    ) -> None:
+        """Take what ``read_metadata`` has returned, perhaps on another rank."""
+        self._places, self._values = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """As they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read this rank's items, proven block by block. Raises as :func:`penstock.checkpoint.load`."""
+        with Opened(self._path, self._store.disk) as opened:
+            files: dict[int, list[tuple[ReadItem, TensorEntry]]] = {}
+            for item in plan.items:
+                if item.type is LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, _bytes(self._values[item.storage_index.fqn]))
+                else:
+                    entry = opened.manifest.tensors[self._places[item.storage_index]]
+                    files.setdefault(entry.file, []).append((item, entry))
+            for index, members in sorted(files.items()):
+                _read_file(opened, index, members, planner)
+        return _done(None)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path."""
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+
+def _read_file(
+    opened: Opened, index: int, members: list[tuple[ReadItem, TensorEntry]], planner: LoadPlanner
+) -> None:
+    """A chunk that goes whole to one place is read there; any other by way of memory of its own."""
+    asked: dict[int, int] = {}
+    for _, entry in members:
+        asked[entry.offset_bytes] = asked.get(entry.offset_bytes, 0) + 1
+    chunks: dict[int, torch.Tensor] = {}
+    regions: list[tuple[int, Region]] = []
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    targets: list[tuple[ReadItem, torch.Tensor]] = []
+    for item, entry in members:
+        target = planner.resolve_tensor(item).detach()
+        targets.append((item, target))
+        is_whole = tuple(item.lengths) == entry.shape and target.dtype == DTYPES[entry.dtype].dtype
+        if is_whole and asked[entry.offset_bytes] == 1:
+            regions.append((entry.offset_bytes, region_of(target)))
+            continue
+        chunk = chunks.get(entry.offset_bytes)
+        if chunk is None:
+            chunk = chunks[entry.offset_bytes] = Fresh().tensor(entry)
+            regions.append((entry.offset_bytes, region_of(chunk)))
+        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            chunk = chunk.narrow(dim, start, length)
+        copies.append((target, chunk))
+    regions.sort(key=lambda each: each[0])
+    opened.read({index: [each for each in regions if each[1].nbytes]})
+    for target, chunk in copies:
+        target.copy_(chunk)
+    for item, target in targets:
+        planner.commit_tensor(item, target)
+
+
+def _object(planner: SavePlanner, item: WriteItem) -> Any:
+    find = getattr(planner, "lookup_object", None)
+    if find is None:
+        raise CheckpointError(
+            f"{item.index.fqn}: {type(planner).__qualname__} only gives what is pickled, which has no"
+            " form in a checkpoint: use a planner that is a DefaultSavePlanner"
+        )
+    return find(item.index)
+
+
+def _name_of(index: MetadataIndex) -> str:
+    if index.offset is None or not any(index.offset):
+        return index.fqn
+    return f"{index.fqn}[{','.join(map(str, index.offset))}]"
+
+
+def _without_twins(tensors: list[TensorEntry]) -> tuple[TensorEntry, ...]:
+    """Two items that were one memory have one place: the second is a view of the first."""
+    owners: dict[tuple[int, int], int] = {}
+    made: list[TensorEntry] = []
+    for index, each in enumerate(tensors):
+        owner = owners.setdefault((each.file, each.offset_bytes), index) if each.nbytes else index
+        if owner == index:
+            made.append(each)
+        else:
+            made.append(replace(each, file=-1, offset_bytes=0, owner=owner))
+    return tuple(made)
+
+
+def _describe(
+    metadata: Metadata, places: Mapping[MetadataIndex, int], values: Mapping[str, Json]
+) -> Json:
+    tensors = []
+    for name, each in metadata.state_dict_metadata.items():
+        if isinstance(each, TensorStorageMetadata):
+            chunks = [
+                [
+                    list(c.offsets),
+                    list(c.sizes),
+                    {"$tensor": places[MetadataIndex(name, c.offsets)]},
+                ]
+                for c in each.chunks
+            ]
+            dtype = encode(each.properties.dtype, _none)
+            tensors.append([name, dtype, list(each.size), chunks])
+    planner = metadata.planner_data or {}
+    paths = [[name, encode(list(path), _none)] for name, path in planner.items()]
+    return {
+        "tensors": tensors,
+        "values": {"$dict": [[k, v] for k, v in values.items()]},
+        "paths": paths,
+    }
+
+
+def _none(*_: Any) -> int:
+    raise CheckpointError("a tensor stands in a path of keys")
+
+
+def _metadata(document: Json, count: int) -> Metadata:
+    """What ``_describe`` was given. Raises KeyError, TypeError or ValueError if it is none of that."""
+    found: dict[str, Any] = {}
+    places: dict[MetadataIndex, int] = {}
+    for name, dtype, size, chunks in document["tensors"]:
+        parts = []
+        for offsets, sizes, tensor in chunks:
+            number = whole(tensor["$tensor"])
+            if number >= count:
+                raise FormError(f"there is no tensor {number}")
+            parts.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            places[MetadataIndex(name, torch.Size(offsets))] = number
+        properties = TensorProperties(dtype=decode(dtype, _no_tensor, _no_tensor))
+        found[name] = TensorStorageMetadata(properties, torch.Size(size), parts)
+    values = {str(name): each for name, each in document["values"]["$dict"]}
+    found.update(dict.fromkeys(values, BytesStorageMetadata()))
+    paths = {n: tuple(decode(p, _no_tensor, _no_tensor)) for n, p in document["paths"]}
+    return Metadata(found, planner_data=paths, storage_data=(places, values))
+
+
+def _no_tensor(_: int) -> Any:
+    raise FormError("a tensor stands where a value must")
+
+
+def _bytes(document: Json) -> io.BytesIO:
+    """A value in the form in which DCP's planners take one: made here, from what was not pickled."""
+    try:
+        value = decode(document, _no_tensor, _no_tensor)
+    except FormError as error:
+        raise DamagedError(f"a value cannot be read: {error}", path="manifest.json") from error
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return stream
+
+
+def _done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future

@@ -1,0 +1,420 @@
+"""A directory of checkpoints: the latest that is whole, so many kept, one writer."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from penstock.checkpoint.background import Saving, steady_in
+from penstock.checkpoint.disk import Directory, lock
+from penstock.checkpoint.interval import Interval
+from penstock.checkpoint.manifest import Manifest
+from penstock.checkpoint.reading import Opened
+from penstock.checkpoint.store import Prepared, Saved, Store, is_hidden, remove_leftovers
+from penstock.checkpoint.targets import frozen_in, is_stateful
+from penstock.checkpoint.values import MAX_DEPTH, Json
+from penstock.core.errors import (
+    CheckpointError,
+    ClosedError,
+    ConfigError,
+    DamagedError,
+    PenstockError,
+    PenstockWarning,
+)
+from penstock.core.units import parse_bytes
+from penstock.optim import OnFlash
+
+_NAME: Final = "step-{:012}"
+_PATTERN: Final = re.compile(r"step-(\d{12,18})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Info:
+    """A checkpoint of a directory, as far as can be told without reading its data.
+
+    Attributes:
+        step: Of which step.
+        path: Where.
+        nbytes: Of its data; 0 if it is damaged.
+        facts: What its manifest says of it.
+        damage: What is wrong, in words; empty: its manifest is whole and its files are there.
+    """
+
+    step: int
+    path: str
+    nbytes: int = 0
+    facts: Mapping[str, Json] = field(default_factory=dict)
+    damage: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it may load; ``verify`` reads it and knows."""
+        return not self.damage
+
+
+@dataclass(slots=True)
+class Stats:
+    """What saving has cost so far.
+
+    Attributes:
+        saves: Checkpoints that became durable.
+        failures: Saves that failed; the checkpoints before stayed.
+        stall_s: What training was held up.
+        write_s: What saves took, from their beginning until they were durable.
+        written_bytes: What went to the device.
+        copied_bytes: What was copied, because it was to change before it was written.
+    """
+
+    saves: int = 0
+    failures: int = 0
+    stall_s: float = 0.0
+    write_s: float = 0.0
+    written_bytes: int = 0
+    copied_bytes: int = 0
+
+
+class Checkpointer:
+    """Checkpoints of one run in one directory, of which it is the only writer. For one thread.
+
+    Attributes:
+        directory: Its absolute path.
+        stats: What saving has cost.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int = 2,
+        every: int | None = None,
+        overhead: float | None = None,
+        incremental: bool = False,
+        copy_budget: int | str = "256MiB",
+        store: Store | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Lock the directory, which is made if need be, and remove what dead writers left.
+
+        Args:
+            directory: On a local disk.
+            keep: How many checkpoints stay, at least 1. While one is saved there is one more.
+            every: ``due`` is true every so many steps.
+            overhead: Instead: the interval is tuned so that saving adds this fraction, as 0.01, to what
+                training takes.
+            incremental: Files in which nothing has changed since the last checkpoint are shared with it.
+                One that is damaged later is then damaged in both.
+            copy_budget: What a save may copy so as not to hold training up, bytes or ``"256MiB"``.
+            store: How checkpoints are made; for tests.
+            clock: Seconds.
+
+        Raises:
+            ConfigError: A senseless setting; or another writer has the directory.
+            TransferError: It cannot be made or opened.
+        """
+        if keep < 1 or (every is not None and every < 1):
+            raise ConfigError(f"keep={keep} and every={every}: both must be at least 1")
+        if every is not None and overhead is not None:
+            raise ConfigError("every=... and overhead=... are two ways to say how often: give one")
+        self.directory = os.path.abspath(directory)
+        self.stats = Stats()
+        self._keep = keep
+        self._every = every
+        self._interval = None if overhead is None else Interval(overhead)
+        self._incremental = incremental
+        self._budget_bytes = parse_bytes(copy_budget, what="copy_budget")
+        self._store = Store() if store is None else store
+        self._clock = clock
+        self._saving: tuple[Saving, int] | None = None
+        self._last_due: tuple[int, float] | None = None
+        self._stalled_s = 0.0
+        os.makedirs(self.directory, exist_ok=True)
+        self._root: Directory | None = self._store.disk.open(self.directory)
+        try:
+            if not lock(self._root):
+                raise ConfigError(
+                    f"{self.directory!r} is held by another Checkpointer, in this process or another:"
+                    " close that, or name another directory"
+                )
+            hidden = [name for name in self._root.names() if is_hidden(name)]
+            remove_leftovers(self._store.disk, self._root, hidden)
+        except BaseException:
+            self._root.close()
+            raise
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def due(self, step: int) -> bool:
+        """Whether to save after this step; call it once after each."""
+        now = self._clock()
+        if self._interval is not None:
+            if self._last_due is not None and step > self._last_due[0]:
+                steps, began = step - self._last_due[0], self._last_due[1]
+                self._interval.stepped(max(0.0, now - began - self._stalled_s) / steps)
+            self._last_due, self._stalled_s = (step, now), 0.0
+        every = self.interval_steps
+        return every is not None and step > 0 and step % every == 0
+
+    @property
+    def interval_steps(self) -> int | None:
+        """Steps between two saves now, or None if nobody said how often."""
+        return self._every if self._interval is None else self._interval.steps
+
+    def save(
+        self,
+        step: int,
+        state: object,
+        *,
+        wait: bool = True,
+        facts: Mapping[str, Json] | None = None,
+    ) -> Saving | Saved:
+        """Save the state after a step. One that is on its way is waited for first.
+
+        Args:
+            step: Its number. One that is there is replaced.
+            state: As for :func:`penstock.checkpoint.save`.
+            wait: Until it is durable. False: training goes on meanwhile; nothing but optimizers that
+                are in the state, by their ``step``, may change its parameters before then, or what
+                changes them calls ``before_update`` of what this returns. What else is in the state is
+                copied at once.
+            facts: What the manifest says of it beside.
+
+        Returns:
+            What was done, or with ``wait=False`` what is being done.
+
+        Raises:
+            CheckpointError: Something in the state has no form in a checkpoint.
+            NoSpaceError: There is no room; the checkpoints that there are stay.
+            TransferError: The device refuses; the same.
+        """
+        root = self._check_open()
+        if not 0 <= step < 10**18:
+            raise ConfigError(f"step {step} is not between 0 and 10^18")
+        start = self._clock()
+        self._settle()
+        path = os.path.join(root.path, _NAME.format(step))
+        private: list[Any] = []
+        prepared = self._store.prepare(state, private=private)
+        base = self._base()
+
+        def write(watcher: Saving | None = None, regions: Any = None) -> Saved:
+            said = {"step": step, **(facts or {})}
+            return self._store.write(
+                path, prepared, facts=said, base=base, watcher=watcher, regions=regions
+            )
+
+        try:
+            if wait:
+                return self._count(write(), start)
+            return self._begin(state, prepared, private, write, step)
+        except PenstockError:
+            self.stats.failures += wait
+            raise
+        finally:
+            self._held_up(start)
+
+    def wait(self) -> None:
+        """Wait until what is on its way is durable. Raises what went wrong with it."""
+        self._check_open()
+        self._finish()
+
+    def checkpoints(self) -> list[Info]:
+        """What there is, the latest step first. Raises TransferError."""
+        return listing(self.directory)
+
+    def latest(self) -> Info | None:
+        """The last one whose manifest is whole and whose files are there."""
+        return next((each for each in self.checkpoints() if each.ok), None)
+
+    def load(
+        self,
+        into: object = None,
+        *,
+        step: int | None = None,
+        partial: bool = False,
+        fall_back: bool = True,
+    ) -> Any:
+        """Load the latest, or that of a step.
+
+        Args:
+            into: As for :func:`penstock.checkpoint.load`.
+            step: Which; None: the latest.
+            partial: As there.
+            fall_back: Whether a damaged latest one is passed over, with a warning that names it.
+
+        Returns:
+            The state; None if there is no checkpoint and no step was named.
+
+        Raises:
+            DamagedError: It is damaged; names the one before, that may be loaded.
+            CheckpointError: There is none of that step; or as ``load``.
+        """
+        self._finish()
+        there = [each for each in self.checkpoints() if step is None or each.step == step]
+        if not there and step is not None:
+            raise CheckpointError(
+                f"there is no checkpoint of step {step} in {self.directory!r}; there are steps"
+                f" {[each.step for each in self.checkpoints()]}"
+            )
+        for index, info in enumerate(there):
+            try:
+                return self._store.load(info.path, into, partial=partial)
+            except DamagedError as error:
+                before = next(
+                    (each for each in self.checkpoints() if each.ok and each.step < info.step), None
+                )
+                offer = (
+                    "there is none before it" if before is None else f"before it is {before.path!r}"
+                )
+                if not fall_back or index == len(there) - 1:
+                    raise DamagedError(f"{error}; {offer}", path=error.path) from error
+                warnings.warn(f"{error}; {offer}", PenstockWarning, stacklevel=2)
+        return None
+
+    def close(self) -> None:
+        """Wait for what is on its way, and let another writer have the directory. Idempotent.
+
+        Raises what went wrong with what was on its way.
+        """
+        root, self._root = self._root, None
+        if root is None:
+            return
+        try:
+            self._finish(root)
+        finally:
+            root.close()
+
+    def _begin(
+        self, state: object, prepared: Prepared, private: list[Any], write: Any, step: int
+    ) -> Saving:
+        optimizers = optimizers_in(state)
+        saving = Saving(
+            prepared,
+            write,
+            steady=steady_in(optimizers, [*tensors_in(private), *frozen_in(state)]),
+            optimizers=optimizers,
+            budget_bytes=self._budget_bytes,
+        )
+        self._saving = saving, step
+        return saving
+
+    def _settle(self) -> None:
+        """Before another save: one that failed is told, and training goes on."""
+        try:
+            self._finish()
+        except PenstockError as error:
+            message = f"a checkpoint could not be saved, and those before it stay: {error}"
+            warnings.warn(message, PenstockWarning, stacklevel=4)
+
+    def _finish(self, root: Directory | None = None) -> None:
+        if self._saving is None:
+            return
+        saving, _ = self._saving
+        self._saving = None
+        try:
+            saved = saving.wait()
+        except PenstockError:
+            self.stats.failures += 1
+            raise
+        finally:
+            self.stats.stall_s += saving.stall_s
+            self.stats.copied_bytes += saving.copied_bytes
+            self._stalled_s += saving.stall_s
+        if self._interval is not None:
+            self._interval.saved(stall_s=saving.stall_s, busy_s=saved.seconds)
+        self._add(saved, root)
+
+    def _count(self, saved: Saved, start: float) -> Saved:
+        self._add(saved, None)
+        held = self._clock() - start
+        self.stats.stall_s += held
+        if self._interval is not None:
+            self._interval.saved(stall_s=held, busy_s=held)
+        return saved
+
+    def _add(self, saved: Saved, root: Directory | None) -> None:
+        self.stats.saves += 1
+        self.stats.write_s += saved.seconds
+        self.stats.written_bytes += saved.written_bytes
+        self._retire(self._check_open() if root is None else root)
+
+    def _held_up(self, start: float) -> None:
+        self._stalled_s += self._clock() - start
+
+    def _retire(self, root: Directory) -> None:
+        """Remove what is older than the last ``keep`` that are whole."""
+        whole = 0
+        for info in self.checkpoints():
+            if whole >= self._keep:
+                name = os.path.basename(info.path)
+                hidden = f".{name}.saving"
+                self._store.disk.remove(root, hidden)
+                self._store.disk.rename(root, name, hidden)
+                self._store.disk.remove(root, hidden)
+            whole += info.ok
+
+    def _base(self) -> str | None:
+        latest = self.latest() if self._incremental else None
+        return None if latest is None else latest.path
+
+    def _check_open(self) -> Directory:
+        if self._root is None:
+            raise ClosedError(f"the Checkpointer of {self.directory!r} is closed")
+        return self._root
+
+
+def listing(directory: str | os.PathLike[str]) -> list[Info]:
+    """The checkpoints of a directory, the latest step first, without reading their data.
+
+    Raises CheckpointError if there is no such directory, or TransferError.
+    """
+    root = os.path.abspath(directory)
+    if not os.path.isdir(root):
+        raise CheckpointError(f"{root!r} is no directory")
+    with Store().disk.open(root) as opened:
+        names = opened.names()
+    found = [(int(match[1]), name) for name in names if (match := _PATTERN.fullmatch(name))]
+    return [_info(step, os.path.join(root, name)) for step, name in sorted(found, reverse=True)]
+
+
+def _info(step: int, path: str) -> Info:
+    try:
+        with Opened(path) as opened:
+            manifest: Manifest = opened.manifest
+            return Info(step=step, path=path, nbytes=manifest.nbytes, facts=manifest.facts)
+    except PenstockError as error:
+        return Info(step=step, path=path, damage=str(error))
+
+
+def optimizers_in(state: object, depth: int = 0) -> list[torch.optim.Optimizer]:
+    """The optimizers of a state whose states are in memory."""
+    if isinstance(state, torch.optim.Optimizer):
+        return [] if isinstance(state, OnFlash) else [state]
+    if depth > MAX_DEPTH or is_stateful(state):
+        return []
+    if isinstance(state, Mapping):
+        return [found for each in state.values() for found in optimizers_in(each, depth + 1)]
+    if isinstance(state, list | tuple):
+        return [found for each in state for found in optimizers_in(each, depth + 1)]
+    return []
+
+
+def tensors_in(value: object) -> list[torch.Tensor]:
+    """The tensors within dictionaries and lists."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [found for each in value.values() for found in tensors_in(each)]
+    if isinstance(value, list | tuple):
+        return [found for each in value for found in tensors_in(each)]
+    return []

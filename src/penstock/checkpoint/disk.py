@@ -1,0 +1,286 @@
+"""Every change that a checkpoint makes to directories, one method each, so that tests can stop at any.
+
+What is written into data files goes through an engine, and can be stopped there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno as errnos
+import fcntl
+import os
+import stat
+from contextlib import suppress
+from typing import Final
+
+from penstock.core.errors import (
+    NO_SPACE_ERRNOS,
+    NoSpaceError,
+    TransferError,
+    free_space_bytes,
+)
+from penstock.io.files import DirectFile, open_at
+
+_RENAME_NOREPLACE: Final = 1
+_RENAME_EXCHANGE: Final = 2
+_FICLONE: Final = 0x40049409
+_PERMISSIONS: Final = 0o666
+_NOT_POSSIBLE: Final = frozenset(
+    {errnos.EINVAL, errnos.ENOSYS, errnos.EOPNOTSUPP, errnos.ENOTTY, errnos.EXDEV}
+)
+_NO_LINK: Final = frozenset({errnos.EPERM, errnos.EMLINK, errnos.EXDEV, errnos.EOPNOTSUPP})
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Directory:
+    """An open directory.
+
+    Attributes:
+        path: What to call it in errors; it may have been renamed since.
+        fd: Its descriptor.
+    """
+
+    def __init__(self, fd: int, path: str) -> None:
+        """Take ownership of a descriptor."""
+        self.fd = fd
+        self.path = path
+
+    def __enter__(self) -> Directory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def join(self, name: str) -> str:
+        """What to call something in it."""
+        return os.path.join(self.path, name)
+
+    def names(self) -> list[str]:
+        """What is in it, sorted. Raises TransferError."""
+        try:
+            return sorted(os.listdir(self.fd))
+        except OSError as error:
+            raise failed("list", self.path, error) from error
+
+    def close(self) -> None:
+        """Close the descriptor, and let go of the lock. Idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class Disk:
+    """The operating system's. Every method raises TransferError, and changes nothing if it does.
+
+    Overridden to inject faults.
+    """
+
+    def open(self, path: str) -> Directory:
+        """Open a directory."""
+        try:
+            return Directory(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), path)
+        except OSError as error:
+            raise failed("open", path, error) from error
+
+    def open_in(self, parent: Directory, name: str) -> Directory:
+        """Open a directory in a directory; a symbolic link is refused."""
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            return Directory(os.open(name, flags, dir_fd=parent.fd), parent.join(name))
+        except OSError as error:
+            raise failed("open", parent.join(name), error) from error
+
+    def make_directory(self, parent: Directory, name: str) -> bool:
+        """Make a directory; False if there is something of that name."""
+        try:
+            os.mkdir(name, dir_fd=parent.fd)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise failed("make", parent.join(name), error) from error
+        return True
+
+    def create(self, directory: Directory, name: str, nbytes: int) -> DirectFile:
+        """A new file with its space reserved."""
+        path = directory.join(name)
+        file = open_at(directory.fd, name, "x+", path=path, permissions=_PERMISSIONS)
+        try:
+            if nbytes:
+                file.preallocate(nbytes)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def clone(self, source: DirectFile, target: DirectFile) -> bool:
+        """Have a file share all data of another, as some file systems can; False if this cannot."""
+        try:
+            fcntl.ioctl(target.fd, _FICLONE, source.fd)
+        except OSError as error:
+            if error.errno in _NOT_POSSIBLE:
+                return False
+            raise failed("clone", target.path, error) from error
+        return True
+
+    def link(self, source: Directory, directory: Directory, name: str) -> bool:
+        """Have a file of another checkpoint in this one as well; False if that cannot be."""
+        try:
+            os.link(
+                name, name, src_dir_fd=source.fd, dst_dir_fd=directory.fd, follow_symlinks=False
+            )
+        except OSError as error:
+            if error.errno in _NO_LINK:
+                return False
+            raise failed("link", directory.join(name), error) from error
+        return True
+
+    def write(self, directory: Directory, name: str, data: bytes) -> None:
+        """Make a new file of a few bytes; ``sync_file`` waits for it."""
+        path = directory.join(name)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            fd = os.open(name, flags, _PERMISSIONS, dir_fd=directory.fd)
+            try:
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[os.write(fd, rest) :]
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise failed("write", path, error, len(data)) from error
+
+    def sync_file(self, directory: Directory, name: str) -> None:
+        """Wait until a small file is on the device, and let its pages go."""
+        path = directory.join(name)
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            fd = os.open(name, flags, dir_fd=directory.fd)
+            try:
+                os.fsync(fd)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise failed("sync", path, error) from error
+
+    def finish(self, file: DirectFile, nbytes: int) -> None:
+        """Give a file its exact length, and wait until all of it is on the device."""
+        try:
+            if file.size_bytes != nbytes:
+                os.ftruncate(file.fd, nbytes)
+            os.fsync(file.fd)
+        except OSError as error:
+            raise failed("sync", file.path, error, nbytes) from error
+
+    def sync(self, directory: Directory) -> None:
+        """Wait until the names in a directory are on the device."""
+        try:
+            os.fsync(directory.fd)
+        except OSError as error:
+            raise failed("sync", directory.path, error) from error
+
+    def rename(self, parent: Directory, name: str, to: str) -> None:
+        """Give something another name in its directory; one that exists is not replaced."""
+        if not _rename(parent.fd, name, to, _RENAME_NOREPLACE):
+            try:
+                os.stat(to, dir_fd=parent.fd, follow_symlinks=False)
+            except FileNotFoundError:
+                self._rename_plainly(parent, name, to)
+                return
+            except OSError as error:
+                raise failed("rename", parent.join(to), error) from error
+            raise failed("rename", parent.join(to), FileExistsError(errnos.EEXIST, ""))
+
+    def exchange(self, parent: Directory, name: str, other: str) -> bool:
+        """Swap the names of two, at once; False if this file system cannot."""
+        return _rename(parent.fd, name, other, _RENAME_EXCHANGE)
+
+    def remove(self, parent: Directory, name: str) -> None:
+        """Remove a directory with the files in it; what is missing is well."""
+        try:
+            fd = os.open(
+                name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent.fd
+            )
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise failed("remove", parent.join(name), error) from error
+        with Directory(fd, parent.join(name)) as directory:
+            self.clear(directory)
+        try:
+            os.rmdir(name, dir_fd=parent.fd)
+        except OSError as error:
+            raise failed("remove", parent.join(name), error) from error
+
+    def clear(self, directory: Directory) -> None:
+        """Remove what is in a directory."""
+        for name in directory.names():
+            try:
+                facts = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
+                if stat.S_ISDIR(facts.st_mode):
+                    self.remove(directory, name)
+                else:
+                    os.unlink(name, dir_fd=directory.fd)
+            except OSError as error:
+                if isinstance(error, TransferError):
+                    raise
+                raise failed("remove", directory.join(name), error) from error
+
+    def _rename_plainly(self, parent: Directory, name: str, to: str) -> None:
+        try:
+            os.rename(name, to, src_dir_fd=parent.fd, dst_dir_fd=parent.fd)
+        except OSError as error:
+            raise failed("rename", parent.join(to), error) from error
+
+
+def lock(directory: Directory) -> bool:
+    """Hold a directory alone until it is closed, or the process ends; False: another does."""
+    try:
+        fcntl.flock(directory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errnos.EWOULDBLOCK, errnos.EACCES):
+            return False
+        raise failed("lock", directory.path, error) from error
+    return True
+
+
+def is_still(parent: Directory, name: str, directory: Directory) -> bool:
+    """Whether a name still leads to a directory that was opened by it."""
+    with suppress(OSError):
+        named = os.stat(name, dir_fd=parent.fd, follow_symlinks=False)
+        opened = os.fstat(directory.fd)
+        return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
+    return False
+
+
+def failed(op: str, path: str, error: OSError, nbytes: int = 0) -> TransferError:
+    """The error of our tree."""
+    if isinstance(error, TransferError):
+        return error
+    code = error.errno or errnos.EIO
+    full = code in NO_SPACE_ERRNOS
+    free = free_space_bytes(path)
+    return (NoSpaceError if full else TransferError)(
+        errno=code,
+        op=op,
+        path=path,
+        offset_bytes=0,
+        nbytes=nbytes,
+        free_bytes=free_space_bytes(os.path.dirname(path)) if free < 0 else free,
+        advice="free some space or name another directory" if full else "",
+    )
+
+
+def _rename(fd: int, name: str, to: str, flag: int) -> bool:
+    """False: it cannot be done in this way. Raises TransferError for any other reason."""
+    try:
+        call = _libc.renameat2
+    except AttributeError:  # a C library from before 2018
+        return False
+    if call(fd, os.fsencode(name), fd, os.fsencode(to), flag) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _NOT_POSSIBLE:
+        return False
+    raise failed("rename", to, OSError(code, os.strerror(code)))

@@ -1,0 +1,92 @@
+"""Memory for tensors that come from a checkpoint and have none yet.
+
+In huge pages, which the device and later the optimizer like; or in a mapped file without a name, for
+states that are on their way to flash and need not fit in memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock.checkpoint.dtypes import DTYPES
+from penstock.checkpoint.manifest import TensorEntry
+from penstock.core.units import MIB, round_up
+from penstock.io.files import open_unlinked_buffered
+from penstock.io.mapping import PAGE_BYTES, Mapping
+
+_CHUNK_BYTES: Final = 64 * MIB
+"""Tensors share mappings of about this, which live as long as any of them."""
+_ALIGNMENT_BYTES: Final = 64
+_LARGE_BYTES: Final = MIB
+"""Smaller tensors are torch's own."""
+
+
+class Fresh:
+    """Makes tensors; nothing of them is resident until something is written to them."""
+
+    def __init__(self, directory: str | None = None) -> None:
+        """Begin.
+
+        Args:
+            directory: Where a file without a name may be; None: in memory.
+        """
+        self._directory = directory
+        self._left: NDArray[np.uint8] = np.empty(0, np.uint8)
+
+    def tensor(self, entry: TensorEntry) -> torch.Tensor:
+        """One of an owner's dtype, shape and strides. Raises TransferError if there is no memory."""
+        dtype = DTYPES[entry.dtype].dtype
+        if entry.nbytes < _LARGE_BYTES:
+            if entry.strides is None:
+                return torch.empty(entry.shape, dtype=dtype)
+            return torch.empty_strided(entry.shape, entry.strides, dtype=dtype)
+        flat = torch.from_numpy(self._take(entry.nbytes)).view(dtype)
+        strides = _contiguous(entry.shape) if entry.strides is None else entry.strides
+        return flat.as_strided(entry.shape, strides)
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """So many bytes. Raises TransferError if there are none."""
+        return torch.from_numpy(self._take(nbytes))
+
+    def _take(self, nbytes: int) -> NDArray[np.uint8]:
+        taken = round_up(nbytes, _ALIGNMENT_BYTES)
+        if taken > self._left.nbytes:
+            self._left = self._chunk(round_up(max(taken, _CHUNK_BYTES), PAGE_BYTES))
+        memory, self._left = self._left[:nbytes], self._left[taken:]
+        return memory
+
+    def _chunk(self, nbytes: int) -> Any:
+        if self._directory is not None:
+            return _mapped_file(self._directory, nbytes)
+        mapping = Mapping(nbytes)
+        memory = mapping.array(0, nbytes)
+        weakref.finalize(memory, _let_go, mapping).atexit = False
+        return memory
+
+
+def _let_go(_: Mapping) -> None:
+    """The registry of finalizers has kept the mapping until now."""
+
+
+def _mapped_file(directory: str, nbytes: int) -> Any:
+    file = open_unlinked_buffered(directory)
+    try:
+        file.preallocate(nbytes)
+        return np.frombuffer(mmap.mmap(file.fd, nbytes), np.uint8)
+    finally:
+        file.close()
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))

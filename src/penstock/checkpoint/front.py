@@ -1,0 +1,91 @@
+"""Save, load, verify: one call each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.checkpoint.reading import Health
+from penstock.checkpoint.store import Place, Saved, Store
+from penstock.checkpoint.values import Json
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: object,
+    *,
+    facts: Mapping[str, Json] | None = None,
+    base: str | os.PathLike[str] | None = None,
+) -> Saved:
+    """Save a state. Returns when it is on the device; until then what was there before is there.
+
+    Bytes go from the tensors through some buffers of 48 MiB in all to new files, past the page cache. No
+    tensor may change meanwhile.
+
+    Args:
+        path: A directory that is made; a checkpoint that is there is replaced, at once and when the new
+            one is durable. Its parent must exist.
+        state: Nested dictionaries, lists and tuples of tensors on any device, NumPy arrays, numbers,
+            strings, bytes, None, and of objects with a ``state_dict``. Tensors that share memory are
+            saved once. Nothing is pickled.
+        facts: What the manifest says of it beside: a dictionary of JSON.
+        base: An earlier checkpoint on the same file system: of files that have not changed since, it has
+            links, and they are not written. See the note on unchanged blocks in the manual.
+
+    Returns:
+        What was done.
+
+    Raises:
+        CheckpointError: Something in the state has no form in a checkpoint, named by its keys; or the
+            path is that of something else.
+        ConfigError: Another writer is saving to this path.
+        NoSpaceError: There is no room, seen before or met during the save; nothing is left of it.
+        TransferError: The device refuses; the same.
+    """
+    return Store().save(path, state, facts=facts, base=base)
+
+
+def load(path: str | os.PathLike[str], into: object = None, *, partial: bool = False) -> Any:
+    """Load a state: anew, or into what is there. Every byte is proven before it is used.
+
+    Args:
+        path: A checkpoint.
+        into: What was saved, or its like: dictionaries, lists, tensors, and objects with
+            ``load_state_dict``. Tensors keep their memory: modules' parameters and buffers, and states of
+            an optimizer where it has them already. None: everything is made anew, in huge pages.
+        partial: Whether the checkpoint may have keys that ``into`` has not.
+
+    Returns:
+        ``into``, or a new state.
+
+    Raises:
+        MismatchError: The checkpoint is of another state; names the first keys, shapes and dtypes that
+            differ. Nothing was changed.
+        DamagedError: It is torn or damaged: which file, where, and which tensors. Tensors before it in
+            the files may have been set already: load another checkpoint, or ``verify`` first.
+        CheckpointError: There is none.
+        TransferError: The device refuses.
+    """
+    return Store().load(path, into, partial=partial)
+
+
+def verify(path: str | os.PathLike[str]) -> Health:
+    """Read a checkpoint, and say what is damaged. Raises TransferError if the device refuses."""
+    return Store().verify(path)
+
+
+def unchanged(path: str | os.PathLike[str], state: object) -> list[Place]:
+    """Which tensors of a state are, byte for byte, what a checkpoint has: by its checksums, unread.
+
+    What this returns may be dropped from memory, and be loaded again. A tensor that shares a block of the
+    file with one that changed is not among it.
+
+    Args:
+        path: A checkpoint of that state.
+        state: As for ``save``.
+
+    Raises:
+        CheckpointError: As ``save`` and ``load``.
+    """
+    return Store().unchanged(path, state)

@@ -1,0 +1,314 @@
+"""What a checkpoint says of itself. The specification is ``docs/checkpoint-format.md``.
+
+Frozen values that check themselves: one that was read has been found to be whole and within bounds before
+anything is allocated, opened or believed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import xxhash
+
+from penstock.checkpoint.dtypes import DTYPES
+from penstock.checkpoint.values import FormError, Json, whole
+from penstock.core.units import KIB, MIB
+
+VERSION: Final = 1
+FILE_NAME: Final = "manifest.json"
+MAX_BYTES: Final = 64 * MIB
+"""Of a manifest; some 300 000 tensors, or 6 TB of data."""
+BLOCK_BYTES: Final = 4 * MIB
+"""What has a checksum of its own."""
+
+_MIN_BLOCK_BYTES: Final = 4 * KIB
+_MAX_BLOCK_BYTES: Final = 16 * MIB
+_MAX_DIMS: Final = 64
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_SUM: Final = re.compile(r"[0-9a-f]{32}")
+_TAIL: Final = b',"sum":"%s"}\n'
+_TAIL_BYTES: Final = len(_TAIL % (b"0" * 32))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileEntry:
+    """A data file.
+
+    Attributes:
+        name: In the checkpoint's directory.
+        nbytes: Its exact length.
+        sums: XXH3 (128 bits, hexadecimal) of each of its blocks.
+    """
+
+    name: str
+    nbytes: int
+    sums: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEntry:
+    """A tensor: an owner of bytes in a file, or a view of an owner.
+
+    Attributes:
+        name: As in the header of the file.
+        dtype: torch's name.
+        shape: Its sizes.
+        strides: In elements; None: those of a contiguous tensor.
+        file: Number of the file; -1: it is a view.
+        offset_bytes: Where in the file it begins.
+        owner: Number of the tensor of which it is a view; -1: of none.
+        skip_bytes: Where in the owner's bytes it begins.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
+    file: int = -1
+    offset_bytes: int = 0
+    owner: int = -1
+    skip_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its elements."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    @property
+    def extent_bytes(self) -> int:
+        """From its first to past its last element, in memory."""
+        if self.strides is None or not self.nbytes:
+            return self.nbytes
+        reach = sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
+        return (reach + 1) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """All of it.
+
+    Attributes:
+        files: Its data files.
+        tensors: Its tensors, by number.
+        state: What is no tensor, as :mod:`penstock.checkpoint.values` has it.
+        facts: Of the checkpoint: when it was made, the step, what its maker adds.
+        block_bytes: What has a checksum of its own.
+    """
+
+    files: tuple[FileEntry, ...]
+    tensors: tuple[TensorEntry, ...]
+    state: Json
+    facts: Mapping[str, Json] = field(default_factory=dict)
+    block_bytes: int = BLOCK_BYTES
+
+    def __post_init__(self) -> None:
+        """Raises FormError if it breaks a rule of the format."""
+        size = self.block_bytes
+        if not _MIN_BLOCK_BYTES <= size <= _MAX_BLOCK_BYTES or size & (size - 1):
+            raise FormError(f"blocks of {size} bytes are none of this format")
+        names = {each.name.lower() for each in self.files}
+        if len(names) < len(self.files) or FILE_NAME in names:
+            raise FormError("two files have the same name")
+        for file in self.files:
+            _check_file(file, size)
+        for tensor in self.tensors:
+            _check_tensor(tensor, self)
+        _check_places(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all data files."""
+        return sum(each.nbytes for each in self.files)
+
+    def encode(self) -> bytes:
+        """As it is in its file. Raises FormError if that would be too long."""
+        document = {
+            "penstock_checkpoint": VERSION,
+            "block_bytes": self.block_bytes,
+            "checksum": "xxh3-128",
+            "facts": dict(self.facts),
+            "files": [
+                {"name": each.name, "nbytes": each.nbytes, "sums": list(each.sums)}
+                for each in self.files
+            ],
+            "tensors": [_tensor_to(each) for each in self.tensors],
+            "state": self.state,
+        }
+        text = json.dumps(document, allow_nan=False, separators=(",", ":"))
+        data = text.encode("ascii")[:-1]
+        data += _TAIL % xxhash.xxh3_128_hexdigest(data).encode("ascii")
+        if len(data) > MAX_BYTES:
+            raise FormError(
+                f"what is no tensor takes {len(data)} bytes of JSON, more than {MAX_BYTES}: make arrays"
+                " of long lists of numbers"
+            )
+        return data
+
+    @classmethod
+    def decode(cls, data: bytes) -> Manifest:
+        """Read it. Raises FormError: it is torn, damaged, or breaks a rule of the format."""
+        body, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]
+        if tail != _TAIL % xxhash.xxh3_128_hexdigest(body).encode("ascii"):
+            raise FormError("it is torn or damaged: its checksum is not that of its bytes")
+        document = _parse(data)
+        if document.get("penstock_checkpoint") != VERSION:
+            raise FormError(
+                f"its version is {document.get('penstock_checkpoint')!r}, known is {VERSION}"
+            )
+        if document.get("checksum") != "xxh3-128":
+            raise FormError(f"its checksums are {document.get('checksum')!r}, known are 'xxh3-128'")
+        facts = document.get("facts")
+        if not isinstance(facts, dict):
+            raise FormError("it has no facts")
+        return cls(
+            files=tuple(_file_from(each) for each in _objects(document, "files")),
+            tensors=tuple(_tensor_from(each) for each in _objects(document, "tensors")),
+            state=document.get("state"),
+            facts=facts,
+            block_bytes=whole(document.get("block_bytes")),
+        )
+
+
+def blocks_of(nbytes: int, block_bytes: int) -> range:
+    """Where the blocks of a file begin."""
+    return range(0, nbytes, block_bytes)
+
+
+def _check_file(file: FileEntry, block_bytes: int) -> None:
+    if not _NAME.fullmatch(file.name):
+        raise FormError(
+            f"{file.name[:80]!r} is no name of a data file: it could leave the directory"
+        )
+    if file.nbytes >= 2**63 or len(file.sums) != len(blocks_of(file.nbytes, block_bytes)):
+        raise FormError(f"{file.name!r} of {file.nbytes} bytes has {len(file.sums)} checksums")
+    for each in file.sums:
+        if not _SUM.fullmatch(each):
+            raise FormError(f"{each[:40]!r} is no checksum")
+
+
+def _check_tensor(tensor: TensorEntry, manifest: Manifest) -> None:
+    if tensor.dtype not in DTYPES:
+        raise FormError(f"{tensor.name!r} is of {tensor.dtype[:40]!r}, which is not known")
+    if len(tensor.shape) > _MAX_DIMS or max(tensor.shape, default=0) >= 2**63:
+        raise FormError(f"{tensor.name!r} has a shape that no tensor has")
+    if tensor.strides is not None and (
+        len(tensor.strides) != len(tensor.shape) or max(tensor.strides, default=0) >= 2**63
+    ):
+        raise FormError(f"{tensor.name!r} has strides that no tensor has")
+    if tensor.owner < 0:
+        if tensor.file >= len(manifest.files) or tensor.file < 0:
+            raise FormError(f"{tensor.name!r} is in file {tensor.file}, which there is not")
+        if tensor.offset_bytes + tensor.nbytes > manifest.files[tensor.file].nbytes:
+            raise FormError(f"{tensor.name!r} is longer than its file")
+        if tensor.strides is not None and not is_dense(tensor.shape, tensor.strides):
+            raise FormError(f"{tensor.name!r} has strides with holes or overlaps")
+        return
+    owner = manifest.tensors[tensor.owner] if tensor.owner < len(manifest.tensors) else None
+    if owner is None or owner.owner >= 0 or owner.strides is not None:
+        raise FormError(f"{tensor.name!r} is a view of no owner")
+    if tensor.skip_bytes % DTYPES[tensor.dtype].itemsize or (
+        tensor.skip_bytes + tensor.extent_bytes > owner.nbytes
+    ):
+        raise FormError(f"{tensor.name!r} does not lie within {owner.name!r}")
+
+
+def _check_places(manifest: Manifest) -> None:
+    """Owners do not overlap: what is allocated for them is no more than files are long."""
+    places = sorted(
+        (each.file, each.offset_bytes, each.nbytes, each.name)
+        for each in manifest.tensors
+        if each.owner < 0 and each.nbytes
+    )
+    for one, other in itertools.pairwise(places):
+        if one[0] == other[0] and one[1] + one[2] > other[1]:
+            raise FormError(f"{one[3]!r} and {other[3]!r} overlap")
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements lie one after another in memory, in whatever order."""
+    expected = 1
+    for step, size in sorted(zip(strides, shape, strict=True)):
+        if size == 1:
+            continue
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _parse(data: bytes) -> dict[str, Json]:
+    try:
+        document = json.loads(data, object_pairs_hook=_object, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise FormError(f"it is no JSON of this format: {str(error)[:80]}") from None
+    if not isinstance(document, dict):
+        raise FormError("it is no object")
+    return document
+
+
+def _object(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise FormError("an object has two members of one name")
+    return made
+
+
+def _no_constant(text: str) -> Json:
+    raise FormError(f"{text} is no JSON")
+
+
+def _objects(document: Mapping[str, Json], name: str) -> list[dict[str, Json]]:
+    found = document.get(name)
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise FormError(f"it has no list of {name}")
+    return found
+
+
+def _file_from(entry: Mapping[str, Json]) -> FileEntry:
+    return FileEntry(
+        name=_text(entry.get("name")),
+        nbytes=whole(entry.get("nbytes")),
+        sums=tuple(_text(each) for each in _list(entry.get("sums"))),
+    )
+
+
+def _tensor_to(tensor: TensorEntry) -> dict[str, Json]:
+    made: dict[str, Any] = {"name": tensor.name, "dtype": tensor.dtype, "shape": [*tensor.shape]}
+    if tensor.strides is not None:
+        made["strides"] = [*tensor.strides]
+    if tensor.owner < 0:
+        return made | {"file": tensor.file, "offset": tensor.offset_bytes}
+    return made | {"owner": tensor.owner, "skip": tensor.skip_bytes}
+
+
+def _tensor_from(entry: Mapping[str, Json]) -> TensorEntry:
+    strides = entry.get("strides")
+    is_view = "owner" in entry
+    return TensorEntry(
+        name=_text(entry.get("name")),
+        dtype=_text(entry.get("dtype")),
+        shape=tuple(whole(each) for each in _list(entry.get("shape"))),
+        strides=None if strides is None else tuple(whole(each) for each in _list(strides)),
+        file=-1 if is_view else whole(entry.get("file")),
+        offset_bytes=0 if is_view else whole(entry.get("offset")),
+        owner=whole(entry.get("owner")) if is_view else -1,
+        skip_bytes=whole(entry.get("skip")) if is_view else 0,
+    )
+
+
+def _text(value: Json) -> str:
+    if not isinstance(value, str):
+        raise FormError(f"{str(value)[:40]!r} stands where a string must")
+    return value
+
+
+def _list(value: Json) -> list[Json]:
+    if not isinstance(value, list):
+        raise FormError(f"{str(value)[:40]!r} stands where an array must")
+    return value

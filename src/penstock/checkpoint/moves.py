@@ -1,0 +1,139 @@
+"""Bytes between tensors and the blocks that go to a file and come from one.
+
+A region is a tensor seen as its bytes, in the order of its elements, wherever they lie. The memory of
+torch's tensors begins at multiples of 64 bytes and files open for direct I/O want 512 or more, so what is
+written is put together in blocks of an arena, which takes a fraction of the time that writing does, and
+makes what is written the very bytes whose checksum was taken.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from typing import Final
+
+import torch
+
+from penstock.checkpoint.leaves import is_plain
+from penstock.core.units import MIB
+
+_STEP_BYTES: Final = 4 * MIB
+"""What is copied at once of a tensor that is not contiguous."""
+
+
+class Region(ABC):
+    """Some bytes that have a place in a file."""
+
+    nbytes: int
+
+    @abstractmethod
+    def copy_out(self, start: int, stop: int, address: int) -> None:
+        """Copy the bytes ``[start, stop)`` to memory."""
+
+    @abstractmethod
+    def copy_in(self, start: int, stop: int, address: int) -> None:
+        """Set them from memory."""
+
+
+class Fixed(Region):
+    """Bytes that are known: the header of a file. What comes in is left aside."""
+
+    def __init__(self, data: bytes) -> None:
+        """Hold them."""
+        self.nbytes = len(data)
+        self._data = data
+
+    def copy_out(self, start: int, stop: int, address: int) -> None:
+        """Copy some of them to memory."""
+        ctypes.memmove(address, self._data[start:stop], stop - start)
+
+    def copy_in(self, start: int, stop: int, address: int) -> None:
+        """Do nothing."""
+
+
+class Plain(Region):
+    """A tensor whose elements lie one after another in host memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Look at it; it is kept alive."""
+        self.nbytes = tensor.numel() * tensor.element_size()
+        self._tensor = tensor
+        self._address = tensor.data_ptr()
+
+    def copy_out(self, start: int, stop: int, address: int) -> None:
+        """Copy some bytes to memory, without the interpreter's lock."""
+        ctypes.memmove(address, self._address + start, stop - start)
+
+    def copy_in(self, start: int, stop: int, address: int) -> None:
+        """Set some bytes from memory, without the interpreter's lock."""
+        ctypes.memmove(self._address + start, address, stop - start)
+
+
+class Elsewhere(Region):
+    """Any other tensor: on a device, or with its elements in another order. Copied step by step."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Look at it; it is kept alive."""
+        self.nbytes = tensor.numel() * tensor.element_size()
+        self._tensor = tensor
+        self._itemsize = tensor.element_size()
+
+    def copy_out(self, start: int, stop: int, address: int) -> None:
+        """Copy some bytes to memory."""
+        for first, last, low, high in self._steps(start, stop):
+            values = torch.empty(last - first, dtype=self._tensor.dtype)
+            _copy_range(self._tensor, first, last, values, out=True)
+            source = values.data_ptr() + low - first * self._itemsize
+            ctypes.memmove(address + low - start, source, high - low)
+
+    def copy_in(self, start: int, stop: int, address: int) -> None:
+        """Set some bytes from memory."""
+        for first, last, low, high in self._steps(start, stop):
+            values = torch.empty(last - first, dtype=self._tensor.dtype)
+            if low % self._itemsize or high % self._itemsize:  # an element that two blocks share
+                _copy_range(self._tensor, first, last, values, out=True)
+            target = values.data_ptr() + low - first * self._itemsize
+            ctypes.memmove(target, address + low - start, high - low)
+            _copy_range(self._tensor, first, last, values, out=False)
+
+    def _steps(self, start: int, stop: int) -> list[tuple[int, int, int, int]]:
+        """Elements [first, last) of which the bytes [low, high) are meant, step by step."""
+        size = self._itemsize
+        return [
+            (low // size, -(-high // size), low, high)
+            for low in range(start, stop, _STEP_BYTES)
+            for high in (min(low + _STEP_BYTES, stop),)
+        ]
+
+
+def region_of(tensor: torch.Tensor) -> Region:
+    """A tensor's bytes."""
+    return Plain(tensor) if is_plain(tensor) else Elsewhere(tensor)
+
+
+@torch.no_grad()
+def _copy_range(
+    tensor: torch.Tensor, first: int, last: int, flat: torch.Tensor, *, out: bool
+) -> None:
+    """Copy the elements ``[first, last)``, in their logical order, to ``flat`` or from it."""
+    if tensor.dim() <= 1:
+        part = tensor.reshape(1)[first:last] if tensor.dim() == 0 else tensor[first:last]
+        _copy(part, flat, out=out)
+        return
+    row = tensor[0].numel()
+    top, bottom = -(-first // row), last // row
+    if top > bottom:  # within one row
+        _copy_range(tensor[bottom], first - bottom * row, last - bottom * row, flat, out=out)
+        return
+    head, body = top * row - first, bottom * row - first
+    if head:
+        _copy_range(tensor[top - 1], row - head, row, flat[:head], out=out)
+    if body > head:
+        _copy(tensor[top:bottom], flat[head:body].view(bottom - top, *tensor.shape[1:]), out=out)
+    if last - first > body:
+        _copy_range(tensor[bottom], 0, last - first - body, flat[body:], out=out)
+
+
+def _copy(part: torch.Tensor, flat: torch.Tensor, *, out: bool) -> None:
+    target, source = (flat, part) if out else (part, flat)
+    target.copy_(source)

@@ -1,0 +1,239 @@
+"""Checkpoints that are there: opened, believed in nothing, read and proven block by block."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from penstock.checkpoint.disk import Directory, Disk
+from penstock.checkpoint.manifest import FILE_NAME, MAX_BYTES, Manifest, blocks_of
+from penstock.checkpoint.moves import Region
+from penstock.checkpoint.streams import Buffers, Wanted, digest, empty, read_blocks
+from penstock.checkpoint.values import FormError
+from penstock.core.errors import CheckpointError, DamagedError, TransferError
+from penstock.io.engine import Engine
+from penstock.io.files import DirectFile, open_at
+
+
+class Opened:
+    """A checkpoint open for reading.
+
+    Attributes:
+        path: Its directory.
+        manifest: What it says of itself; every file is there, and as long as it says.
+        directory: Its directory, open.
+    """
+
+    def __init__(self, path: str, disk: Disk | None = None) -> None:
+        """Read its manifest, and look at its files.
+
+        Raises:
+            CheckpointError: There is no checkpoint.
+            DamagedError: It is torn or damaged; says which file.
+            TransferError: It cannot be read.
+        """
+        self.path = path
+        self.directory = _open(path, Disk() if disk is None else disk)
+        self._files: dict[int, DirectFile] = {}
+        try:
+            self.manifest = _manifest(self.directory)
+            for index in range(len(self.manifest.files)):
+                self._check(index)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close everything. Idempotent."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+        self.directory.close()
+
+    def file(self, index: int) -> DirectFile:
+        """A data file, open. Raises DamagedError, or TransferError."""
+        found = self._files.get(index)
+        if found is None:
+            name = self.manifest.files[index].name
+            found = open_at(self.directory.fd, name, "r", path=self.directory.join(name))
+            self._files[index] = found
+        return found
+
+    def read(
+        self,
+        targets: Mapping[int, Sequence[tuple[int, Region]]],
+        *,
+        engine: Engine | None = None,
+    ) -> None:
+        """Fill some regions. A block reaches them only after its checksum was found right.
+
+        Args:
+            targets: By file, where in it they begin; in this order, and none over another.
+            engine: What moves blocks; one of its own if None.
+
+        Raises:
+            DamagedError: A block is not what was written; says which. Blocks before it were handed over.
+            TransferError: The device refuses.
+        """
+        starts = {index: [start for start, _ in regions] for index, regions in targets.items()}
+        size = self.manifest.block_bytes
+
+        def use(wanted: Wanted, address: int) -> None:
+            index = wanted.key
+            assert isinstance(index, int)
+            self._close_before(index)  # blocks come in order: nothing of those is on its way
+            entry = self.manifest.files[index]
+            if digest(address, wanted.nbytes) != entry.sums[wanted.offset // size]:
+                raise self._damaged(index, wanted.offset, wanted.nbytes)
+            end = wanted.offset + wanted.nbytes
+            empty(targets[index], starts[index], wanted.offset, end, address)
+
+        with Buffers(size, engine) as buffers:
+            read_blocks(buffers, self._wanted(targets), use)
+
+    def verify(self, *, engine: Engine | None = None) -> list[DamagedError]:
+        """Read all of it; what is damaged, a file at a time. Raises TransferError."""
+        found = []
+        for index in range(len(self.manifest.files)):
+            try:
+                self.read({index: ()}, engine=engine)
+            except DamagedError as error:
+                found.append(error)
+            self._close_file(index)
+        return found
+
+    def _wanted(self, targets: Mapping[int, Sequence[tuple[int, Region]]]) -> Iterator[Wanted]:
+        size = self.manifest.block_bytes
+        for index in sorted(targets):
+            nbytes = self.manifest.files[index].nbytes
+            blocks = blocks_of(nbytes, size)
+            for number in _touched(targets[index], size, len(blocks)):
+                offset = blocks[number]
+                length = min(size, nbytes - offset)
+                yield Wanted(self.file(index), offset, length, index)
+
+    def _close_before(self, index: int) -> None:
+        """Of thousands of files, not all can be open."""
+        for each in [each for each in self._files if each < index]:
+            self._close_file(each)
+
+    def _close_file(self, index: int) -> None:
+        file = self._files.pop(index, None)
+        if file is not None:
+            file.close()
+
+    def _check(self, index: int) -> None:
+        entry = self.manifest.files[index]
+        path = self.directory.join(entry.name)
+        try:
+            facts = os.stat(entry.name, dir_fd=self.directory.fd, follow_symlinks=False)
+        except OSError as error:
+            raise DamagedError(
+                f"{path!r} is missing: {error.strerror}; {_ADVICE}", path=path
+            ) from None
+        if facts.st_size != entry.nbytes:
+            raise DamagedError(
+                f"{path!r} is {facts.st_size} bytes long and was written with {entry.nbytes}; {_ADVICE}",
+                path=path,
+            )
+
+    def _damaged(self, index: int, offset: int, nbytes: int) -> DamagedError:
+        path = self.directory.join(self.manifest.files[index].name)
+        names = [
+            each.name
+            for each in self.manifest.tensors
+            if each.file == index
+            and each.offset_bytes < offset + nbytes
+            and offset < each.offset_bytes + each.nbytes
+        ]
+        what = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return DamagedError(
+            f"{path!r}: the {nbytes} bytes at offset {offset} ({what or 'the header'}) are not what was"
+            f" written there: their checksum differs; {_ADVICE}",
+            path=path,
+        )
+
+
+_ADVICE = "the checkpoint is torn or damaged: load another, and look at the device"
+
+
+def _open(path: str, disk: Disk) -> Directory:
+    if not os.path.isdir(path):
+        raise CheckpointError(
+            f"there is no checkpoint at {path!r}: it is {'a file' if os.path.exists(path) else 'missing'}"
+        )
+    return disk.open(path)
+
+
+def _manifest(directory: Directory) -> Manifest:
+    path = directory.join(FILE_NAME)
+    try:
+        file = open_at(directory.fd, FILE_NAME, "r", path=path)
+    except TransferError as error:
+        raise DamagedError(
+            f"{directory.path!r} holds no checkpoint, or not all of one: {path!r} cannot be opened"
+            f" ({os.strerror(error.errno or 0)}); load another",
+            path=path,
+        ) from error
+    file.close()
+    try:
+        data = _small_file(directory.fd)
+    except OSError as error:
+        raise TransferError(
+            errno=error.errno or 0, op="read", path=path, offset_bytes=0, nbytes=0
+        ) from error
+    if len(data) > MAX_BYTES:
+        raise DamagedError(f"{path!r} is longer than {MAX_BYTES} bytes; {_ADVICE}", path=path)
+    try:
+        return Manifest.decode(data)
+    except FormError as error:
+        raise DamagedError(f"{path!r}: {error}; {_ADVICE}", path=path) from error
+
+
+def _small_file(directory_fd: int) -> bytes:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(FILE_NAME, flags, dir_fd=directory_fd)
+    with open(fd, "rb") as file:
+        data = file.read(MAX_BYTES + 1)
+        with suppress(OSError):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    return data
+
+
+def _touched(regions: Iterable[tuple[int, Region]], block_bytes: int, count: int) -> Iterable[int]:
+    """Numbers of the blocks that some regions lie in; all, if there are none: to be proven."""
+    spans = [(start, start + region.nbytes) for start, region in regions if region.nbytes]
+    if not spans:
+        return range(count)
+    wanted = set[int]()
+    for start, end in spans:
+        wanted.update(range(start // block_bytes, -(-end // block_bytes)))
+    return sorted(wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What ``verify`` found.
+
+    Attributes:
+        path: Of the checkpoint.
+        nbytes: Of its data.
+        damage: What is wrong, in words; empty: it is whole.
+    """
+
+    path: str
+    nbytes: int = 0
+    damage: tuple[str, ...] = field(default=())
+
+    @property
+    def ok(self) -> bool:
+        """Whether all of it is what was written."""
+        return not self.damage

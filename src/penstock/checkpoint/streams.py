@@ -1,0 +1,262 @@
+"""Between tensors and files, block by block, through a few buffers of huge pages.
+
+One thread fills a buffer, takes its checksum and hands it to the engine, and fills the next; or takes the
+checksum of one that has come and empties it. Both take a fraction of the time that the device needs for
+the same bytes, so the device never waits, and no more than the buffers is ever held.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+import xxhash
+
+from penstock.checkpoint.moves import Region
+from penstock.core.locks import Lock
+from penstock.core.process import this
+from penstock.core.units import MIB, round_down, round_up
+from penstock.io.aio import default_engine
+from penstock.io.arena import Arena, Block
+from penstock.io.engine import Engine, Op, Priority, Request, Transfer
+from penstock.io.files import DirectFile, read_end
+
+BUFFERS_BYTES: Final = 48 * MIB
+"""What is on its way at once."""
+_DEPTH: Final = 8
+"""Blocks that the engine has at once; the others are being filled or emptied."""
+_LEAST_BUFFERS: Final = 3
+_MOST_BUFFERS: Final = 64
+
+Regions = Sequence[tuple[int, Region]]
+"""Where in a file something begins, and what; in this order, none over another."""
+
+
+class Buffers:
+    """Blocks of memory for one save or load at a time; made at its first use, given back by ``close``."""
+
+    def __init__(self, block_bytes: int, engine: Engine | None = None) -> None:
+        """Reserve nothing yet.
+
+        Args:
+            block_bytes: How long a block is.
+            engine: Moves them; the one that all share if None.
+        """
+        self.block_bytes = block_bytes
+        self.count = min(_MOST_BUFFERS, max(_LEAST_BUFFERS, BUFFERS_BYTES // block_bytes))
+        self.engine = _shared_engine() if engine is None else engine
+        self._arena = Arena(self.count * block_bytes, owner="checkpoint")
+        self._free: list[Block] = []
+        self._made = 0
+
+    def __enter__(self) -> Buffers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def take(self) -> Block | None:
+        """A block; None if all are taken."""
+        if self._free:
+            return self._free.pop()
+        if self._made == self.count:
+            return None
+        block = self._arena.allocate(self.block_bytes)
+        assert block is not None, "an arena without a budget has room for what it was made for"
+        self._made += 1
+        return block
+
+    def give(self, block: Block) -> None:
+        """Its contents are not needed any more."""
+        self._free.append(block)
+
+    def move(self, op: Op, file: DirectFile, offset: int, nbytes: int, block: Block) -> Transfer:
+        """Begin a transfer of the first bytes of a block; up to the next granule of the file."""
+        return self.engine.submit(
+            Request(
+                op=op,
+                file=file,
+                offset_bytes=offset,
+                address=block.address,
+                nbytes=round_up(nbytes, file.granule_bytes),
+                keep_alive=block,
+                priority=Priority.PREFETCH,
+            )
+        )
+
+    def close(self) -> None:
+        """Give the memory back. Nothing may be on its way."""
+        for block in self._free:
+            block.free()
+        self._free.clear()
+        self._arena.close()
+
+
+_engines: dict[int, Engine] = {}
+_engines_lock = Lock()
+
+
+def _shared_engine() -> Engine:
+    """One for the process, never closed: the kernel takes 30 ms to let go of one."""
+    with _engines_lock:
+        if this.pid not in _engines:
+            _engines.clear()  # a parent's, from before a fork
+            _engines[this.pid] = default_engine(_DEPTH)
+        return _engines[this.pid]
+
+
+def digest(address: int, nbytes: int) -> str:
+    """XXH3 (128 bits) of live memory, without the interpreter's lock; some 30 GB/s."""
+    return xxhash.xxh3_128_hexdigest((ctypes.c_char * nbytes).from_address(address))
+
+
+class Outbound:
+    """Blocks on their way to files. Not thread-safe."""
+
+    def __init__(self, buffers: Buffers) -> None:
+        """Nothing is on its way."""
+        self._buffers = buffers
+        self._flying: deque[tuple[Transfer, Block]] = deque()
+
+    def room(self) -> Block:
+        """A block to fill; waits for the oldest that is on its way. Raises TransferError."""
+        block = self._buffers.take()
+        while block is None:
+            self._land()
+            block = self._buffers.take()
+        return block
+
+    def send(self, file: DirectFile, offset: int, nbytes: int, block: Block) -> Transfer:
+        """Begin to write a block; zeros fill it up to the granule of the file."""
+        padding = round_up(nbytes, file.granule_bytes) - nbytes
+        if padding:
+            ctypes.memset(block.address + nbytes, 0, padding)
+        transfer = self._buffers.move("write", file, offset, nbytes, block)
+        self._flying.append((transfer, block))
+        return transfer
+
+    def give(self, block: Block) -> None:
+        """It is not sent."""
+        self._buffers.give(block)
+
+    def settle(self) -> None:
+        """Wait for all of it, however it ends; nothing touches the buffers then."""
+        while self._flying:
+            transfer, block = self._flying.popleft()
+            transfer.cancel()
+            wait_quietly(transfer)
+            self._buffers.give(block)
+
+    def _land(self) -> None:
+        transfer, block = self._flying[0]
+        transfer.wait()
+        self._flying.popleft()
+        self._buffers.give(block)
+
+
+def fill(regions: Regions, starts: Sequence[int], begin: int, end: int, address: int) -> None:
+    """Put the bytes ``[begin, end)`` of a file together.
+
+    Args:
+        regions: What is in the file, without a gap.
+        starts: Where they begin.
+        begin: The first byte.
+        end: Past the last.
+        address: Where to.
+    """
+    for start, region, low, high in _parts(regions, starts, begin, end):
+        region.copy_out(low - start, high - start, address + low - begin)
+
+
+def empty(regions: Regions, starts: Sequence[int], begin: int, end: int, address: int) -> None:
+    """Hand the bytes ``[begin, end)`` of a file to what is in it; there may be gaps."""
+    for start, region, low, high in _parts(regions, starts, begin, end):
+        region.copy_in(low - start, high - start, address + low - begin)
+
+
+def _parts(
+    regions: Regions, starts: Sequence[int], begin: int, end: int
+) -> Iterator[tuple[int, Region, int, int]]:
+    for index in range(max(0, bisect_right(starts, begin) - 1), len(regions)):
+        start, region = regions[index]
+        if start >= end:
+            return
+        low, high = max(start, begin), min(start + region.nbytes, end)
+        if low < high:
+            yield start, region, low, high
+
+
+class Wanted(NamedTuple):
+    """A block that is to be read.
+
+    Attributes:
+        file: From where.
+        offset: Where it begins.
+        nbytes: How long it is.
+        key: For whoever asked.
+    """
+
+    file: DirectFile
+    offset: int
+    nbytes: int
+    key: object
+
+
+def read_blocks(
+    buffers: Buffers, wanted: Iterable[Wanted], use: Callable[[Wanted, int], None]
+) -> None:
+    """Read blocks ahead, and hand each over, in order, with its address.
+
+    Raises:
+        TransferError: One could not be read. What ``use`` raises goes through. Nothing is under way
+            then.
+    """
+    flying: deque[tuple[Wanted, Transfer | None, Block]] = deque()
+    coming = iter(wanted)
+    try:
+        while True:
+            while (block := buffers.take()) is not None:
+                each = next(coming, None)
+                if each is None:
+                    buffers.give(block)
+                    break
+                flying.append((each, _begin(buffers, each, block), block))
+            if not flying:
+                return
+            each, transfer, block = flying[0]
+            _complete(each, transfer, block)
+            use(each, block.address)
+            flying.popleft()
+            buffers.give(block)
+    finally:
+        for _, transfer, block in flying:
+            if transfer is not None:
+                transfer.cancel()
+                wait_quietly(transfer)
+            buffers.give(block)
+
+
+def _begin(buffers: Buffers, each: Wanted, block: Block) -> Transfer | None:
+    granules = round_down(each.nbytes, each.file.granule_bytes)
+    if not granules:
+        return None
+    return buffers.move("read", each.file, each.offset, granules, block)
+
+
+def _complete(each: Wanted, transfer: Transfer | None, block: Block) -> None:
+    if transfer is not None:
+        transfer.wait()
+    granules = round_down(each.nbytes, each.file.granule_bytes)
+    if granules < each.nbytes:
+        address = block.address + granules
+        read_end(each.file, each.offset + granules, address, each.nbytes - granules)
+
+
+def wait_quietly(transfer: Transfer) -> None:
+    """Wait, whatever comes of it."""
+    with suppress(Exception):
+        transfer.wait()

@@ -1,0 +1,413 @@
+"""What is loaded into: objects, dictionaries and tensors that are there already, in place.
+
+[Note: two passes]
+    The first pass walks what is there and what the checkpoint says side by side, and writes down where
+    each tensor goes; it changes nothing, and whatever differs is an error. Only then tensors are read,
+    into the memory that they have; and at last, what is no tensor is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, Final, Protocol, TypeGuard
+
+import numpy as np
+import torch
+
+from penstock.checkpoint.dtypes import DTYPES, name_of
+from penstock.checkpoint.fresh import Fresh
+from penstock.checkpoint.leaves import is_plain
+from penstock.checkpoint.manifest import Manifest, TensorEntry
+from penstock.checkpoint.moves import Region, region_of
+from penstock.checkpoint.values import (
+    MAX_DEPTH,
+    FormError,
+    Json,
+    Path,
+    decode,
+    items_of,
+    key_of,
+    pairs_of,
+    shown,
+    tag_of,
+)
+from penstock.core.errors import MismatchError
+from penstock.core.units import MIB
+from penstock.optim import OnFlash
+
+_MOST_SHOWN: Final = 5
+_IN_MEMORY_BYTES: Final = 64 * MIB
+"""States on their way to flash are in memory up to this."""
+_LIKE_LISTS: Final = (list, tuple)
+
+
+class Stateful(Protocol):
+    """Modules, optimizers, schedulers, scalers, samplers and what else has these two."""
+
+    def state_dict(self) -> Any:
+        """What is to be saved."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Set it."""
+
+
+def is_stateful(value: object) -> TypeGuard[Stateful]:
+    """Whether it is an object with ``state_dict`` and ``load_state_dict``."""
+    kind = type(value)
+    return hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
+
+
+def plain_state(state: object, private: list[Any], depth: int = 0) -> Any:
+    """A state with objects replaced by their ``state_dict()``.
+
+    Args:
+        state: It.
+        private: Where those are added that were made for the occasion and have memory of their own.
+        depth: How deep this lies.
+    """
+    if is_stateful(state):
+        made = state.state_dict()
+        if isinstance(state, OnFlash):
+            private.append(made)
+        return made
+    if depth < MAX_DEPTH:
+        if type(state) is dict:
+            return {key: plain_state(each, private, depth + 1) for key, each in state.items()}
+        if type(state) in _LIKE_LISTS:
+            items: Any = state
+            return type(items)(plain_state(each, private, depth + 1) for each in items)
+    return state
+
+
+def frozen_in(state: object, depth: int = 0) -> list[torch.Tensor]:
+    """The parameters of modules in a state that need no gradient."""
+    if isinstance(state, torch.nn.Module):
+        return [each for each in state.parameters() if not each.requires_grad]
+    if depth < MAX_DEPTH and isinstance(state, Mapping):
+        return [found for each in state.values() for found in frozen_in(each, depth + 1)]
+    if depth < MAX_DEPTH and isinstance(state, list | tuple):
+        return [found for each in state for found in frozen_in(each, depth + 1)]
+    return []
+
+
+class Targets:
+    """Where the tensors of a checkpoint go. See [Note: two passes].
+
+    Attributes:
+        differences: What differs, in words.
+    """
+
+    def __init__(self, manifest: Manifest, *, partial: bool = False) -> None:
+        """Nothing goes anywhere yet.
+
+        Args:
+            manifest: Of the checkpoint.
+            partial: Whether the checkpoint may have keys that nobody wants.
+        """
+        self.differences: list[str] = []
+        self._manifest = manifest
+        self._partial = partial
+        self._fresh = Fresh()
+        self._into: dict[int, list[torch.Tensor]] = {}
+        self._made: dict[int, torch.Tensor] = {}
+        self._after: list[Callable[[], None]] = []
+
+    def bind(self, target: object, document: Json, path: Path = ()) -> Callable[[], Any]:
+        """Walk side by side; what comes of it when all is read."""
+        if isinstance(target, torch.nn.Module):
+            return self._bind_module(target, document, path)
+        if is_stateful(target):
+            return self._bind_stateful(target, document, path)
+        if isinstance(target, torch.Tensor | np.ndarray):
+            return self._bind_tensor(target, document, path)
+        if isinstance(target, MutableMapping):
+            return self._bind_dict(target, document, path)
+        if type(target) in _LIKE_LISTS and _items(document, type(target)) is not None:
+            return self._bind_list(target, document, path)
+        return self.value(document, path)
+
+    def value(self, document: Json, path: Path, fresh: Fresh | None = None) -> Callable[[], Any]:
+        """What has no place yet is made anew."""
+        try:
+            made = decode(
+                document, lambda i: self._new(i, fresh), lambda i: self._new(i, fresh).numpy()
+            )
+        except FormError as error:
+            self._differ(path, f"cannot be read: {error}")
+            return lambda: None
+        return lambda: made
+
+    def regions(self) -> dict[int, list[tuple[int, Region]]]:
+        """By file, what is to be filled, in order. Call after everything is bound."""
+        found: dict[int, list[tuple[int, Region]]] = {}
+        for index in self._owners():
+            entry = self._manifest.tensors[index]
+            targets = self._into.get(index, [])
+            first = targets[0] if targets else self._new(index, None)
+            if entry.nbytes:
+                found.setdefault(entry.file, []).append((entry.offset_bytes, region_of(first)))
+        for regions in found.values():
+            regions.sort(key=lambda each: each[0])
+        return found
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Everything is read: fill what is a view of something, and what is there twice."""
+        for index, targets in self._into.items():
+            source = self._source(index)
+            for target in targets:
+                if target is not source and not _is_same(target, source):
+                    target.copy_(source)
+        for index, made in self._made.items():
+            source = self._source(index)
+            if made is not source and not _is_same(made, source):
+                made.copy_(source)
+        for action in self._after:
+            action()
+
+    def _owners(self) -> list[int]:
+        wanted = {*self._into, *self._made}
+        owners = {index: self._manifest.tensors[index].owner for index in wanted}
+        return sorted({index if owner < 0 else owner for index, owner in owners.items()})
+
+    def _source(self, index: int) -> torch.Tensor:
+        """Where a tensor's bytes have been read to, in its own shape."""
+        entry = self._manifest.tensors[index]
+        if entry.owner < 0:
+            targets = self._into.get(index)
+            return targets[0] if targets else self._made[index]
+        return _view(self._source(entry.owner), entry)
+
+    def _new(self, index: int, fresh: Fresh | None) -> torch.Tensor:
+        if index >= len(self._manifest.tensors):
+            raise FormError(f"there is no tensor {index}")
+        made = self._made.get(index)
+        if made is None:
+            entry = self._manifest.tensors[index]
+            if entry.owner < 0:
+                made = (fresh or self._fresh).tensor(entry)
+            else:
+                made = _view(self._new(entry.owner, fresh), entry)
+            self._made[index] = made
+        return made
+
+    def _bind_tensor(
+        self, target: torch.Tensor | Any, document: Json, path: Path
+    ) -> Callable[[], Any]:
+        index = _tensor_of(document)
+        entry = self._entry(index)
+        if index is None or entry is None:
+            self._differ(path, "is a tensor here, and none in the checkpoint")
+            return lambda: target
+        tensor = target.detach() if isinstance(target, torch.Tensor) else torch.from_numpy(target)
+        theirs = f"{entry.dtype} {entry.shape}"
+        ours = f"{name_of(tensor.dtype)} {tuple(tensor.shape)}"
+        if ours != theirs:
+            self._differ(path, f"is {ours} here, and {theirs} in the checkpoint")
+        elif _overlaps_itself(tensor):
+            self._differ(path, "has elements that share memory, and cannot be loaded into")
+        else:
+            self._into.setdefault(index, []).append(tensor)
+        return lambda: target
+
+    def _bind_dict(
+        self, target: MutableMapping[Any, Any], document: Json, path: Path
+    ) -> Callable[[], Any]:
+        theirs = _members(document)
+        if theirs is None:
+            self._differ(path, "is a dictionary here, and none in the checkpoint")
+            return lambda: target
+        self._compare_keys(target, theirs, path)
+        made = {
+            key: self.bind(each, theirs[key], (*path, str(key)))
+            for key, each in target.items()
+            if key in theirs
+        }
+
+        def set_all() -> Any:
+            for key, value in made.items():
+                target[key] = value()
+            return target
+
+        return set_all
+
+    def _bind_list(self, target: Any, document: Json, path: Path) -> Callable[[], Any]:
+        theirs = _items(document, type(target)) or []
+        if len(theirs) != len(target):
+            self._differ(path, f"has {len(target)} items here, and {len(theirs)} in the checkpoint")
+        made = [
+            self.bind(each, other, (*path, str(i)))
+            for i, (each, other) in enumerate(zip(target, theirs, strict=False))
+        ]
+
+        def set_all() -> Any:
+            values = [value() for value in made]
+            if isinstance(target, list):
+                target[:] = values
+                return target
+            return tuple(values)
+
+        return set_all
+
+    def _bind_module(
+        self, module: torch.nn.Module, document: Json, path: Path
+    ) -> Callable[[], Any]:
+        state = dict(module.state_dict())
+        known = {each.untyped_storage().data_ptr() for each in _memory_of(module)}
+        in_place = all(
+            each.untyped_storage().data_ptr() in known
+            for each in state.values()
+            if isinstance(each, torch.Tensor) and each.numel()
+        )
+        if in_place and all(isinstance(each, torch.Tensor) for each in state.values()):
+            self._bind_dict(state, document, path)
+            return lambda: module
+        self._compare_forms(state, document, path)
+        return self._bind_stateful(module, document, path)
+
+    def _compare_forms(self, state: Mapping[str, Any], document: Json, path: Path) -> None:
+        """For a module that must be given its state by ``load_state_dict``, which checks too late."""
+        theirs = _members(document) or {}
+        self._compare_keys(state, theirs, path)
+        for key, each in state.items():
+            if isinstance(each, torch.Tensor) and key in theirs:
+                entry = self._entry(_tensor_of(theirs[key]))
+                if entry is None or tuple(each.shape) != entry.shape:
+                    shape = None if entry is None else entry.shape
+                    how = f"is of {tuple(each.shape)} here, and of {shape} in the checkpoint"
+                    self._differ((*path, key), how)
+
+    def _bind_stateful(self, target: Stateful, document: Json, path: Path) -> Callable[[], Any]:
+        if isinstance(target, torch.optim.Optimizer):
+            self._check_optimizer(target, document, path)
+        if isinstance(target, OnFlash):
+            made = self.value(document, path, self._fresh_for(target))
+        else:
+            made = self._reuse(target.state_dict(), document, path)
+
+        def load() -> Any:
+            target.load_state_dict(made())
+            return target
+
+        return load
+
+    def _reuse(self, state: Any, document: Json, path: Path) -> Callable[[], Any]:
+        """The checkpoint's state in the memory that tensors of the same key and form have here."""
+        theirs = _members(document)
+        if isinstance(state, Mapping) and theirs is not None:
+            made = {
+                key: self._reuse(state.get(key), each, (*path, str(key)))
+                for key, each in theirs.items()
+            }
+            return lambda: {key: value() for key, value in made.items()}
+        index = _tensor_of(document)
+        entry = self._entry(index)
+        if isinstance(state, torch.Tensor) and index is not None and entry is not None:
+            form = name_of(state.dtype), tuple(state.shape)
+            if form == (entry.dtype, entry.shape) and not _overlaps_itself(state):
+                self._into.setdefault(index, []).append(state.detach())
+                return lambda: state
+        return self.value(document, path)
+
+    def _check_optimizer(
+        self, optimizer: torch.optim.Optimizer, document: Json, path: Path
+    ) -> None:
+        groups = (_members(document) or {}).get("param_groups")
+        ours = [len(group["params"]) for group in optimizer.param_groups]
+        theirs = []
+        for group in groups if isinstance(groups, list) else []:
+            params = (_members(group) or {}).get("params")
+            theirs.append(len(params) if isinstance(params, list) else -1)
+        if ours != theirs:
+            self._differ(
+                path, f"has groups of {ours} parameters here, and {theirs} in the checkpoint"
+            )
+
+    def _fresh_for(self, optimizer: OnFlash) -> Fresh:
+        if sum(each.nbytes for each in self._manifest.tensors) <= _IN_MEMORY_BYTES:
+            return self._fresh
+        directories: Any = optimizer._penstock.states.config.directories
+        return Fresh(directories[0])
+
+    def _entry(self, index: int | None) -> TensorEntry | None:
+        tensors = self._manifest.tensors
+        return tensors[index] if index is not None and index < len(tensors) else None
+
+    def _compare_keys(self, ours: Mapping[Any, Any], theirs: Mapping[Any, Any], path: Path) -> None:
+        for key in ours:
+            if key not in theirs:
+                self._differ((*path, str(key)), "is here, and not in the checkpoint")
+        if not self._partial:
+            for key in theirs:
+                if key not in ours:
+                    self._differ((*path, str(key)), "is in the checkpoint, and not here")
+
+    def _differ(self, path: Path, how: str) -> None:
+        self.differences.append(f"{shown(path)} {how}")
+
+    def check(self, where: str) -> None:
+        """Raise MismatchError, with what differs first, if anything does."""
+        if not self.differences:
+            return
+        first, more = self.differences[:_MOST_SHOWN], len(self.differences) - _MOST_SHOWN
+        tail = f"; and {more} more" if more > 0 else ""
+        raise MismatchError(
+            f"the checkpoint {where!r} is of another state: {'; '.join(first)}{tail}. Nothing was changed"
+        )
+
+
+def _memory_of(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _tensor_of(document: Json) -> int | None:
+    if isinstance(document, dict) and len(document) == 1:
+        for tag in ("$tensor", "$array"):
+            if type(document.get(tag)) is int and document[tag] >= 0:
+                return int(document[tag])
+    return None
+
+
+def _members(document: Json) -> dict[Any, Json] | None:
+    """A dictionary in JSON, by its keys."""
+    if not isinstance(document, dict):
+        return None
+    try:
+        tag = tag_of(document)
+        if tag is None:
+            return document
+        if tag == "$dict":
+            return {key_of(key): each for key, each in pairs_of(document[tag])}
+    except FormError:
+        pass
+    return None
+
+
+def _items(document: Json, kind: type) -> list[Json] | None:
+    if kind is list:
+        return document if isinstance(document, list) else None
+    try:
+        return items_of(document["$tuple"]) if isinstance(document, dict) else None
+    except (FormError, KeyError):
+        return None
+
+
+def _view(owner: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    """A view of an owner's bytes, as the manifest has it."""
+    dtype = DTYPES[entry.dtype].dtype
+    if not owner.is_contiguous():
+        owner = owner.contiguous()
+    flat = owner.view(-1).view(torch.uint8)[entry.skip_bytes :][: entry.extent_bytes].view(dtype)
+    if entry.strides is None:
+        return flat.view(entry.shape)
+    return flat.as_strided(entry.shape, entry.strides)
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.device == other.device and one.data_ptr() == other.data_ptr() and is_plain(one)
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    return any(
+        step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )

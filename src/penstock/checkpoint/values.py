@@ -1,0 +1,260 @@
+"""What is no tensor, as JSON: exactly, or not at all.
+
+[Note: values in JSON]
+    ``null``, ``true``, ``false``, strings, whole numbers below 2**53 and finite floats stand for
+    themselves, arrays for lists, and objects for dictionaries whose keys are strings that do not begin
+    with ``$``. Everything else is an object of one member, whose name says what it is: ``$int`` (decimal
+    digits), ``$float`` (infinite or not a number: its 8 bytes, big-endian, in hexadecimal), ``$bytes``
+    (base64), ``$tuple`` (an array), ``$dict`` (an array of pairs: other keys), ``$tensor`` (a number:
+    that tensor of the manifest), ``$array`` (the same, as a NumPy array), ``$scalar`` (a NumPy scalar:
+    its dtype's string and its bytes in base64), ``$size`` (a torch.Size: an array), ``$dtype`` (a torch
+    dtype's name) and ``$device``. Nothing of it names a class or a function: reading it runs no code.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import struct
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock.checkpoint.dtypes import DTYPES, name_of
+from penstock.core.errors import CheckpointError
+
+Json: TypeAlias = Any
+Path: TypeAlias = tuple[str, ...]
+"""The keys on the way to a value."""
+
+MAX_DEPTH: Final = 64
+"""Containers within containers, in a state and in its JSON."""
+_EXACT: Final = 2**53
+"""Whole numbers below this are exact in any reader of JSON."""
+_MAX_DIGITS: Final = 4000
+_DICTS: Final = (dict, OrderedDict, defaultdict)
+_SCALAR_KINDS: Final = "biufcSU"
+
+
+class FormError(ValueError):
+    """JSON that is none of ours; whoever knows the file says which."""
+
+
+def shown(path: Path) -> str:
+    """A path of keys, as errors and tensors' names have it."""
+    return ".".join(path) or "the state"
+
+
+def encode(
+    value: object,
+    add: Callable[[Path, torch.Tensor | NDArray[Any]], int],
+    path: Path = (),
+) -> Json:
+    """A state as JSON.
+
+    Args:
+        value: It: nested dictionaries, lists and tuples of what [Note: values in JSON] knows.
+        add: Takes a tensor or an array; returns the number that stands for it.
+        path: The keys on the way to it.
+
+    Raises:
+        CheckpointError: Something in it has no such form; with its path of keys.
+    """
+    if len(path) > MAX_DEPTH:
+        raise CheckpointError(
+            f"{shown(path[:4])}... is nested more than {MAX_DEPTH} deep; flatten it, or leave it out"
+        )
+    if isinstance(value, torch.Tensor):
+        return {"$tensor": add(path, value)}
+    if isinstance(value, np.ndarray):
+        return {"$array": add(path, value)}
+    kind = type(value)
+    if kind is list or kind is tuple or isinstance(value, torch.Size):
+        items: Any = value
+        made = [encode(each, add, (*path, str(i))) for i, each in enumerate(items)]
+        if kind is list:
+            return made
+        return {"$tuple" if kind is tuple else "$size": made}
+    if kind in _DICTS:
+        return _dict(value, add, path)  # type: ignore[arg-type]
+    return _plain(value, path)
+
+
+def _dict(
+    value: Mapping[Any, Any],
+    add: Callable[[Path, torch.Tensor | NDArray[Any]], int],
+    path: Path,
+) -> Json:
+    if all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: encode(each, add, (*path, key)) for key, each in value.items()}
+    pairs = []
+    for key, each in value.items():
+        here = (*path, str(key))
+        if type(key) not in (str, int, float, bool, type(None), tuple, bytes):
+            raise _refused(key, here, "as a dictionary's key")
+        pairs.append([encode(key, _no_tensor, here), encode(each, add, here)])
+    return {"$dict": pairs}
+
+
+def _no_tensor(path: Path, _: object) -> int:
+    raise CheckpointError(f"{shown(path)}: a tensor cannot be part of a dictionary's key")
+
+
+def _plain(value: object, path: Path) -> Json:
+    kind = type(value)
+    if value is None or kind is bool or kind is str:
+        return value
+    if kind is int or kind is float:
+        return _number(value, path)  # type: ignore[arg-type]
+    if isinstance(value, bytes) and kind is bytes:
+        return {"$bytes": base64.b64encode(value).decode("ascii")}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": name_of(value)}
+    if isinstance(value, torch.device):
+        return {"$device": str(value)}
+    if isinstance(value, np.generic) and value.dtype.kind in _SCALAR_KINDS:
+        return {"$scalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode("ascii")]}
+    raise _refused(value, path, "as a value")
+
+
+def _number(value: int | float, path: Path) -> Json:
+    if isinstance(value, int):
+        return value if abs(value) < _EXACT else {"$int": _digits(value, path)}
+    if value - value == 0.0:  # neither infinite nor not a number
+        return value
+    return {"$float": struct.pack(">d", value).hex()}
+
+
+def _digits(value: int, path: Path) -> str:
+    if value.bit_length() > 3 * _MAX_DIGITS:
+        raise CheckpointError(
+            f"{shown(path)}: a whole number of {value.bit_length()} bits is too long"
+        )
+    return str(value)
+
+
+def _refused(value: object, path: Path, how: str) -> CheckpointError:
+    kind = type(value)
+    return CheckpointError(
+        f"{shown(path)}: {kind.__module__}.{kind.__qualname__} {how} has no form in a checkpoint, which"
+        " holds tensors, arrays, numbers, strings, bytes, None, and lists, tuples and dictionaries of"
+        " them (nothing is pickled): give its state_dict(), convert it, or leave it out"
+    )
+
+
+def decode(
+    document: Json, tensor: Callable[[int], Any], array: Callable[[int], Any], depth: int = 0
+) -> Any:
+    """What ``encode`` was given.
+
+    Args:
+        document: Its JSON.
+        tensor: What stands for the tensor of a number.
+        array: The same for arrays.
+        depth: How deep this lies.
+
+    Raises:
+        FormError: It is none of ours.
+    """
+    if depth > MAX_DEPTH + 1:
+        raise FormError(f"values are nested more than {MAX_DEPTH} deep")
+    if isinstance(document, list):
+        return [decode(each, tensor, array, depth + 1) for each in document]
+    if not isinstance(document, dict):
+        return document
+    tag = tag_of(document)
+    if tag is None:
+        return {key: decode(each, tensor, array, depth + 1) for key, each in document.items()}
+    return _decode_tagged(tag, document[tag], tensor, array, depth)
+
+
+def _decode_tagged(
+    tag: str, body: Json, tensor: Callable[[int], Any], array: Callable[[int], Any], depth: int
+) -> Any:
+    if tag in ("$tensor", "$array"):
+        return (tensor if tag == "$tensor" else array)(whole(body))
+    if tag in ("$tuple", "$size"):
+        made = tuple(decode(each, tensor, array, depth + 1) for each in items_of(body))
+        return made if tag == "$tuple" else torch.Size(made)
+    if tag == "$dict":
+        return {key_of(key): decode(each, tensor, array, depth + 1) for key, each in pairs_of(body)}
+    return _atom(tag, body)
+
+
+def tag_of(document: Mapping[str, Json]) -> str | None:
+    """The name of the only member of an object that is no dictionary of strings. Raises FormError."""
+    for key in document:
+        if key.startswith("$"):
+            if len(document) != 1:
+                raise FormError(f"an object has {key!r} beside other members")
+            return key
+    return None
+
+
+def items_of(body: Json) -> list[Json]:
+    """An array. Raises FormError."""
+    if not isinstance(body, list):
+        raise FormError(f"{str(body)[:40]!r} stands where an array must")
+    return body
+
+
+def pairs_of(body: Json) -> list[tuple[Json, Json]]:
+    """An array of pairs. Raises FormError."""
+    found = []
+    for pair in items_of(body):
+        if len(items_of(pair)) != 2:
+            raise FormError("a dictionary's entry is no pair")
+        found.append((pair[0], pair[1]))
+    return found
+
+
+def key_of(document: Json) -> Any:
+    """A dictionary's key. Raises FormError."""
+    key = decode(document, _no_number, _no_number, MAX_DEPTH - 2)
+    try:
+        hash(key)
+    except TypeError:
+        raise FormError(f"{str(document)[:40]!r} cannot be a dictionary's key") from None
+    return key
+
+
+def whole(body: Json) -> int:
+    """A whole number that is not negative. Raises FormError."""
+    if type(body) is not int or body < 0:
+        raise FormError(f"{str(body)[:40]!r} stands where a whole number must")
+    return body
+
+
+def _no_number(_: int) -> Any:
+    raise FormError("a tensor stands in a dictionary's key")
+
+
+def _atom(tag: str, body: Json) -> Any:
+    try:
+        match tag:
+            case "$int" if isinstance(body, str) and len(body) <= _MAX_DIGITS:
+                return int(body)
+            case "$float" if isinstance(body, str) and len(body) == 16:
+                return struct.unpack(">d", bytes.fromhex(body))[0]
+            case "$bytes" if isinstance(body, str):
+                return base64.b64decode(body, validate=True)
+            case "$dtype" if isinstance(body, str):
+                return DTYPES[body].dtype
+            case "$device" if isinstance(body, str):
+                return torch.device(body)
+            case "$scalar" if isinstance(body, list) and len(body) == 2:
+                return _scalar(body)
+    except (ValueError, KeyError, TypeError, RuntimeError, binascii.Error):
+        pass
+    raise FormError(f"{tag!r} of {str(body)[:40]!r} is not known")
+
+
+def _scalar(body: list[Json]) -> Any:
+    dtype = np.dtype(str(body[0]))
+    if dtype.kind not in _SCALAR_KINDS or dtype.itemsize > 2**16:
+        raise FormError(f"a scalar of {dtype} is not known")
+    return np.frombuffer(base64.b64decode(body[1], validate=True), dtype, 1)[0]

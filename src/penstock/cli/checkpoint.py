@@ -1,0 +1,134 @@
+"""``penstock checkpoint``: look at checkpoints, and prove them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+
+from penstock.checkpoint.directory import listing
+from penstock.checkpoint.reading import Opened
+from penstock.checkpoint.store import Store
+from penstock.cli.command import add_common, formatter
+from penstock.cli.output import show, write_json
+from penstock.core.units import format_bytes
+
+_EXAMPLES: Final = """\
+examples:
+  penstock checkpoint list runs/bert
+  penstock checkpoint info runs/bert/step-000000000300
+  penstock checkpoint verify runs/bert/step-000000000300 --json
+
+The exit code is 0 if everything that was looked at is whole, else 1."""
+_JSON: Final = "print one JSON document on standard output"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of ``penstock checkpoint``."""
+    made = argparse.ArgumentParser(
+        prog="penstock checkpoint",
+        description="Look at checkpoints, and prove them.",
+        epilog=_EXAMPLES,
+        formatter_class=formatter,
+        allow_abbrev=False,
+    )
+    what = made.add_subparsers(metavar="WHAT", required=True)
+    kinds = {
+        "list": ("DIR", "the checkpoints of a directory, as a Checkpointer makes them", _list),
+        "info": ("PATH", "what is in a checkpoint: parts, tensors, bytes", _info),
+        "verify": ("PATH", "read all of a checkpoint and compare its checksums", _verify),
+    }
+    for name, (operand, text, execute_it) in kinds.items():
+        each = what.add_parser(
+            name, help=text, description=text.capitalize() + ".", allow_abbrev=False
+        )
+        each.add_argument("path", metavar=operand, nargs="+" if name == "verify" else None)
+        add_common(each, json_help=_JSON)
+        each.set_defaults(execute=execute_it)
+    return made
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Do what was asked for."""
+    code: int = options.execute(options)
+    return code
+
+
+def _list(options: argparse.Namespace) -> int:
+    found = listing(options.path)
+    if options.json:
+        write_json(
+            {"schema": 1, "checkpoints": [{**asdict(each), "ok": each.ok} for each in found]},
+            sys.stdout,
+        )
+    else:
+        rows = [
+            (str(each.step), format_bytes(each.nbytes), _when(each.facts), each.damage or "whole")
+            for each in found
+        ]
+        show(_table(("step", "size", "saved", "state"), rows), sys.stdout)
+    return 0 if all(each.ok for each in found) else 1
+
+
+def _info(options: argparse.Namespace) -> int:
+    with Opened(options.path) as opened:
+        manifest = opened.manifest
+    parts: dict[str, tuple[int, int]] = {}
+    for tensor in manifest.tensors:
+        part = tensor.name.partition(".")[0]
+        count, nbytes = parts.get(part, (0, 0))
+        parts[part] = count + 1, nbytes + (tensor.nbytes if tensor.owner < 0 else 0)
+    if options.json:
+        document: dict[str, Any] = {
+            "schema": 1,
+            "path": options.path,
+            "nbytes": manifest.nbytes,
+            "facts": dict(manifest.facts),
+            "files": [{"name": each.name, "nbytes": each.nbytes} for each in manifest.files],
+            "parts": {name: {"tensors": n, "nbytes": b} for name, (n, b) in parts.items()},
+        }
+        write_json(document, sys.stdout)
+        return 0
+    rows = [(name, str(count), format_bytes(nbytes)) for name, (count, nbytes) in parts.items()]
+    rows.append(("all, with headers", str(len(manifest.tensors)), format_bytes(manifest.nbytes)))
+    show(_table(("part", "tensors", "size"), rows), sys.stdout)
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    found = [Store().verify(path) for path in options.path]
+    if options.json:
+        write_json(
+            {"schema": 1, "checkpoints": [{**asdict(each), "ok": each.ok} for each in found]},
+            sys.stdout,
+        )
+    else:
+        rows = [
+            (each.path, format_bytes(each.nbytes), "whole" if each.ok else "\n".join(each.damage))
+            for each in found
+        ]
+        show(_table(("checkpoint", "size", "state"), rows), sys.stdout)
+    return 0 if all(each.ok for each in found) else 1
+
+
+def _table(names: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> RenderableType:
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for name in names:
+        made.add_column(name, overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def _when(facts: Any) -> str:
+    seconds = facts.get("saved_unix_s")
+    if not isinstance(seconds, int) or not 0 <= seconds < 2**40:
+        return ""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -1,0 +1,164 @@
+"""A save in the background is of one moment, whatever training does meanwhile."""
+
+import threading
+
+import pytest
+import torch
+from checkpoint_runs import assert_same, small_store
+
+from penstock import CheckpointError, PenstockWarning, TransferError
+from penstock.checkpoint import Checkpointer
+from penstock.io.threads import ThreadEngine
+from penstock.testing.faults import Fail, FaultySyscalls, GatedSyscalls
+
+SIZE = 600_000  # more than all buffers of a small store hold
+
+
+@pytest.fixture
+def gate():
+    made = GatedSyscalls()
+    yield made
+    made.open()
+
+
+def stored(path, syscalls, **settings):
+    store = small_store(make_engine=lambda: ThreadEngine(1, syscalls=syscalls))
+    return Checkpointer(path, store=store, **settings)
+
+
+def trained(steps=1):
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(SIZE)) for _ in range(2)]
+    optimizer = torch.optim.AdamW(weights)
+    for _ in range(steps):
+        step(weights, optimizer)
+    return weights, optimizer, {"weights": weights, "optimizer": optimizer}
+
+
+def step(weights, optimizer):
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+
+
+def snapshot(state):
+    return {
+        "weights": [each.detach().clone() for each in state["weights"]],
+        "optimizer": [
+            {key: value.clone() for key, value in each.items()}
+            for each in state["optimizer"].state.values()
+        ],
+    }
+
+
+def check(loaded, before):
+    assert_same([each.detach() for each in loaded["weights"]], before["weights"])
+    assert_same(list(loaded["optimizer"]["state"].values()), before["optimizer"])
+
+
+def test_what_a_step_is_about_to_change_is_copied(gate, disk_path):
+    weights, optimizer, state = trained()
+    before = snapshot(state)
+    with stored(disk_path, gate) as ours:
+        saving = ours.save(1, state, wait=False)
+        gate.wait_for_call()
+        assert not saving.done
+        for _ in range(2):
+            step(weights, optimizer)
+        assert not saving.done
+        assert saving.copied_bytes > 0
+        gate.open()
+        ours.wait()
+        check(ours.load(), before)
+        assert ours.stats.copied_bytes == saving.copied_bytes
+        assert ours.stats.stall_s >= saving.stall_s > 0
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("budget", [0, "3MB"])
+def test_a_step_waits_for_what_is_over_the_budget(budget, gate, disk_path):
+    weights, optimizer, state = trained()
+    before = snapshot(state)
+    with stored(disk_path, gate, copy_budget=budget) as ours:
+        saving = ours.save(1, state, wait=False)
+        stepped = threading.Event()
+
+        def train():
+            step(weights, optimizer)
+            stepped.set()
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        gate.wait_for_call()
+        assert not stepped.is_set()
+        gate.open()
+        thread.join()
+        assert saving.copied_bytes <= (0 if budget == 0 else 3_000_000)
+        ours.wait()
+        check(ours.load(), before)
+
+
+def test_what_may_change_at_any_moment_is_copied_at_once(gate, disk_path):
+    buffer, other = torch.randn(SIZE), torch.randn(SIZE)
+    before = [buffer.clone(), other.clone()]
+    with stored(disk_path, gate) as ours:
+        saving = ours.save(1, [buffer, other], wait=False)
+        assert saving.copied_bytes == 8 * SIZE
+        buffer.zero_()
+        other.zero_()
+        gate.open()
+        assert_same(ours.load(), before)
+
+
+def test_frozen_parameters_are_not_copied(gate, disk_path):
+    model = torch.nn.Linear(1000, 1000).requires_grad_(False)
+    with stored(disk_path, gate) as ours:
+        assert ours.save(1, {"model": model}, wait=False).copied_bytes == 0
+        gate.open()
+
+
+def test_a_change_that_nobody_announced_fails_the_save_and_not_the_run(gate, disk_path):
+    weights, _, state = trained()
+    with stored(disk_path, gate) as ours:
+        saving = ours.save(1, state, wait=False)
+        gate.wait_for_call()
+        with torch.no_grad():
+            for each in weights:
+                each.add_(1)
+            for each in state["optimizer"].state.values():
+                each["exp_avg_sq"].add_(1)
+        gate.open()
+        with pytest.raises(CheckpointError, match="was changed while it was being saved"):
+            saving.wait()
+        with pytest.warns(PenstockWarning, match="could not be saved"):
+            ours.save(2, state)
+        assert [each.step for each in ours.checkpoints()] == [2]
+        assert (ours.stats.saves, ours.stats.failures) == (1, 1)
+
+
+def test_an_announced_change_is_well(gate, disk_path):
+    weights, _, state = trained()
+    before = snapshot(state)
+    with stored(disk_path, gate) as ours:
+        saving = ours.save(1, state, wait=False)
+        saving.before_update()
+        with torch.no_grad():
+            for each in weights:
+                each.zero_()
+        gate.open()
+        check(ours.load(), before)
+
+
+def test_a_device_that_fails_is_told_and_training_goes_on(disk_path):
+    weights, optimizer, state = trained()
+    with stored(disk_path, FaultySyscalls({5: Fail(5)}), keep=1) as ours:
+        ours.save(1, state, wait=False)
+        step(weights, optimizer)
+        with pytest.raises(TransferError):
+            ours.wait()
+        before = snapshot(state)
+        ours.save(2, state, wait=False)
+        step(weights, optimizer)
+    with Checkpointer(disk_path) as ours:
+        check(ours.load(), before)
+        assert [each.step for each in ours.checkpoints()] == [2]

@@ -1,0 +1,175 @@
+"""Whatever happens in a save, what was there before it or all of the new one loads."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from checkpoint_runs import (
+    Fuse,
+    Stopped,
+    assert_same,
+    fused_store,
+    is_same,
+    no_space,
+    small_store,
+    state,
+)
+
+from penstock import NoSpaceError, TransferError
+from penstock.checkpoint import store as stores
+
+STORE = small_store()
+
+
+def save_with(fuse, path, seed=2):
+    fused_store(fuse).save(path, state(seed))
+
+
+def count_calls(path):
+    fuse = Fuse()
+    STORE.save(path, state(1))
+    save_with(fuse, path)
+    return fuse.calls
+
+
+def test_a_kill_at_every_change_leaves_the_old_one_or_the_new(disk_path):
+    calls = count_calls(disk_path / "count")
+    assert {what for what, _ in calls} >= {
+        "make",
+        "create",
+        "block",
+        "write",
+        "finish",
+        "sync",
+        "exchange",
+    }
+    for at in range(len(calls)):
+        path = disk_path / f"c{at}"
+        STORE.save(path, state(1))
+        with pytest.raises(Stopped):
+            save_with(Fuse(at), path)
+        found = STORE.load(path)
+        done = any(what == "exchange" for what, _ in calls[:at])
+        assert is_same(found, state(2 if done else 1)), f"killed before {calls[at]}"
+        STORE.save(path, state(3))  # what the dead one left is no hindrance
+        assert_same(STORE.load(path), state(3))
+        assert not (disk_path / f".c{at}.saving").exists()
+
+
+def test_a_first_save_that_is_killed_is_not_there(disk_path):
+    fuse = Fuse()
+    save_with(fuse, disk_path / "count")
+    for at, call in enumerate(fuse.calls):
+        path = disk_path / f"c{at}"
+        with pytest.raises(Stopped):
+            save_with(Fuse(at), path)
+        if any(what == "rename" for what, _ in fuse.calls[:at]):
+            assert_same(STORE.load(path), state(2))
+        else:
+            assert not path.exists(), call
+
+
+def test_a_failure_at_every_change_is_an_error_and_leaves_nothing(disk_path):
+    calls = count_calls(disk_path / "count")
+    for at, (what, _) in enumerate(calls):
+        path = disk_path / f"c{at}"
+        STORE.save(path, state(1))
+        if what in (
+            "remove",
+            "clear",
+        ):  # the new one is complete: an old one that stays is no failure
+            continue
+        with pytest.raises(NoSpaceError) as caught:
+            save_with(Fuse(at, no_space()), path)
+        assert caught.value.free_bytes >= 0
+        done = any(each == "exchange" for each, _ in calls[:at])
+        assert is_same(STORE.load(path), state(2 if done else 1)), what
+        if not done:
+            assert not (disk_path / f".c{at}.saving").exists(), what
+
+
+def test_a_lost_power_forgets_what_was_not_waited_for(disk_path, monkeypatch):
+    """Before the rename, everything in the directory has been waited for, and the directory after."""
+    fuse = Fuse()
+    save_with(fuse, disk_path / "a")
+    names = [name for what, name in fuse.calls if what in ("create", "write")]
+    publish = next(i for i, (what, _) in enumerate(fuse.calls) if what == "rename")
+    waited = [
+        name for what, name in fuse.calls[:publish] if what in ("finish", "sync_file", "sync")
+    ]
+    assert set(names) <= set(waited)
+    assert waited[-1] == ".a.saving"
+    assert fuse.calls[publish + 1] == ("sync", disk_path.name)
+    last = {name: i for i, (what, name) in enumerate(fuse.calls) if what == "block"}
+    for i, (what, name) in enumerate(fuse.calls):
+        assert what != "finish" or i > last[name]
+
+
+def test_no_room_is_seen_before_anything_is_written(disk_path, monkeypatch):
+    STORE.save(disk_path / "a", state(1))
+    monkeypatch.setattr(stores, "free_space_bytes", lambda _: 5000)
+    fuse = Fuse()
+    with pytest.raises(NoSpaceError, match=r"4.88 KiB are free") as caught:
+        save_with(fuse, disk_path / "a")
+    assert caught.value.free_bytes == 5000 < caught.value.nbytes
+    assert [what for what, _ in fuse.calls if what in ("create", "block", "write")] == []
+    assert_same(STORE.load(disk_path / "a"), state(1))
+
+
+def test_a_file_system_that_cannot_swap_says_so(disk_path, monkeypatch):
+    STORE.save(disk_path / "a", state(1))
+    monkeypatch.setattr("penstock.checkpoint.disk.Disk.exchange", lambda *_: False)
+    with pytest.raises(stores.CheckpointError, match="save under another name"):
+        STORE.save(disk_path / "a", state(2))
+    assert_same(STORE.load(disk_path / "a"), state(1))
+    assert os.listdir(disk_path) == ["a"]
+
+
+def test_reads_that_fail_are_errors(disk_path):
+    from penstock.io.threads import ThreadEngine
+    from penstock.testing.faults import Fail, FaultySyscalls
+
+    STORE.save(disk_path / "a", state(1))
+    calls = FaultySyscalls()
+    small_store(make_engine=lambda: ThreadEngine(1, syscalls=calls)).load(disk_path / "a")
+    for at in range(len(calls.calls)):
+        faulty = FaultySyscalls({at: Fail(5)})
+        store = small_store(make_engine=lambda faulty=faulty: ThreadEngine(1, syscalls=faulty))
+        with pytest.raises(TransferError):
+            store.load(disk_path / "a")
+
+
+PROGRAM = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+from checkpoint_runs import Fuse, fused_store, state
+class Deadly(Fuse):
+    def burn(self, what):
+        self.calls.append(what)
+        if len(self.calls) - 1 == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+fused_store(Deadly(int(sys.argv[2]))).save(sys.argv[1], state(2))
+print("done")
+"""
+
+
+@pytest.mark.parametrize(
+    "share", [0.6, *(pytest.param(s, marks=pytest.mark.slow) for s in (0.05, 0.3, 0.85, 0.95))]
+)
+def test_a_process_that_is_killed_leaves_the_old_one_or_the_new(share, disk_path):
+    calls = count_calls(disk_path / "count")
+    at = int(share * len(calls))
+    STORE.save(disk_path / "a", state(1))
+    program = textwrap.dedent(PROGRAM).format(tests=os.path.dirname(__file__))
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(disk_path / "a"), str(at)],
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    exchanged = any(what == "exchange" for what, _ in calls[:at])
+    assert_same(STORE.load(disk_path / "a"), state(2 if exchanged else 1))
+    STORE.save(disk_path / "a", state(3))
+    assert sorted(os.listdir(disk_path)) == ["a", "count"]

@@ -1,0 +1,138 @@
+"""torch.distributed.checkpoint on our storage: bits, resharding, and nothing pickled on the disk."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoint_runs import assert_same, small_store
+from torch.distributed.checkpoint.api import CheckpointException
+
+from penstock import CheckpointError, DamagedError, checkpoint
+from penstock.checkpoint.dcp import DcpReader, DcpWriter
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed is")
+
+
+def made(seed):
+    torch.manual_seed(seed)
+    table = torch.randn(40, 30)
+    return {
+        "model": {
+            "weight": torch.randn(9000),
+            "tied": table,
+            "again": table,
+            "t": torch.randn(8, 6).T,
+        },
+        "optimizer": {"state": {0: {"step": torch.tensor(float(seed))}}, "lr": 0.1 * seed},
+        "list": [seed, (1, None, b"x")],
+    }
+
+
+def save(path, state, **settings):
+    dcp.save(state, storage_writer=DcpWriter(path, store=small_store(**settings)), no_dist=True)
+
+
+def load(path, state, **settings):
+    dcp.load(state, storage_reader=DcpReader(path, store=small_store()), no_dist=True, **settings)
+
+
+def test_what_dcp_saves_comes_back(disk_path):
+    save(disk_path / "a", made(3))
+    found = made(1)
+    load(disk_path / "a", found)
+    assert_same(found, made(3))
+    assert os.listdir(disk_path) == ["a"]
+    assert checkpoint.verify(disk_path / "a").ok
+    for path in (disk_path / "a").iterdir():
+        assert path.suffix in (".json", ".safetensors")
+    save(disk_path / "a", made(4))
+    load(disk_path / "a", found)
+    assert_same(found, made(4))
+
+
+def test_another_dtype_is_converted_as_dcp_does(disk_path):
+    save(disk_path / "a", {"x": torch.arange(5000.0)})
+    found = {"x": torch.zeros(5000, dtype=torch.float64)}
+    load(disk_path / "a", found)
+    assert torch.equal(found["x"], torch.arange(5000.0, dtype=torch.float64))
+
+
+def test_damage_is_found(disk_path):
+    save(disk_path / "a", made(3))
+    file = sorted((disk_path / "a").glob("*.safetensors"))[0]
+    data = bytearray(file.read_bytes())
+    data[5000] ^= 1
+    file.write_bytes(data)
+    error = failure(lambda: load(disk_path / "a", made(1)))
+    assert isinstance(error, DamagedError)
+    assert file.name in str(error)
+
+
+def failure(call):
+    """What DCP wraps."""
+    with pytest.raises(CheckpointException) as caught:
+        call()
+    return caught.value.failures[0][0]
+
+
+def test_what_has_no_form_is_refused_and_nothing_is_left(disk_path):
+    writer = DcpWriter(disk_path / "a", store=small_store())
+    error = failure(lambda: dcp.save({"f": print}, storage_writer=writer, no_dist=True))
+    assert isinstance(error, CheckpointError)
+    assert "f: builtins" in str(error)
+    writer.reset()
+    save(disk_path / "a", made(1))
+    assert os.listdir(disk_path) == ["a"]
+
+
+def test_a_checkpoint_of_another_kind_is_refused(disk_path):
+    small_store().save(disk_path / "a", {"x": torch.ones(3)})
+    with pytest.raises(CheckpointError, match=r"penstock\.checkpoint\.load"):
+        DcpReader(disk_path / "a").read_metadata()
+
+
+PROGRAM = """
+import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor, zeros
+from penstock.checkpoint.dcp import DcpReader, DcpWriter
+path, rank, world, port, what = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{port}", rank=rank, world_size=world)
+mesh = init_device_mesh("cpu", (world,))
+whole = torch.arange(60.0 * 7).reshape(60, 7)
+if what == "save":
+    dcp.save({"w": distribute_tensor(whole, mesh, [Shard(0)]), "n": 5}, storage_writer=DcpWriter(path))
+else:
+    w = zeros(60, 7, device_mesh=mesh, placements=[Shard(1)])
+    state = {"w": w, "n": 0}
+    dcp.load(state, storage_reader=DcpReader(path))
+    assert torch.equal(state["w"].full_tensor(), whole) and state["n"] == 5
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_write_their_parts_and_another_number_reads_them(disk_path):
+    program = textwrap.dedent(PROGRAM)
+
+    def run(world, what):
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", program, str(disk_path / "a"), str(rank), str(world),
+                 str(disk_path / f"meet-{what}"), what],
+                stderr=subprocess.PIPE, text=True,
+            )
+            for rank in range(world)
+        ]  # fmt: skip
+        told = [each.communicate(timeout=280)[1] for each in ranks]
+        assert [each.returncode for each in ranks] == [0] * world, told
+
+    run(2, "save")
+    assert len(list((disk_path / "a").glob("rank*.safetensors"))) == 2
+    run(3, "load")

@@ -1,0 +1,305 @@
+"""What is saved comes back, bit for bit, or not at all."""
+
+import json
+import os
+import struct
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_runs import BLOCK, assert_same, small_store, state
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock import CheckpointError, ConfigError, DamagedError, MismatchError, checkpoint
+from penstock.checkpoint import values
+from penstock.checkpoint.disk import Directory, lock
+from penstock.checkpoint.dtypes import DTYPES
+
+STORE = small_store()
+
+
+def files_of(path):
+    return sorted(path.glob("*.safetensors"))
+
+
+def test_everything_comes_back_and_shared_memory_is_shared(disk_path):
+    saved = state()
+    done = STORE.save(disk_path / "a", saved, facts={"step": 3})
+    loaded = STORE.load(disk_path / "a")
+    assert_same(loaded, saved)
+    assert done.written_bytes == done.nbytes
+    assert len(files_of(disk_path / "a")) > 1
+    model = loaded["model"]
+    assert model["tied"] is model["again"]
+    model["tied"][3, 2] = 7
+    assert model["part"][0, 0] == 7
+    stored = sum(each.stat().st_size for each in files_of(disk_path / "a"))
+    assert stored < 5 * 9000 * 4  # the table is there once
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_every_dtype_comes_back(dtype, disk_path):
+    raw = torch.randint(0, 2 if dtype == "bool" else 256, (6, 16), dtype=torch.uint8)
+    saved = {
+        "x": raw.view(DTYPES[dtype].dtype),
+        "odd": raw[0, :16].clone().view(DTYPES[dtype].dtype)[:1],
+    }
+    STORE.save(disk_path / "a", saved)
+    assert_same(STORE.load(disk_path / "a"), saved)
+
+
+def test_tensors_in_another_order_keep_their_values_and_strides(disk_path):
+    image = torch.randn(5, 3, 40, 17).to(memory_format=torch.channels_last)
+    sparse = torch.arange(60_000.0)[::7]
+    flipped = torch.randn(70, 90).T
+    saved = {"image": image, "sparse": sparse, "flipped": flipped}
+    saved["one"] = torch.tensor(5, dtype=torch.int16)
+    saved["conj"] = torch.randn(9, dtype=torch.complex64).conj()
+    saved["grown"] = torch.randn(4, 1).expand(4, 6)
+    STORE.save(disk_path / "a", saved)
+    loaded = STORE.load(disk_path / "a")
+    assert_same({**loaded, "conj": 0}, {**saved, "conj": 0})
+    assert torch.equal(loaded["conj"], saved["conj"])
+    assert loaded["image"].stride() == image.stride()
+    assert loaded["flipped"].stride() == flipped.stride()
+    into = {"image": torch.zeros_like(image), "sparse": torch.zeros(2 * 8572)[::2],
+            "flipped": torch.zeros(70, 90).T, "one": torch.tensor(0, dtype=torch.int16),
+            "conj": torch.zeros(9, dtype=torch.complex64), "grown": torch.zeros(4, 6)}  # fmt: skip
+    STORE.load(disk_path / "a", into)
+    assert_same({**into, "conj": 0}, {**saved, "conj": 0})
+
+
+def test_loading_in_place_keeps_every_memory(disk_path):
+    STORE.save(disk_path / "a", state(1))
+    into = state(2)
+    places = [into["model"][key].data_ptr() for key in ("weight", "tied", "part")]
+    assert STORE.load(disk_path / "a", into) is into
+    assert_same(into, state(1))
+    assert [into["model"][key].data_ptr() for key in ("weight", "tied", "part")] == places
+
+
+def model_and_optimizer(seed, width=40):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(30, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 30)
+    )
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(model, optimizer, steps=1):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 30)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_modules_and_optimizers_are_loaded_into(steps, disk_path):
+    model, optimizer = model_and_optimizer(0)
+    train(model, optimizer, 3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    saved = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 3}
+    STORE.save(disk_path / "a", saved)
+    other, its = model_and_optimizer(1)
+    train(other, its, steps)
+    into = {"model": other, "optimizer": its, "step": 0,
+            "scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(its, 10)}  # fmt: skip
+    held = {id(v) for s in its.state.values() for v in s.values()}
+    STORE.load(disk_path / "a", into)
+    assert into["step"] == 3
+    for key in ("model", "optimizer", "scheduler"):
+        assert_same(dict(into[key].state_dict()), dict(saved[key].state_dict()))
+    if steps:
+        assert held == {id(v) for s in its.state.values() for v in s.values()}
+    torch.manual_seed(7)
+    train(model, optimizer, 2)
+    torch.manual_seed(7)
+    train(other, its, 2)
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_another_model_is_refused_and_nothing_changes(disk_path):
+    model, optimizer = model_and_optimizer(0)
+    train(model, optimizer)
+    STORE.save(disk_path / "a", {"model": model, "optimizer": optimizer})
+    wider, its = model_and_optimizer(1, width=41)
+    train(wider, its)
+    before = {key: value.clone() for key, value in wider.state_dict().items()}
+    with pytest.raises(
+        MismatchError, match=r"model.0.weight is float32 \(41, 30\) here, and float32 \(40, 30\)"
+    ):
+        STORE.load(disk_path / "a", {"model": wider, "optimizer": its})
+    half, _ = model_and_optimizer(1)
+    with pytest.raises(MismatchError, match=r"model.0.weight is float64 .* here, and float32"):
+        STORE.load(disk_path / "a", {"model": half.double()}, partial=True)
+    with pytest.raises(MismatchError, match="optimizer is in the checkpoint, and not here"):
+        STORE.load(disk_path / "a", {"model": model})
+    with pytest.raises(MismatchError, match="extra is here, and not in the checkpoint"):
+        STORE.load(disk_path / "a", {"model": model, "extra": 1}, partial=True)
+    fewer = torch.optim.AdamW([model[0].weight])
+    with pytest.raises(MismatchError, match=r"groups of \[1\] parameters here, and \[6\]"):
+        STORE.load(disk_path / "a", {"optimizer": fewer}, partial=True)
+    assert_same(dict(wider.state_dict()), before)
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [(object(), "builtins.object"), ({1, 2}, "set"), (print, "builtin_function"), (1j, "complex")],
+)
+def test_what_has_no_form_is_refused_by_its_keys(value, what, disk_path):
+    with pytest.raises(CheckpointError, match=rf"outer\.0\.inner: .*{what}"):
+        STORE.save(disk_path / "a", {"outer": [{"inner": value}]})
+    assert os.listdir(disk_path) == []
+
+
+def test_tensors_without_a_form_are_refused_by_their_keys(disk_path):
+    for tensor, what in [
+        (torch.eye(3).to_sparse(), "layout"),
+        (torch.empty(3, device="meta"), "meta"),
+    ]:
+        with pytest.raises(CheckpointError, match=f"a.b: .*{what}"):
+            STORE.save(disk_path / "a", {"a": {"b": tensor}})
+    deep = []
+    for _ in range(100):
+        deep = [deep]
+    with pytest.raises(CheckpointError, match="deep"):
+        STORE.save(disk_path / "a", deep)
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(max_size=9),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(max_size=3) | st.integers() | st.booleans(), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@given(plain)
+def test_values_go_through_json_exactly(value):
+    document = json.loads(json.dumps(values.encode(value, lambda *_: 0), allow_nan=False))
+    assert_bits(values.decode(document, int, int), value)
+
+
+def assert_bits(ours, theirs):
+    assert type(ours) is type(theirs)
+    if isinstance(ours, float):
+        assert struct.pack(">d", ours) == struct.pack(">d", theirs)
+    elif isinstance(ours, dict):
+        for pair in zip(ours.items(), theirs.items(), strict=True):
+            assert_bits(*pair)
+    elif isinstance(ours, list | tuple):
+        for pair in zip(ours, theirs, strict=True):
+            assert_bits(*pair)
+    else:
+        assert ours == theirs
+
+
+def test_numpy_and_torch_scalars_keep_their_kind(disk_path):
+    saved = {"a": np.float32(1.5), "b": np.int64(-3), "c": torch.Size([2, 3]), "d": torch.bfloat16,
+             "e": torch.device("cpu")}  # fmt: skip
+    STORE.save(disk_path / "a", saved)
+    assert_same(STORE.load(disk_path / "a"), saved)
+
+
+def test_a_checkpoint_is_replaced_and_nothing_else_is(disk_path):
+    STORE.save(disk_path / "a", state(1))
+    STORE.save(disk_path / "a", state(2))
+    assert_same(STORE.load(disk_path / "a"), state(2))
+    assert os.listdir(disk_path) == ["a"]
+    (disk_path / "mine").mkdir()
+    (disk_path / "mine" / "letters").write_text("dear")
+    with pytest.raises(CheckpointError, match="is no checkpoint"):
+        STORE.save(disk_path / "mine", state(1))
+    (disk_path / "link").symlink_to("a")
+    with pytest.raises(CheckpointError, match="is no checkpoint"):
+        STORE.save(disk_path / "link", state(1))
+    with pytest.raises(CheckpointError, match="make it first"):
+        STORE.save(disk_path / "no" / "where", state(1))
+    with pytest.raises(CheckpointError, match="missing"):
+        STORE.load(disk_path / "b")
+
+
+def test_two_writers_are_refused_and_a_dead_ones_leftover_is_removed(disk_path):
+    hidden = disk_path / ".a.saving"
+    hidden.mkdir()
+    (hidden / "data-00000.safetensors").write_bytes(b"half")
+    with Directory(os.open(hidden, os.O_RDONLY), str(hidden)) as held:
+        assert lock(held)
+        with pytest.raises(ConfigError, match="is saving to"):
+            STORE.save(disk_path / "a", state(1))
+        assert (hidden / "data-00000.safetensors").read_bytes() == b"half"
+    STORE.save(disk_path / "a", state(1))
+    assert os.listdir(disk_path) == ["a"]
+    assert_same(STORE.load(disk_path / "a"), state(1))
+
+
+def test_anyone_can_read_the_data_files(disk_path):
+    """By the rules of the format, and with its own library where there is one."""
+    saved = state(4)
+    STORE.save(disk_path / "a", saved)
+    found = {}
+    for path in files_of(disk_path / "a"):
+        data = path.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        end = 0
+        for name, entry in header.items():
+            if name != "__metadata__":
+                assert entry["data_offsets"][0] == end  # no gap
+                end = entry["data_offsets"][1]
+                found[name] = data[8 + length :][slice(*entry["data_offsets"])]
+        assert 8 + length + end == len(data)
+    assert found["model.weight"] == saved["model"]["weight"].numpy().tobytes()
+    assert found["array"] == saved["array"].tobytes()
+    safetensors = pytest.importorskip("safetensors.torch")
+    for path in files_of(disk_path / "a"):
+        for name, tensor in safetensors.load_file(path).items():
+            assert bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist()) == found[name]
+
+
+def test_every_flipped_bit_is_found_and_named(disk_path):
+    STORE.save(disk_path / "a", state(5))
+    assert STORE.verify(disk_path / "a").ok
+    for path in sorted((disk_path / "a").iterdir()):
+        data = path.read_bytes()
+        for at in {0, 9, len(data) // 2, len(data) - 1, *range(4096, len(data), BLOCK)}:
+            path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+            with pytest.raises(DamagedError, match=path.name) as caught:
+                STORE.load(disk_path / "a")
+            assert caught.value.path == str(path)
+            assert path.name in STORE.verify(disk_path / "a").damage[0]
+        for cut in (0, len(data) // 2, len(data) - 1):
+            path.write_bytes(data[:cut])
+            with pytest.raises(DamagedError, match=path.name):
+                STORE.load(disk_path / "a")
+        path.unlink()
+        with pytest.raises(DamagedError, match=path.name):
+            STORE.load(disk_path / "a")
+        path.write_bytes(data)
+    assert STORE.verify(disk_path / "a").ok
+
+
+def test_what_did_not_change_is_known_without_reading_it(disk_path):
+    saved = state(6)
+    STORE.save(disk_path / "a", saved)
+    everything = {each.name for each in STORE.unchanged(disk_path / "a", saved)}
+    assert {"model.weight", "optimizer.state.0.exp_avg", "model.tied"} <= everything
+    saved["model"]["weight"][0] += 1
+    names = {each.name for each in STORE.unchanged(disk_path / "a", saved)}
+    assert "model.weight" not in names
+    assert "optimizer.state.0.exp_avg" in names
+    place = next(p for p in STORE.unchanged(disk_path / "a", saved) if p.name.endswith("exp_avg"))
+    with open(place.path, "rb") as file:
+        file.seek(place.offset_bytes)
+        assert file.read(place.nbytes) == place.tensor.numpy().tobytes()
+
+
+def test_the_front_door(disk_path):
+    done = checkpoint.save(disk_path / "a", state(1))
+    assert done.nbytes == checkpoint.verify(disk_path / "a").nbytes
+    assert_same(checkpoint.load(disk_path / "a"), state(1))
+    assert checkpoint.unchanged(disk_path / "a", state(1))
