@@ -24,7 +24,8 @@ from penstock.hooks.observer import Observer
 from penstock.hooks.protected import ProtectedStorages
 from penstock.hooks.recompute import Recompute, left_alone
 from penstock.hooks.saved_tensors import SavedTensorHooks
-from penstock.jobs.suspend import Space, Suspended, resume
+from penstock.jobs.space import Space
+from penstock.jobs.suspend import Suspended, resume
 from penstock.observe.counters import SESSION
 from penstock.observe.log import EventLog
 from penstock.observe.recorder import Recorder

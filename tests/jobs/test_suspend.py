@@ -1,6 +1,7 @@
 """A job is suspended between two steps: its memory goes to flash, and comes back to the last bit."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,9 @@ import torch
 
 import penstock
 from offload_runs import assert_nothing_held, same_bits, session_in
+from penstock import checkpoint
 from penstock.core.errors import (
+    CheckpointError,
     ClosedError,
     ConfigError,
     NoSpaceError,
@@ -200,6 +203,79 @@ def test_leaving_the_session_brings_it_back(disk_path):
     with session_in(disk_path, model) as session:
         penstock.suspend(session)
     assert same_bits(model[0].weight.detach(), expected)
+
+
+# -- what a checkpoint has ------------------------------------------------------------------------
+
+
+def spill(disk_path):
+    (disk_path / "spill").mkdir()
+    return disk_path / "spill"
+
+
+def saved(tmp_path, model, optimizer):
+    """A checkpoint of them, and what it was saved from."""
+    state = {"model": model, "optimizer": optimizer}
+    checkpoint.save(tmp_path / "saved", state)
+    return {"checkpoint": tmp_path / "saved", "state": state}
+
+
+def test_right_after_a_checkpoint_little_is_written(disk_path, tmp_path):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer, 0)
+    expected = state_of(model, optimizer)
+    with session_in(spill(disk_path), model, optimizer) as session:
+        known = saved(tmp_path, model, optimizer)
+        suspended = penstock.suspend(session, **known)
+        assert suspended.nbytes > 7 * MIB  # of two layers weights, gradients and two moments
+        assert suspended.written_bytes <= 2 * MIB  # the gradients, which no checkpoint has
+        shutil.rmtree(known["checkpoint"])  # as retention does
+        penstock.resume(session)
+        assert_same(state_of(model, optimizer), expected)
+
+
+def test_what_has_changed_since_is_written(disk_path, tmp_path):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer, 0)
+    with session_in(spill(disk_path), model, optimizer) as session:
+        known = saved(tmp_path, model, optimizer)
+        step(model, optimizer, 1)
+        expected = state_of(model, optimizer)
+        suspended = penstock.suspend(session, **known)
+        assert suspended.written_bytes == suspended.nbytes
+        penstock.resume(session)
+        assert_same(state_of(model, optimizer), expected)
+
+
+def test_a_checkpoint_that_is_damaged_meanwhile_is_not_believed(disk_path, tmp_path):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer, 0)
+    expected = state_of(model, optimizer)
+    with session_in(spill(disk_path), model, optimizer) as session:
+        known = saved(tmp_path, model, optimizer)
+        penstock.suspend(session, **known)
+        file = max(known["checkpoint"].glob("*.safetensors"), key=lambda one: one.stat().st_size)
+        content = file.read_bytes()
+        broken = bytearray(content)
+        broken[len(broken) // 2] ^= 1
+        file.write_bytes(broken)
+        with pytest.raises(SuspendError, match="could not be brought back"):
+            penstock.resume(session)
+        file.write_bytes(content)
+        penstock.resume(session)
+        assert_same(state_of(model, optimizer), expected)
+
+
+def test_a_checkpoint_that_is_not_there_is_said(disk_path, tmp_path):
+    model = network()
+    with session_in(disk_path, model) as session:
+        with pytest.raises(CheckpointError, match="there is no checkpoint"):
+            penstock.suspend(session, checkpoint=tmp_path / "no", state={"model": model})
+        assert session.suspended is None
+        model[0].weight.detach().sum()
 
 
 # -- what goes wrong ------------------------------------------------------------------------------

@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import atexit
 import gc
-import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -29,14 +27,13 @@ import torch
 from penstock.core.errors import ClosedError, ConfigError, PenstockError, SuspendError
 from penstock.core.units import MIB, round_up
 from penstock.io import pages as memory
-from penstock.io.aio import default_engine
 from penstock.io.engine import Transfer
+from penstock.jobs.recall import Recall
+from penstock.jobs.space import Space
 from penstock.jobs.state import Held, storages_of, tensors_of
 from penstock.observe.recorder import Recorder
-from penstock.tier import checksums
 from penstock.tier.base import Ticket, Tier
-from penstock.tier.flash import FlashTier, StrPath
-from penstock.tier.slabs import UNIT_BYTES
+from penstock.tier.flash import StrPath
 
 STAGED_BYTES: Final = 256 * MIB
 """How much of a device's memory waits in host memory to be written, or has been read for it."""
@@ -49,68 +46,12 @@ class _Away:
     """A storage on flash."""
 
     held: Held
-    ticket: Ticket
+    ticket: Ticket | None
+    """None: a checkpoint has it."""
     gone: bool = False
     """Whether its memory may have been given back."""
     back: bool = False
     """Whether it is there again, or still."""
-
-
-class Space:
-    """Where a job's memory rests: files without names, kept while the job lives.
-
-    To overwrite what a file system has given once is about twice as quick as to write anew.
-
-    Attributes:
-        tier: Checks every byte, for it holds the only copy.
-    """
-
-    def __init__(
-        self,
-        flash: StrPath | Sequence[StrPath],
-        *,
-        capacity_bytes: int,
-        recorder: Recorder,
-        wrap_tier: Callable[[Tier], Tier] | None = None,
-    ) -> None:
-        """Check the directories and their free space.
-
-        Raises:
-            NoSpaceError: The file systems have not the space; the figures are in it.
-            ConfigError: A directory cannot be used.
-        """
-        self._flash = flash
-        self._closing = ExitStack()
-        engine = default_engine()
-        self._closing.callback(engine.close)
-        try:
-            tier = FlashTier(
-                flash,
-                capacity_bytes=capacity_bytes,
-                engine=engine,
-                recorder=recorder,
-                name="suspended",
-                checksum=checksums.full,
-            )
-        except BaseException:
-            self._closing.close()
-            raise
-        self.tier: Tier = wrap_tier(tier) if wrap_tier is not None else tier
-        self._closing.callback(self.tier.close)
-
-    @staticmethod
-    def needed_bytes(held: Sequence[Held], flash: StrPath | Sequence[StrPath]) -> int:
-        """The capacity that so much takes."""
-        directories = 1 if isinstance(flash, (str, os.PathLike)) else len(flash)
-        return sum(round_up(each.nbytes, UNIT_BYTES) for each in held) + directories * UNIT_BYTES
-
-    def serves(self, flash: StrPath | Sequence[StrPath], capacity_bytes: int) -> bool:
-        """Whether it is in these directories and large enough."""
-        return self._flash == flash and self.tier.spec.capacity_bytes >= capacity_bytes
-
-    def close(self) -> None:
-        """Give the files back. Idempotent."""
-        self._closing.close()
 
 
 class Suspended:
@@ -120,17 +61,26 @@ class Suspended:
     tensors ends the process by SIGSEGV ([Note: pages at rest]). A forked child must not resume it.
 
     Attributes:
-        nbytes: What went to flash; so much memory has been given back.
+        nbytes: What is on flash; so much memory has been given back.
+        written_bytes: What of it had to be written, because no checkpoint has it.
         stayed: Tensors that could not go, with the reason.
     """
 
-    def __init__(self, held: Sequence[Held], *, tier: Tier, stayed: dict[str, str]) -> None:
-        """Write everything, then give the memory back.
+    def __init__(
+        self,
+        held: Sequence[Held],
+        *,
+        tier: Tier,
+        stayed: dict[str, str],
+        recall: Recall | None = None,
+    ) -> None:
+        """Write what no checkpoint has, then give the memory back.
 
         Args:
             held: What is to go.
             tier: Where to. It must not be closed before everything is back.
             stayed: What stays.
+            recall: What a checkpoint has of it; closed when that is back, or if this fails.
 
         Raises:
             TransferError: Something could not be written; nothing has changed.
@@ -138,13 +88,16 @@ class Suspended:
         self.nbytes = sum(each.nbytes for each in held)
         self.stayed = stayed
         self._tier = tier
+        self._recall = recall
+        known = frozenset[Held]() if recall is None else recall.held
+        self.written_bytes = sum(each.nbytes for each in held if each not in known)
         self._away: list[_Away] = []
         try:
-            self._write(held)
+            self._write([each for each in held if each not in known])
         except BaseException:
-            for each in self._away:
-                tier.discard(each.ticket)
+            self._discard_all()
             raise
+        self._away += [_Away(each, None) for each in held if each in known]
         _asleep.add(self)
         try:
             self._give_back()
@@ -166,6 +119,8 @@ class Suspended:
         """
         missing = [each for each in self._away if each.gone and not each.back]
         failed: dict[str, BaseException] = {}
+        self._bring_back([each for each in missing if each.ticket is None], failed)
+        missing = [each for each in missing if each.ticket is not None]
         reads: deque[tuple[_Away, Transfer, torch.Tensor | None]] = deque()
         staged = 0
         for each in missing:
@@ -185,6 +140,7 @@ class Suspended:
                 f" first is {name}: {error}; they stay suspended: call resume() again once the cause is"
                 " removed, or go back to a checkpoint"
             ) from error
+        self._discard_all()
         _asleep.discard(self)
 
     # -- out --------------------------------------------------------------------------------------
@@ -206,7 +162,16 @@ class Suspended:
             del source
         gc.collect(1)  # meanwhile: what the last steps left behind need not stay in memory
         for away in self._away:
+            assert away.ticket is not None
             away.ticket.written.wait()
+
+    def _discard_all(self) -> None:
+        """Nothing of it on flash is needed any more."""
+        for each in self._away:
+            if each.ticket is not None:
+                self._tier.discard(each.ticket)
+        if self._recall is not None:
+            self._recall.close()
 
     def _give_back(self) -> None:
         devices = set()
@@ -222,7 +187,6 @@ class Suspended:
             except PenstockError as error:  # locked memory
                 memory.open_again(pages)
                 self.stayed[each.held.name] = str(error)
-                self._tier.discard(each.ticket)
                 self.nbytes -= each.held.nbytes
                 each.back = True
         if "cuda" in devices:
@@ -230,8 +194,26 @@ class Suspended:
 
     # -- back -------------------------------------------------------------------------------------
 
+    def _bring_back(self, missing: Sequence[_Away], failed: dict[str, BaseException]) -> None:
+        """What a checkpoint has."""
+        if not missing:
+            return
+        assert self._recall is not None
+        place_of = self._recall.place_of  # in its order: files that were passed are closed
+        for each in sorted(missing, key=lambda one: place_of(one.held)):
+            assert each.held.pages is not None
+            memory.open_again(each.held.pages)
+            try:
+                self._recall.bring_back(each.held)
+            except (PenstockError, OSError) as error:
+                failed[each.held.name] = error
+                memory.close_to_all([each.held.pages])
+            else:
+                each.back = True
+
     def _begin_read(self, away: _Away) -> tuple[Transfer, torch.Tensor | None]:
         pages, ticket, granule = away.held.pages, away.ticket, self._tier.spec.granule_bytes
+        assert ticket is not None
         if pages is not None:
             memory.open_again(pages)
             return self._tier.read(ticket, pages.address, keep_alive=away.held.storage), None
@@ -247,7 +229,8 @@ class Suspended:
         buffer: torch.Tensor | None,
         failed: dict[str, BaseException],
     ) -> None:
-        pages, storage = away.held.pages, away.held.storage
+        pages, storage, ticket = away.held.pages, away.held.storage, away.ticket
+        assert ticket is not None
         try:
             transfer.wait()
         except (PenstockError, OSError) as error:
@@ -256,11 +239,10 @@ class Suspended:
                 memory.close_to_all([pages])
             return
         if buffer is not None:
-            skew = away.ticket.window.skew
-            storage.resize_(away.ticket.nbytes)
-            storage.copy_(buffer[skew : skew + away.ticket.nbytes].clone().untyped_storage())
+            skew = ticket.window.skew
+            storage.resize_(ticket.nbytes)
+            storage.copy_(buffer[skew : skew + ticket.nbytes].clone().untyped_storage())
         away.back = True
-        self._tier.discard(away.ticket)
 
     def open_for_exit(self) -> None:
         """The process ends: what cleans up behind it may touch what is left, which is zeros."""
@@ -297,7 +279,12 @@ class Job(Protocol):
 
 
 def suspend(
-    job: Job, *, flash: StrPath | Sequence[StrPath] | None = None, also: Sequence[torch.Tensor] = ()
+    job: Job,
+    *,
+    flash: StrPath | Sequence[StrPath] | None = None,
+    also: Sequence[torch.Tensor] = (),
+    checkpoint: StrPath | None = None,
+    state: object = None,
 ) -> Suspended:
     """Move all memory of a job to flash, between two steps; the process lives on.
 
@@ -309,6 +296,9 @@ def suspend(
         job: An open :class:`penstock.Session`.
         flash: A directory, or several; without, those of the session.
         also: More tensors that are to go, as copies of weights, or data that is held in memory.
+        checkpoint: The path of one that was saved of this job. What it has, byte for byte, is not written
+            once more; it need not be there any more when the job is resumed.
+        state: What that was saved from: ``penstock.checkpoint.save(checkpoint, state)``.
 
     Raises:
         SuspendError: A backward is under way.
@@ -316,6 +306,7 @@ def suspend(
         NoSpaceError: The file systems have not the space. Nothing has changed; so of the next ones.
         ConfigError: There is no directory, or one cannot be used.
         TransferError: Something could not be written.
+        CheckpointError: There is no such checkpoint, or it is damaged.
     """
     if torch._C._current_graph_task_id() != -1:
         raise SuspendError("suspend: a backward is under way; call it between two steps")
@@ -330,7 +321,28 @@ def suspend(
             rest()
     named = [(f"also.{place}", tensor) for place, tensor in enumerate(also)]
     held, stayed = storages_of([*tensors_of(job.modules, job.optimizers), *named])
-    needed = Space.needed_bytes(held, directories)
+    recall = None if checkpoint is None else Recall(checkpoint, state, held)
+    try:
+        tier = _space_for(job, held, recall, directories).tier
+    except BaseException:
+        if recall is not None:
+            recall.close()
+        raise
+    job.suspended = made = Suspended(held, tier=tier, stayed=stayed, recall=recall)
+    job.give_back_idle()
+    memory.trim_heap()
+    return made
+
+
+def _space_for(
+    job: Job,
+    held: Sequence[Held],
+    recall: Recall | None,
+    directories: StrPath | Sequence[StrPath],
+) -> Space:
+    """The job's, or a larger one."""
+    known = frozenset[Held]() if recall is None else recall.held
+    needed = Space.needed_bytes([each for each in held if each not in known], directories)
     if job.space is not None and not job.space.serves(directories, needed):
         job.space.close()
         job.space = None
@@ -338,10 +350,7 @@ def suspend(
         job.space = Space(
             directories, capacity_bytes=needed, recorder=job.recorder, wrap_tier=job.wrap_tier
         )
-    job.suspended = made = Suspended(held, tier=job.space.tier, stayed=stayed)
-    job.give_back_idle()
-    memory.trim_heap()
-    return made
+    return job.space
 
 
 def resume(job: Job) -> None:
