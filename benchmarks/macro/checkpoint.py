@@ -15,7 +15,7 @@ same round. The state has the shapes of BERT-Base with Adam's two moments: 597 f
 ``raw`` writes the same bytes from huge pages into one new preallocated file and fsyncs it, with the same
 engine, and reads them back to huge pages that are resident; ``raw_small`` reads to resident pages of
 4 KiB, which is what the memory of torch's tensors is. Peers that are not installed are left out.
-``--parts`` gathers rounds over several sittings.
+``--parts`` gathers rounds over several sittings, each of them ended by ``--limit``.
 """
 
 import argparse
@@ -328,8 +328,9 @@ class Peak:
 def prewarm(count):
     """A virtual machine's host may have taken what is free: have it back before the clock runs."""
     memory = mmap.mmap(-1, count)
-    for at in range(0, count, 4096):
-        memory[at] = 1
+    start = ctypes.c_char.from_buffer(memory)
+    ctypes.memset(ctypes.addressof(start), 1, count)
+    del start
     memory.close()
 
 
@@ -401,23 +402,37 @@ def installed(side):
     return True
 
 
-def one_round(options, directory, gathered, number):
+def measure(options, directory, gathered, side, number):
+    """A save of one side, and the loads of what it has saved."""
+    path = directory / side
+    gathered.setdefault(f"{side} save", []).append(run(options, side, "save", path))
+    for loader in LOADS:
+        if SAVED_BY.get(loader, loader) == side and installed(loader):
+            gathered.setdefault(f"{loader} load", []).append(run(options, loader, "load", path))
+    if number == 0 and side in LOADS and side != "raw":
+        flip(path)
+        told = run(options, side, "load", path)
+        verdict = "noticed" if "error" in told else "not hit" if told["same"] else "silently wrong"
+        gathered[f"{side} flip"] = [verdict]
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def all_measurements(options, parts, gathered):
+    """Those that are missing; false: time was up before the last."""
+    start = time.monotonic()
     saves = [each for each in SAVES if installed(each)]
-    turn = number % len(saves)
-    for side in saves[turn:] + saves[:turn]:
-        path = directory / side
-        gathered.setdefault(f"{side} save", []).append(run(options, side, "save", path))
-        for loader in LOADS:
-            if SAVED_BY.get(loader, loader) == side and installed(loader):
-                gathered.setdefault(f"{loader} load", []).append(run(options, loader, "load", path))
-        if number == 0 and side in LOADS and side != "raw":
-            flip(path)
-            told = run(options, side, "load", path)
-            verdict = (
-                "noticed" if "error" in told else "not hit" if told["same"] else "silently wrong"
-            )
-            gathered[f"{side} flip"] = [verdict]
-        shutil.rmtree(path, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=options.dir) as directory:
+        for number in range(options.rounds):
+            turn = number % len(saves)
+            for side in saves[turn:] + saves[:turn]:
+                if len(gathered.get(f"{side} save", [])) > number:
+                    continue
+                if time.monotonic() - start > options.limit:
+                    return False
+                measure(options, Path(directory), gathered, side, number)
+                if parts:
+                    parts.write_text(json.dumps(gathered))
+    return True
 
 
 def figures(gathered):
@@ -466,6 +481,7 @@ def arguments():
     parser.add_argument(
         "--parts", help="a file with the rounds of earlier sittings; they are added to"
     )
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds of this sitting")
     parser.add_argument("--into", default=str(_results.RESULTS))
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--what", help=argparse.SUPPRESS)
@@ -479,12 +495,8 @@ def main():
         child(options)
     parts = Path(options.parts) if options.parts else None
     gathered = json.loads(parts.read_text()) if parts and parts.exists() else {}
-    done = len(gathered.get("raw save", []))
-    with tempfile.TemporaryDirectory(dir=options.dir) as directory:
-        for number in range(done, done + options.rounds):
-            one_round(options, Path(directory), gathered, number)
-            if parts:
-                parts.write_text(json.dumps(gathered))
+    if not all_measurements(options, parts, gathered):
+        return
     total = gathered["raw save"][0]["bytes"]
     config = {"rounds": len(gathered["raw save"]), "layers": options.layers, "state_bytes": total}
     config |= {f"{side}_version": version(NEEDS[side]) for side in NEEDS if installed(side)}

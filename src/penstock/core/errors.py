@@ -14,6 +14,7 @@
     ├── RestoreError (RuntimeError)         a saved tensor that cannot be brought back
     ├── ClosedError (RuntimeError)          use after close, or in a forked child
     ├── PlanError (ValueError)              a plan or profile that does not parse or does not match
+    ├── SuspendError (RuntimeError)         memory that cannot be given up, or not be brought back
     ├── CheckpointError (ValueError)        a checkpoint that is not there, or cannot be made of this
     │   ├── DamagedError                    a checkpoint that is torn, damaged, or breaks its format
     │   └── MismatchError                   a checkpoint of another model, dtype or world size
