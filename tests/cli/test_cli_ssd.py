@@ -82,7 +82,6 @@ def test_a_weight_update_is_drawn(tmp_path, capsys):
         (["--set", "geometry.channels"], "has no value"),
         (["--set", "geometry.chanels=2"], "did you mean 'geometry.channels'"),
         (["--set", "geometry.channels=0"], "geometry.channels is 0"),
-        (["--engine", "events", "--placement", "split"], "do not simulate split placement"),
         (["--state-bytes", "4,x,2"], "not whole numbers"),
         (["--plot", "/nowhere/a.svg"], "cannot be written"),
         (["--plot", "a.nonsense"], "cannot be written"),

@@ -4,8 +4,9 @@
 2. :mod:`.optimizers`: states and passes of the optimizers, from their arithmetic.
 3. :mod:`.update`: what a weight update moves; :mod:`.closed`: how long it takes, in closed form.
 4. :mod:`.energy`: what it takes in joules, at three boundaries; :mod:`.wear`: and in endurance.
-5. :mod:`.operations`: a weight update as a graph; :mod:`.simulated`: on events, or on timelines
-   (:mod:`.timeline`, by Numba :mod:`.timeline_kernel`), and extrapolated.
+5. :mod:`.graph`: units, stages and what they occupy; :mod:`.operations`: a weight update as such a graph;
+   :mod:`.simulated`: on events (:mod:`.graph_events`), or on timelines (:mod:`.timeline`, by Numba
+   :mod:`.timeline_kernel`), and extrapolated.
 6. :mod:`.drive`: the event-driven engine, with :mod:`.events`, :mod:`.link`, :mod:`.ftl`, :mod:`.flash`,
    :mod:`.requests`, :mod:`.traces` and :mod:`.measure`.
 
