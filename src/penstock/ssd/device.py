@@ -416,7 +416,8 @@ class Device:
     def user_pages(self) -> int:
         """That the host can address."""
         geometry = self.geometry
-        return int(geometry.planes * geometry.pages_per_plane * (1 - self.ftl.overprovisioning))
+        pages = geometry.planes * geometry.pages_per_plane * (1 - self.ftl.overprovisioning)
+        return math.ceil(round(pages, 6))
 
 
 def duration_ps(nbytes: int, bytes_per_s: int) -> int:

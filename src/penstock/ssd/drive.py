@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from penstock.core.errors import ConfigError
 from penstock.ssd.device import PS_PER_NS, Device
@@ -55,7 +55,7 @@ class Drive:
         )
         self._queue: deque[Request] = deque()
         self._inside = 0
-        self._stream: Iterator[Request] = iter(())
+        self._flows: list[Iterator[Request]] = []
         self._waiting: dict[int, deque[tuple[Request, int, int]]] = {}
         self._left: dict[Block, int] = {}  # pages of a victim that are still to be moved
         self.meter = Meter(self, 0)
@@ -82,11 +82,16 @@ class Drive:
         Raises:
             ConfigError: A request is beyond the drive's end, or the drive is full.
         """
-        self._stream = requests
+        return self.serve_flows([(requests, queue_depth)], skip=skip)
+
+    def serve_flows(self, flows: Sequence[tuple[Iterator[Request], int]], *, skip: int = 0) -> Run:
+        """The same of several streams of requests at once, each with its queue depth."""
+        self._flows = [requests for requests, _ in flows]
         self.meter = Meter(self, skip)
-        for _ in range(queue_depth):
-            if not self._next():
-                break
+        for flow, (_, depth) in enumerate(flows):
+            for _ in range(depth):
+                if not self._next(flow):
+                    break
         self.events.run()
         if self.meter.outstanding:
             raise ConfigError(
@@ -98,11 +103,12 @@ class Drive:
 
     # -- the host, and NVMe ---------------------------------------------------------------------------
 
-    def _next(self) -> bool:
-        """Have the host ask for the next one; whether there is one."""
-        request = next(self._stream, None)
+    def _next(self, flow: int) -> bool:
+        """Have the host ask for the next one of a stream; whether there is one."""
+        request = next(self._flows[flow], None)
         if request is None:
             return False
+        request.flow = flow
         if request.offset_bytes < 0 or request.offset_bytes + request.nbytes > self.user_bytes:
             raise ConfigError(
                 f"a request of {request.nbytes} bytes at {request.offset_bytes} is beyond the end of"
@@ -116,7 +122,7 @@ class Drive:
 
     def _timed(self, request: Request) -> None:
         self._ask(request)
-        self._next()
+        self._next(request.flow)
 
     def _ask(self, request: Request) -> None:
         request.began_ps = self.events.now_ps
@@ -162,7 +168,7 @@ class Drive:
         self.down.send(self.device.link.doorbell_bytes, _nothing, None)
         self.meter.completed(request)
         if request.arrival_ps is None:
-            self._next()
+            self._next(request.flow)
 
     # -- pages ----------------------------------------------------------------------------------------
 
