@@ -8,7 +8,9 @@
    :mod:`.simulated`: on events (:mod:`.graph_events`), or on timelines (:mod:`.timeline`, by Numba
    :mod:`.timeline_kernel`), and extrapolated.
 6. :mod:`.drive`: the event-driven engine, with :mod:`.events`, :mod:`.link`, :mod:`.ftl`, :mod:`.flash`,
-   :mod:`.requests`, :mod:`.traces` and :mod:`.measure`.
+   :mod:`.requests`, :mod:`.traces`, :mod:`.mqsim` (with :mod:`.mqsim_random`) and :mod:`.measure`.
+7. :mod:`.faults`: wrong bits and what corrects them; :mod:`.flips`: put into memory; :mod:`.service`: a drive
+   as a curve that plans are made with.
 
 Imports no torch.
 """
