@@ -12,7 +12,7 @@ from penstock.core.errors import ConfigError
 from penstock.io.spoiled import SpoiledEngine
 from penstock.optim import FlashAdamW
 from penstock.ssd import Placement, Update, load, step
-from penstock.ssd.device import CellMode
+from penstock.ssd.cells import CellMode
 from penstock.ssd.energy import Boundary
 from penstock.ssd.faults import LIGHT, NO_CODE, RAW, Bch, Ldpc, aged, raw_rate
 from penstock.ssd.flips import Check, Flips

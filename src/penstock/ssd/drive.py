@@ -21,9 +21,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from penstock.core.errors import ConfigError
+from penstock.ssd.commands import ERASE, PROGRAM, READ, Op
 from penstock.ssd.device import PS_PER_NS, Device
 from penstock.ssd.events import Events
-from penstock.ssd.flash import ERASE, PROGRAM, READ, Flash, Op
+from penstock.ssd.flash import Flash
 from penstock.ssd.ftl import EMPTY, Block, Ftl
 from penstock.ssd.link import REQUEST_BYTES, Lane
 from penstock.ssd.measure import Meter, Run

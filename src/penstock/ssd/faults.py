@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from penstock.core.errors import ConfigError
-from penstock.ssd.device import PS_PER_NS, CellMode, Device
+from penstock.ssd.cells import CellMode
+from penstock.ssd.device import PS_PER_NS, Device
 
 _DAY_HOURS: Final = 24
 

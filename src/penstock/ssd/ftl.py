@@ -15,7 +15,8 @@ from collections import deque
 from typing import Final
 
 from penstock.core.errors import ConfigError
-from penstock.ssd.device import Device, Geometry, Victim
+from penstock.ssd.cells import Geometry
+from penstock.ssd.device import Device, Victim
 
 EMPTY: Final = -1
 """In place of the logical page of a page that holds none, or an old version."""

@@ -14,8 +14,9 @@ from typing import Final
 from xml.etree import ElementTree
 
 from penstock.core.errors import ConfigError
+from penstock.ssd.cells import SECTOR_BYTES, CellMode, PageOrder
 from penstock.ssd.description import load, nearest
-from penstock.ssd.device import SECTOR_BYTES, CellMode, Device, PageOrder, Victim
+from penstock.ssd.device import Device, Victim
 from penstock.ssd.mqsim_random import MqsimRandom
 from penstock.ssd.requests import Request
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock.core.errors import ConfigError
-from penstock.ssd.device import SECTOR_BYTES
+from penstock.ssd.cells import SECTOR_BYTES
 
 
 class Request:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from penstock.core.errors import ConfigError
-from penstock.ssd.device import SECTOR_BYTES
+from penstock.ssd.cells import SECTOR_BYTES
 from penstock.ssd.requests import Request
 
 _PS: Final = {"s": 10**12, "ms": 10**9, "us": 10**6, "100ns": 10**5, "ns": 10**3}
