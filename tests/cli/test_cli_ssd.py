@@ -110,6 +110,14 @@ def test_a_run_as_json(capsys):
     assert one["energy_j"]["total"] == pytest.approx(sum(one["energy_j"]["components"].values()))
 
 
+def test_a_run_is_drawn_over_time(tmp_path, capsys):
+    path = tmp_path / "run.svg"
+    more = ["--requests", "300", "--queue-depth", "16", "--power-cap", "12", "--plot", str(path)]
+    output([*RUN, "randrw", *more], capsys)
+    assert len(list(ElementTree.parse(path).iter())) > 100
+    assert "leaves nothing for flash" in refusal([*RUN, "randrw", "--power-cap", "1"], capsys)
+
+
 def test_a_trace_is_run(tmp_path, capsys):
     path = tmp_path / "a.trace"
     path.write_text("0 0 0 16 1\n1000000 0 16 16 0\n")

@@ -16,10 +16,12 @@ from rich.text import Text
 from penstock import __version__
 from penstock.cli.command import add_common, formatter, size
 from penstock.cli.output import show, write_json
+from penstock.cli.paths import file_to_write
 from penstock.cli.ssd_options import add_fields, count, device_of, known_devices, name_ignored
 from penstock.core.errors import ConfigError
 from penstock.core.units import format_bandwidth, format_bytes, format_duration, parse_bytes
 from penstock.observe.summary_text import percent
+from penstock.report.ssd_plot import plot_usage
 from penstock.report.table import Row, side_by_side
 from penstock.ssd.description import nearest
 from penstock.ssd.drive import Drive, fill
@@ -99,6 +101,14 @@ def add_parser(what: Any) -> None:
     made.add_argument(
         "--seed", metavar="N", type=int, default=1, help="of what is random (default: 1)"
     )
+    made.add_argument(
+        "--power-cap", metavar="W", type=float,
+        help="watts that the drive may draw; commands wait for others to be done",
+    )  # fmt: skip
+    made.add_argument(
+        "--plot", metavar="FILE",
+        help="draw channels and dies at work, and power, over time, as .svg, .png or .pdf",
+    )  # fmt: skip
     add_fields(made)
     add_common(made, json_help="print one JSON document on standard output")
     made.set_defaults(execute=_execute)
@@ -111,9 +121,13 @@ def _execute(options: argparse.Namespace) -> int:
         ConfigError: The device, the workload or the trace makes no sense, or the drive is full.
     """
     device = device_of(options.device, options.set)
-    drive = Drive(device, seed=options.seed)
+    plot = None if options.plot is None else file_to_write(options.plot, "--plot")
+    drive = Drive(device, seed=options.seed, watch=plot is not None, power_cap_w=options.power_cap)
     with _progress(f"{options.workload} on {options.device}"):
         run = _run(options, drive)
+    if plot is not None and drive.usage is not None:
+        title = f"{options.workload} on {device.name}"
+        plot_usage(title, drive.usage.moments(), plot, cap_w=options.power_cap)
     if options.json:
         write_json(document(run, options.workload), sys.stdout)
     else:

@@ -29,6 +29,7 @@ from penstock.ssd.ftl import EMPTY, Block, Ftl
 from penstock.ssd.link import REQUEST_BYTES, Lane
 from penstock.ssd.measure import Meter, Run
 from penstock.ssd.requests import Request, Workload
+from penstock.ssd.usage import Usage
 
 
 class Drive:
@@ -38,12 +39,31 @@ class Drive:
         user_bytes: That the host can address.
     """
 
-    def __init__(self, device: Device, *, seed: int = 1) -> None:
-        """An empty drive."""
+    def __init__(
+        self,
+        device: Device,
+        *,
+        seed: int = 1,
+        watch: bool = False,
+        power_cap_w: float | None = None,
+    ) -> None:
+        """An empty drive.
+
+        Args:
+            device: What it is made of.
+            seed: For victims that are chosen among a random few.
+            watch: Whether ``usage`` tells what it does over time.
+            power_cap_w: What it may draw; commands wait for others to be done. None: no cap.
+
+        Raises:
+            ConfigError: Settings that leave no room, or a cap too low for any command.
+        """
         self.device = device
         self.events = Events()
         self.ftl = Ftl(device, seed=seed)
-        self.flash = Flash(device, self.events, self._op_done)
+        self.flash = Flash(device, self.events, self._op_done, power_cap_w=power_cap_w)
+        if watch:
+            self.flash.usage = Usage(device, len(self.flash.targets_busy_ps()))
         link = device.link
         self.up = Lane(link, link.up_bytes_per_s, self.events)
         self.down = Lane(link, link.down_bytes_per_s, self.events)
@@ -60,6 +80,11 @@ class Drive:
         self._waiting: dict[int, deque[tuple[Request, int, int]]] = {}
         self._left: dict[Block, int] = {}  # pages of a victim that are still to be moved
         self.meter = Meter(self, 0)
+
+    @property
+    def usage(self) -> Usage | None:
+        """What it did over time, if that was asked for."""
+        return self.flash.usage
 
     def run(self, workload: Workload) -> Run:
         """Everything that a workload asks for.

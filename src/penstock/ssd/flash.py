@@ -19,24 +19,45 @@ Which operations go together in a command is told in :mod:`.commands`.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from penstock.ssd.commands import ERASE, KIND, PROGRAM, QUEUE, READ, Channel, Op, Target, take
 from penstock.ssd.device import PS_PER_NS, Device, duration_ps
 from penstock.ssd.events import Events
+from penstock.ssd.usage import Power, Usage
 
 
 class Flash:
     """All channels of a drive.
 
     Attributes:
+        usage: What watches, if anything does.
         reads: Pages read so far.
         programs: Pages programmed.
         erases: Blocks erased.
     """
 
-    def __init__(self, device: Device, events: Events, done: Callable[[Op], None]) -> None:
-        """``done`` is called with each operation when it is over: a read's page has been sent then."""
+    def __init__(
+        self,
+        device: Device,
+        events: Events,
+        done: Callable[[Op], None],
+        *,
+        power_cap_w: float | None = None,
+    ) -> None:
+        """An idle array.
+
+        Args:
+            device: What it is made of.
+            events: The drive's time.
+            done: Called with each operation when it is over: a read's page has been sent then.
+            power_cap_w: What the drive may draw: arrays whose commands have arrived then wait for others
+                to be done. None: no cap.
+
+        Raises:
+            ConfigError: The cap is too low for any command.
+        """
         geometry, channel, cell = device.geometry, device.channel, device.cell
         self._events = events
         self._at = events.at
@@ -70,6 +91,11 @@ class Flash:
             each.targets = [Target(each, self._planes) for _ in range(per_channel)]
             self._targets += each.targets
         self._order = 0
+        self.usage: Usage | None = None
+        self._power = Power(device)
+        self._cap_w = None if power_cap_w is None else self._power.for_arrays(power_cap_w)
+        self._drawn_w: dict[Target, float] = {}
+        self._parked: deque[tuple[Target, list[Op]]] = deque()
         self.reads = self.programs = self.erases = 0
 
     def submit(self, ops: Iterable[Op]) -> None:
@@ -139,6 +165,8 @@ class Flash:
         channel.busy = True
         channel.busy_ps += took_ps
         channel.nbytes += nbytes
+        if self.usage is not None:
+            self.usage.sent(self._events.now_ps, took_ps, nbytes)
 
     def _start(self, target: Target, reads_only: bool) -> bool:
         """Send a target its next command, if it can take one; whether it did."""
@@ -191,6 +219,8 @@ class Flash:
         """The array of a target begins to work."""
         kind = ops[0].kind
         target.array = kind
+        if self._cap_w is not None and not self._draws(target, ops):
+            return
         if kind == READ:
             took = self._read_ps[ops[0].page]
             for op in ops[1:]:
@@ -200,12 +230,36 @@ class Flash:
         else:
             took = self._erase_ps
         target.busy_ps += took
+        if self.usage is not None:
+            self.usage.worked(self._events.now_ps, took, kind, len(ops))
         self._at(self._events.now_ps + took, self._worked, (target, ops))
+
+    def _draws(self, target: Target, ops: list[Op]) -> bool:
+        """Whether there is power for a command now; if not it is begun later, in turn."""
+        assert self._cap_w is not None
+        need = self._power.watts(ops[0].kind, len(ops))
+        if self._parked or sum(self._drawn_w.values()) + need > self._cap_w * (1 + 1e-12):
+            self._parked.append((target, ops))
+            return False
+        self._drawn_w[target] = need
+        return True
+
+    def _rests(self, target: Target) -> None:
+        """A command is over: others may have its power."""
+        del self._drawn_w[target]
+        waiting, self._parked = self._parked, deque()
+        while waiting:
+            self._begin(*waiting.popleft())
+            if self._parked:  # no power for this one, so for none behind it
+                self._parked.extend(waiting)
+                return
 
     def _worked(self, about: tuple[Target, list[Op]]) -> None:
         """The array has done a command."""
         target, ops = about
         kind = target.array
+        if self._cap_w is not None:
+            self._rests(target)
         if kind == READ:
             self.reads += len(ops)
             if target.outgoing:
