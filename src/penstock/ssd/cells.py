@@ -114,6 +114,9 @@ class Cell:
     """tBERS."""
     cycles: int
     """Programs and erases that a block is rated for, in this mode."""
+    program_suspend_ns: int = 0
+    """What it takes to suspend a program for a read; 0: that cannot be."""
+    erase_suspend_ns: int = 0
 
     def __post_init__(self) -> None:
         bits = self.mode.bits
@@ -130,6 +133,8 @@ class Cell:
             raise ConfigError("cell.one_shot needs cell.order 'turns': a word line's pages follow")
         whole("cell.erase_ns", self.erase_ns, 0)
         whole("cell.cycles", self.cycles, 1)
+        for name in ("program_suspend_ns", "erase_suspend_ns"):
+            whole(f"cell.{name}", getattr(self, name), 0)
 
     def page_type(self, page: int) -> int:
         """Which of ``read_ns`` is a page's, by its number in the block."""

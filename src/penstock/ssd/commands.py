@@ -66,11 +66,13 @@ class Target:
         outgoing: Pages in registers that have not been sent.
         held: Pages that were read and wait for the cache register.
         loaded: Pages that came in while the array programs others.
+        working: What the array works on, until ``until_ps``; resumed: whether it was suspended before.
+        paused: What is suspended, and how long it still takes.
     """
 
     __slots__ = (
-        *("array", "busy_ps", "channel", "coming", "counts", "held", "loaded"),
-        *("outgoing", "queues", "waiting"),
+        *("array", "busy_ps", "channel", "coming", "counts", "held", "loaded", "outgoing"),
+        *("paused", "queues", "resumed", "until_ps", "waiting", "working"),
     )
 
     def __init__(self, channel: Channel, planes: int) -> None:
@@ -83,7 +85,10 @@ class Target:
         self.outgoing = 0
         self.held: list[Op] = []
         self.loaded: list[Op] = []
-        self.busy_ps = 0
+        self.working: list[Op] = []
+        self.paused: tuple[list[Op], int] | None = None
+        self.resumed = False
+        self.busy_ps = self.until_ps = 0
 
 
 class Channel:

@@ -15,6 +15,8 @@ Which operations go together in a command is told in :mod:`.commands`.
 - Program: the command and all pages on the channel, then tPROG. With a cache register the next pages may
   come meanwhile.
 - Erase: the command, then tBERS.
+- A program or an erase that may be suspended (``cell.program_suspend_ns``, ``erase_suspend_ns``) is so
+  once, for one read, if more than twice that is left of it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from penstock.ssd.commands import ERASE, KIND, PROGRAM, QUEUE, READ, Channel, Op, Target, take
+from penstock.ssd.commands import (
+    ERASE,
+    GC_READ,
+    KIND,
+    PROGRAM,
+    QUEUE,
+    READ,
+    USER_READ,
+    Channel,
+    Op,
+    Target,
+    take,
+)
 from penstock.ssd.device import PS_PER_NS, Device, duration_ps
 from penstock.ssd.events import Events
 from penstock.ssd.usage import Power, Usage
@@ -77,6 +91,10 @@ class Flash:
         ]
         self._program_ps = [cell.page_program_ns(page) * PS_PER_NS for page in pages]
         self._erase_ps = cell.erase_ns * PS_PER_NS
+        # by kind; a suspended command has no power that a cap could count on, so under one there is none
+        suspend_ns = (0, cell.program_suspend_ns, cell.erase_suspend_ns)
+        self._suspend_ps = [0 if power_cap_w else time_ns * PS_PER_NS for time_ns in suspend_ns]
+        self._suspends = any(self._suspend_ps)
         self._commands = (
             [(channel.read_command_ns + (n - 1) * channel.read_plane_ns) * PS_PER_NS for n in most],
             [
@@ -154,12 +172,28 @@ class Flash:
             if not target.waiting or target.coming:
                 continue
             array = target.array
-            if array is not None and not (while_programs and array == PROGRAM):
-                continue
-            if self._start(target, reads_only):
+            free = array is None or (while_programs and array == PROGRAM)
+            if (free and self._start(target, reads_only)) or (
+                self._suspends and array is not None and self._interrupt(target)
+            ):
                 channel.turn = turn
                 return True
         return False
+
+    def _interrupt(self, target: Target) -> bool:
+        """Send a read to a target that programs or erases, if that may be suspended for it."""
+        kind = target.array
+        assert kind is not None  # it works
+        takes = self._suspend_ps[kind]
+        if not takes or target.paused is not None or target.resumed or target.loaded:
+            return False
+        if target.until_ps - self._events.now_ps < 2 * takes:
+            return False  # it is as soon done as suspended
+        queue = GC_READ if target.counts[GC_READ] else USER_READ
+        if not target.counts[queue] or (target.outgoing and not self._cache_read):
+            return False
+        self._command(target, queue)
+        return True
 
     def _occupy(self, channel: Channel, took_ps: int, nbytes: int) -> None:
         channel.busy = True
@@ -182,6 +216,12 @@ class Flash:
             return False
         if target.outgoing and not (kind == READ and self._cache_read):
             return False
+        self._command(target, queue)
+        return True
+
+    def _command(self, target: Target, queue: int) -> None:
+        """Send what is next in a queue of a target."""
+        kind = KIND[queue]
         anywhere = kind == ERASE or (kind == READ and self._independent)
         ops = take(
             target.queues[queue],
@@ -200,7 +240,6 @@ class Flash:
         self._occupy(target.channel, took, nbytes)
         target.coming = True
         self._at(self._events.now_ps + took, self._arrived, (target, ops))
-        return True
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -210,13 +249,34 @@ class Flash:
         target.coming = False
         if target.array is None:
             self._begin(target, ops)
+        elif ops[0].kind == READ:
+            self._pause(target, ops)
         else:
             target.loaded = ops
         target.channel.busy = False
         self._serve(target.channel)
 
-    def _begin(self, target: Target, ops: list[Op]) -> None:
-        """The array of a target begins to work."""
+    def _pause(self, target: Target, ops: list[Op]) -> None:
+        """Suspend what the array does, once, for one read; it goes on when that has left the array."""
+        kind, left_ps = target.array, target.until_ps - self._events.now_ps
+        assert kind is not None  # it works
+        target.paused = target.working, left_ps
+        target.busy_ps -= left_ps
+        self._begin(target, ops, self._suspend_ps[kind])
+
+    def _leave(self, target: Target) -> None:
+        """The array is free, but for what was suspended."""
+        target.array = None
+        if target.paused is not None:
+            ops, left_ps = target.paused
+            target.paused = None
+            target.resumed = True
+            target.array = ops[0].kind
+            # another list: the event that was told before finds that it is not its own any more
+            self._occupied(target, list(ops), left_ps)
+
+    def _begin(self, target: Target, ops: list[Op], more_ps: int = 0) -> None:
+        """The array of a target begins to work; ``more_ps`` to suspend something else before."""
         kind = ops[0].kind
         target.array = kind
         if self._cap_w is not None and not self._draws(target, ops):
@@ -229,10 +289,16 @@ class Flash:
             took = max(self._program_ps[op.page] for op in ops)
         else:
             took = self._erase_ps
-        target.busy_ps += took
         if self.usage is not None:
             self.usage.worked(self._events.now_ps, took, kind, len(ops))
-        self._at(self._events.now_ps + took, self._worked, (target, ops))
+        target.resumed = False
+        self._occupied(target, ops, took + more_ps)
+
+    def _occupied(self, target: Target, ops: list[Op], took_ps: int) -> None:
+        target.busy_ps += took_ps
+        target.working = ops
+        target.until_ps = self._events.now_ps + took_ps
+        self._at(target.until_ps, self._worked, (target, ops))
 
     def _draws(self, target: Target, ops: list[Op]) -> bool:
         """Whether there is power for a command now; if not it is begun later, in turn."""
@@ -257,6 +323,8 @@ class Flash:
     def _worked(self, about: tuple[Target, list[Op]]) -> None:
         """The array has done a command."""
         target, ops = about
+        if target.working is not ops:
+            return  # it was suspended meanwhile
         kind = target.array
         if self._cap_w is not None:
             self._rests(target)
@@ -285,7 +353,7 @@ class Flash:
         target.outgoing = len(ops)
         target.held = []
         if self._cache_read:
-            target.array = None
+            self._leave(target)
         target.channel.out.extend((target, op) for op in ops)
 
     def _sent(self, about: tuple[Target, Op]) -> None:
@@ -298,7 +366,7 @@ class Flash:
             if target.held:
                 self._send(target, target.held)
             elif not self._cache_read:
-                target.array = None
+                self._leave(target)
         self._done(op)
         if not channel.busy:
             self._serve(channel)
