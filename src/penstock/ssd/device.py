@@ -139,6 +139,11 @@ class Ftl:
     """It also does below so many, and below as many the plane takes no writes from the host."""
     gc_victims: int
     """Blocks of a plane that are cleaned at the same time, at most."""
+    least_worn_first: bool = False
+    """Dynamic wear levelling: of the erased blocks the one with the fewest erases is filled next."""
+    wear_gap: int = 0
+    """Static wear levelling: a block that lags so many erases behind the most worn of its plane is
+    cleaned in turn with the victims, whatever it holds; 0: never."""
 
     def __post_init__(self) -> None:
         if self.allocation not in ALLOCATIONS:
@@ -152,6 +157,7 @@ class Ftl:
                 raise ConfigError(f"ftl.{name} is {value}, it must be at least 0 and below 1")
         whole("ftl.gc_victims", self.gc_victims, 1)
         whole("ftl.gc_least_blocks", self.gc_least_blocks, 2)
+        whole("ftl.wear_gap", self.wear_gap, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
