@@ -82,7 +82,6 @@ def test_a_weight_update_is_drawn(tmp_path, capsys):
         (["--set", "geometry.channels"], "has no value"),
         (["--set", "geometry.chanels=2"], "did you mean 'geometry.channels'"),
         (["--set", "geometry.channels=0"], "geometry.channels is 0"),
-        (["--engine", "events", "--placement", "split"], "do not simulate split placement"),
         (["--state-bytes", "4,x,2"], "not whole numbers"),
         (["--plot", "/nowhere/a.svg"], "cannot be written"),
         (["--plot", "a.nonsense"], "cannot be written"),
@@ -109,6 +108,14 @@ def test_a_run_as_json(capsys):
     assert one["latency_us"]["read"]["mean"] == pytest.approx(102.4, rel=0.01)
     assert "write" not in one["latency_us"]
     assert one["energy_j"]["total"] == pytest.approx(sum(one["energy_j"]["components"].values()))
+
+
+def test_a_run_is_drawn_over_time(tmp_path, capsys):
+    path = tmp_path / "run.svg"
+    more = ["--requests", "300", "--queue-depth", "16", "--power-cap", "12", "--plot", str(path)]
+    output([*RUN, "randrw", *more], capsys)
+    assert len(list(ElementTree.parse(path).iter())) > 100
+    assert "leaves nothing for flash" in refusal([*RUN, "randrw", "--power-cap", "1"], capsys)
 
 
 def test_a_trace_is_run(tmp_path, capsys):

@@ -10,6 +10,7 @@ from plan_profiles import MACHINE, machines
 from penstock.core.errors import ConfigError, PlanError
 from penstock.plan import Compute, Machine
 from penstock.plan.machines import find, names
+from penstock.plan.service import Service
 
 COMPUTE = Compute(1e12, 2e12, 0.5, 1e11, 1e-6)
 WHOLE = replace(
@@ -38,6 +39,14 @@ def whole_machines(draw):
         flash_over_link=draw(st.booleans()),
         write_work_s=draw(st.floats(0, 1)),
         read_work_s=draw(st.floats(0, 1)),
+        flash_service=draw(
+            st.none()
+            | st.builds(
+                Service,
+                *[st.just((4096, 2**20))],
+                *[st.lists(st.floats(1e-9, 10), min_size=2, max_size=2).map(sorted).map(tuple)] * 2,
+            )
+        ),
         sources=tuple(draw(st.lists(st.text(st.characters(codec="utf-8"))))),
     )
 
@@ -142,3 +151,41 @@ def test_the_machines_of_the_papers_are_there():
     g10 = find("a100-g10")
     assert (g10.flash_read_bytes_per_s, g10.host_read_bytes_per_s) == (3.2e9, 15.754e9)
     assert find("titan-x").device_bytes == 12 * 2**30
+
+
+# -- a drive's service curve --------------------------------------------------------------------
+
+
+CURVE = Service((4096, 8192, 1 << 20), (1e-4, 1.5e-4, 1e-3), (2e-4, 2e-4, 4e-4))
+
+
+def test_a_service_curve_is_a_line_between_its_sizes():
+    assert CURVE.seconds(4096, writing=True) == CURVE.seconds(1, writing=True) == 1e-4
+    assert CURVE.seconds(6144, writing=True) == pytest.approx(1.25e-4)
+    assert CURVE.seconds(1 << 20, writing=False) == pytest.approx(4e-4)
+    # beyond its largest it goes on at that pace
+    pace = (1e-3 - 1.5e-4) / (2**20 - 8192)
+    assert CURVE.seconds(2 << 20, writing=True) == pytest.approx(1e-3 + 2**20 * pace)
+
+
+def test_a_machine_takes_a_curve_before_a_bandwidth():
+    machine = replace(MACHINE, flash_latency_s=1e-4, flash_service=CURVE)
+    assert machine.write_s(1 << 20) == pytest.approx(1e-3)
+    assert machine.flash_busy_s(1 << 20, writing=True) == pytest.approx(9e-4)
+    assert machine.flash_busy_s(1, writing=True) == 0
+    assert machine.write_s(1 << 20, "host") == MACHINE.write_s(1 << 20, "host")
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        (((4096,), (1.0,), (1.0,)), "two sizes or more"),
+        (((4096, 8192), (1.0,), (1.0, 1.0)), "two sizes or more"),
+        (((8192, 4096), (1.0, 1.0), (1.0, 1.0)), "must grow"),
+        (((4096, 8192), (2.0, 1.0), (1.0, 1.0)), "write_s is"),
+        (((4096, 8192), (1.0, 1.0), (0.0, 1.0)), "read_s is"),
+    ],
+)
+def test_a_curve_that_makes_no_sense_is_refused(fields, says):
+    with pytest.raises(ConfigError, match=says):
+        Service(*fields)

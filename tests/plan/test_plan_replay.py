@@ -21,6 +21,7 @@ from penstock.plan import (
 )
 from penstock.plan.groups import need_order
 from penstock.plan.replay import replay
+from penstock.plan.service import Service
 
 AMPLE = 10**12
 
@@ -88,6 +89,23 @@ def test_latency_is_waited_for_and_occupies_nothing():
     # read from 40 to 50, 60, 70, each there 3 ms later; after the first wait all is 3 ms later
     assert (found.late_ns, found.step_ns) == (3 * MS, 83 * MS)
     assert found.flash_read_ns == found.flash_write_ns == 30 * MS
+
+
+def test_a_flat_service_curve_is_a_bandwidth_and_a_slow_one_is_slower():
+    profile = stack([8, 8, 8])
+    plan = plan_of(profile, flash(0, 1))
+    machine = replace(MACHINE, flash_latency_s=1e-3)
+    rates = machine.flash_write_bytes_per_s, machine.flash_read_bytes_per_s
+
+    def curve(slower):
+        sizes = (1, 64 * MB)
+        times = (tuple(slower * (1e-3 + size / rate) for size in sizes) for rate in rates)
+        return replace(machine, flash_service=Service(sizes, *times))
+
+    flat, same, slow = (replay(profile, plan, each) for each in (machine, curve(1), curve(20)))
+    assert same.step_ns == pytest.approx(flat.step_ns, abs=10)
+    assert slow.flash_write_ns > 10 * flat.flash_write_ns  # so late that nothing is read back
+    assert slow.forwarded_bytes > 0 == flat.forwarded_bytes
 
 
 def test_a_full_budget_waits_until_a_write_has_ended():

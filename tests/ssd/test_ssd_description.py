@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from penstock.core.errors import ConfigError
 from penstock.ssd import describe, load, presets, with_field
+from penstock.ssd.cells import CellMode, PageOrder
 from penstock.ssd.description import leaves, parse
-from penstock.ssd.device import CellMode, PageOrder, duration_ps
+from penstock.ssd.device import duration_ps
 
 TEXT = (files("penstock.ssd.devices") / "optimstore.toml").read_text()
 

@@ -214,6 +214,57 @@ def test_percentiles_are_off_by_a_part_of_an_octave():
     assert each.percentile_ps(1) == 100_000
 
 
+# -- suspending -------------------------------------------------------------------------------------
+
+
+def test_a_read_does_not_wait_for_a_program_that_may_be_suspended():
+    one_chip = {
+        "geometry__channels": 1,
+        "geometry__chips_per_channel": 1,
+        "geometry__dies_per_chip": 1,
+    }
+    took = {}
+    for suspend in (0, 5_000):
+        made = device(**one_chip, cell__program_suspend_ns=suspend)
+        requests = [Request(False, 0, PAGE, 0), Request(True, 4 * PAGE, PAGE, 200_000_000)]
+        took[suspend] = serve(made, *requests, queue_depth=1)
+    waited, quick = took[0].read_latency.most_ps, took[5_000].read_latency.most_ps
+    write_before, write_after = (took[each].write_latency.most_ps for each in (0, 5_000))
+    alone = ENTRY_PS + 290_000 + 75_020_000 + BUS_PS + DATA_PS + DONE_PS
+    assert quick == alone + 5_000_000
+    assert waited > 6 * quick
+    # what was suspended takes longer by the read, from its arrival at the array until it has been sent
+    assert write_after == write_before + 5_000_000 + 75_020_000 + BUS_PS
+
+
+def test_what_is_nearly_done_is_not_suspended_and_nothing_twice():
+    made = device(
+        geometry__channels=1, geometry__chips_per_channel=1, cell__program_suspend_ns=5_000
+    )
+    reads = [Request(True, (4 + i) * PAGE, PAGE, 200_000_000 + i) for i in range(3)]
+    one = serve(made, Request(False, 0, PAGE, 0), *reads)
+    # one read goes before, the others wait for the end
+    assert one.read_latency.least_ps < 200_000_000 < one.read_latency.most_ps
+    late = serve(made, Request(False, 0, PAGE, 0), Request(True, 8 * PAGE, PAGE, 775_000_000))
+    plain = serve(
+        device(geometry__channels=1, geometry__chips_per_channel=1), Request(False, 0, PAGE, 0)
+    )
+    assert late.write_latency.most_ps == plain.write_latency.most_ps
+
+
+@settings(max_examples=30)
+@given(random_devices(), WORKLOADS)
+def test_suspending_loses_no_work(made, workload):
+    slow = device_with(made, cell__program_suspend_ns=4_000, cell__erase_suspend_ns=9_000)
+    drive = Drive(slow)
+    one, other = drive.run(workload), Drive(made).run(workload)
+    assert one.requests == other.requests == workload.requests
+    assert one.read_bytes == other.read_bytes
+    array = sum(drive.flash.targets_busy_ps())
+    assert array <= one.time_ps * len(drive.flash.targets_busy_ps()) * 2
+    assert all(target.paused is None for target in drive.flash._targets)
+
+
 # -- garbage collection -----------------------------------------------------------------------------
 
 

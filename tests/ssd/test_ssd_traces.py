@@ -1,5 +1,7 @@
 """Traces: what each format says, and how a bad line is reported."""
 
+import json
+
 import pytest
 
 from penstock.core.errors import ConfigError
@@ -90,3 +92,45 @@ def test_no_trace(tmp_path):
         requests(tmp_path, "\n")
     with pytest.raises(ConfigError, match="cannot be read"):
         list(read_trace(tmp_path / "none", SIZE))
+
+
+def span(t_ns, stage, slot, nbytes, tier="flash"):
+    fields = {"t_ns": t_ns, "dur_ns": 5, "nbytes": nbytes, "tier": tier, "slot": slot, "cause": ""}
+    return json.dumps({"kind": "span", "stage": stage, **fields}) + "\n"
+
+
+LOG = "".join(
+    [
+        '{"kind":"header","schema":1,"t_ns":0,"unix_ns":0,"pid":1}\n',
+        span(3000, "write", "b", 300_000),  # ended first, began second
+        span(1000, "write", "a", 5000),
+        span(2000, "write", "a", 4000, tier="host"),
+        '{"kind":"level","t_ns":4000,"memory":"device","nbytes":1}\n',
+        span(5000, "read", "b", 300_000),
+        span(6000, "write", "a", 6000),
+        span(7000, "read", "a", 6000),
+        '{"kind":"end"}\n',
+    ]
+)
+
+
+def test_penstocks_own_log_in_the_order_in_which_spans_began(tmp_path):
+    assert guess(LOG.splitlines()[0]) is Format.PENSTOCK
+    told = requests(tmp_path, LOG)
+    assert [(when // 1_000_000, is_read) for when, is_read, *_ in told] == [
+        *[(0, False), *[(2, False)] * 3, *[(4, True)] * 3, (5, False), (6, True)],
+    ]
+    places = [(offset, nbytes) for *_, offset, nbytes in told]
+    assert places[0] == (0, 5120)
+    # what is longer than a drive takes at once is several requests, read where it was written
+    assert [nbytes for _, nbytes in places[1:4]] == [131_072, 131_072, 38_400 - 512]
+    assert places[1:4] == places[4:7]
+    assert places[7] == places[8] == (0, 6144)  # it still fits
+
+
+def test_a_log_that_was_killed_has_a_torn_end_and_no_other_bad_line(tmp_path):
+    whole = requests(tmp_path, LOG)
+    assert requests(tmp_path, LOG + '{"kind":"sp') == whole
+    bad = LOG.replace('{"kind":"level"', '{"kind"')
+    with pytest.raises(ConfigError, match="line 5: expected a line of an event log"):
+        requests(tmp_path, bad)

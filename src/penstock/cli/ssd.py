@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-from penstock.cli import ssd_run, ssd_sweep, ssd_update
+from penstock.cli import ssd_machine, ssd_run, ssd_sweep, ssd_update
 from penstock.cli.command import formatter
 
 _EXAMPLES: Final = """\
@@ -28,6 +28,7 @@ def parser() -> argparse.ArgumentParser:
     ssd_run.add_parser(what)
     ssd_update.add_parser(what)
     ssd_sweep.add_parser(what)
+    ssd_machine.add_parser(what)
     return made
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import tomllib
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.core.errors import ConfigError
 from penstock.ssd import Device, load, presets, with_field
+from penstock.ssd.mqsim import Ignored, is_mqsim, read_device
 
 
 def add_fields(parser: argparse.ArgumentParser) -> None:
@@ -20,18 +23,29 @@ def add_fields(parser: argparse.ArgumentParser) -> None:
 
 def known_devices() -> str:
     """For a help text."""
-    return f"{', '.join(presets())}; or a file, NAME.toml"
+    return f"{', '.join(presets())}; or a file, NAME.toml, or MQSim's, NAME.xml"
 
 
 def device_of(name: str, settings: list[str]) -> Device:
-    """A device with what ``--set`` changes. Raises ConfigError."""
-    device = load(name)
+    """A device with what ``--set`` changes; tells what of MQSim's file is ignored. Raises ConfigError."""
+    if is_mqsim(name):
+        device, ignored = read_device(name)
+        name_ignored(name, ignored)
+    else:
+        device = load(name)
     for setting in settings:
         path, sign, value = setting.partition("=")
         if not sign:
             raise ConfigError(f"--set {setting!r} has no value; write it as geometry.channels=16")
         device = with_field(device, path.strip(), toml_value(value))
     return device
+
+
+def name_ignored(path: str, ignored: Sequence[Ignored]) -> None:
+    """Tell on standard error what of a file has no effect here."""
+    if ignored:
+        told = ", ".join(f"{each.key} ({each.value})" for each in ignored)
+        sys.stderr.write(f"penstock: of {path}, these have no effect here: {told}\n")
 
 
 def toml_value(text: str) -> Any:

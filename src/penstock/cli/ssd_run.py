@@ -16,14 +16,17 @@ from rich.text import Text
 from penstock import __version__
 from penstock.cli.command import add_common, formatter, size
 from penstock.cli.output import show, write_json
-from penstock.cli.ssd_options import add_fields, count, device_of, known_devices
+from penstock.cli.paths import file_to_write
+from penstock.cli.ssd_options import add_fields, count, device_of, known_devices, name_ignored
 from penstock.core.errors import ConfigError
 from penstock.core.units import format_bandwidth, format_bytes, format_duration, parse_bytes
 from penstock.observe.summary_text import percent
+from penstock.report.ssd_plot import plot_usage
 from penstock.report.table import Row, side_by_side
 from penstock.ssd.description import nearest
 from penstock.ssd.drive import Drive, fill
 from penstock.ssd.measure import Latencies, Run
+from penstock.ssd.mqsim import is_mqsim, read_workload
 from penstock.ssd.requests import Request, Workload
 from penstock.ssd.traces import Format, read_trace
 
@@ -40,7 +43,9 @@ _EXAMPLES: Final = """\
 examples:
   penstock ssd run mqsim-default randread --queue-depth 16
   penstock ssd run consumer-tlc randrw --read-share 0.7 --request-size 16KiB --requests 1e5
-  penstock ssd run optimstore trace.csv --json"""
+  penstock ssd run optimstore trace.csv --json
+  penstock ssd run ssdconfig.xml workload.xml
+  penstock ssd run consumer-tlc events.jsonl"""
 
 
 def add_parser(what: Any) -> None:
@@ -56,8 +61,9 @@ def add_parser(what: Any) -> None:
     )
     made.add_argument("device", metavar="DEVICE", help=known_devices())
     made.add_argument(
-        "workload", metavar="WORKLOAD", help=f"{', '.join(_SYNTHETIC)}; or a file with a trace"
-    )
+        "workload", metavar="WORKLOAD",
+        help=f"{', '.join(_SYNTHETIC)}; or a file with a trace, or MQSim's workload, NAME.xml",
+    )  # fmt: skip
     made.add_argument(
         "--format",
         choices=tuple(map(str, Format)),
@@ -73,6 +79,10 @@ def add_parser(what: Any) -> None:
     made.add_argument(
         "--queue-depth", metavar="N", type=int, default=1,
         help="requests in the queue; of a trace, of those without a time (default: 1)",
+    )  # fmt: skip
+    made.add_argument(
+        "--start", metavar="SIZE", type=size, default="0B",
+        help="where read and write begin (default: 0B)",
     )  # fmt: skip
     made.add_argument(
         "--working-set",
@@ -91,6 +101,14 @@ def add_parser(what: Any) -> None:
     made.add_argument(
         "--seed", metavar="N", type=int, default=1, help="of what is random (default: 1)"
     )
+    made.add_argument(
+        "--power-cap", metavar="W", type=float,
+        help="watts that the drive may draw; commands wait for others to be done",
+    )  # fmt: skip
+    made.add_argument(
+        "--plot", metavar="FILE",
+        help="draw channels and dies at work, and power, over time, as .svg, .png or .pdf",
+    )  # fmt: skip
     add_fields(made)
     add_common(made, json_help="print one JSON document on standard output")
     made.set_defaults(execute=_execute)
@@ -103,9 +121,13 @@ def _execute(options: argparse.Namespace) -> int:
         ConfigError: The device, the workload or the trace makes no sense, or the drive is full.
     """
     device = device_of(options.device, options.set)
-    drive = Drive(device, seed=options.seed)
+    plot = None if options.plot is None else file_to_write(options.plot, "--plot")
+    drive = Drive(device, seed=options.seed, watch=plot is not None, power_cap_w=options.power_cap)
     with _progress(f"{options.workload} on {options.device}"):
         run = _run(options, drive)
+    if plot is not None and drive.usage is not None:
+        title = f"{options.workload} on {device.name}"
+        plot_usage(title, drive.usage.moments(), plot, cap_w=options.power_cap)
     if options.json:
         write_json(document(run, options.workload), sys.stdout)
     else:
@@ -122,12 +144,26 @@ def _run(options: argparse.Namespace, drive: Drive) -> Run:
         raise ConfigError(
             f"workload {options.workload!r} is no file, and none of {', '.join(_SYNTHETIC)}{near}"
         )
+    if is_mqsim(path):
+        return _scenario(path, drive)
     if not 0 <= options.filled <= 1:
         raise ConfigError(f"--filled is {options.filled}, it is a share, 0 to 1")
     fill(drive.ftl, int(drive.ftl.user_pages * options.filled))
     kind = Format(options.format) if options.format else None
     requests: Iterator[Request] = read_trace(path, drive.user_bytes, kind=kind)
     return drive.serve(requests, queue_depth=options.queue_depth, skip=options.skip)
+
+
+def _scenario(path: Path, drive: Drive) -> Run:
+    """The one scenario of a workload of MQSim, all its flows at once."""
+    scenarios = read_workload(path)
+    if len(scenarios) != 1:
+        raise ConfigError(
+            f"{str(path)!r} has {len(scenarios)} scenarios, each for a new drive; leave one"
+        )
+    name_ignored(str(path), scenarios[0].ignored)
+    flows = scenarios[0].flows
+    return drive.serve_flows([(flow.stream(drive.device), flow.queue_depth) for flow in flows])
 
 
 def _synthetic(options: argparse.Namespace) -> Workload:
@@ -142,6 +178,7 @@ def _synthetic(options: argparse.Namespace) -> Workload:
         request_bytes=parse_bytes(options.request_size, what="--request-size"),
         queue_depth=options.queue_depth,
         random=random,
+        start_bytes=parse_bytes(options.start, what="--start"),
         working_set=options.working_set,
         filled=options.filled,
         skip=options.skip,

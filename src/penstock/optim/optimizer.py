@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.errors import ConfigError
+from penstock.io.engine import Engine
 from penstock.optim import state_dict as dicts
 from penstock.optim.conductor import Conductor
 from penstock.optim.config import StatesConfig
@@ -108,6 +109,19 @@ class OnFlash(torch.optim.Optimizer):
         """
         self._penstock.check_between_steps("rest()")
         self._penstock.states.rest()
+
+    def wrap_engine(self, wrap: Callable[[Engine], Engine]) -> None:
+        """Have records move through an engine around the present one: to log, to slow, to spoil them.
+
+        Args:
+            wrap: Given the engine, returns one that does its work with it and closes it.
+
+        Raises:
+            ConfigError: A step is under way.
+        """
+        conductor = self._penstock
+        conductor.check_between_steps("wrap_engine()")
+        conductor.states.wrap_engine(wrap)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with a place for its states. Raises as the constructor."""

@@ -438,6 +438,10 @@ class FlashStates:
         retired.close()
         self._inherited = retired
 
+    def wrap_engine(self, wrap: Callable[[Engine], Engine]) -> None:
+        """Have what moves from now on go through ``wrap(engine)``, which owns the present engine."""
+        self._engine = self.store.engine = wrap(self._engine)
+
     def close(self) -> None:
         """Wait for what is in flight; the states are gone. Idempotent."""
         if self._closed:

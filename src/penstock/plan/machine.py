@@ -13,11 +13,12 @@ from typing import Final
 
 from penstock.core.errors import ConfigError, PlanError
 from penstock.plan import serial
+from penstock.plan.service import Service
 
 VERSION = 2
 _PRESETS: Final = "penstock.plan.machines"
 _WORK: Final = ("write_work_s", "write_work_s_per_byte", "read_work_s", "read_work_s_per_byte")
-_OPTIONAL: Final[Mapping[str, object]] = dict.fromkeys(_WORK, 0.0)
+_OPTIONAL: Final[Mapping[str, object]] = {**dict.fromkeys(_WORK, 0.0), "flash_service": None}
 """What a file need not tell of a machine, as those written before it was known."""
 _OPTIONAL_COMPUTE: Final[Mapping[str, object]] = {"cudnn": 4, "processors": 0}
 """The same of a device."""
@@ -96,11 +97,16 @@ class Machine:
     read_work_s_per_byte: float = 0.0
     sources: tuple[str, ...] = ()
     """Where the figures are from."""
+    flash_service: Service | None = None
+    """How long transfers of flash take by their size, as a simulated drive tells; None: the bandwidths
+    and the latency say it."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in ("name", "compute", "sources") or isinstance(value, bool):
+            if field.name in ("name", "compute", "sources", "flash_service") or isinstance(
+                value, bool
+            ):
                 continue
             if isinstance(value, int) and field.name in (
                 "device_bytes",
@@ -129,13 +135,20 @@ class Machine:
         """Seconds to write ``nbytes`` to a tier that has nothing else to do."""
         if tier == "host":
             return nbytes / self.host_write_bytes_per_s
-        return self.flash_latency_s + nbytes / self.flash_write_bytes_per_s
+        return self.flash_latency_s + self.flash_busy_s(nbytes, writing=True)
 
     def read_s(self, nbytes: int, tier: str = "flash") -> float:
         """Seconds to read ``nbytes`` from a tier that has nothing else to do."""
         if tier == "host":
             return nbytes / self.host_read_bytes_per_s
-        return self.flash_latency_s + nbytes / self.flash_read_bytes_per_s
+        return self.flash_latency_s + self.flash_busy_s(nbytes, writing=False)
+
+    def flash_busy_s(self, nbytes: int, *, writing: bool) -> float:
+        """For how long a transfer keeps flash from the next; its latency comes beside that."""
+        if self.flash_service is not None:
+            whole_s = self.flash_service.seconds(nbytes, writing=writing)
+            return max(0.0, whole_s - self.flash_latency_s)
+        return nbytes / (self.flash_write_bytes_per_s if writing else self.flash_read_bytes_per_s)
 
     def write_work_ns(self, nbytes: int) -> int:
         """Nanoseconds by which writing ``nbytes`` makes computing later."""
@@ -159,10 +172,11 @@ class Machine:
     def to_toml(self) -> str:
         """One TOML document: bytes, seconds, and per second."""
         data = {"penstock": "machine", "version": VERSION, **serial.encode_fields(self)}
-        compute = data.pop("compute")
+        tables = {name: data.pop(name) for name in ("compute", "flash_service")}
         lines = [f"{name} = {_toml(value)}" for name, value in data.items()]
-        if isinstance(compute, dict):
-            lines += ["", "[compute]", *(f"{k} = {_toml(v)}" for k, v in compute.items())]
+        for name, table in tables.items():
+            if isinstance(table, dict):
+                lines += ["", f"[{name}]", *(f"{k} = {_toml(v)}" for k, v in table.items())]
         return "\n".join(lines) + "\n"
 
     @staticmethod

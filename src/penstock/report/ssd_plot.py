@@ -13,6 +13,7 @@ from penstock.core.errors import ConfigError
 from penstock.report.look import COLOURS, FAINT, INK, STYLE, dress, matplotlib
 from penstock.ssd import Device, Placement, Step, Update, step, with_field
 from penstock.ssd.energy import Boundary
+from penstock.ssd.usage import Moment
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,6 +45,44 @@ def plot_steps(
         _draw_dies(figure.add_subplot(grid[1, 1]), device, update, done)
         title = f"{update.optimizer}, {update.parameters:.4g} parameters, on {device.name}"
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
+        try:
+            figure.savefig(path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the picture {str(path)!r} cannot be written: {error}") from error
+
+
+def plot_usage(
+    title: str,
+    moments: Sequence[Moment],
+    path: str | os.PathLike[str],
+    *,
+    cap_w: float | None = None,
+) -> None:
+    """Draw what a drive did over time: channels and dies at work, and its power beneath.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or the file cannot be written in that format.
+    """
+    figure_module, style, _ = matplotlib()
+    with style.context(STYLE):
+        figure = figure_module.Figure(figsize=(10, 5.6), dpi=150, layout="constrained")
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1.4, 1))
+        edges = [1e3 * moments[0].begin_s, *(1e3 * one.end_s for one in moments)]
+        for colour, name in zip(COLOURS, ("channels", "dies"), strict=False):
+            share = [100 * getattr(one, name) for one in moments]
+            above.stairs(share, edges, color=colour, linewidth=1.2, label=name)
+        above.set_ylim(0, 103)
+        above.legend(frameon=False, fontsize=9, loc="lower right", ncols=2)
+        dress(above, f"{title}: at work", "per cent")
+        below.stairs([one.watts for one in moments], edges, color=COLOURS[2], linewidth=1.2)
+        if cap_w is not None:
+            below.axhline(cap_w, color=INK, linewidth=1, linestyle=(0, (5, 3)))
+            below.annotate(
+                "cap", (edges[-1], cap_w), fontsize=9, color=INK, va="bottom", ha="right"
+            )
+        below.set_ylim(bottom=0)
+        below.set_xlabel("milliseconds", color=INK)
+        dress(below, "power of flash, channels and controller", "watts")
         try:
             figure.savefig(path)
         except (OSError, ValueError) as error:

@@ -1,13 +1,18 @@
 """A simulator of SSDs, from the host link to the plane, with weight updates on host, controller or die.
 
-1. :mod:`.device`: what an SSD is made of; :mod:`.description`: as TOML files, and the presets.
+1. :mod:`.device`: what an SSD is made of, and its array of cells, :mod:`.cells`; :mod:`.description`: as
+   TOML files, and the presets.
 2. :mod:`.optimizers`: states and passes of the optimizers, from their arithmetic.
 3. :mod:`.update`: what a weight update moves; :mod:`.closed`: how long it takes, in closed form.
 4. :mod:`.energy`: what it takes in joules, at three boundaries; :mod:`.wear`: and in endurance.
-5. :mod:`.operations`: a weight update as a graph; :mod:`.simulated`: on events, or on timelines
-   (:mod:`.timeline`, by Numba :mod:`.timeline_kernel`), and extrapolated.
-6. :mod:`.drive`: the event-driven engine, with :mod:`.events`, :mod:`.link`, :mod:`.ftl`, :mod:`.flash`,
-   :mod:`.requests`, :mod:`.traces` and :mod:`.measure`.
+5. :mod:`.graph`: units, stages and what they occupy; :mod:`.operations`: a weight update as such a graph;
+   :mod:`.simulated`: on events (:mod:`.graph_events`), or on timelines (:mod:`.timeline`, by Numba
+   :mod:`.timeline_kernel`), and extrapolated.
+6. :mod:`.drive`: the event-driven engine, with :mod:`.events`, :mod:`.link`, :mod:`.ftl`, :mod:`.flash`
+   (and :mod:`.commands`), :mod:`.requests`, :mod:`.traces`, :mod:`.mqsim` (with :mod:`.mqsim_random`) and
+   :mod:`.measure`.
+7. :mod:`.faults`: wrong bits and what corrects them; :mod:`.flips`: put into memory; :mod:`.service`:
+   a drive as a curve that plans are made with.
 
 Imports no torch.
 """

@@ -12,12 +12,17 @@ on the bus; tE' an erase shared by the pages of a block; WA write amplification;
   only the gradient and the new weight cross the bus;
 - split: dies update the share of units for which both ways end at once.
 
-Reads of garbage collection take no time here; the engines count them.
+With a second set of registers that the bus reaches (``unit.double_buffered``) a die does another unit
+while the bus works, with one in which the element computes (``unit.overlaps_array``) another while the
+element does: a unit then takes the longest of what must follow one another, D + X no more.
+
+Reads of garbage collection take no time, here and on the engines.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,27 +75,61 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Seconds of a unit."""
+    """Seconds for which a unit occupies what."""
 
-    array: float
-    """tR, tPROG and its share of an erase."""
-    compute: float
     bus: float
     die: float
-    """All that its die is not free for, without the bus."""
+    """Array, and element if it has no registers of its own."""
+    compute: float
+    """The element."""
     turn: float
-    """What a die takes from one unit to the next."""
+    """What must follow one another on the die."""
+    beside: float
+    """What the element does beside that."""
+
+    def mixed(self, other: _Work, share: float) -> _Work:
+        """Of a unit on average, if ``share`` of them are these and the rest are others."""
+        return _Work(
+            *(
+                share * getattr(self, name) + (1 - share) * getattr(other, name)
+                for name in _Work.__slots__
+            )
+        )
+
+    def each(self, dies: int) -> float:
+        """From one unit of a channel to the next."""
+        return max(self.bus, self.turn / dies, self.beside / dies)
 
 
-def step(device: Device, update: Update, placement: Placement) -> Step:
-    """Time, bytes, energy and wear of one step. Raises ConfigError for what makes no sense."""
+def step(
+    device: Device, update: Update, placement: Placement, *, on_die: float | None = None
+) -> Step:
+    """Time, bytes, energy and wear of one step.
+
+    Args:
+        device: The SSD and its host.
+        update: The step.
+        placement: Where it runs.
+        on_die: Of split, the share of units that dies update; None: that which is best by the formulas.
+
+    Raises:
+        ConfigError: For what makes no sense.
+    """
     if placement is Placement.HOST:
         return _host(device, update)
-    die, controller = _on_die(device, update), _in_controller(device, update)
+    share = share_on_die(device, update, placement)
+    if placement is Placement.SPLIT and on_die is not None:
+        share = on_die
+    return _in_drive(device, update, placement, share)
+
+
+def share_on_die(device: Device, update: Update, placement: Placement) -> float:
+    """Of the units of a step within the drive, those that dies update."""
     share = {Placement.DIE: 1.0, Placement.CONTROLLER: 0.0}.get(placement)
     if share is None:
-        share = _best_share(device, die, controller)
-    return _in_drive(device, update, placement, share)
+        die, controller = _on_die(device, update), _in_controller(device, update)
+        share = _best_share(workers(device), die, controller)
+    return share
 
 
 def steps(device: Device, update: Update, placements: Sequence[Placement]) -> tuple[Step, ...]:
@@ -100,29 +139,47 @@ def steps(device: Device, update: Update, placements: Sequence[Placement]) -> tu
 
 def read_bytes_per_s(device: Device) -> float:
     """At which all channels deliver pages that are read in sequence, the link not counted."""
-    geometry = device.geometry
-    together = geometry.planes_per_die if device.channel.multi_plane else 1
-    bus = device.page_bus_ps / PS_PER_S
-    array = device.cell.mean_read_ns * _NS
-    turn = max(array, together * bus) if device.channel.cache_read else array + together * bus
-    return (
-        geometry.channels * geometry.page_bytes * min(1 / bus, _workers(device) * together / turn)
-    )
+    return _bytes_per_s(device, *_reading(device))
 
 
 def program_bytes_per_s(device: Device) -> float:
     """At which all channels take pages that are programmed in sequence, erases included."""
+    return _bytes_per_s(device, *_programming(device, 1.0))
+
+
+def _bytes_per_s(device: Device, bus: float, held: float) -> float:
+    each = max(bus, held / workers(device))
     geometry = device.geometry
-    together = geometry.planes_per_die if device.channel.multi_plane else 1
-    bus = device.page_bus_ps / PS_PER_S
-    array = device.cell.mean_program_ns * _NS + _erase_s(device)
-    turn = max(array, together * bus) if device.channel.cache_program else array + together * bus
-    return (
-        geometry.channels * geometry.page_bytes * min(1 / bus, _workers(device) * together / turn)
-    )
+    return geometry.channels * planes_at_once(device) * geometry.page_bytes / each
 
 
-def _workers(device: Device) -> int:
+def _reading(device: Device) -> tuple[float, float]:
+    """Seconds for which pages of all planes of a die occupy the bus, and the die.
+
+    With a cache register the bus works while the die reads the next.
+    """
+    planes, channel = planes_at_once(device), device.channel
+    bus = planes * device.page_bus_ps / PS_PER_S
+    bus += (channel.read_command_ns + (planes - 1) * channel.read_plane_ns) * _NS
+    array = device.cell.mean_read_ns * _NS
+    return bus, array if device.channel.cache_read else array + bus
+
+
+def _programming(device: Device, amplification: float) -> tuple[float, float]:
+    """Likewise; what garbage collection moves goes over the bus both ways."""
+    planes, channel = planes_at_once(device), device.channel
+    bus = planes * device.page_bus_ps / PS_PER_S * (2 * amplification - 1)
+    bus += (channel.program_command_ns + (planes - 1) * channel.program_plane_ns) * _NS
+    array = (device.cell.mean_program_ns * _NS + _erase_s(device)) * amplification
+    return bus, array if device.channel.cache_program else array + bus
+
+
+def planes_at_once(device: Device) -> int:
+    """Of a die, that read or program together."""
+    return device.geometry.planes_per_die if device.channel.multi_plane else 1
+
+
+def workers(device: Device) -> int:
     """W: what works at the same time on a channel."""
     geometry = device.geometry
     return (
@@ -137,20 +194,24 @@ def _erase_s(device: Device) -> float:
 
 def _host(device: Device, update: Update) -> Step:
     host, moved = device.host, host_bytes(update)
-    slower = update.write_amplification
-    up = min(device.link.up_bytes_per_s, read_bytes_per_s(device)) * host.io_efficiency
-    down = min(device.link.down_bytes_per_s, program_bytes_per_s(device) / slower)
-    down *= host.io_efficiency
-    channels = device.geometry.channels * device.channel.bytes_per_s
-    bus = moved.channel / channels
-    reading = moved.link_up / up
-    # garbage collection goes over the channels while the host writes
-    cleaning = (moved.channel - moved.link_up) / channels / host.io_efficiency
-    writing = max(moved.link_down / down, cleaning)
+    bus_in, held_in = _reading(device)
+    bus_out, held_out = _programming(device, update.write_amplification)
+    up = min(device.link.up_bytes_per_s, _bytes_per_s(device, bus_in, held_in))
+    down = min(device.link.down_bytes_per_s, _bytes_per_s(device, bus_out, held_out))
+    reading = moved.link_up / (up * host.io_efficiency)
+    writing = moved.link_down / (down * host.io_efficiency)
     computing = update.parameters / host.parameters_per_s
     time_s = reading + writing + computing
+    channels = device.geometry.channels
+    bus = moved.channel / channels / device.channel.bytes_per_s
     if host.overlap:
-        time_s = max(reading, writing, computing, bus / host.io_efficiency)
+        # dies and channels are shared: of each, both kinds of pages take their part
+        rows = channels * planes_at_once(device) * device.geometry.page_bytes
+        ins, outs = moved.link_up / rows, moved.link_down / rows
+        shared = max(
+            ins * bus_in + outs * bus_out, (ins * held_in + outs * held_out) / workers(device)
+        )
+        time_s = max(reading, writing, computing, shared / host.io_efficiency)
     arrays = _arrays_s(device, moved)
     busy = (("read", reading), ("write", writing), ("processor", computing))
     return _finished(
@@ -167,8 +228,7 @@ def _host(device: Device, update: Update) -> Step:
 def _arrays_s(device: Device, moved: Bytes) -> float:
     """For which the arrays of a die work, as many planes at once as can."""
     geometry, cell = device.geometry, device.cell
-    together = geometry.planes_per_die if device.channel.multi_plane else 1
-    at_once = geometry.channels * _workers(device) * together * geometry.page_bytes
+    at_once = geometry.channels * workers(device) * planes_at_once(device) * geometry.page_bytes
     reading = moved.flash_read * cell.mean_read_ns * _NS
     return (
         reading + moved.flash_written * (cell.mean_program_ns * _NS + _erase_s(device))
@@ -179,25 +239,20 @@ def _in_drive(device: Device, update: Update, placement: Placement, share: float
     die, controller = _on_die(device, update), _in_controller(device, update)
     units, channels = update.units(device), device.geometry.channels
     moved = drive_bytes(update, on_die=share)
-    bus, turn, busy_die = (
-        share * getattr(die, name) + (1 - share) * getattr(controller, name)
-        for name in ("bus", "turn", "die")
-    )
-    each = max(bus, turn / _workers(device))
+    mean = die.mixed(controller, share)
     up = moved.link_up / device.link.up_bytes_per_s
     down = moved.link_down / device.link.down_bytes_per_s
     passes = len(update.rule.passes)
     words = (1 - share) * update.parameters * passes / device.unit.controller_words_per_s
-    compute = share * die.compute / _workers(device)
     busy = (
         ("link up", up),
         ("link down", down),
-        ("channel", units / channels * bus),
-        ("die", units / channels * busy_die / _workers(device)),
-        ("element", units / channels * compute),
+        ("channel", units / channels * mean.bus),
+        ("die", units / channels * mean.die / workers(device)),
+        ("element", units / channels * mean.compute / workers(device)),
         ("controller", words),
     )
-    time_s = max(units / channels * each, up, down, words)
+    time_s = max(units / channels * mean.each(workers(device)), up, down, words)
     return _finished(device, update, placement, time_s=time_s, busy=busy, share=share, moved=moved)
 
 
@@ -218,36 +273,33 @@ def _finished(
     return Step(device.name, placement, time_s, busy, share, moved, ledger, wear)
 
 
-def _best_share(device: Device, die: _Work, controller: _Work) -> float:
-    """Of units on the die, so that the slower of bus and dies is as quick as can be.
+def _best_share(dies: int, die: _Work, controller: _Work) -> float:
+    """Of units on the die, so that what is slowest is as quick as can be.
 
-    Both are linear in the share, so the best is at an end or where they cross.
+    Each resource takes a time that is linear in the share, so the best is at an end or where two cross.
     """
-    workers = _workers(device)
 
-    def slower(share: float) -> float:
-        bus = share * die.bus + (1 - share) * controller.bus
-        return max(bus, (share * die.turn + (1 - share) * controller.turn) / workers)
+    def ends(work: _Work) -> tuple[float, ...]:
+        return work.bus, work.turn / dies, work.beside / dies
 
+    lines = [(c, d - c) for d, c in zip(ends(die), ends(controller), strict=True)]
     candidates = [0.0, 1.0]
-    lean = (die.bus - controller.bus) - (die.turn - controller.turn) / workers
-    if lean:
-        crossing = (controller.turn / workers - controller.bus) / lean
-        if 0 < crossing < 1:
+    for (low, slope), (other, its) in itertools.combinations(lines, 2):
+        if slope != its and 0 < (crossing := (other - low) / (slope - its)) < 1:
             candidates.append(crossing)
-    return min(candidates, key=slower)
+    return min(candidates, key=lambda share: die.mixed(controller, share).each(dies))
 
 
 def _in_controller(device: Device, update: Update) -> _Work:
     """D and X of a unit whose states go to the controller and back."""
     planes = device.geometry.planes_per_die
-    array, bus = _array(device, update, planes), 0.0
+    array = _array(device, update, planes)
     page, wa = device.page_bus_ps / PS_PER_S, update.write_amplification
     pages = sum(size / WORD_BYTES for size in update.sizes)
     bus = pages * page * (1 + wa) + _commands(device, update, planes)
     if update.gradient is Gradient.PROGRAMMED:
         bus += update.gradient_bytes / WORD_BYTES * page * (1 + wa)
-    return _Work(array, 0.0, bus, array, array + bus)
+    return _Work(bus, array, 0.0, array + bus, 0.0)
 
 
 def _on_die(device: Device, update: Update) -> _Work:
@@ -263,11 +315,12 @@ def _on_die(device: Device, update: Update) -> _Work:
     page = device.page_bus_ps / PS_PER_S
     bus = page * (update.gradient_bytes + update.returned_bytes) / WORD_BYTES
     bus += _commands(device, update, planes)
-    die = max(array, compute) if unit.overlaps_array else array + compute
-    return _Work(array, compute, bus, die, max(die, bus) if unit.double_buffered else die + bus)
+    die = array if unit.overlaps_array else array + compute
+    turn = die if unit.double_buffered else die + bus
+    return _Work(bus, die, compute, turn, compute if unit.overlaps_array else 0.0)
 
 
-def _rounds(device: Device, update: Update, planes: int) -> int:
+def rounds(device: Device, update: Update, planes: int) -> int:
     """Multi-plane operations that the pages of a unit's states need."""
     states = len(update.sizes)
     return -(-states // planes) if device.channel.multi_plane else states
@@ -278,7 +331,7 @@ def _array(device: Device, update: Update, planes: int) -> float:
     wa, cell = update.write_amplification, device.cell
     program = (cell.mean_program_ns * _NS + _erase_s(device)) * wa
     share = max(update.sizes) / WORD_BYTES
-    array = _rounds(device, update, planes) * share * (cell.mean_read_ns * _NS + program)
+    array = rounds(device, update, planes) * share * (cell.mean_read_ns * _NS + program)
     if update.gradient is Gradient.PROGRAMMED:
         array += update.gradient_bytes / WORD_BYTES * program
     return array
@@ -286,7 +339,8 @@ def _array(device: Device, update: Update, planes: int) -> float:
 
 def _commands(device: Device, update: Update, planes: int) -> float:
     """For which the bus carries commands, not pages."""
-    channel, rounds = device.channel, _rounds(device, update, planes)
-    further = len(update.sizes) - rounds
-    each = rounds * (channel.read_command_ns + channel.program_command_ns)
-    return (each + further * (channel.read_plane_ns + channel.program_plane_ns)) * _NS
+    channel, count = device.channel, rounds(device, update, planes)
+    further = len(update.sizes) - count
+    each = count * (channel.read_command_ns + channel.program_command_ns)
+    each += further * (channel.read_plane_ns + channel.program_plane_ns)
+    return each * max(update.sizes) / WORD_BYTES * _NS

@@ -11,7 +11,7 @@ import difflib
 import enum
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
@@ -136,10 +136,11 @@ def decode(cls: Callable[..., T], data: Mapping[str, object], where: str = "") -
     for name in data:
         if name not in names:
             raise ConfigError(f"unknown field {where + name!r}{nearest(name, names)}")
-    missing = [where + name for name in names if name not in data]
+    needed = [each.name for each in fields(cls) if each.default is MISSING]  # type: ignore[arg-type]
+    missing = [where + name for name in needed if name not in data]
     if missing:
         raise ConfigError(f"field {missing[0]!r} is missing")
-    return cls(**{name: _decode(hints[name], data[name], where + name) for name in names})
+    return cls(**{name: _decode(hints[name], data[name], where + name) for name in data})
 
 
 def _decode(kind: Any, value: object, where: str) -> object:

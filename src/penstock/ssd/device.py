@@ -13,39 +13,13 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from penstock.core.errors import ConfigError
+from penstock.ssd.cells import Cell, Geometry
+from penstock.ssd.checks import rate, real, whole
 
 PS_PER_NS: Final = 1000
 PS_PER_S: Final = 10**12
-SECTOR_BYTES: Final = 512
 WORD_BYTES: Final = 4
 """Of FP32, in which processing elements compute."""
-MOST_BYTES: Final = 1 << 60
-"""Of a whole drive: more is a mistake."""
-
-
-class CellMode(enum.StrEnum):
-    """How many bits a cell holds; pSLC is a denser cell used for one."""
-
-    SLC = "slc"
-    PSLC = "pslc"
-    MLC = "mlc"
-    TLC = "tlc"
-    QLC = "qlc"
-
-    @property
-    def bits(self) -> int:
-        """Bits in a cell, which is the number of types that pages have."""
-        return {"slc": 1, "pslc": 1, "mlc": 2, "tlc": 3, "qlc": 4}[self.value]
-
-
-class PageOrder(enum.StrEnum):
-    """Which pages of a block are of which type."""
-
-    TURNS = "turns"
-    """Types take turns: page modulo bits."""
-    PAIRS = "pairs"
-    """Of three bits as in MQSim, after Yaakobi et al. (ICNC 2012): six of the first type, two of the
-    second, then pairs in turn. Of other bits as above."""
 
 
 class Victim(enum.StrEnum):
@@ -71,126 +45,6 @@ ALLOCATIONS: Final = tuple(
 )
 """In which order consecutive pages go to Channels, ways (chips, W), Dies and Planes: the first varies
 fastest (Tavakkol et al., TOMPECS 2016)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Geometry:
-    """What there is how many of."""
-
-    channels: int
-    chips_per_channel: int
-    """Also called ways: each has one chip-enable."""
-    dies_per_chip: int
-    planes_per_die: int
-    blocks_per_plane: int
-    pages_per_block: int
-    page_bytes: int
-    spare_bytes: int
-    """Beside each page, for error correction; not part of the capacity."""
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            least = 0 if field.name == "spare_bytes" else 1
-            _whole(f"geometry.{field.name}", getattr(self, field.name), least)
-        if self.page_bytes % SECTOR_BYTES:
-            raise ConfigError(
-                f"geometry.page_bytes is {self.page_bytes}, which is no multiple of {SECTOR_BYTES}"
-            )
-        if self.blocks_per_plane < 4:
-            raise ConfigError(
-                f"geometry.blocks_per_plane is {self.blocks_per_plane}: a plane needs at least 4, two"
-                " to write to, one to clean and one to spare"
-            )
-        if self.raw_bytes > MOST_BYTES:
-            raise ConfigError(
-                f"geometry: {self.raw_bytes} bytes in all is impossible; check each of its numbers"
-            )
-
-    @property
-    def dies_per_channel(self) -> int:
-        """On all chips of a channel."""
-        return self.chips_per_channel * self.dies_per_chip
-
-    @property
-    def dies(self) -> int:
-        """Of the drive."""
-        return self.channels * self.dies_per_channel
-
-    @property
-    def planes(self) -> int:
-        """Of the drive."""
-        return self.dies * self.planes_per_die
-
-    @property
-    def pages_per_plane(self) -> int:
-        """In all blocks of a plane."""
-        return self.blocks_per_plane * self.pages_per_block
-
-    @property
-    def raw_bytes(self) -> int:
-        """Of the drive, over-provisioned blocks included."""
-        return self.planes * self.pages_per_plane * self.page_bytes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
-    """What the array of cells takes for a page, by the type of the page."""
-
-    mode: CellMode
-    read_ns: tuple[int, ...]
-    """tR: one for each bit of a cell, from the lowest (LSB, CSB, MSB)."""
-    program_ns: tuple[int, ...]
-    """tPROG: likewise; or one for a whole word line, where that is programmed in one shot."""
-    one_shot: bool
-    """All pages of a word line are loaded, then programmed together."""
-    order: PageOrder
-    erase_ns: int
-    """tBERS."""
-    cycles: int
-    """Programs and erases that a block is rated for, in this mode."""
-
-    def __post_init__(self) -> None:
-        bits = self.mode.bits
-        for name, count in (("read_ns", bits), ("program_ns", 1 if self.one_shot else bits)):
-            times = getattr(self, name)
-            if len(times) != count:
-                raise ConfigError(
-                    f"cell.{name} has {len(times)} values; {self.mode} with one_shot ="
-                    f" {str(self.one_shot).lower()} needs {count}"
-                )
-            for time_ns in times:
-                _whole(f"cell.{name}", time_ns, 1)
-        if self.one_shot and self.order is not PageOrder.TURNS:
-            raise ConfigError("cell.one_shot needs cell.order 'turns': a word line's pages follow")
-        _whole("cell.erase_ns", self.erase_ns, 0)
-        _whole("cell.cycles", self.cycles, 1)
-
-    def page_type(self, page: int) -> int:
-        """Which of ``read_ns`` is a page's, by its number in the block."""
-        if self.order is PageOrder.PAIRS and self.mode.bits == 3:
-            return 0 if page < 6 else 1 if page < 8 else (page - 8) // 2 % 3
-        return page % self.mode.bits
-
-    def page_read_ns(self, page: int) -> int:
-        """Array time (tR) of a page by its number in the block."""
-        return self.read_ns[self.page_type(page)]
-
-    def page_program_ns(self, page: int) -> int:
-        """Array time (tPROG) of a page by its number; of a one-shot word line the last has all of it."""
-        bits = self.mode.bits
-        if not self.one_shot:
-            return self.program_ns[self.page_type(page)]
-        return self.program_ns[0] if page % bits == bits - 1 else 0
-
-    @property
-    def mean_read_ns(self) -> float:
-        """Over all pages of a block."""
-        return sum(self.read_ns) / len(self.read_ns)
-
-    @property
-    def mean_program_ns(self) -> float:
-        """For one page, over all pages of a block."""
-        return sum(self.program_ns) / self.mode.bits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,10 +79,10 @@ class Channel:
     """Whether a die may take the next page's data in while it programs one."""
 
     def __post_init__(self) -> None:
-        _rate("channel.bytes_per_s", self.bytes_per_s)
+        rate("channel.bytes_per_s", self.bytes_per_s)
         for field in fields(self):
             if field.name.endswith("_ns"):
-                _whole(f"channel.{field.name}", getattr(self, field.name), 0)
+                whole(f"channel.{field.name}", getattr(self, field.name), 0)
         if self.independent_plane_reads and not self.multi_plane:
             raise ConfigError("channel.independent_plane_reads needs channel.multi_plane")
 
@@ -256,14 +110,14 @@ class Link:
     write_firmware_ns: int
 
     def __post_init__(self) -> None:
-        _rate("link.up_bytes_per_s", self.up_bytes_per_s)
-        _rate("link.down_bytes_per_s", self.down_bytes_per_s)
+        rate("link.up_bytes_per_s", self.up_bytes_per_s)
+        rate("link.down_bytes_per_s", self.down_bytes_per_s)
         for name in ("payload_bytes", "fetch_depth"):
-            _whole(f"link.{name}", getattr(self, name), 1)
+            whole(f"link.{name}", getattr(self, name), 1)
         for name in ("overhead", "command", "completion", "doorbell"):
-            _whole(f"link.{name}_bytes", getattr(self, f"{name}_bytes"), 0)
+            whole(f"link.{name}_bytes", getattr(self, f"{name}_bytes"), 0)
         for name in ("read_firmware_ns", "write_firmware_ns"):
-            _whole(f"link.{name}", getattr(self, name), 0)
+            whole(f"link.{name}", getattr(self, name), 0)
 
     def wire_bytes(self, payload_bytes: int) -> int:
         """With the overhead of every packet that has been started."""
@@ -285,6 +139,11 @@ class Ftl:
     """It also does below so many, and below as many the plane takes no writes from the host."""
     gc_victims: int
     """Blocks of a plane that are cleaned at the same time, at most."""
+    least_worn_first: bool = False
+    """Dynamic wear levelling: of the erased blocks the one with the fewest erases is filled next."""
+    wear_gap: int = 0
+    """Static wear levelling: a block that lags so many erases behind the most worn of its plane is
+    cleaned in turn with the victims, whatever it holds; 0: never."""
 
     def __post_init__(self) -> None:
         if self.allocation not in ALLOCATIONS:
@@ -296,8 +155,9 @@ class Ftl:
             value = getattr(self, name)
             if not 0 <= value < 1:
                 raise ConfigError(f"ftl.{name} is {value}, it must be at least 0 and below 1")
-        _whole("ftl.gc_victims", self.gc_victims, 1)
-        _whole("ftl.gc_least_blocks", self.gc_least_blocks, 2)
+        whole("ftl.gc_victims", self.gc_victims, 1)
+        whole("ftl.gc_least_blocks", self.gc_least_blocks, 2)
+        whole("ftl.wear_gap", self.wear_gap, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -314,8 +174,8 @@ class Unit:
     """What the controller updates, in passes of FP32 words."""
 
     def __post_init__(self) -> None:
-        _whole("unit.divider", self.divider, 1)
-        _rate("unit.controller_words_per_s", self.controller_words_per_s)
+        whole("unit.divider", self.divider, 1)
+        rate("unit.controller_words_per_s", self.controller_words_per_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -339,7 +199,7 @@ class Energy:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            _real(f"energy.{field.name}", getattr(self, field.name), positive=False)
+            real(f"energy.{field.name}", getattr(self, field.name), positive=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -359,8 +219,8 @@ class Host:
 
     def __post_init__(self) -> None:
         for name in ("parameters_per_s", "io_efficiency", "busy_w"):
-            _real(f"host.{name}", getattr(self, name), positive=True)
-        _real("host.idle_w", self.idle_w, positive=False)
+            real(f"host.{name}", getattr(self, name), positive=True)
+        real("host.idle_w", self.idle_w, positive=False)
         if self.io_efficiency > 1:
             raise ConfigError(f"host.io_efficiency is {self.io_efficiency}, it is at most 1")
 
@@ -377,9 +237,9 @@ class Endurance:
     """By what factor blocks outlive their rating if data need not be kept for months."""
 
     def __post_init__(self) -> None:
-        _whole("endurance.capacity_bytes", self.capacity_bytes, 1)
-        _whole("endurance.tbw_bytes", self.tbw_bytes, 0)
-        _real("endurance.retention_credit", self.retention_credit, positive=True)
+        whole("endurance.capacity_bytes", self.capacity_bytes, 1)
+        whole("endurance.tbw_bytes", self.tbw_bytes, 0)
+        real("endurance.retention_credit", self.retention_credit, positive=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -416,26 +276,10 @@ class Device:
     def user_pages(self) -> int:
         """That the host can address."""
         geometry = self.geometry
-        return int(geometry.planes * geometry.pages_per_plane * (1 - self.ftl.overprovisioning))
+        pages = geometry.planes * geometry.pages_per_plane * (1 - self.ftl.overprovisioning)
+        return math.ceil(round(pages, 6))
 
 
 def duration_ps(nbytes: int, bytes_per_s: int) -> int:
     """How long so many bytes take, to the nearest picosecond, halves up."""
     return (nbytes * PS_PER_S * 2 + bytes_per_s) // (2 * bytes_per_s)
-
-
-def _whole(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name} is {value!r}, it must be a whole number, {least} or more")
-
-
-def _rate(name: str, value: object) -> None:
-    if value == 0:
-        raise ConfigError(f"{name} is 0: nothing would ever get through")
-    _whole(name, value, 1)
-
-
-def _real(name: str, value: float, *, positive: bool) -> None:
-    if not math.isfinite(value) or value < 0 or (positive and value == 0):
-        least = "positive" if positive else "zero or more"
-        raise ConfigError(f"{name} is {value}, it must be {least}")

@@ -18,16 +18,18 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from penstock.core.errors import ConfigError
+from penstock.ssd.commands import ERASE, PROGRAM, READ, Op
 from penstock.ssd.device import PS_PER_NS, Device
 from penstock.ssd.events import Events
-from penstock.ssd.flash import ERASE, PROGRAM, READ, Flash, Op
+from penstock.ssd.flash import Flash
 from penstock.ssd.ftl import EMPTY, Block, Ftl
 from penstock.ssd.link import REQUEST_BYTES, Lane
 from penstock.ssd.measure import Meter, Run
 from penstock.ssd.requests import Request, Workload
+from penstock.ssd.usage import Usage
 
 
 class Drive:
@@ -37,12 +39,31 @@ class Drive:
         user_bytes: That the host can address.
     """
 
-    def __init__(self, device: Device, *, seed: int = 1) -> None:
-        """An empty drive."""
+    def __init__(
+        self,
+        device: Device,
+        *,
+        seed: int = 1,
+        watch: bool = False,
+        power_cap_w: float | None = None,
+    ) -> None:
+        """An empty drive.
+
+        Args:
+            device: What it is made of.
+            seed: For victims that are chosen among a random few.
+            watch: Whether ``usage`` tells what it does over time.
+            power_cap_w: What it may draw; commands wait for others to be done. None: no cap.
+
+        Raises:
+            ConfigError: Settings that leave no room, or a cap too low for any command.
+        """
         self.device = device
         self.events = Events()
         self.ftl = Ftl(device, seed=seed)
-        self.flash = Flash(device, self.events, self._op_done)
+        self.flash = Flash(device, self.events, self._op_done, power_cap_w=power_cap_w)
+        if watch:
+            self.flash.usage = Usage(device, len(self.flash.targets_busy_ps()))
         link = device.link
         self.up = Lane(link, link.up_bytes_per_s, self.events)
         self.down = Lane(link, link.down_bytes_per_s, self.events)
@@ -55,10 +76,15 @@ class Drive:
         )
         self._queue: deque[Request] = deque()
         self._inside = 0
-        self._stream: Iterator[Request] = iter(())
+        self._flows: list[Iterator[Request]] = []
         self._waiting: dict[int, deque[tuple[Request, int, int]]] = {}
         self._left: dict[Block, int] = {}  # pages of a victim that are still to be moved
         self.meter = Meter(self, 0)
+
+    @property
+    def usage(self) -> Usage | None:
+        """What it did over time, if that was asked for."""
+        return self.flash.usage
 
     def run(self, workload: Workload) -> Run:
         """Everything that a workload asks for.
@@ -82,11 +108,16 @@ class Drive:
         Raises:
             ConfigError: A request is beyond the drive's end, or the drive is full.
         """
-        self._stream = requests
+        return self.serve_flows([(requests, queue_depth)], skip=skip)
+
+    def serve_flows(self, flows: Sequence[tuple[Iterator[Request], int]], *, skip: int = 0) -> Run:
+        """The same of several streams of requests at once, each with its queue depth."""
+        self._flows = [requests for requests, _ in flows]
         self.meter = Meter(self, skip)
-        for _ in range(queue_depth):
-            if not self._next():
-                break
+        for flow, (_, depth) in enumerate(flows):
+            for _ in range(depth):
+                if not self._next(flow):
+                    break
         self.events.run()
         if self.meter.outstanding:
             raise ConfigError(
@@ -98,11 +129,12 @@ class Drive:
 
     # -- the host, and NVMe ---------------------------------------------------------------------------
 
-    def _next(self) -> bool:
-        """Have the host ask for the next one; whether there is one."""
-        request = next(self._stream, None)
+    def _next(self, flow: int) -> bool:
+        """Have the host ask for the next one of a stream; whether there is one."""
+        request = next(self._flows[flow], None)
         if request is None:
             return False
+        request.flow = flow
         if request.offset_bytes < 0 or request.offset_bytes + request.nbytes > self.user_bytes:
             raise ConfigError(
                 f"a request of {request.nbytes} bytes at {request.offset_bytes} is beyond the end of"
@@ -116,7 +148,7 @@ class Drive:
 
     def _timed(self, request: Request) -> None:
         self._ask(request)
-        self._next()
+        self._next(request.flow)
 
     def _ask(self, request: Request) -> None:
         request.began_ps = self.events.now_ps
@@ -162,7 +194,7 @@ class Drive:
         self.down.send(self.device.link.doorbell_bytes, _nothing, None)
         self.meter.completed(request)
         if request.arrival_ps is None:
-            self._next()
+            self._next(request.flow)
 
     # -- pages ----------------------------------------------------------------------------------------
 

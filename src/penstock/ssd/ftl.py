@@ -15,7 +15,8 @@ from collections import deque
 from typing import Final
 
 from penstock.core.errors import ConfigError
-from penstock.ssd.device import Device, Geometry, Victim
+from penstock.ssd.cells import Geometry
+from penstock.ssd.device import Device, Victim
 
 EMPTY: Final = -1
 """In place of the logical page of a page that holds none, or an old version."""
@@ -51,14 +52,19 @@ class Plane:
         free: How many blocks are erased and not being filled.
         closed: The full ones, in the order in which they were filled.
         cleaning: How many are being emptied.
+        most_erases: Of any of its blocks.
+        levelled: Whether the last victim was chosen for its wear.
     """
 
     __slots__ = (
-        *("_blocks", "_fresh", "_index", "_pages", "_recycled"),
-        *("cleaning", "closed", "free", "frontiers"),
+        *("_blocks", "_fresh", "_index", "_level", "_pages", "_recycled"),
+        *("cleaning", "closed", "free", "frontiers", "levelled", "most_erases"),
     )
 
-    def __init__(self, index: int, geometry: Geometry) -> None:
+    def __init__(self, index: int, geometry: Geometry, *, least_worn_first: bool = False) -> None:
+        self._level = least_worn_first
+        self.most_erases = 0
+        self.levelled = False
         self._index = index
         self._pages = geometry.pages_per_block
         self._blocks = geometry.blocks_per_plane
@@ -70,7 +76,7 @@ class Plane:
         self.cleaning = 0
 
     def open(self) -> Block:
-        """A block to fill: new ones first, then those erased longest ago."""
+        """A block to fill: new ones first, then those erased longest ago, or least often."""
         if not self.free:
             raise ConfigError(
                 f"the drive is full: plane {self._index} has no erased block left; use less of it, or"
@@ -78,6 +84,10 @@ class Plane:
             )
         self.free -= 1
         if self._fresh == self._blocks:
+            if self._level:
+                least = min(self._recycled, key=_erases)
+                self._recycled.remove(least)
+                return least
             return self._recycled.popleft()
         self._fresh += 1
         return Block(self._index, self._fresh - 1, self._pages)
@@ -87,6 +97,7 @@ class Plane:
         block.lpns = [EMPTY] * self._pages
         block.filled = block.valid = 0
         block.erases += 1
+        self.most_erases = max(self.most_erases, block.erases)
         self._recycled.append(block)
         self.free += 1
 
@@ -111,7 +122,11 @@ class Ftl:
         self._where: dict[int, tuple[Block, int]] = {}
         self._order = plane_order(geometry, settings.allocation)
         self._count = len(self._order)
-        self.planes = [Plane(index, geometry) for index in range(geometry.planes)]
+        self.planes = [
+            Plane(index, geometry, least_worn_first=settings.least_worn_first)
+            for index in range(geometry.planes)
+        ]
+        self._gap = settings.wear_gap
         self.user_pages = device.user_pages
         blocks = geometry.blocks_per_plane
         self.threshold = max(int(settings.gc_threshold * blocks), settings.gc_least_blocks)
@@ -215,7 +230,24 @@ class Ftl:
         """Begin to count anew: what came before was to age the drive."""
         self.user_writes = self.moves = 0
 
+    def _lagging(self, plane: Plane) -> Block | None:
+        """A block that holds its pages for so long that it wears less than the others; not twice in turn.
+
+        It frees no room, so what does is cleaned in between.
+        """
+        if not self._gap or plane.levelled:
+            plane.levelled = False
+            return None
+        closed = [block for block in plane.closed if not block.pending]
+        least = min(closed, key=_erases, default=None)
+        if least is None or plane.most_erases - least.erases < self._gap:
+            return None
+        plane.levelled = True
+        return least
+
     def _choose(self, plane: Plane) -> Block | None:
+        if (lagging := self._lagging(plane)) is not None:
+            return lagging
         if self._policy is Victim.FIFO:
             return next((block for block in plane.closed if not block.pending), None)
         closed = [block for block in plane.closed if not block.pending]
@@ -237,6 +269,10 @@ class Ftl:
 
 def _valid(block: Block) -> int:
     return block.valid
+
+
+def _erases(block: Block) -> int:
+    return block.erases
 
 
 def plane_order(geometry: Geometry, allocation: str) -> list[int]:

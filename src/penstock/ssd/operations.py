@@ -1,195 +1,238 @@
-"""A weight update as operations: what each unit does, in which order, and which resource that takes.
-
-A unit goes through its stages one after the other on one die; a stage takes the die, or the channel.
-Units go round the channels, then round the dies of a channel, and a die takes its next unit when it is
-done with one. A channel serves the dies in the order in which they ask; of two at the same time the lower
-number.
+"""A weight update as operations: the phases of a step, and the stages of their units.
 
 - die: the gradient comes over the channel; states are read; passes; the new weight goes over the channel;
   states are programmed, and with the last page of a block one is erased.
 - controller: states are read, and go over the channel; they come back, and are programmed.
+- split: units of both kinds, evenly mixed.
 - host: one phase reads states and gradient, another programs states; the processor is between them. A
-  unit is then what all planes of a die read, or program, at once.
+  unit is then what all planes of a die read, or program, at once. A host that overlaps has one phase of
+  both kinds of units.
+
+A unit holds as many parameters as values of the longest state fit in a page. A gradient that is
+programmed is another stage. Of garbage collection, which a write amplification above 1 asks for, further
+programs are told, for some of the units; its reads take no time, as in the closed form.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+import math
 from typing import Final
 
-from penstock.core.errors import ConfigError
+from penstock.ssd import closed
 from penstock.ssd.closed import Placement
-from penstock.ssd.device import PS_PER_NS, PS_PER_S, WORD_BYTES, Device, duration_ps
+from penstock.ssd.device import PS_PER_NS, PS_PER_S, Device, duration_ps
+from penstock.ssd.graph import BUS, DIE, ELEMENT, Phase, Stage, spread
 from penstock.ssd.update import Gradient, Update
 
-BUS: Final = 0
-DIE: Final = 1
+_Stages = tuple[Stage, ...]
+_EVEN: Final = 1e-9
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One of a unit's."""
-
-    name: str
-    resource: int
-    """BUS or DIE."""
-    took_ps: int
-    pages: int
-    """Page operations of flash that it is: reads, programs, or none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """All units of a step, or of a part of it, through the same stages."""
-
-    name: str
-    stages: tuple[Stage, ...]
-    units: int
-    channels: int
-    dies: int
-    """On each channel."""
-    release_ps: int
-    """From one gradient to the next on the link: a unit begins no sooner than its own."""
-    erase_ps: int
-    erase_every: int
-    """Units of a die between two erases."""
-
-    @property
-    def bound_ps(self) -> float:
-        """Of a unit, when neither buses nor dies ever wait."""
-        bus = sum(stage.took_ps for stage in self.stages if stage.resource == BUS)
-        turn = sum(stage.took_ps for stage in self.stages) + self.erase_ps / self.erase_every
-        return max(bus, turn / self.dies, self.channels * self.release_ps) / self.channels
-
-    @property
-    def page_operations(self) -> int:
-        """Of all units."""
-        return self.units * sum(stage.pages for stage in self.stages)
-
-
-def phases(device: Device, update: Update, placement: Placement) -> tuple[Phase, ...]:
-    """The operation graph of a step.
-
-    Raises:
-        ConfigError: The engines do not know what is asked for; the closed form does.
-    """
-    _check(device, update, placement)
-    pages, page_ps = len(update.sizes), device.page_bus_ps
-    planes = device.geometry.planes_per_die
-    channel = device.channel
-    read, program = _ps(device.cell.mean_read_ns), _ps(device.cell.mean_program_ns)
-    command = (channel.read_command_ns, channel.program_command_ns)
-    extra = (channel.read_plane_ns, channel.program_plane_ns)
-
-    def commands(kind: int, rounds: int) -> int:
-        return (rounds * command[kind] + (pages - rounds) * extra[kind]) * PS_PER_NS
-
-    if placement is Placement.DIE:
-        rounds = _rounds(device, pages, max(1, planes - 1))
-        words = device.geometry.page_bytes // WORD_BYTES
-        passes = len(update.rule.passes) * duration_ps(
-            words * device.unit.divider, channel.bytes_per_s
-        )
-        gradient = page_ps * update.gradient_bytes // WORD_BYTES + commands(0, rounds)
-        weight = page_ps * update.weight_bytes // WORD_BYTES + commands(1, rounds)
-        return (
-            _phase(device, update, rounds, "update", (
-                Stage("gradient in", BUS, gradient, 0),
-                Stage("read states", DIE, rounds * read, pages),
-                Stage("passes", DIE, passes, 0),
-                Stage("weight out", BUS, weight, 0),
-                Stage("program states", DIE, rounds * program, pages),
-            )),
-        )  # fmt: skip
+def phases(
+    device: Device, update: Update, placement: Placement, *, on_die: float | None = None
+) -> tuple[Phase, ...]:
+    """The operation graph of a step; ``on_die`` as of :func:`penstock.ssd.step`."""
     if placement is Placement.HOST:
         return _host(device, update)
-    rounds = _rounds(device, pages, planes)
-    stages = (
-        Stage("read states", DIE, rounds * read, pages),
-        Stage("states out", BUS, pages * page_ps + commands(0, rounds), 0),
-        Stage("states in", BUS, pages * page_ps + commands(1, rounds), 0),
-        Stage("program states", DIE, rounds * program, pages),
+    share = closed.share_on_die(device, update, placement)
+    if placement is Placement.SPLIT and on_die is not None:
+        share = on_die
+    kinds: list[_Stages] = []
+    shares: list[float] = []
+    for part, made in ((share, _on_die), (1 - share, _in_controller)):
+        for of_them, extra in _collections(update.write_amplification):
+            if part * of_them > _EVEN:
+                kinds.append(made(device, update, extra))
+                shares.append(part * of_them)
+    unit = device.unit
+    sets = 1 + (unit.double_buffered + unit.overlaps_array if share else 0)
+    rounds = _rounds(device, update, share)
+    if update.gradient is Gradient.PROGRAMMED:
+        rounds += update.gradient_bytes / max(update.sizes)
+    words = _words(device, update)
+    return (
+        Phase(
+            name="update",
+            kinds=tuple(kinds),
+            pattern=spread(shares),
+            units=-(-update.parameters // words),
+            channels=device.geometry.channels,
+            dies=closed.workers(device),
+            sets=sets,
+            release_ps=duration_ps(words * update.gradient_bytes, device.link.down_bytes_per_s),
+            erase_ps=_erase_ps(device, rounds * update.write_amplification),
+            erase_every=device.geometry.pages_per_block,
+        ),
     )
-    return (_phase(device, update, rounds, "update", stages),)
+
+
+def _collections(amplification: float) -> tuple[tuple[float, int], ...]:
+    """(share of units, programs of garbage collection beside each of their own)."""
+    fewer = math.floor(amplification) - 1
+    more = amplification - 1 - fewer
+    return (1 - more, fewer), (more, fewer + 1)
+
+
+def _words(device: Device, update: Update) -> int:
+    """Parameters of a unit."""
+    return max(1, device.geometry.page_bytes // max(update.sizes))
+
+
+def _page_ps(device: Device, update: Update, nbytes: float) -> int:
+    """For which so many bytes of each parameter of a unit cross the channel."""
+    return round(device.page_bus_ps * nbytes / max(update.sizes))
+
+
+def _on_die(device: Device, update: Update, extra: int) -> _Stages:
+    """Beside the page registers; what garbage collection moves stays on the die."""
+    unit, cell, count = device.unit, device.cell, len(update.sizes)
+    planes = max(1, device.geometry.planes_per_die - 1)  # one is the gradient's
+    rounds = closed.rounds(device, update, planes)
+    into, back = _commands_ps(device, count, rounds)
+    program = round(rounds * cell.mean_program_ns * PS_PER_NS)
+    passes = len(update.rule.passes) * duration_ps(
+        _words(device, update) * unit.divider, device.channel.bytes_per_s
+    )
+    # one set of registers is the array's, and the bus's with it, the other the element's: what comes from
+    # the element is sent, programmed, and its set filled anew, before they change places
+    port = unit.overlaps_array and not unit.double_buffered
+    element = ELEMENT if unit.overlaps_array else DIE
+    arrives = _page_ps(device, update, update.gradient_bytes) + into
+    leaves = _page_ps(device, update, update.weight_bytes) + back
+    read = round(rounds * cell.mean_read_ns * PS_PER_NS)
+    return (
+        Stage("gradient in", BUS, arrives, 0, port, keeps=port),
+        *_spilled(device, update, extra, keeps=port),
+        Stage("read states", DIE, read, count),
+        Stage("passes", element, passes, 0),
+        Stage("weight out", BUS, leaves, 0, port, keeps=port),
+        Stage(
+            "program states", DIE, (1 + extra) * program, (1 + extra) * count, keeps=port, fills=True
+        ),
+    )  # fmt: skip
+
+
+def _in_controller(device: Device, update: Update, extra: int) -> _Stages:
+    """Over the channel; what garbage collection moves comes back over it once more."""
+    cell, count = device.cell, len(update.sizes)
+    rounds = closed.rounds(device, update, device.geometry.planes_per_die)
+    out, back = _commands_ps(device, count, rounds)
+    gradient: _Stages = ()
+    states = update.states_bytes
+    if update.gradient is Gradient.PROGRAMMED:
+        arrives = _page_ps(device, update, update.gradient_bytes * (1 + extra))
+        gradient = (
+            Stage("gradient in", BUS, arrives, 0, True),
+            *_spilled(device, update, extra, keeps=False),
+        )
+        out += _page_ps(device, update, update.gradient_bytes)
+    program = round(rounds * cell.mean_program_ns * PS_PER_NS)
+    return (
+        *gradient,
+        Stage("read states", DIE, round(rounds * cell.mean_read_ns * PS_PER_NS), count),
+        Stage("states out", BUS, _page_ps(device, update, states) + out, 0, True),
+        Stage("states in", BUS, _page_ps(device, update, states * (1 + extra)) + back, 0, True),
+        Stage("program states", DIE, (1 + extra) * program, (1 + extra) * count, fills=True),
+    )
+
+
+def _spilled(device: Device, update: Update, extra: int, *, keeps: bool) -> _Stages:
+    """A gradient into a page of its own; it is read beside the states, from its plane."""
+    if update.gradient is Gradient.REGISTER:
+        return ()
+    pages = update.gradient_bytes / max(update.sizes) * (1 + extra)
+    took = round(pages * device.cell.mean_program_ns * PS_PER_NS)
+    return (Stage("program gradient", DIE, took, 1 + extra, keeps=keeps),)
+
+
+def _commands_ps(device: Device, pages: int, rounds: int) -> tuple[int, int]:
+    """For which the channel carries the commands of reads, and of programs."""
+    channel, further = device.channel, pages - rounds
+    read = rounds * channel.read_command_ns + further * channel.read_plane_ns
+    program = rounds * channel.program_command_ns + further * channel.program_plane_ns
+    return read * PS_PER_NS, program * PS_PER_NS
+
+
+def _rounds(device: Device, update: Update, share: float) -> float:
+    """Multi-plane programs of a unit, over both kinds."""
+    planes = device.geometry.planes_per_die
+    on_die, in_controller = (
+        closed.rounds(device, update, count) for count in (max(1, planes - 1), planes)
+    )
+    return share * on_die + (1 - share) * in_controller
+
+
+def _erase_ps(device: Device, count: float) -> int:
+    return round(count * device.cell.erase_ns * PS_PER_NS)
 
 
 def _host(device: Device, update: Update) -> tuple[Phase, ...]:
-    """Pages in sequence, as many planes at once as can; one register each, so no overlap in a die."""
-    channel, cell = device.channel, device.cell
-    planes = device.geometry.planes_per_die if channel.multi_plane else 1
-    bus = planes * device.page_bus_ps
-
-    def row(kind: str, command_ns: int, plane_ns: int, array_ns: float) -> tuple[Stage, Stage]:
-        command = (command_ns + (planes - 1) * plane_ns) * PS_PER_NS
-        array = Stage(kind, DIE, _ps(array_ns), planes)
-        return array, Stage("over the channel", BUS, bus + command, 0)
-
-    sense, out = row("read", channel.read_command_ns, channel.read_plane_ns, cell.mean_read_ns)
-    program, back = row(
-        "program", channel.program_command_ns, channel.program_plane_ns, cell.mean_program_ns
-    )
-    units = -(-update.parameters // (device.geometry.page_bytes // WORD_BYTES))
-    pages = units * len(update.sizes)
-
-    def phase(name: str, rounds: int, stages: tuple[Stage, ...], count: int) -> Phase:
-        made = _phase(device, update, rounds, name, stages, released=False)
-        return dataclasses.replace(made, units=-(-count // planes))
-
+    """Pages in sequence, as many planes at once as can."""
+    page = device.geometry.page_bytes
+    planes = closed.planes_at_once(device)
+    states = -(-update.states_bytes * update.parameters // page)
+    gradients = -(-update.gradient_bytes * update.parameters // page)
+    reads, writes = -(-(states + gradients) // planes), -(-states // planes)
+    cached = device.channel.cache_read, device.channel.cache_program
+    if device.host.overlap:
+        share = reads / (reads + writes)
+        parts: list[tuple[float, _Stages]] = [(share, _read(device))]
+        for of_them, extra in _collections(update.write_amplification):
+            parts.append(((1 - share) * of_them, _write(device, extra)))
+        units = reads + writes
+        return (_phase(device, update, "both", parts, units=units, cached=any(cached)),)
+    write = [(of, _write(device, extra)) for of, extra in _collections(update.write_amplification)]
     return (
-        phase("read", 0, (sense, out), pages + units),
-        phase("write", 1, (back, program), pages),
+        _phase(device, update, "read", [(1.0, _read(device))], units=reads, cached=cached[0]),
+        _phase(device, update, "write", write, units=writes, cached=cached[1]),
+    )
+
+
+def _read(device: Device) -> _Stages:
+    channel, planes = device.channel, closed.planes_at_once(device)
+    command = (channel.read_command_ns + (planes - 1) * channel.read_plane_ns) * PS_PER_NS
+    port = not channel.cache_read
+    return (
+        Stage("read", DIE, round(device.cell.mean_read_ns * PS_PER_NS), planes),
+        Stage("out", BUS, planes * device.page_bus_ps + command, 0, port),
+    )
+
+
+def _write(device: Device, extra: int) -> _Stages:
+    """With what garbage collection reads and programs, over the channel both ways."""
+    channel, planes = device.channel, closed.planes_at_once(device)
+    command = (channel.program_command_ns + (planes - 1) * channel.program_plane_ns) * PS_PER_NS
+    program = (1 + extra) * round(device.cell.mean_program_ns * PS_PER_NS)
+    moved = (1 + 2 * extra) * planes * device.page_bus_ps
+    port = not channel.cache_program
+    return (
+        Stage("in", BUS, moved + command, 0, port),
+        Stage("program", DIE, program, (1 + extra) * planes, fills=True),
     )
 
 
 def _phase(
     device: Device,
     update: Update,
-    rounds: int,
     name: str,
-    stages: tuple[Stage, ...],
+    parts: list[tuple[float, _Stages]],
     *,
-    released: bool = True,
+    units: int,
+    cached: bool,
 ) -> Phase:
-    geometry = device.geometry
-    words = geometry.page_bytes // WORD_BYTES
-    parallel = device.channel.dies_in_parallel
-    gradient = words * update.gradient_bytes
+    parts = [part for part in parts if part[0] > _EVEN]
     return Phase(
         name=name,
-        stages=stages,
-        units=-(-update.parameters // words),
-        channels=geometry.channels,
-        dies=geometry.dies_per_channel if parallel else geometry.chips_per_channel,
-        release_ps=duration_ps(gradient, device.link.down_bytes_per_s) if released else 0,
-        erase_ps=rounds * device.cell.erase_ns * PS_PER_NS,
-        erase_every=geometry.pages_per_block,
+        kinds=tuple(stages for _, stages in parts),
+        pattern=spread([share for share, _ in parts]),
+        units=units,
+        channels=device.geometry.channels,
+        dies=closed.workers(device),
+        sets=2 if cached else 1,
+        release_ps=0,
+        erase_ps=_erase_ps(device, update.write_amplification),
+        erase_every=device.geometry.pages_per_block,
     )
-
-
-def _check(device: Device, update: Update, placement: Placement) -> None:
-    unknown = {
-        "split placement": placement is Placement.SPLIT,
-        "unit.double_buffered": device.unit.double_buffered,
-        "unit.overlaps_array": device.unit.overlaps_array,
-        "host.overlap": placement is Placement.HOST and device.host.overlap,
-        "states shorter than a word": any(size != WORD_BYTES for size in update.sizes),
-        "a gradient of another length": update.gradient_bytes != WORD_BYTES
-        and placement is Placement.HOST,
-        "a gradient that is programmed": update.gradient is Gradient.PROGRAMMED,
-        "write amplification": update.write_amplification != 1,
-    }
-    for what, asked in unknown.items():
-        if asked:
-            raise ConfigError(f"the engines do not simulate {what}; the closed form tells it")
-
-
-def _rounds(device: Device, pages: int, planes: int) -> int:
-    return -(-pages // planes) if device.channel.multi_plane else pages
-
-
-def _ps(ns: float) -> int:
-    return round(ns * PS_PER_NS)
 
 
 def seconds(ps: int) -> float:

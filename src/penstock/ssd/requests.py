@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock.core.errors import ConfigError
-from penstock.ssd.device import SECTOR_BYTES
+from penstock.ssd.cells import SECTOR_BYTES
 
 
 class Request:
@@ -17,9 +17,10 @@ class Request:
         arrival_ps: When the host asks; None: as soon as the queue has room.
         left: Operations of flash, or pages that wait for room, until it is done.
         began_ps: When it came to the queue.
+        flow: Which of the host's streams it is of, by number.
     """
 
-    __slots__ = ("arrival_ps", "began_ps", "is_read", "left", "nbytes", "number", "offset_bytes")
+    __slots__ = ("arrival_ps", "began_ps", "flow", "is_read", "left", "nbytes", "offset_bytes")
 
     def __init__(
         self, is_read: bool, offset_bytes: int, nbytes: int, arrival_ps: int | None = None
@@ -28,7 +29,7 @@ class Request:
         self.offset_bytes = offset_bytes
         self.nbytes = nbytes
         self.arrival_ps = arrival_ps
-        self.left = self.began_ps = self.number = 0
+        self.left = self.began_ps = self.flow = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +43,8 @@ class Workload:
     """How many the host keeps in the queue."""
     random: bool = True
     """Anywhere in the working set, aligned; else one after the other, round it."""
+    start_bytes: int = 0
+    """Where requests in sequence begin: those that straddle what pages of planes and dies make differ."""
     align_bytes: int = 0
     """What offsets of random requests are multiples of; 0: of their size."""
     working_set: float = 0.5
@@ -68,6 +71,10 @@ class Workload:
             raise ConfigError(
                 f"workload: align_bytes is {self.align_bytes}, no multiple of {SECTOR_BYTES}"
             )
+        if self.start_bytes < 0 or self.start_bytes % SECTOR_BYTES:
+            raise ConfigError(
+                f"workload: start_bytes is {self.start_bytes}, no multiple of {SECTOR_BYTES}"
+            )
         for name, least in (("read_share", 0), ("filled", 0), ("working_set", 1e-12)):
             if not least <= getattr(self, name) <= 1:
                 raise ConfigError(
@@ -84,10 +91,11 @@ class Workload:
             ConfigError: The working set is smaller than one request.
         """
         room = int(user_bytes * self.working_set) - self.request_bytes
+        room -= 0 if self.random else self.start_bytes
         if room < 0:
             raise ConfigError(
                 f"workload: a working set of {self.working_set} of {user_bytes} bytes holds no request"
-                f" of {self.request_bytes}"
+                f" of {self.request_bytes} from where it begins"
             )
         return self._stream(room)
 
@@ -95,7 +103,8 @@ class Workload:
         chance = random.Random(self.seed)
         align = self.align_bytes if self.random and self.align_bytes else self.request_bytes
         places = room_bytes // align + 1
+        start = 0 if self.random else self.start_bytes
         for number in range(self.requests):
             place = int(chance.random() * places) if self.random else number % places
             is_read = self.read_share == 1 or chance.random() < self.read_share
-            yield Request(is_read, place * align, self.request_bytes)
+            yield Request(is_read, start + place * align, self.request_bytes)

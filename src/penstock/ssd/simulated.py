@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import heapq
 import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -22,10 +20,14 @@ from penstock.core.errors import ConfigError
 from penstock.ssd import closed, energy, timeline
 from penstock.ssd.closed import Placement, Step
 from penstock.ssd.device import Device
-from penstock.ssd.events import Events
-from penstock.ssd.operations import BUS, Phase, phases, seconds
+from penstock.ssd.graph import Phase
+from penstock.ssd.graph_events import ChannelRun
+from penstock.ssd.operations import phases, seconds
 from penstock.ssd.update import Update
 from penstock.ssd.wear import wear_of
+
+_TRIED = 8
+"""Parts of a split that are tried."""
 
 
 class Engine(enum.StrEnum):
@@ -57,16 +59,24 @@ _RunChannel = Callable[..., tuple[int, int, int]]
 def run_phase(phase: Phase, engine: Engine) -> Times:
     """All units of a phase. Raises ConfigError for the closed form, which has none."""
     if engine is Engine.EVENTS:
-        done = [_Channel(phase, number).run() for number in range(phase.channels)]
+        done = [ChannelRun(phase, number).run() for number in range(phase.channels)]
     elif engine is Engine.CLOSED:
         raise ConfigError("the closed form runs no phases")
     else:
         run = _kernel() if engine is Engine.TIMELINE else timeline.run_channel
-        resources = np.array([stage.resource for stage in phase.stages], np.int64)
-        took = np.array([stage.took_ps for stage in phase.stages], np.int64)
+        stages = np.array(
+            [
+                (s.resource, s.took_ps, s.port, s.keeps, s.fills)
+                for kind in phase.kinds
+                for s in kind
+            ],
+            np.int64,
+        )
+        begins = np.cumsum([0, *map(len, phase.kinds)], dtype=np.int64)
+        pattern = np.array(phase.pattern, np.int64)
         done = [
             run(
-                resources, took, number, phase.units, phase.channels, phase.dies,
+                stages, begins, pattern, number, phase.units, phase.channels, phase.dies, phase.sets,
                 phase.release_ps, phase.erase_ps, phase.erase_every,
             )
             for number in range(phase.channels)
@@ -85,15 +95,12 @@ def _kernel() -> _RunChannel:
 
 
 def simulate(device: Device, update: Update, placement: Placement, engine: Engine) -> Step:
-    """One step, as :func:`penstock.ssd.step` tells it, with the engine's time and use.
-
-    Raises:
-        ConfigError: The engine does not know what is asked for; the closed form does.
-    """
-    formula = closed.step(device, update, placement)
+    """One step, as :func:`penstock.ssd.step` tells it, with the engine's time and use."""
     if engine is Engine.CLOSED:
-        return formula
-    graph = phases(device, update, placement)
+        return closed.step(device, update, placement)
+    share = best_share(device, update) if placement is Placement.SPLIT else None
+    formula = closed.step(device, update, placement, on_die=share)
+    graph = phases(device, update, placement, on_die=share)
     times = [run_phase(phase, engine) for phase in graph]
     return _told(device, update, formula, graph, times)
 
@@ -116,8 +123,38 @@ def extrapolate(
     """
     if periods < 4 or periods % 4:
         raise ConfigError(f"periods is {periods}, it must be a multiple of 4")
-    times, error = [], 0.0
-    graph = phases(device, update, placement)
+    share = best_share(device, update) if placement is Placement.SPLIT else None
+    graph = phases(device, update, placement, on_die=share)
+    times, error = _extrapolated(graph, engine, periods)
+    formula = closed.step(device, update, placement, on_die=share)
+    return _told(device, update, formula, graph, times), error
+
+
+def best_share(device: Device, update: Update) -> float:
+    """Of units on the die, in split: what is quickest on timelines.
+
+    By the formulas buses and dies may both be busy all the time; but then they wait for each other, more
+    than what mixing gains. So shares are tried, on a part of the step.
+    """
+    formula = closed.share_on_die(device, update, Placement.SPLIT)
+    tried = sorted({*(part / _TRIED for part in range(_TRIED + 1)), formula}, reverse=True)
+
+    def rate(share: float) -> float:
+        graph = phases(device, update, Placement.SPLIT, on_die=share)
+        times, _ = _extrapolated(graph, Engine.TIMELINE, 4)
+        return _told(
+            *(device, update, closed.step(device, update, Placement.SPLIT, on_die=share)),
+            *(graph, times),
+        ).time_s
+
+    return min(tried, key=rate)
+
+
+def _extrapolated(
+    graph: tuple[Phase, ...], engine: Engine, periods: int
+) -> tuple[list[Times], float]:
+    times: list[Times] = []
+    error = 0.0
     for phase in graph:
         part = phase.erase_every * phase.dies * phase.channels * periods // 4
         if phase.units <= 4 * part:
@@ -135,8 +172,7 @@ def extrapolate(
                 round(whole.die_ps * scale),
             )
         )
-    formula = closed.step(device, update, placement)
-    return _told(device, update, formula, graph, times), error
+    return times, error
 
 
 def _first(phase: Phase, units: int) -> Phase:
@@ -150,12 +186,7 @@ def _told(
     busy = dict(formula.busy_s)
     on_host = formula.placement is Placement.HOST
     if on_host:
-        reading, writing = (seconds(one.end_ps) for one in times)
-        up = formula.moved.link_up / device.link.up_bytes_per_s
-        down = formula.moved.link_down / device.link.down_bytes_per_s
-        share = device.host.io_efficiency
-        busy["read"], busy["write"] = max(reading, up) / share, max(writing, down) / share
-        time_s = busy["read"] + busy["write"] + busy["processor"]
+        time_s = _with_host(device, formula, times, busy)
     else:
         others = (busy[name] for name in ("link up", "link down", "controller"))
         time_s = max(seconds(times[0].end_ps), *others)
@@ -178,77 +209,13 @@ def _told(
     )
 
 
-class _Channel:
-    """One channel, event by event: a queue before the bus, and dies that go through stages."""
-
-    def __init__(self, phase: Phase, number: int) -> None:
-        self._phase = phase
-        self._number = number
-        self._mine = len(range(number, phase.units, phase.channels))
-        self._events = Events()
-        self._queue: list[tuple[int, int]] = []  # (when it asked, die)
-        self._granted = False
-        self._unit = [0] * phase.dies
-        self._stage = [0] * phase.dies
-        self._bus_ps = self._die_ps = self._end_ps = 0
-
-    def run(self) -> tuple[int, int, int]:
-        """(end, bus, dies) as the timeline's."""
-        for die in range(self._phase.dies):
-            self._begin(die)
-        self._events.run()
-        return self._end_ps, self._bus_ps, self._die_ps
-
-    def _begin(self, die: int) -> None:
-        """The next unit of a die, once its gradient is there."""
-        order = self._unit[die] * self._phase.dies + die
-        if order >= self._mine:
-            return
-        unit = self._number + order * self._phase.channels
-        release = (unit + 1) * self._phase.release_ps
-        self._events.at(max(self._events.now_ps, release), self._enter, die)
-
-    def _enter(self, die: Any) -> None:
-        """A die's stage begins, or asks for the bus."""
-        stage = self._phase.stages[self._stage[die]]
-        if stage.resource == BUS:
-            heapq.heappush(self._queue, (self._events.now_ps, die))
-            self._ask()
-            return
-        took = stage.took_ps
-        last = self._stage[die] == len(self._phase.stages) - 1
-        if last and (self._unit[die] + 1) % self._phase.erase_every == 0:
-            took += self._phase.erase_ps
-        self._die_ps += took
-        self._events.at(self._events.now_ps + took, self._over, die)
-
-    def _ask(self) -> None:
-        """Have the bus given away after all else that happens now, so that the lowest die is first."""
-        if not self._granted and self._queue:
-            self._granted = True
-            self._events.at(self._events.now_ps, self._settle, None)
-
-    def _settle(self, _: Any) -> None:
-        self._events.at(self._events.now_ps, self._grant, None)
-
-    def _grant(self, _: Any) -> None:
-        _, die = heapq.heappop(self._queue)
-        took = self._phase.stages[self._stage[die]].took_ps
-        self._bus_ps += took
-        self._events.at(self._events.now_ps + took, self._bus_over, die)
-
-    def _bus_over(self, die: Any) -> None:
-        self._granted = False
-        self._over(die)
-        self._ask()
-
-    def _over(self, die: Any) -> None:
-        """A stage is done."""
-        self._end_ps = self._events.now_ps
-        self._stage[die] += 1
-        if self._stage[die] < len(self._phase.stages):
-            self._enter(die)
-            return
-        self._stage[die] = 0
-        self._unit[die] += 1
-        self._begin(die)
+def _with_host(device: Device, formula: Step, times: list[Times], busy: dict[str, float]) -> float:
+    """Seconds of a step, of which the host's processor does its part; ``busy`` is told what reads."""
+    share, link = device.host.io_efficiency, device.link
+    up = formula.moved.link_up / link.up_bytes_per_s / share
+    down = formula.moved.link_down / link.down_bytes_per_s / share
+    flash = [seconds(one.end_ps) / share for one in times]
+    if device.host.overlap:
+        return max(*flash, up, down, busy["processor"])
+    busy["read"], busy["write"] = max(flash[0], up), max(flash[1], down)
+    return busy["read"] + busy["write"] + busy["processor"]

@@ -1,8 +1,9 @@
-"""The fast path: the units of one channel as two timelines, the bus's and the dies', without events.
+"""The fast path: the units of one channel as timelines of its bus, dies and elements, without events.
 
-Each die waits for the bus at most once at a time, and when it will is known before: so the die that asks
-first is served first, and nothing has to be queued. This is the clear twin; :mod:`.timeline_kernel` is
-the same by Numba, and must give the same picoseconds.
+Of all that the units of a channel ask for, what is asked for first is looked at next. So whatever is free
+then, or known to be free later, is given to the one whose turn it is, and nothing has to be queued; only
+who wants a die that another holds while it waits for the bus is passed over until that is known. This is
+the clear twin; :mod:`.timeline_kernel` is the same by Numba, and must give the same picoseconds.
 """
 
 from __future__ import annotations
@@ -10,18 +11,20 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from penstock.ssd.operations import BUS
+from penstock.ssd.graph import BUS, DIE
 
-Times = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.int64]
 
 
-def run_channel(  # noqa: PLR0917  (Numba knows no keywords, and inlines nothing here)
-    resources: Times,
-    took_ps: Times,
+def run_channel(  # noqa: PLR0912, PLR0915, PLR0917  (Numba knows no keywords, and inlines nothing here)
+    stages: Numbers,
+    begins: Numbers,
+    pattern: Numbers,
     first: int,
     units: int,
     stride: int,
     dies: int,
+    sets: int,
     release_ps: int,
     erase_ps: int,
     erase_every: int,
@@ -29,68 +32,101 @@ def run_channel(  # noqa: PLR0917  (Numba knows no keywords, and inlines nothing
     """All units of one channel.
 
     Args:
-        resources: By stage, BUS or DIE.
-        took_ps: By stage, for how long.
+        stages: A row for each stage of each kind: resource, for how long in ps, port, keeps, fills.
+        begins: The row with which each kind begins; one more for the end.
+        pattern: Kinds of the units of a die, in turn.
         first: The number of the channel's first unit; the others follow by ``stride``.
         units: In all.
         stride: Channels.
         dies: On the channel; its units go round them.
+        sets: Of registers of a die.
         release_ps: Unit ``u`` begins no sooner than ``(u + 1) * release_ps``.
-        erase_ps: Added to the last stage of each unit that fills a block of its die.
-        erase_every: Units of a die between two of these.
+        erase_ps: Added to every ``erase_every``-th stage of a die that fills blocks.
+        erase_every: See there.
 
     Returns:
         (when the last is done, for how long the bus works, for how long all dies do), in ps.
     """
-    stages = resources.size
     mine = (units - first + stride - 1) // stride if units > first else 0
-    ready = np.zeros(dies, np.int64)  # when each die asks for the bus, or is done with all
-    stage = np.zeros(dies, np.int64)
-    number = np.zeros(dies, np.int64)  # of the die's unit, counted on the die
-    waits = np.zeros(dies, np.bool_)
-    bus_free = 0
-    bus_busy = 0
-    die_busy = 0
-    last = 0
-    served = -1
-    begun = 0
+    period = pattern.size
+    slots = dies * sets
+    asks = np.zeros(slots, np.int64)  # when the unit in each set asks for what it needs next
+    number = np.zeros(slots, np.int64)  # of that unit, on its die
+    row = np.zeros(slots, np.int64)  # of its next stage; -1: the set is done
+    end = np.zeros(slots, np.int64)
+    holds = np.zeros(slots, np.bool_)  # whether it holds its die between stages, or for the bus
+    held = np.zeros(dies, np.bool_)
+    die_free = np.zeros(dies, np.int64)
+    element_free = np.zeros(dies, np.int64)
+    filled = np.zeros(dies, np.int64)
+    bus_free = bus_busy = die_busy = last = 0
+    for slot in range(slots):
+        die = slot // sets
+        number[slot] = slot % sets
+        row[slot] = -1
+        if number[slot] * dies + die < mine:
+            kind = pattern[(number[slot] + die * period // dies) % period]
+            row[slot], end[slot] = begins[kind], begins[kind + 1]
+            asks[slot] = (first + (number[slot] * dies + die) * stride + 1) * release_ps
     while True:
-        # work through what needs no bus: at first on all dies, then on the one that was served
-        low, high = (0, dies) if begun == 0 else (served, served + 1)
-        begun = 1
-        for die in range(low, high):
-            waits[die] = False
-            while number[die] * dies + die < mine:
-                place = stage[die]
-                if place == 0:
-                    unit = first + (number[die] * dies + die) * stride
-                    ready[die] = max(ready[die], (unit + 1) * release_ps)
-                if resources[place] == BUS:
-                    waits[die] = True
-                    break
-                took = took_ps[place]
-                if place == stages - 1 and (number[die] + 1) % erase_every == 0:
-                    took += erase_ps
-                ready[die] += took
-                die_busy += took
-                last = max(last, ready[die])
-                stage[die] = place + 1
-                if place == stages - 1:
-                    stage[die] = 0
-                    number[die] += 1
-        served = -1
-        for die in range(dies):
-            if waits[die] and (served < 0 or ready[die] < ready[served]):
-                served = die
-        if served < 0:
+        chosen = -1
+        for slot in range(slots):
+            at = row[slot]
+            if at < 0:
+                continue
+            needs_die = stages[at, 0] == DIE or stages[at, 2]
+            if needs_die and held[slot // sets] and not holds[slot]:
+                continue
+            if (
+                chosen < 0
+                or asks[slot] < asks[chosen]
+                or (
+                    asks[slot] == asks[chosen]
+                    and slot // sets == chosen // sets
+                    and number[slot] < number[chosen]
+                )
+            ):
+                chosen = slot
+        if chosen < 0:
             return last, bus_busy, die_busy
-        place = stage[served]
-        took = took_ps[place]
-        bus_free = max(bus_free, ready[served]) + took
-        bus_busy += took
-        ready[served] = bus_free
-        last = max(last, bus_free)
-        stage[served] = place + 1
-        if place == stages - 1:
-            stage[served] = 0
-            number[served] += 1
+        die = chosen // sets
+        at = row[chosen]
+        took = stages[at, 1]
+        if stages[at, 2] and not holds[chosen]:
+            asks[chosen] = max(asks[chosen], die_free[die])
+            holds[chosen] = held[die] = True
+            continue
+        if stages[at, 0] == BUS:
+            done = max(bus_free, asks[chosen]) + took
+            bus_free = done
+            bus_busy += took
+            if stages[at, 2]:
+                die_free[die] = done
+        elif stages[at, 0] == DIE:
+            if stages[at, 4]:
+                filled[die] += 1
+                if filled[die] % erase_every == 0:
+                    took += erase_ps
+            done = max(die_free[die], asks[chosen]) + took
+            die_free[die] = done
+            die_busy += took
+        else:
+            done = max(element_free[die], asks[chosen]) + took
+            element_free[die] = done
+        if stages[at, 0] == DIE or stages[at, 2]:
+            holds[chosen] = held[die] = stages[at, 3] != 0
+        last = max(last, done)
+        asks[chosen] = done
+        row[chosen] = at + 1
+        if at + 1 == end[chosen]:
+            number[chosen] += sets
+            row[chosen] = -1
+            if number[chosen] * dies + die >= mine:
+                if holds[chosen]:
+                    holds[chosen] = held[die] = False
+                    die_free[die] = max(die_free[die], done)
+            else:
+                kind = pattern[(number[chosen] + die * period // dies) % period]
+                row[chosen], end[chosen] = begins[kind], begins[kind + 1]
+                release = (first + (number[chosen] * dies + die) * stride + 1) * release_ps
+                asks[chosen] = max(done, release)

@@ -1,4 +1,4 @@
-"""Traces of other tools as requests: MQSim, DiskSim, fio's iolog, blkparse's text, MSR Cambridge's CSV.
+"""Traces as requests: MQSim, DiskSim, fio's iolog, blkparse's text, MSR Cambridge's CSV, Penstock's log.
 
 Every reader goes line by line and keeps nothing. A bad line is an error with its number and what was
 expected there. Addresses beyond the drive's end are folded back, as MQSim does; what is no read or write
@@ -8,6 +8,8 @@ expected there. Addresses beyond the drive's end are folded back, as MQSim does;
 from __future__ import annotations
 
 import enum
+import heapq
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,13 +17,18 @@ from pathlib import Path
 from typing import Final
 
 from penstock.core.errors import ConfigError
-from penstock.ssd.device import SECTOR_BYTES
+from penstock.ssd.cells import SECTOR_BYTES
 from penstock.ssd.requests import Request
 
 _PS: Final = {"s": 10**12, "ms": 10**9, "us": 10**6, "100ns": 10**5, "ns": 10**3}
 _FIO: Final = re.compile(r"fio version (\d+) iolog")
 _BLKPARSE: Final = re.compile(r"\s*\d+,\d+\s")
 _REQUESTS: Final = ("read", "write")
+_WINDOW: Final = 4096
+"""Spans that are kept to be put in order."""
+_ALIGN: Final = 4096
+_MOST_BYTES: Final = 128 * 1024
+"""Of one request: what many drives take at most (NVMe's MDTS)."""
 _PASSED: Final = ("add", "open", "close", "sync", "datasync", "trim")
 
 
@@ -38,6 +45,8 @@ class Format(enum.StrEnum):
     """blkparse's default text; requests are its actions Q."""
     MSR = "msr"
     """``Timestamp,Hostname,DiskNumber,Type,Offset,Size,ResponseTime``, in 100 ns and bytes."""
+    PENSTOCK = "penstock"
+    """Penstock's own event log (``event_log=``): what a run wrote to its flash tier, and read back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +110,8 @@ def guess(line: str) -> Format:
         return Format.FIO
     if _BLKPARSE.match(line):
         return Format.BLKPARSE
+    if line.startswith("{"):
+        return Format.PENSTOCK
     if line.count(",") >= 5:
         return Format.MSR
     return Format.DISKSIM if "." in line.split(maxsplit=1)[0] else Format.MQSIM
@@ -221,10 +232,63 @@ def _msr(lines: Iterator[_Line]) -> Iterator[_Parsed]:
         yield when, words[3].lower() == "read", offset, nbytes
 
 
+def _penstock(lines: Iterator[_Line]) -> Iterator[_Parsed]:
+    """Spans of the flash tier, in the order in which they began.
+
+    A log tells no offsets. A slot gets a place when it is first written, and keeps it while it fits, as
+    in a tier's slabs. A line is written when a span ends, so those that began before others are waited
+    for. A killed process leaves a torn line at the end, which is passed over.
+    """
+    expected = "a line of an event log: a JSON object"
+    places = _Places()
+    began: list[tuple[int, int, bool, str, int]] = []
+    last_ns, torn = 0, None
+    for line in lines:
+        if torn is not None:
+            raise torn
+        try:
+            record = json.loads(line.text)
+            span = record["kind"] == "span" and record["tier"] == "flash" and record["stage"]
+            if span not in _REQUESTS or record["nbytes"] == 0:
+                continue
+            found = (int(record["t_ns"]), span == "read", record["slot"], int(record["nbytes"]))
+        except (ValueError, KeyError, TypeError):
+            torn = line.bad(expected)
+            continue
+        heapq.heappush(began, (found[0], line.number, *found[1:]))
+        if len(began) > _WINDOW:
+            last_ns = max(last_ns, began[0][0])
+            yield from places.pieces(last_ns, *heapq.heappop(began)[2:])
+    while began:
+        last_ns = max(last_ns, began[0][0])
+        yield from places.pieces(last_ns, *heapq.heappop(began)[2:])
+
+
+class _Places:
+    """Where slots lie, for a log that does not tell."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, tuple[int, int]] = {}  # slot: (offset, bytes)
+        self._end = 0
+
+    def pieces(self, t_ns: int, is_read: bool, slot: str, nbytes: int) -> Iterator[_Parsed]:
+        """A span as requests of as many bytes as a drive takes at once."""
+        offset, room = self._of.get(slot, (0, 0))
+        if room < nbytes:
+            offset = self._end
+            self._end += -(-nbytes // _ALIGN) * _ALIGN
+            self._of[slot] = (offset, self._end - offset)
+        for begin in range(0, nbytes, _MOST_BYTES):
+            piece = min(_MOST_BYTES, nbytes - begin)
+            piece = -(-piece // SECTOR_BYTES) * SECTOR_BYTES
+            yield t_ns * _PS["ns"], is_read, offset + begin, piece
+
+
 _PARSERS: Final[dict[Format, Callable[[Iterator[_Line]], Iterator[_Parsed]]]] = {
     Format.MQSIM: _mqsim,
     Format.DISKSIM: _disksim,
     Format.FIO: _fio,
     Format.BLKPARSE: _blkparse,
     Format.MSR: _msr,
+    Format.PENSTOCK: _penstock,
 }

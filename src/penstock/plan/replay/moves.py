@@ -82,8 +82,8 @@ def _offload(moves: Moves, i: int, slot: SlotProfile, decision: Decision, machin
     moves.write_work_ns[i] = machine.write_work_ns(moved)
     moves.read_work_ns[i] = machine.read_work_ns(moved)
     if tier == FLASH:
-        moves.flash_out_ns[i] = round(moved / machine.flash_write_bytes_per_s * 1e9)
-        moves.flash_in_ns[i] = round(moved / machine.flash_read_bytes_per_s * 1e9)
+        moves.flash_out_ns[i] = round(machine.flash_busy_s(moved, writing=True) * 1e9)
+        moves.flash_in_ns[i] = round(machine.flash_busy_s(moved, writing=False) * 1e9)
     if tier == HOST or machine.flash_over_link:
         moves.link_out_ns[i] = round(moved / machine.host_write_bytes_per_s * 1e9)
         moves.link_in_ns[i] = round(moved / machine.host_read_bytes_per_s * 1e9)

@@ -1,0 +1,85 @@
+"""``penstock ssd machine``: a machine file whose flash is a simulated drive, for ``penstock plan``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Final
+
+from penstock.cli.command import add_common, formatter
+from penstock.cli.output import write_json
+from penstock.cli.paths import file_to_write
+from penstock.cli.ssd_options import add_fields, device_of, known_devices
+from penstock.core.errors import ConfigError
+from penstock.plan import machines
+from penstock.plan.machine import Machine
+from penstock.plan.service import Service
+from penstock.ssd import Device
+from penstock.ssd.service import DEPTH, REQUEST_BYTES, measure
+
+_EXAMPLES: Final = """\
+examples:
+  penstock ssd machine consumer-tlc --machine rtx-4090 --output with-it.toml
+  penstock plan resnet50 --batch 256 --machine with-it.toml --device-memory 8GiB"""
+
+
+def add_parser(what: Any) -> None:
+    """Add ``machine`` to the subcommands of ``penstock ssd``."""
+    made = what.add_parser(
+        "machine",
+        help="a machine to plan for, with a simulated drive as its flash",
+        description="Measure transfers of several sizes on a simulated drive, and put them in place of"
+        " a machine's\nflash. Prints a machine file (TOML), as penstock plan reads it.",
+        epilog=_EXAMPLES,
+        formatter_class=formatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("device", metavar="DEVICE", help=known_devices())
+    made.add_argument(
+        "--machine", metavar="MACHINE", default="cpu",
+        help=f"that it is put into: {', '.join(Machine.presets())}, or a file (default: cpu)",
+    )  # fmt: skip
+    made.add_argument("--output", metavar="FILE", help="write the machine file there as well")
+    add_fields(made)
+    add_common(made, json_help="print one JSON document on standard output")
+    made.set_defaults(execute=_execute)
+
+
+def _execute(options: argparse.Namespace) -> int:
+    """Measure, print, write. Raises ConfigError for what makes no sense or cannot be written."""
+    if options.output is not None:
+        file_to_write(options.output, "--output")
+    device = device_of(options.device, options.set)
+    machine = machine_with(machines.find(options.machine), device)
+    if options.output is not None:
+        try:
+            Path(options.output).write_text(machine.to_toml(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--output: {options.output!r} cannot be written: {error}") from error
+    if options.json:
+        write_json({"schema": 1, "machine": asdict(machine)}, sys.stdout)
+    else:
+        sys.stdout.write(machine.to_toml())
+    return 0
+
+
+def machine_with(machine: Machine, device: Device) -> Machine:
+    """The machine with a simulated drive in place of its flash."""
+    measured = measure(device)
+    told = (
+        f"flash: simulated, {device.name}: transfers alone, in requests of"
+        f" {REQUEST_BYTES // 1024} KiB at depth {DEPTH}, on a new drive"
+    )
+    return replace(
+        machine,
+        name=f"{machine.name}, its flash {device.name}",
+        flash_write_bytes_per_s=measured.write_bytes_per_s,
+        flash_read_bytes_per_s=measured.read_bytes_per_s,
+        flash_latency_s=measured.latency_s,
+        flash_bytes=device.endurance.capacity_bytes,
+        flash_shared=measured.shared,
+        flash_service=Service(measured.sizes_bytes, measured.write_s, measured.read_s),
+        sources=(*machine.sources, told),
+    )

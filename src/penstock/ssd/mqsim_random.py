@@ -1,0 +1,77 @@
+"""The random numbers of MQSim, so that a workload of its XML asks for the same addresses here.
+
+They are L'Ecuyer's MRG32k3a (Operations Research, 1999): two recurrences of order three, combined. A seed
+says how far to jump ahead. MQSim reckons the jump in signed integers of 64 bits, where it overflows; so
+does this, or its streams would be others.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+_M: Final = (4_294_967_087, 4_294_944_443)
+_A12, _A13N, _A21, _A23N = 1_403_580, 810_728, 527_612, 1_370_589
+_NORM: Final = 2.328306549295728e-10
+_EACH: Final = 200
+"""Seeds for each jump of one more."""
+_Matrix = list[list[int]]
+
+
+class MqsimRandom:
+    """One stream of MQSim, by its seed."""
+
+    def __init__(self, seed: int) -> None:
+        """As MQSim: ``seed // 200 + 1`` jumps of two to the ``seed % 200``."""
+        jumps, doublings = seed // _EACH + 1, seed % _EACH
+        steps: tuple[_Matrix, _Matrix] = (
+            [[0, 1, 0], [0, 0, 1], [_M[0] - _A13N, _A12, 0]],
+            [[0, 1, 0], [0, 0, 1], [_M[1] - _A23N, 0, _A21]],
+        )
+        self._first, self._second = (
+            [float(value) for value in _jumped(step, modulus, jumps, doublings)]
+            for step, modulus in zip(steps, _M, strict=True)
+        )
+
+    def next(self) -> float:
+        """Over 0 and at most 1, evenly."""
+        one = _mod(_A12 * self._first[1] - _A13N * self._first[0], float(_M[0]))
+        self._first = [*self._first[1:], one]
+        two = _mod(_A21 * self._second[2] - _A23N * self._second[0], float(_M[1]))
+        self._second = [*self._second[1:], two]
+        difference = one - two
+        return (difference + (float(_M[0]) if difference < 0 else 0.0) + 1) * _NORM
+
+    def between(self, least: int, most: int) -> int:
+        """A whole number, both ends included."""
+        return least + int(float(most - least + 1) * self.next())
+
+
+def _jumped(step: _Matrix, modulus: int, jumps: int, doublings: int) -> list[int]:
+    state = [1, 1, 1]
+    for _ in range(doublings):
+        step = _product(step, step, modulus)
+    while jumps:
+        if jumps & 1:
+            state = [_dot(row, state, modulus) for row in step]
+        jumps >>= 1
+        if jumps:
+            step = _product(step, step, modulus)
+    return state
+
+
+def _product(left: _Matrix, right: _Matrix, modulus: int) -> _Matrix:
+    columns = list(zip(*right, strict=True))
+    return [[_dot(row, list(column), modulus) for column in columns] for row in left]
+
+
+def _dot(left: list[int], right: list[int], modulus: int) -> int:
+    total = 0
+    for a, b in zip(left, right, strict=True):
+        wide = (a * b + total + (1 << 63)) % (1 << 64) - (1 << 63)  # what 64 bits hold of it
+        total = abs(wide) % modulus * (1 if wide >= 0 else -1)  # rounded towards zero
+    return total
+
+
+def _mod(value: float, modulus: float) -> float:
+    value -= float(int(value / modulus)) * modulus
+    return value + modulus if value < 0 else value

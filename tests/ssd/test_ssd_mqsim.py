@@ -1,0 +1,180 @@
+"""MQSim's files as input, and MQSim's own figures: the same addresses, so nearly the same picoseconds."""
+
+import pytest
+
+from penstock.cli import main
+from penstock.core.errors import ConfigError
+from penstock.ssd import load
+from penstock.ssd.drive import Drive
+from penstock.ssd.mqsim import read_device, read_workload
+from penstock.ssd.mqsim_random import MqsimRandom
+
+HOST = {"PCIe_Lane_Bandwidth": "1.00000", "PCIe_Lane_Count": 4, "SATA_Processing_Delay": 400000}
+DEVICE = {
+    "Seed": 321, "Memory_Type": "FLASH", "HostInterface_Type": "NVME", "Queue_Fetch_Size": 512,
+    "Caching_Mechanism": "ADVANCED", "Ideal_Mapping_Table": "true", "Plane_Allocation_Scheme": "CWDP",
+    "Overprovisioning_Ratio": 0.07, "GC_Exec_Threshold": "0.05000", "GC_Block_Selection_Policy": "RGA",
+    "Flash_Channel_Count": 8, "Channel_Transfer_Rate": 333, "Chip_No_Per_Channel": 4,
+}  # fmt: skip
+FLASH = {
+    "Flash_Technology": "MLC", "Page_Read_Latency_LSB": 75000, "Page_Read_Latency_CSB": 75000,
+    "Page_Read_Latency_MSB": 75000, "Page_Program_Latency_LSB": 750000,
+    "Page_Program_Latency_CSB": 750000, "Page_Program_Latency_MSB": 750000,
+    "Block_Erase_Latency": 3800000, "Block_PE_Cycles_Limit": 10000, "Die_No_Per_Chip": 2,
+    "Plane_No_Per_Die": 2, "Block_No_Per_Plane": 256, "Page_No_Per_Block": 256, "Page_Capacity": 8192,
+    "Page_Metadat_Capacity": 448,
+}  # fmt: skip
+FLOW = {
+    "Device_Level_Data_Caching_Mode": "TURNED_OFF", "Initial_Occupancy_Percentage": 0,
+    "Working_Set_Percentage": 50, "Synthetic_Generator_Type": "QUEUE_DEPTH",
+    "Read_Percentage": 100, "Address_Distribution": "RANDOM_UNIFORM",
+    "Generated_Aligned_Addresses": "true", "Address_Alignment_Unit": 16,
+    "Request_Size_Distribution": "FIXED", "Average_Request_Size": 16, "Seed": 798,
+    "Average_No_of_Reqs_in_Queue": 16, "Stop_Time": 0, "Total_Requests_To_Generate": 100,
+}  # fmt: skip
+TLC = {
+    "Flash_Technology": "TLC", "Page_Read_Latency_LSB": 50000, "Page_Read_Latency_MSB": 100000,
+    "Page_Program_Latency_LSB": 500000, "Page_Program_Latency_CSB": 900000,
+    "Page_Program_Latency_MSB": 1500000, "Plane_No_Per_Die": 4, "Die_No_Per_Chip": 1,
+}  # fmt: skip
+
+
+def xml(keys):
+    return "".join(f"<{key}>{value}</{key}>" for key, value in keys.items())
+
+
+def files(tmp_path, device=None, flows=None):
+    told = {**HOST, **DEVICE, **FLASH, **(device or {})}
+    host, drive, flash = ({key: told.pop(key) for key in part} for part in (HOST, DEVICE, FLASH))
+    config, work = tmp_path / "ssdconfig.xml", tmp_path / "workload.xml"
+    config.write_text(
+        f"<Execution_Parameter_Set><Host_Parameter_Set>{xml(host)}</Host_Parameter_Set>"
+        f"<Device_Parameter_Set>{xml({**drive, **told})}"
+        f"<Flash_Parameter_Set>{xml(flash)}</Flash_Parameter_Set></Device_Parameter_Set>"
+        "</Execution_Parameter_Set>"
+    )
+    tag = "IO_Flow_Parameter_Set_Synthetic"
+    each = "".join(f"<{tag}>{xml({**FLOW, **flow})}</{tag}>" for flow in flows or [{}])
+    work.write_text(f"<MQSim_IO_Scenarios><IO_Scenario>{each}</IO_Scenario></MQSim_IO_Scenarios>")
+    return config, work
+
+
+def run(tmp_path, device=None, flows=None):
+    config, work = files(tmp_path, device, flows)
+    made, _ = read_device(config)
+    (scenario,) = read_workload(work)
+    streams = [(flow.stream(made), flow.queue_depth) for flow in scenario.flows]
+    return Drive(made).serve_flows(streams)
+
+
+def flow(reads, depth, sectors, count, **more):
+    return {
+        "Read_Percentage": reads, "Average_No_of_Reqs_in_Queue": depth,
+        "Average_Request_Size": sectors, "Total_Requests_To_Generate": count, **more,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("device", "work", "mean_us", "iops"),
+    [
+        ({}, flow(100, 256, 16, 1500), 1180.28, 181026),
+        ({}, flow(0, 16, 16, 1000), 971.41, 15838),
+        ({}, flow(50, 64, 16, 1000), 1047.54, 52469),
+        ({}, flow(100, 32, 8, 1000, Address_Alignment_Unit=8), 159.89, 186279),
+        ({}, flow(50, 32, 32, 600, Generated_Aligned_Addresses="false"), 1576.25, 18554),
+        (
+            {"Plane_Allocation_Scheme": "PDCW"},
+            flow(0, 8, 128, 300, Address_Distribution="STREAMING"),
+            *(2111.55, 3722),
+        ),
+        (TLC, flow(50, 64, 16, 1000), 771.21, 65492),
+        ({"Flash_Channel_Count": 2, "Page_Capacity": 16384}, flow(70, 16, 16, 800), 786.02, 19262),
+    ],
+    ids=(
+        *("reads, depth 256", "writes, depth 16", "mixed, depth 64", "4 KiB reads", "unaligned"),
+        *("sequential writes, PDCW", "TLC of four planes", "two channels"),
+    ),
+)
+def test_what_mqsim_itself_gives(device, work, mean_us, iops, tmp_path):
+    """Latency and rate that MQSim's newest source gave for the same files."""
+    one = run(tmp_path, device, [work])
+    assert one.latency.mean_ps / 1e6 == pytest.approx(mean_us, rel=0.005)
+    assert one.iops == pytest.approx(iops, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("seed", "first"),
+    [(798, 31377040), (1, 9293872), (12345, 33527808), (199, 886528), (400, 31140544)],
+)
+def test_streams_begin_where_mqsim_begins_them(seed, first, tmp_path):
+    work = flow(0, 1, 128, 1, Address_Distribution="STREAMING", Seed=seed)
+    config, path = files(tmp_path, flows=[work])
+    made, _ = read_device(config)
+    (request,) = read_workload(path)[0].flows[0].stream(made)
+    assert request.offset_bytes == first * 512
+
+
+def test_random_numbers_are_even():
+    stream = MqsimRandom(7)
+    drawn = [stream.next() for _ in range(4000)]
+    assert 0 < min(drawn) < 0.002
+    assert 0.998 < max(drawn) <= 1
+    assert sum(drawn) / 4000 == pytest.approx(0.5, abs=0.02)
+
+
+def test_its_default_device_is_ours(tmp_path):
+    made, ignored = read_device(files(tmp_path, {"Block_No_Per_Plane": 2048})[0])
+    ours = load("mqsim-default")
+    assert made.geometry == ours.geometry
+    assert (made.cell.read_ns, made.channel, made.link, made.ftl) == (
+        *(ours.cell.read_ns, ours.channel, ours.link, ours.ftl),
+    )
+    assert {each.key for each in ignored} == {"SATA_Processing_Delay", "Seed", "Caching_Mechanism"}
+
+
+def test_flows_have_parts_of_the_drive_and_run_at_once(tmp_path):
+    one = run(tmp_path, flows=[flow(100, 4, 16, 60), flow(0, 2, 16, 40, Seed=5)])
+    assert (one.reads, one.writes) == (60, 40)
+    assert one.outstanding <= 6
+    config, work = files(tmp_path, flows=[{}, {}])
+    made, _ = read_device(config)
+    low, high = ([r.offset_bytes for r in f.stream(made)] for f in read_workload(work)[0].flows)
+    assert max(low) < min(high)
+
+
+def test_files_are_run_and_what_they_say_in_vain_is_named(tmp_path, capsys):
+    config, work = files(tmp_path, flows=[{"Priority_Class": "HIGH"}])
+    assert main(["ssd", "run", str(config), str(work)]) == 0
+    captured = capsys.readouterr()
+    assert "100 in" in captured.out
+    assert "Caching_Mechanism (ADVANCED)" in captured.err
+    assert "Priority_Class (HIGH)" in captured.err
+    assert "Ideal_Mapping_Table" not in captured.err
+
+
+@pytest.mark.parametrize(
+    ("device", "work", "says"),
+    [
+        ({"Flash_Technology": "QLC"}, {}, "known here are SLC, MLC, TLC"),
+        ({"Page_Capacity": "many"}, {}, "Page_Capacity is 'many', not a whole number"),
+        ({"Flash_Channel_Count": 0}, {}, "geometry.channels is 0"),
+        ({}, {"Stop_Time": 100}, "set that to 0"),
+        ({}, {"Address_Distribution": "RANDOM_HOTCOLD"}, "known here are RANDOM_UNIFORM"),
+        ({}, {"Total_Requests_To_Generate": 0}, "must be 1 or more"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(device, work, says, tmp_path):
+    with pytest.raises(ConfigError, match=says):
+        run(tmp_path, device, [work])
+
+
+def test_a_file_that_is_none_is_refused(tmp_path):
+    path = tmp_path / "a.xml"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_device(path)
+    path.write_text("<Other/>")
+    with pytest.raises(ConfigError, match="is a Other, not a Execution_Parameter_Set"):
+        read_device(path)
+    path.write_text("<MQSim_IO_Scenarios/>")
+    with pytest.raises(ConfigError, match="no IO_Scenario"):
+        read_workload(path)
