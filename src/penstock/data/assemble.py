@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -25,6 +26,8 @@ from penstock.data.decode import (
 from penstock.data.index import Index
 from penstock.data.reader import Group
 
+_OWN_REFERENCES: Final = 2
+"""To the memory of a field: a name's, and that of the call that counts them."""
 Collate = Callable[[list[Any]], Any]
 How = Literal["auto", "raw"] | Decode
 
@@ -108,14 +111,14 @@ class Assembler:
         return [value for future in futures for value in future.result()]
 
     def decoded_bytes(self) -> int:
-        """Of a sample, where it is the same for all and known; else 0."""
-        if self.columns is None or not all(each.shape is not None for each in self.columns):
+        """Of a sample, on average; 0 if that is not known before one is decoded."""
+        if self.columns is None:
             return 0
-        return sum(
-            int(np.prod(each.shape or (), dtype=np.int64))
-            * np.dtype(each.cast or each.stored).itemsize
+        ratio = max(
+            np.dtype(each.cast or each.stored).itemsize / each.stored.itemsize
             for each in self.columns
         )
+        return int(self._index.data_bytes / self._index.samples * ratio)
 
     def close(self) -> None:
         """End threads and processes."""
@@ -179,14 +182,15 @@ def _decode_all(decode: Decode, samples: Sequence[Sample]) -> list[Any]:
 def _let_go(sample: Sample) -> None:
     """The bytes are overwritten soon: whoever still looks at them would see others."""
     for data in sample.fields.values():
-        try:
-            if isinstance(data, memoryview):
-                data.release()
-        except BufferError as error:
+        if data is None:
+            continue
+        memory = data.obj
+        data.release()
+        if sys.getrefcount(memory) > _OWN_REFERENCES:
             raise DatasetError(
                 f"decoding sample {sample.index} of {sample.path!r} gave something that refers to the"
                 " sample's bytes, which are overwritten soon: return a copy"
-            ) from error
+            )
 
 
 def _copy(data: memoryview | None) -> bytes | None:

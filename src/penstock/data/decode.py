@@ -184,7 +184,7 @@ def image(data: memoryview | bytes) -> NDArray[np.uint8]:
     pillow = need("PIL.Image", "decoding images")
     try:
         with pillow.open(io.BytesIO(data)) as opened:
-            return np.asarray(opened.convert("RGB"))
+            return np.array(opened.convert("RGB"))
     except (OSError, SyntaxError, ValueError) as error:
         raise DatasetError(f"an image of {len(data)} bytes does not decode: {error}") from error
 
@@ -256,7 +256,10 @@ def _row_group(sample: Sample) -> Any:
     parquet = need("pyarrow.parquet", "decoding Parquet")
     source = _Window(sample)
     opened = parquet.ParquetFile(source.file, metadata=parquet.read_metadata(sample.path))
-    return opened.read_row_group(sample.row, use_threads=False)
+    try:
+        return opened.read_row_group(sample.row, use_threads=False)
+    finally:
+        source.let_go()
 
 
 class _Window:
@@ -300,3 +303,6 @@ class _Window:
 
     def close(self) -> None:
         self.closed = True
+
+    def let_go(self) -> None:
+        self._data = memoryview(b"")

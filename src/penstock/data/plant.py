@@ -22,6 +22,8 @@ CHUNK_BYTES: Final = 128 << 10
 _WINDOW_SHARE: Final = 0.45
 """Of the ring: the next window arrives while one is used."""
 _DEPTH: Final = 4
+_WORKINGS_SHARE: Final = 1 / 16
+"""Of the memory: for plans, the kernel's blocks, and what the allocator does not reuse at once."""
 
 
 class Plant:
@@ -71,7 +73,8 @@ class Plant:
     @property
     def held_bytes(self) -> int:
         """What is held now: the index, the ring's resident part, and what is set aside."""
-        return self._index.nbytes + self.ring.held_bytes + self.waiting_bytes
+        workings = int(self.memory_bytes * _WORKINGS_SHARE)
+        return workings + self._index.nbytes + self.ring.held_bytes + self.waiting_bytes
 
     def set_aside(self, waiting_bytes: int) -> None:
         """Batches turned out to be so large: the ring makes room. Raises BudgetError: it cannot."""
@@ -91,7 +94,8 @@ class Plant:
         self.ring.close()
 
     def _room(self) -> int:
-        return self.memory_bytes - self._index.nbytes - self.waiting_bytes
+        workings = int(self.memory_bytes * _WORKINGS_SHARE)
+        return self.memory_bytes - workings - self._index.nbytes - self.waiting_bytes
 
     def _check(self) -> None:
         if self._room() < PAGE_BYTES:

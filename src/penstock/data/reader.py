@@ -275,7 +275,8 @@ class Reader:
             return
         sums = self.opened.index.sums[group.samples]
         lengths = np.maximum(group.nbytes, 0).sum(axis=1)
-        starts = self.ring.address + group.offset[:, 0]
+        first = np.where(group.nbytes > 0, group.offset, self.ring.capacity_bytes).min(axis=1)
+        starts = self.ring.address + first
         for row, (address, nbytes) in enumerate(
             zip(starts.tolist(), lengths.tolist(), strict=True)
         ):

@@ -112,6 +112,7 @@ class Stream:
         self._next_step: Step | None = next(steps, None)
         self._candidate: tuple[list[Step], Plan] | None = None
         self._under_way = 0
+        self._full = False  # the ring, until a group is freed
         self._arrived_ns = 0
         self._taken_ns = 0
         self._thread = threading.Thread(target=self._run, name="penstock-data", daemon=True)
@@ -185,6 +186,7 @@ class Stream:
                 self._fill()
         finally:
             group.free()
+            self._full = False
 
     def _deliver_step(self, group: Group, step: Step, rows: range) -> bool:
         good = [row for row in rows if row not in group.bad] if group.bad else rows
@@ -201,7 +203,7 @@ class Stream:
 
     def _fill(self) -> None:
         """Begin groups, as far ahead as it pays."""
-        while not self._stopping:
+        while not (self._stopping or self._full):
             ahead = self._under_way + len(self._ready)
             if self._under_way and ahead >= self._depth.batches:
                 return
@@ -214,6 +216,7 @@ class Stream:
             if pending is None:
                 if not self._under_way:
                     raise self._reader.too_small(plan)
+                self._full = True
                 return
             self._begin(_Fetch(steps, pending, self._clock.now_ns()))
             self._candidate = None

@@ -46,7 +46,7 @@ class Arrow:
                     builder.meta = {"fields": kinds, "left_out": left_out}
                 if builder.meta["fields"] != kinds:
                     raise DatasetError(f"{path!r} has columns {kinds}, the files before it others")
-                for batch in _batches(reader, path):
+                for batch in _batches(pa, reader, path):
                     place = _Place(base, os.path.getsize(path), path)
                     columns = [_column(pa, batch, name, place) for name in kinds]
                     builder.mixed(number, batch.num_rows, columns)
@@ -80,13 +80,13 @@ def _reader(pa: Any, mapped: Any, path: str) -> Any:
         raise DatasetError(f"{path!r} is no Arrow stream or file: {error}") from error
 
 
-def _batches(reader: Any, path: str) -> Iterator[Any]:
+def _batches(pa: Any, reader: Any, path: str) -> Iterator[Any]:
     try:
         if hasattr(reader, "num_record_batches"):
             yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
         else:
             yield from reader
-    except OSError as error:
+    except (pa.ArrowException, OSError) as error:
         raise DatasetError(f"{path!r} is damaged or truncated: {error}") from error
 
 

@@ -79,6 +79,8 @@ def _walk(path: str) -> Iterator[tuple[str, str, int, int]]:
                     member.offset_data,
                     member.size,
                 )
+            if archive.offset >= size:
+                raise truncated(path, size, size + 1024, "the mark at its end")
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     except tarfile.TarError as error:
         raise DatasetError(
