@@ -102,7 +102,7 @@ class Assembler:
         if self.columns is not None:
             return [self._one(group, row) for row in rows]
         assert self._decode is not None, "there are columns, or there is a function"
-        if self._lanes == 1 or len(rows) < 2:
+        if not self._remote and (self._lanes == 1 or len(rows) < 2):
             return _decode_all(self._decode, samples_of(self._index, self._root, group, rows))
         parts = [part.tolist() for part in np.array_split(rows, min(self._lanes, len(rows)))]
         if self._remote:

@@ -67,7 +67,9 @@ class Plant:
         self._own = default_engine(_DEPTH) if engine is None else None
         self.engine = engine if self._own is None else self._own
         assert self.engine is not None
-        self.reader = Reader(opened, self.ring, self.engine, verify=verify)
+        self.reader = Reader(
+            opened, self.ring, self.engine, verify=verify, memory_bytes=self.memory_bytes
+        )
         self.pid = os.getpid()
 
     @property
@@ -100,14 +102,17 @@ class Plant:
     def _check(self) -> None:
         if self._room() < PAGE_BYTES:
             needs = self._index.nbytes + self.waiting_bytes
+            least = int((needs + 2 * PAGE_BYTES) / (1 - _WORKINGS_SHARE))
+            longest, nbytes = self._index.longest()
             raise BudgetError(
                 f"a loader with {format_bytes(self.memory_bytes)} of memory: its index takes"
                 f" {format_bytes(self._index.nbytes)}, batches that wait"
-                f" {format_bytes(self.waiting_bytes)}, and nothing is left to read into; give it more"
-                f" than {needs + PAGE_BYTES} bytes, or make batches smaller",
+                f" {format_bytes(self.waiting_bytes)}, and nothing is left to read into (the longest"
+                f" sample is {longest}, of {nbytes} bytes); give it at least {least} bytes, or make"
+                " batches smaller",
                 slot="index",
                 limit_bytes=self.memory_bytes,
-                least_bytes=needs + PAGE_BYTES,
+                least_bytes=least,
             )
 
 

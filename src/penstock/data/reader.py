@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock.core.errors import BudgetError, ChecksumError, ClosedError, DatasetError
 from penstock.core.locks import Lock
-from penstock.core.units import format_bytes
+from penstock.core.units import format_bytes, round_up
 from penstock.data.build import Opened
 from penstock.data.index import Ranges
 from penstock.data.permutation import Numbers
@@ -33,6 +33,8 @@ GAP_BYTES: Final = 16384
 """Reads that are no farther apart are joined: a read more costs as much time as so many bytes."""
 ENTRY_BYTES: Final = 1 << 20
 """Longer reads are cut: several at once fill the device's queue."""
+_SURCHARGE: Final = 1.1
+"""What is given more is not all for the ring."""
 _MOST_OPEN: Final = 256
 _GRANULE: Final = MAX_GRANULE_BYTES
 
@@ -88,6 +90,7 @@ class Reader:
     Attributes:
         opened: The data set.
         read_bytes: What was asked of the device.
+        memory_bytes: What the user gave.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class Reader:
         *,
         verify: bool = True,
         priority: Priority = Priority.PREFETCH,
+        memory_bytes: int | None = None,
     ) -> None:
         """Read by an engine, which is not closed here.
 
@@ -107,10 +111,12 @@ class Reader:
             engine: Moves bytes; may be shared with others, whose demands go first.
             verify: Compare checksums, where the format has them.
             priority: Of reads that nobody waits for yet.
+            memory_bytes: What the user gave, of which the ring is a part; for messages.
         """
         self.opened = opened
         self.ring = ring
         self.read_bytes = 0
+        self.memory_bytes = ring.capacity_bytes if memory_bytes is None else memory_bytes
         self._engine = engine
         self._verify = verify and len(opened.index.sums) > 0
         self._priority = priority
@@ -171,18 +177,17 @@ class Reader:
         """The error that these samples do not fit."""
         totals = np.maximum(plan.ranges.nbytes, 0).sum(axis=1)
         row = int(totals.argmax())
-        limit, needed = self.ring.limit_bytes, plan.total_bytes
+        room, needed = self.ring.limit_bytes, plan.total_bytes
+        least = self.memory_bytes + round_up(int((needed - room) * _SURCHARGE), _GRANULE)
         where = self._where(int(plan.samples[row]), int(plan.ranges.file[row]))
         return BudgetError(
-            f"{len(plan.samples)} samples that are needed together take {needed} bytes"
-            f" ({format_bytes(needed)}) of memory, and {limit} ({format_bytes(limit)}) are there"
-            f" for them;"
-            f" the longest is {where}, {int(totals[row])} bytes: give at least {needed - limit}"
-            f" bytes more"
-            " memory, or make batches smaller",
+            f"{len(plan.samples)} samples that are needed together take {needed} bytes of memory, and"
+            f" of {self.memory_bytes} ({format_bytes(self.memory_bytes)}) there are {room} for them;"
+            f" the longest is {where}, {int(totals[row])} bytes: give at least {least} bytes, or make"
+            " batches smaller",
             slot=f"sample {int(plan.samples[row])}",
-            limit_bytes=limit,
-            least_bytes=needed,
+            limit_bytes=self.memory_bytes,
+            least_bytes=least,
         )
 
     def close(self) -> None:

@@ -103,7 +103,8 @@ class Ring:
         return [(head, tail)]
 
     def _touch(self, stop: int) -> None:
-        end = min(round_up(stop, HUGE_PAGE_BYTES), self.capacity_bytes)
+        limit = round_up(max(stop, self.limit_bytes), PAGE_BYTES)
+        end = min(round_up(stop, HUGE_PAGE_BYTES), limit, self.capacity_bytes)
         if end > self.held_bytes:
             if not self._mapping.populate(self.held_bytes, end - self.held_bytes):
                 self.bytes[self.held_bytes : end : PAGE_BYTES] = 0
@@ -111,6 +112,6 @@ class Ring:
 
     def _trim(self) -> None:
         tops = [stop for taken in self._taken for _, stop in taken.pieces]
-        end = round_up(max([self.limit_bytes, *tops]), HUGE_PAGE_BYTES)
+        end = round_up(max([self.limit_bytes, *tops]), PAGE_BYTES)
         if end < self.held_bytes and self._mapping.drop(end, self.held_bytes - end):
             self.held_bytes = end
