@@ -90,7 +90,7 @@ def _write(
 ) -> PackedFile:
     index = opened.index
     facts = _facts(index, align)
-    start = len(encode_header(facts, len(encode_header(facts)) + 256))
+    start = len(encode_header(facts))
     tables = Tables(
         offsets=np.zeros(index.samples, np.int64),
         lengths=np.full((index.samples, len(index.fields)), ABSENT, np.uint32),
@@ -126,8 +126,8 @@ def _facts(index: Index, align: int) -> dict[str, Any]:
         "records": index.samples,
         "align_bytes": align,
         "labels": len(index.labels) > 0,
-        "tables_offset": 0,
-        "tables_sum": 0,
+        "tables_offset": 2**62,
+        "tables_sum": 2**64 - 1,
     }
 
 

@@ -7,7 +7,7 @@ import os
 from typing import Final
 
 from penstock.core.errors import BudgetError
-from penstock.core.units import format_bytes
+from penstock.core.units import format_bytes, round_down
 from penstock.data.build import Opened
 from penstock.data.index import Index
 from penstock.data.order import Kind, Order
@@ -84,7 +84,7 @@ class Plant:
             return
         self.waiting_bytes = waiting_bytes
         self._check()
-        self.ring.limit_bytes = min(self.ring.limit_bytes, self._room())
+        self.ring.limit_bytes = min(self.ring.limit_bytes, round_down(self._room(), PAGE_BYTES))
 
     def close(self) -> None:
         """End the engine, if it is our own, and give the memory back. Nothing may be under way."""
