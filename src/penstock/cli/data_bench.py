@@ -148,8 +148,9 @@ def _device(plant: Plant, epoch: Epoch, seconds: float) -> float:
     index = plant.reader.opened.index
     mean = max(1, index.data_bytes // index.samples)
     room = plant.ring.limit_bytes // _UNDER_WAY
-    wanted = epoch.order.window_samples if epoch.order.kind == "window" else _GROUP_BYTES // mean
-    count = max(1, min(wanted, room // (mean + 8192)))
+    count = max(1, min(_GROUP_BYTES // mean, room // (mean + 8192)))
+    if epoch.order.kind == "window":
+        count = epoch.order.window_samples  # chosen so that two fit
     waiting, moved, position = deque[Any](), 0, 0
     started = time.perf_counter()
     took = 0.0

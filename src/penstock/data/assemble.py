@@ -87,7 +87,9 @@ class Assembler:
         """
         if self.columns is None:
             return self._collate(self.samples(group, rows))
-        where = np.asarray(rows)
+        where: Any = rows
+        if isinstance(rows, range):
+            where = slice(rows.start, rows.stop)  # views in place of copies
         labels = self._index.labels
         values = {
             column.name: column.batch(group, where, i) for i, column in enumerate(self.columns)

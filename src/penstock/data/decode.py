@@ -79,16 +79,17 @@ class Column:
         array = array if self.shape is None else array.reshape(self.shape)
         return array if self.cast is None else array.astype(self.cast)
 
-    def batch(self, group: Group, rows: Numbers, column: int) -> Any:
-        """The values of some rows: one array if they are alike, else a list."""
+    def batch(self, group: Group, rows: Any, column: int) -> Any:
+        """The values of some rows, numbers or a slice: one array if they are alike, else a list."""
         nbytes = group.nbytes[rows, column]
         if self.kind != "array" or not len(nbytes) or nbytes[0] < 0 or (nbytes != nbytes[0]).any():
-            views = [_view(group, int(row), column) for row in rows]
+            numbers = np.arange(len(group.samples))[rows].tolist()
+            views = [_view(group, row, column) for row in numbers]
             return [None if view is None else self.value(view) for view in views]
         array = gather(group.ring.bytes, group.offset[rows, column], int(nbytes[0]))
         values = array.view(self.stored)
         shape = (values.shape[1],) if self.shape is None else self.shape
-        values = values.reshape(len(rows), *shape)
+        values = values.reshape(len(nbytes), *shape)
         return values if self.cast is None else values.astype(self.cast)
 
 

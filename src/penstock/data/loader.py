@@ -147,14 +147,14 @@ class FlashLoader:
 
     @property
     def demand_bytes_per_s(self) -> float:
-        """What the training takes, measured: bytes of samples in a batch over the time of a step."""
+        """What the training takes, by the bytes of its batches and the time of its steps."""
         if not self._tally.batches or not self._depth.step_s:
             return 0.0
         return self._tally.data_bytes / self._tally.batches / self._depth.step_s
 
     @property
     def held_bytes(self) -> int:
-        """What is held now: index, ring, and batches that wait."""
+        """Bytes that are held now, in index, ring, and batches that wait."""
         return self._plant.held_bytes if self._plant is not None else 0
 
     def stats(self) -> dict[str, Any]:

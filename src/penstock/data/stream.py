@@ -177,21 +177,22 @@ class Stream:
             self._depth.arrived(max(0, fetch.arrived_ns - since) / 1e9)
             for error in group.bad.values():
                 self._tally.skip(error)
-            first = 0
-            for step in fetch.steps:
-                count = step.stop - step.start
-                if not self._deliver_step(group, step, range(first, first + count)):
+            counts = [step.stop - step.start for step in fetch.steps]
+            firsts = np.cumsum([0, *counts[:-1]])
+            sizes = np.maximum(group.nbytes, 0).sum(axis=1)
+            nbytes = np.add.reduceat(sizes, firsts)  # no step is empty
+            facts = zip(fetch.steps, firsts.tolist(), counts, nbytes.tolist(), strict=True)
+            for step, first, count, size in facts:
+                if not self._deliver_step(group, step, range(first, first + count), size):
                     return
-                first += count
                 self._fill()
         finally:
             group.free()
             self._full = False
 
-    def _deliver_step(self, group: Group, step: Step, rows: range) -> bool:
+    def _deliver_step(self, group: Group, step: Step, rows: range, nbytes: int) -> bool:
         good = [row for row in rows if row not in group.bad] if group.bad else rows
         value = self._on_value(self._assemble(group, good)) if good else None
-        nbytes = int(np.maximum(group.nbytes[rows.start : rows.stop], 0).sum())
         delivery = Delivery(step, value, len(good), nbytes)
         with self._changed:
             while len(self._ready) >= self._most_ready and not self._stopping:
@@ -214,8 +215,6 @@ class Stream:
             steps, plan = self._candidate
             pending = self._reader.start(plan)
             if pending is None:
-                if not self._under_way:
-                    raise self._reader.too_small(plan)
                 self._full = True
                 return
             self._begin(_Fetch(steps, pending, self._clock.now_ns()))

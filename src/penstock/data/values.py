@@ -39,6 +39,8 @@ def pinned(value: Any) -> Any:
 
 def nbytes_of(value: Any) -> int:
     """What all tensors of a batch take."""
+    if type(value) is Tensor:
+        return value.untyped_storage().nbytes()
     total = 0
 
     def count(tensor: Tensor) -> Tensor:
