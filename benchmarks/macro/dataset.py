@@ -55,7 +55,7 @@ def limit_memory(limit_bytes):
     return str(CGROUP)
 
 
-def run(options, folder, size, op, side, cgroup):
+def run(options, folder, size, op, side, cgroup):  # noqa: PLR0917
     """One job in a process of its own; its result, or why there is none."""
     job = {"folder": str(folder), "size": size, "op": op, "side": side, "cgroup": cgroup}
     job |= {"seconds": options.seconds, "memory": options.memory}
