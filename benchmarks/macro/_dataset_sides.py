@@ -6,7 +6,6 @@ Samples are rows whose first 8 bytes are their number. A side yields batches as 
 
 import json
 import os
-import shutil
 import sys
 import threading
 import time
@@ -15,6 +14,8 @@ from pathlib import Path
 import numpy as np
 
 BATCH_BYTES = 1 << 20
+PEER = json.loads(sys.argv[1])["side"] if len(sys.argv) > 1 else ""
+"""The folder of this side's own form."""
 
 
 def batch_of(size):
@@ -31,8 +32,8 @@ def memmap(folder, size, seed):
 def make_webdataset(folder, size):
     import webdataset
 
-    (folder / "peer").mkdir()
-    name = str(folder / "peer" / "%05d.tar")
+    (folder / PEER).mkdir()
+    name = str(folder / PEER / "%05d.tar")
     with webdataset.ShardWriter(name, maxsize=1 << 26, maxcount=10**9, verbose=0) as writer:
         for number, row in enumerate(
             np.memmap(folder / "rows.bin", np.uint8, "r").reshape(-1, size)
@@ -45,7 +46,7 @@ def webdataset(folder, size, seed):
 
     import webdataset
 
-    shards = sorted(map(str, (folder / "peer").iterdir()))
+    shards = sorted(map(str, (folder / PEER).iterdir()))
     held = max(16, (20 << 20) // size)  # 5000 samples of 4 KiB, as its manual has it
     rows = webdataset.WebDataset(shards, shardshuffle=len(shards), seed=seed, empty_check=False)
     yield from batches((s["x.bin"] for s in rows.shuffle(held, rng=random.Random(seed))), size)
@@ -54,7 +55,7 @@ def webdataset(folder, size, seed):
 def make_mosaicml(folder, size):
     from streaming import MDSWriter
 
-    with MDSWriter(out=str(folder / "peer"), columns={"x": "bytes"}, size_limit=1 << 26) as writer:
+    with MDSWriter(out=str(folder / PEER), columns={"x": "bytes"}, size_limit=1 << 26) as writer:
         for row in np.memmap(folder / "rows.bin", np.uint8, "r").reshape(-1, size):
             writer.write({"x": row.tobytes()})
 
@@ -65,7 +66,7 @@ def mosaicml(folder, size, seed):
 
     clean_stale_shared_memory()
     rows = StreamingDataset(
-        local=str(folder / "peer"), shuffle=True, shuffle_seed=seed, batch_size=batch_of(size)
+        local=str(folder / PEER), shuffle=True, shuffle_seed=seed, batch_size=batch_of(size)
     )
     yield from batches((row["x"] for row in rows), size)
 
@@ -73,7 +74,7 @@ def mosaicml(folder, size, seed):
 def make_litdata(folder, size):
     from litdata.streaming import Cache
 
-    cache = Cache(str(folder / "peer"), chunk_bytes=1 << 26)
+    cache = Cache(str(folder / PEER), chunk_bytes=1 << 26)
     for number, row in enumerate(np.memmap(folder / "rows.bin", np.uint8, "r").reshape(-1, size)):
         cache[number] = row.tobytes()
     cache.done()
@@ -83,19 +84,19 @@ def make_litdata(folder, size):
 def litdata(folder, size, seed):
     from litdata import StreamingDataset
 
-    rows = StreamingDataset(str(folder / "peer"), shuffle=True, seed=seed)
+    rows = StreamingDataset(str(folder / PEER), shuffle=True, seed=seed)
     yield from batches(rows, size)
 
 
 def make_huggingface(folder, size):
     import pyarrow as pa
 
-    (folder / "peer").mkdir()
+    (folder / PEER).mkdir()
     schema = pa.schema([("x", pa.large_binary())])
     rows = np.memmap(folder / "rows.bin", np.uint8, "r").reshape(-1, size)
     each = max(1, (16 << 20) // size)
     with (
-        pa.OSFile(str(folder / "peer" / "data.arrow"), "wb") as file,
+        pa.OSFile(str(folder / PEER / "data.arrow"), "wb") as file,
         pa.ipc.new_stream(file, schema) as writer,
     ):
         for start in range(0, len(rows), each):
@@ -106,7 +107,7 @@ def make_huggingface(folder, size):
 def huggingface(folder, size, seed):
     import datasets
 
-    rows = datasets.Dataset.from_file(str(folder / "peer" / "data.arrow"))
+    rows = datasets.Dataset.from_file(str(folder / PEER / "data.arrow"))
     order, batch = np.random.default_rng(seed).permutation(len(rows)), batch_of(size)
     for start in range(0, len(rows) - batch + 1, batch):
         yield from batches(rows[order[start : start + batch].tolist()]["x"], size)
@@ -209,7 +210,7 @@ def measure(folder, side, size, seconds, memory):
     if side.startswith("ours"):
         import penstock.data.loader  # noqa: F401  (code is not what a loader holds)
 
-    files = [each for each in folder.rglob("*") if each.is_file()]
+    files = [folder / "rows.bin", *(each for each in (folder / PEER).rglob("*") if each.is_file())]
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -302,7 +303,6 @@ def main():
     if job.get("cgroup"):
         Path(job["cgroup"], "cgroup.procs").write_text(str(os.getpid()))
     if job["op"] == "make":
-        shutil.rmtree(folder / "peer", ignore_errors=True)
         if job["side"] in MAKERS:
             MAKERS[job["side"]](folder, size)
         result = {}

@@ -1,7 +1,7 @@
 """Data sets on flash: ours beside the loaders that people use, and the device, under a limit on DRAM.
 
-Each side runs in a process of its own, in a cgroup whose limit on memory is a quarter of the data (where
-one
+Each side runs in a process of its own, in a cgroup whose limit on memory is less than half of the data
+(where one
 can be made), page cache included; files are cold. Ours is given 64 MiB. Every side delivers batches of
 rows as arrays, of a shuffled epoch (ours also in sequence), one process, no workers.
 
@@ -9,9 +9,10 @@ rows as arrays, of a shuffled epoch (ours also in sequence), one process, no wor
 """
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,7 @@ import _results
 from penstock.core.units import parse_bytes
 
 SIDES = Path(__file__).with_name("_dataset_sides.py")
-OURS = ("ours:sequential", "ours:window", "ours:full", "ours:auto")
+OURS = ("ours:sequential", "ours:window", "ours:full")
 PEERS = ("memmap", "webdataset", "mosaicml-streaming", "litdata", "datasets")
 CGROUP = Path("/sys/fs/cgroup/memory/penstock-dataset")
 
@@ -60,11 +61,10 @@ def run(options, folder, size, op, side, cgroup):  # noqa: PLR0917
     job = {"folder": str(folder), "size": size, "op": op, "side": side, "cgroup": cgroup}
     job |= {"seconds": options.seconds, "memory": options.memory}
     python = options.peers_python if side in PEERS else sys.executable
-    under = shlex.split(options.under) if op != "make" else []
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false"}
     try:
         done = subprocess.run(
-            [*under, python, str(SIDES), json.dumps(job)],
+            [python, str(SIDES), json.dumps(job)],
             capture_output=True, text=True, timeout=options.patience, check=False, env=environment,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
@@ -76,23 +76,37 @@ def run(options, folder, size, op, side, cgroup):  # noqa: PLR0917
     return {"error": f"exit {done.returncode}: {last[:160]}".replace(str(folder), "DIR")}
 
 
-def of_size(options, root, size, cgroup):
+def prepare(options, root, size):
+    """The rows in every side's own form; why not, where that failed."""
     folder = Path(root) / str(size)
     folder.mkdir()
     make_rows(folder / "rows.bin", options.bytes, size)
+    return {side: run(options, folder, size, "make", side, None) for side in PEERS}
+
+
+def of_size(options, root, size, made, cgroup):
+    folder = Path(root) / str(size)
     found = {}
     for side in ("sequential", "random"):
         found[f"device:{side}"] = run(options, folder, size, "device", side, None)
         tell(size, f"device:{side}", found)
     for side in (*OURS, *PEERS):
-        made = run(options, folder, size, "make", side, None) if side in PEERS else {}
-        found[side] = (
-            made if "error" in made else run(options, folder, size, "measure", side, cgroup)
-        )
+        failed = made.get(side, {})
+        found[side] = failed or run(options, folder, size, "measure", side, cgroup)
         tell(size, side, found)
-        shutil.rmtree(folder / "peer", ignore_errors=True)
     shutil.rmtree(folder)
     return found | {"ratios": ratios(found)}
+
+
+@contextlib.contextmanager
+def alone(path):
+    """Nobody else who locks this file measures meanwhile."""
+    if path is None:
+        yield
+        return
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def ratios(found):
@@ -131,19 +145,18 @@ def parse(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dir", default=tempfile.gettempdir(), help="where the data go")
     parser.add_argument("--quick", action="store_true", help="less data, 4 KiB samples only")
-    parser.add_argument("--bytes", help="of data (2GiB; quick: 256MiB)")
+    parser.add_argument("--bytes", help="of data (1GiB; quick: 512MiB)")
     parser.add_argument("--sizes", default="4096,102400,1048576", help="of samples")
     parser.add_argument("--memory", default="64MiB", help="that ours is given")
-    parser.add_argument("--seconds", type=float, help="of each side (5; quick: 1)")
+    parser.add_argument("--seconds", type=float, help="of each side (3; quick: 1)")
     parser.add_argument("--patience", type=float, default=900.0, help="seconds for a side")
-    parser.add_argument(
-        "--under", default="", help="a command that measurements run under, as nice"
-    )
+    parser.add_argument("--limit", default="384MiB", help="on DRAM, page cache included")
+    parser.add_argument("--alone", metavar="FILE", help="to be locked while measuring")
     parser.add_argument("--peers-python", default=sys.executable, help="that has the peers")
     parser.add_argument("--results", default=_results.RESULTS, help="where the result goes")
     options = parser.parse_args(arguments)
-    options.bytes = parse_bytes(options.bytes or ("256MiB" if options.quick else "2GiB"))
-    options.seconds = options.seconds or (1.0 if options.quick else 5.0)
+    options.bytes = parse_bytes(options.bytes or ("512MiB" if options.quick else "1GiB"))
+    options.seconds = options.seconds or (1.0 if options.quick else 3.0)
     sizes = [4096] if options.quick else [int(text) for text in options.sizes.split(",")]
     options.sizes = sizes
     return options
@@ -151,12 +164,14 @@ def parse(arguments=None):
 
 def main(arguments=None):
     options = parse(arguments)
-    limit_bytes = max(512 << 20, options.bytes // 4)
+    limit_bytes = parse_bytes(options.limit)
     cgroup = limit_memory(limit_bytes)
     figures = {}
     with tempfile.TemporaryDirectory(dir=options.dir) as root:
-        for size in options.sizes:
-            figures[f"{size}_bytes"] = of_size(options, root, size, cgroup)
+        made = {size: prepare(options, root, size) for size in options.sizes}
+        with alone(options.alone):
+            for size in options.sizes:
+                figures[f"{size}_bytes"] = of_size(options, root, size, made[size], cgroup)
     config = {
         "quick": options.quick,
         "data_bytes": options.bytes,
