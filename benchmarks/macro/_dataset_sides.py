@@ -232,7 +232,8 @@ def measure(folder, side, size, seconds, memory):
     total = (folder / "rows.bin").stat().st_size // size
     result = {
         "samples_per_s": round(len(delivered) / took),
-        "gb_per_s": round(len(delivered) * size / took / 1e9, 3),
+        "gb_per_s": round(len(delivered) * size / took / 1e9, 4),
+        "delivered_bytes": len(delivered) * size,
         "first_batch_s": round(first_s, 3),
         "anonymous_mib": round(held.most / 2**20, 1),
         "page_cache_mib": round(cached / 2**20, 1),

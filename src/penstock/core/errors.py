@@ -130,6 +130,8 @@ class RestoreError(PenstockError, RuntimeError):
 
 class SuspendError(PenstockError, RuntimeError):
     """A job that cannot be suspended now, or not be brought back; names the tensor and the cause."""
+
+
 class WorkerError(PenstockError, RuntimeError):
     """A process that works for this one was killed, or ended by itself; what it had is lost."""
 
