@@ -19,6 +19,7 @@ EXPORTS = [
     "CodecError",
     "ConfigError",
     "DamagedError",
+    "DatasetError",
     "HookError",
     "InPlaceError",
     "MismatchError",
@@ -34,6 +35,7 @@ EXPORTS = [
     "SuspendError",
     "Suspended",
     "TransferError",
+    "WorkerError",
     "__version__",
     "offload",
     "resume",
@@ -62,7 +64,7 @@ def test_the_version_is_that_of_the_project():
 
 
 @pytest.mark.parametrize(
-    "module", ["core.units", "plan", "plan.policies", "observe", "io", "tier", "ssd"]
+    "module", ["core.units", "plan", "plan.policies", "observe", "io", "tier", "ssd", "data"]
 )
 def test_planning_io_and_observation_do_without_torch(module):
     code = f"import penstock.{module}, sys; print([m for m in sys.modules if m == 'torch'])"

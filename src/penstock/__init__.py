@@ -14,6 +14,7 @@ from penstock.core.errors import (
     CodecError,
     ConfigError,
     DamagedError,
+    DatasetError,
     HookError,
     InPlaceError,
     MismatchError,
@@ -26,6 +27,7 @@ from penstock.core.errors import (
     SizeError,
     SuspendError,
     TransferError,
+    WorkerError,
 )
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ __all__ = [
     "CodecError",
     "ConfigError",
     "DamagedError",
+    "DatasetError",
     "HookError",
     "InPlaceError",
     "MismatchError",
@@ -56,6 +59,7 @@ __all__ = [
     "SuspendError",
     "Suspended",
     "TransferError",
+    "WorkerError",
     "__version__",
     "offload",
     "resume",

@@ -1,5 +1,6 @@
 """Environment variables: documented defaults, read at the time of use, checked."""
 
+import os
 import re
 from pathlib import Path
 
@@ -20,6 +21,7 @@ NAMES = {
     "PENSTOCK_VERIFY": knobs.verify,
     "PENSTOCK_GPU_DIRECT": knobs.gpu_direct,
     "PENSTOCK_OWN_POOL": knobs.own_pool,
+    "PENSTOCK_CACHE": knobs.cache_directory,
     "PENSTOCK_RESTORE_INTO": knobs.restore_into,
     "PENSTOCK_FLOOR": knobs.floor_bytes,
     "PENSTOCK_MAX_EVENTS": knobs.max_events,
@@ -27,6 +29,7 @@ NAMES = {
 SIZES = [name for name in NAMES if re.search("PIECE|SLAB|STRIPE|FLOOR", name)]
 COUNTS = [name for name in NAMES if re.search("THREADS|EVENTS", name)]
 SWITCHES = [name for name in NAMES if re.search("BUFFERED", name)]
+PATHS = ["PENSTOCK_CACHE"]
 CHOICES = {
     "PENSTOCK_GPU_DIRECT": ("auto", "off", "on"),
     "PENSTOCK_IO_ENGINE": ("aio", "auto", "threads"),
@@ -52,7 +55,7 @@ def public():
 
 def test_this_file_knows_all():
     assert public() == set(NAMES.values())
-    assert set(NAMES) == {*SIZES, *COUNTS, *SWITCHES, *CHOICES}
+    assert set(NAMES) == {*SIZES, *COUNTS, *SWITCHES, *PATHS, *CHOICES}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -64,6 +67,8 @@ def test_the_docstring_states_name_and_default(name):
         assert value == parse_bytes(stated[2])
     elif name in CHOICES:
         assert value == stated[2]
+    elif name in PATHS:
+        assert value == os.path.expanduser(stated[2])
     else:
         assert int(value) == int(stated[2])
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import ConfigError, TransferError
-from penstock.io import aio, files, jobs
+from penstock.io import aio, context, files, jobs
 from penstock.io.aio import AioEngine, Ring, default_engine
 from penstock.io.threads import ThreadEngine
 from penstock.testing.engines import PATIENCE_S, PIECE_BYTES, EngineTests, aligned, move
@@ -309,8 +309,8 @@ def test_where_it_cannot_be_had_threads_do_it(lacking, monkeypatch, file):
         monkeypatch.setattr(os, "eventfd", refuse)
         reason = "eventfd: Too many open files"
     else:  # no such system call, as where a sandbox forbids it
-        numbers = aio._NUMBERS[platform.machine()]._replace(setup=10_000)
-        monkeypatch.setitem(aio._NUMBERS, platform.machine(), numbers)
+        numbers = context.NUMBERS[platform.machine()]._replace(setup=10_000)
+        monkeypatch.setitem(context.NUMBERS, platform.machine(), numbers)
         reason = "io_setup: Function not implemented"
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))

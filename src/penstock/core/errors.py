@@ -10,8 +10,10 @@
     │   ├── NoSpaceError                    the file system, or a tier's capacity, is full
     │   └── ShortTransferError              the file ended before the request did
     ├── ChecksumError                       bytes that came back are not the bytes that left
+    ├── DatasetError (ValueError)           a data set that is damaged, unknown, or not what was indexed
     ├── CodecError (ValueError)             encoded bytes that do not decode
     ├── RestoreError (RuntimeError)         a saved tensor that cannot be brought back
+    ├── WorkerError (RuntimeError)          a process of ours that was killed
     ├── ClosedError (RuntimeError)          use after close, or in a forked child
     ├── PlanError (ValueError)              a plan or profile that does not parse or does not match
     ├── SuspendError (RuntimeError)         memory that cannot be given up, or not be brought back
@@ -115,6 +117,10 @@ class ChecksumError(PenstockError):
     """Bytes that came back from a tier are not the bytes that went in."""
 
 
+class DatasetError(PenstockError, ValueError):
+    """A data set, or a sample of it, that is damaged, of no known format, or not what was indexed."""
+
+
 class CodecError(PenstockError, ValueError):
     """Encoded bytes that are damaged, truncated, or another codec's."""
 
@@ -125,6 +131,10 @@ class RestoreError(PenstockError, RuntimeError):
 
 class SuspendError(PenstockError, RuntimeError):
     """A job that cannot be suspended now, or not be brought back; names the tensor and the cause."""
+
+
+class WorkerError(PenstockError, RuntimeError):
+    """A process that works for this one was killed, or ended by itself; what it had is lost."""
 
 
 class ClosedError(PenstockError, RuntimeError):

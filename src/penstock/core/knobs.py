@@ -75,6 +75,11 @@ def floor_bytes() -> int:
     return _size("PENSTOCK_FLOOR", MIB)
 
 
+def cache_directory() -> str:
+    """``PENSTOCK_CACHE`` (~/.cache/penstock): where the indexes of data sets are kept."""
+    return os.path.expanduser(os.environ.get("PENSTOCK_CACHE") or "~/.cache/penstock")
+
+
 def max_events() -> int:
     """``PENSTOCK_MAX_EVENTS`` (200000): spans and samples kept in memory; the oldest go first."""
     return _positive_int("PENSTOCK_MAX_EVENTS", 200_000)

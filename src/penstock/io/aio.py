@@ -15,20 +15,20 @@ import ctypes
 import enum
 import errno as errnos
 import os
-import platform
 import struct
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
-from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 from penstock.core import knobs
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ClosedError, ConfigError
 from penstock.core.locks import Lock, defer
-from penstock.io.engine import Engine, EngineSpec, Request, Transfer
+from penstock.io.batch import BatchFlight, BatchJob, Swarm, check_batch
+from penstock.io.context import Context, not_to_be_had
+from penstock.io.engine import Batch, Engine, EngineSpec, Request, Transfer
 from penstock.io.jobs import Job, Piece, Queue, check, cut_short, failure, reached
 from penstock.io.threads import ThreadEngine
 
@@ -36,20 +36,6 @@ _BUSY_RETRIES: Final = 1000
 _BUSY_PAUSE_S: Final = 0.001
 
 
-class _Numbers(NamedTuple):
-    """Of the system calls, which libc does not wrap."""
-
-    setup: int
-    destroy: int
-    submit: int
-    getevents: int
-
-
-_NUMBERS: Final = {
-    "x86_64": _Numbers(206, 207, 209, 208),
-    "aarch64": _Numbers(0, 1, 2, 4),
-    "riscv64": _Numbers(0, 1, 2, 4),
-}
 _IOCB: Final = struct.Struct("<QIIHhIQQqQII")
 """``struct iocb`` of linux/aio_abi.h: token, key, flags, opcode, priority, file, address, bytes, offset,
 reserved, flags, event file."""
@@ -58,7 +44,6 @@ _EVENT: Final = struct.Struct("<QQqq")
 _OPCODES: Final = {"read": 0, "write": 1}
 _RING_BELL: Final = 1
 """A flag: the event file is told when the piece is done."""
-_POINTERS: Final = (ctypes.c_void_p, ctypes.c_void_p)
 PIECES_TOGETHER: Final = 4
 """A piece is longer than that of a thread: it costs no more to hand over, and fewer are to be settled."""
 
@@ -89,11 +74,12 @@ class Flight:
         if result < 0:
             return self._refused(-result)
         before, count = self.moved, result
+        if before + count >= self.piece.least_bytes:
+            self.moved = self.piece.nbytes
+            return None
         # A direct transfer can only go on from a granule: what was moved past one is moved again.
         # If that gives no more, the file ends inside a granule.
         self.moved = reached(self.piece.job.file, before + count, self.piece.nbytes)
-        if self.moved == self.piece.nbytes:
-            return None
         self.stuck = self.stuck + 1 if self.moved == before else 0
         if count == 0 or self.stuck > 1:
             return cut_short(self.piece, before + count)
@@ -118,29 +104,17 @@ class Ring:
         Raises:
             ConfigError: It cannot be had here; says why.
         """
-        numbers = _NUMBERS.get(platform.machine())
-        if numbers is None or not hasattr(os, "eventfd"):
-            where = f"{platform.system()} on {platform.machine()}"
-            raise ConfigError(f"asynchronous I/O is not known for {where}")
         self._blocks = ctypes.create_string_buffer(_IOCB.size * depth)
         start = ctypes.addressof(self._blocks)
         self._pointers = [start + token * _IOCB.size for token in range(depth)]
         self._events = ctypes.create_string_buffer(_EVENT.size * depth)
-        self._submit = _system_call(numbers.submit, ctypes.c_long, ctypes.c_void_p)
-        self._getevents = _system_call(numbers.getevents, *[ctypes.c_long] * 2, *_POINTERS)
-        self._destroy = _system_call(numbers.destroy)
         self._depth = depth
+        self._context = Context(depth)
         try:
-            self._bell = os.eventfd(0, os.EFD_CLOEXEC)
+            self.bell = os.eventfd(0, os.EFD_CLOEXEC)
         except OSError as error:
-            raise _not_to_be_had("eventfd", error.errno or errnos.EIO) from error
-        context = ctypes.c_ulong(0)
-        setup = _system_call(numbers.setup, ctypes.c_void_p)
-        if setup(depth, ctypes.addressof(context)) < 0:
-            errno = ctypes.get_errno()
-            os.close(self._bell)
-            raise _not_to_be_had("io_setup", errno)
-        self._context = context.value
+            self._context.close()
+            raise not_to_be_had("eventfd", error.errno or errnos.EIO) from error
 
     def submit(self, flights: Sequence[tuple[int, Flight]]) -> int:
         """Hand over what is left of some pieces, each with its token, less than the depth.
@@ -155,45 +129,26 @@ class Ring:
             job, begin, nbytes = flight.piece
             begin += flight.moved
             fields = token, 0, 0, _OPCODES[job.op], 0, job.file.fd, job.address + begin
-            rest = nbytes - flight.moved, job.offset_bytes + begin, 0, _RING_BELL, self._bell
+            rest = nbytes - flight.moved, job.offset_bytes + begin, 0, _RING_BELL, self.bell
             _IOCB.pack_into(self._blocks, token * _IOCB.size, *fields, *rest)
         pointers = (ctypes.c_void_p * len(flights))(*[self._pointers[each] for each, _ in flights])
-        taken = self._submit(self._context, len(flights), ctypes.addressof(pointers))
-        if taken < 0:
-            errno = ctypes.get_errno()
-            raise OSError(errno, os.strerror(errno))
-        return taken
+        return self._context.submit(len(flights), ctypes.addressof(pointers))
 
     def wait(self) -> list[tuple[int, int | BaseException]]:
         """Sleep until something is done, or ``wake``: tokens, each with bytes or a negative errno."""
-        os.eventfd_read(self._bell)
-        found = self._getevents(self._context, 0, self._depth, self._events, None)
-        events = memoryview(self._events)[: max(found, 0) * _EVENT.size]
+        os.eventfd_read(self.bell)
+        found = self._context.events(0, self._depth, ctypes.addressof(self._events), None)
+        events = memoryview(self._events)[: found * _EVENT.size]
         return [(token, result) for token, _, result, _ in _EVENT.iter_unpack(events)]
 
     def wake(self) -> None:
         """Let ``wait`` return."""
-        os.eventfd_write(self._bell, 1)
+        os.eventfd_write(self.bell, 1)
 
     def close(self) -> None:
         """Give back everything. Nothing may be under way, and nobody wait."""
-        self._destroy(self._context)
-        os.close(self._bell)
-
-
-def _system_call(number: int, *arguments: type) -> Callable[..., int]:
-    """One that libc does not wrap; its first argument is a long. It is made without the GIL."""
-    call = ctypes.CDLL(None, use_errno=True)["syscall"]
-    call.restype = ctypes.c_long
-    call.argtypes = (ctypes.c_long, ctypes.c_ulong, *arguments)
-    return partial(call, number)
-
-
-def _not_to_be_had(call: str, errno: int) -> ConfigError:
-    why = os.strerror(errno)
-    if errno == errnos.EAGAIN:
-        why = "all that fs.aio-max-nr allows are taken"
-    return ConfigError(f"asynchronous I/O cannot be had: {call}: {why}")
+        self._context.close()
+        os.close(self.bell)
 
 
 class _Traffic(Queue):
@@ -203,13 +158,26 @@ class _Traffic(Queue):
     dropped without ``close`` can be collected and stops it.
     """
 
-    def __init__(self, ring: Ring, depth: int) -> None:
+    def __init__(self, ring: Ring, depth: int, piece_bytes: int) -> None:
         super().__init__(Lock())
         self._ring = ring
-        self._flights = dict[int, Flight]()
+        self._depth = depth
+        self._piece_bytes = piece_bytes
+        self._swarm: Swarm | None = None  # made by the first batch
+        self._flights = dict[int, Flight | BatchFlight]()
         self._free = list(range(depth))  # tokens
         self._thread: threading.Thread | None = None
         self._starting = Lock()
+
+    def takes_batches(self) -> bool:
+        """Whether the kernel does; a second context of its is made for them."""
+        with self._starting:
+            if self._swarm is None and isinstance(self._ring, Ring) and not self._closed:
+                try:
+                    self._swarm = Swarm(self._depth, self._ring.bell)
+                except ConfigError:  # all that fs.aio-max-nr allows are taken
+                    return False
+            return self._swarm is not None
 
     def put(self, job: Job) -> None:
         try:
@@ -234,7 +202,7 @@ class _Traffic(Queue):
             if self._running:
                 self._ring.wake()
             else:
-                self._ring.close()
+                self._close_rings()
             return self._line.take_unbegun()
 
     def join(self) -> None:
@@ -244,23 +212,68 @@ class _Traffic(Queue):
 
     def land(self) -> bool:
         """Settle what is done, and hand over what waits; False if there will be no more."""
-        landed = [(token, self._flights[token], result) for token, result in self._ring.wait()]
-        answers = [(token, flight, flight.land(result)) for token, flight, result in landed]
+        answers = self._answers()
+        slices = self._land_slices()
         with self._lock:
             over = [
                 flight.piece.job
                 for token, flight, answer in answers
                 if answer is not Again and self._finish(token, flight, answer)
             ]
-            leaving = [(token, flight) for token, flight, answer in answers if answer is Again]
+            over += [f.piece.job for token, f in slices if self._finish(token, f, None)]
+            leaving: list[tuple[int, Flight | BatchFlight]] = [
+                (token, flight) for token, flight, answer in answers if answer is Again
+            ]
             leaving += self._next()
         over += self._hand_over(leaving)
         _settle(over)
         with self._lock:
             if self._flights or not self._closed or any(self._line):
                 return True
-            self._ring.close()
+            self._close_rings()
             return False
+
+    def _answers(self) -> list[tuple[int, Flight, BaseException | _Again | None]]:
+        answers = []
+        for token, result in self._ring.wait():
+            flight = self._flights[token]
+            assert isinstance(flight, Flight)
+            answers.append((token, flight, flight.land(result)))
+        return answers
+
+    def _land_slices(self) -> list[tuple[int, BatchFlight]]:
+        """The slices that are over; entries to be asked for again are in line."""
+        over = []
+        for token, count, again in self._swarm.collect() if self._swarm is not None else ():
+            flight = self._flights[token]
+            assert isinstance(flight, BatchFlight)
+            self._ask_again(flight.job, again)
+            flight.left -= count
+            if not flight.left:
+                over.append((token, flight))
+        return over
+
+    def _ask_again(self, batch: BatchJob, entries: list[int]) -> None:
+        for entry in entries:
+            batch.hold()
+            job = Job(
+                batch.batch.request(entry),
+                self._piece_bytes,
+                withdraw=self.withdraw,
+                promote=self.promote,
+            )
+            job.transfer.add_done_callback(
+                lambda done, entry=entry: batch.release(entry, done.error)  # type: ignore[misc]
+            )
+            try:
+                self.put(job)
+            except ClosedError as error:
+                job.settle(error)
+
+    def _close_rings(self) -> None:
+        if self._swarm is not None:
+            self._swarm.close()
+        self._ring.close()
 
     def _ensure_thread(self) -> None:
         # Not under the other lock: a start waits for the interpreter's own locks, and whoever holds
@@ -279,22 +292,53 @@ class _Traffic(Queue):
         """Whether the thread was started: the attempt may have failed, or been interrupted."""
         return self._thread is not None and self._thread.ident is not None
 
-    def _next(self) -> list[tuple[int, Flight]]:
+    def _next(self) -> list[tuple[int, Flight | BatchFlight]]:
         leaving = []
         while self._free and (piece := self._line.take()) is not None:
-            token, flight = self._free.pop(), Flight(piece)
+            token, job = self._free.pop(), piece.job
+            flight = BatchFlight(piece, job) if isinstance(job, BatchJob) else Flight(piece)
             self._flights[token] = flight
             leaving.append((token, flight))
         return leaving
 
-    def _finish(self, token: int, flight: Flight, error: BaseException | None) -> bool:
+    def _finish(
+        self, token: int, flight: Flight | BatchFlight, error: BaseException | None
+    ) -> bool:
         del self._flights[token]
         self._free.append(token)
         return self._line.finish(flight.piece.job, error)
 
-    def _hand_over(self, leaving: list[tuple[int, Flight]]) -> list[Job]:
+    def _hand_over(self, leaving: list[tuple[int, Flight | BatchFlight]]) -> list[Job]:
         """To the kernel; the jobs that are over because it refused."""
         over = list[Job]()
+        while leaving:
+            slices = [(token, each) for token, each in leaving if isinstance(each, BatchFlight)]
+            pieces = [(token, each) for token, each in leaving if isinstance(each, Flight)]
+            leaving = []
+            for token, flight in slices:
+                leaving += self._hand_over_slice(token, flight, over)
+            if pieces:
+                leaving += self._hand_over_pieces(pieces, over)
+        return over
+
+    def _hand_over_slice(
+        self, token: int, flight: BatchFlight, over: list[Job]
+    ) -> list[tuple[int, Flight | BatchFlight]]:
+        """What leaves in its place, if the kernel took nothing of it."""
+        assert self._swarm is not None, "a batch came before there was a context for it"
+        self._ask_again(flight.job, self._swarm.submit(token, flight))
+        if flight.left:
+            return []
+        with self._lock:
+            if self._finish(token, flight, None):
+                over.append(flight.job)
+            return self._next()
+
+    def _hand_over_pieces(
+        self, leaving: list[tuple[int, Flight]], over: list[Job]
+    ) -> list[tuple[int, Flight | BatchFlight]]:
+        """What leaves in the place of those that the kernel refused."""
+        following = list[tuple[int, Flight | BatchFlight]]()
         alone = False
         while leaving:
             try:
@@ -315,8 +359,8 @@ class _Traffic(Queue):
             with self._lock:
                 if self._finish(token, flight, answer):
                     over.append(flight.piece.job)
-                leaving += self._next()
-        return over
+                following += self._next()
+        return following
 
 
 class AioEngine(Engine):
@@ -348,7 +392,7 @@ class AioEngine(Engine):
         # It checks both, and moves what no ring can.
         self._threads = ThreadEngine(depth, piece)
         self._spec = EngineSpec(name="aio", workers=depth, piece_bytes=piece)
-        self._traffic = _Traffic(ring(depth), depth)
+        self._traffic = _Traffic(ring(depth), depth, piece)
         weakref.finalize(self, _abandon, self._traffic).atexit = False
 
     @property
@@ -367,6 +411,17 @@ class AioEngine(Engine):
             withdraw=self._traffic.withdraw,
             promote=self._traffic.promote,
         )
+        self._traffic.put(job)
+        return job.transfer
+
+    def submit_batch(self, batch: Batch) -> Transfer:
+        """Begin many reads; returns at once. Raises as :meth:`Engine.submit_batch`."""
+        if os.getpid() != self._traffic.pid or not all(file.direct for file in batch.files):
+            return super().submit_batch(batch)
+        check_batch(batch)
+        if not self._traffic.takes_batches():
+            return super().submit_batch(batch)
+        job = BatchJob(batch, self._spec.piece_bytes, promote=self._traffic.promote)
         self._traffic.put(job)
         return job.transfer
 

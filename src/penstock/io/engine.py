@@ -17,12 +17,17 @@ from __future__ import annotations
 import enum
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from penstock.core.locks import Lock
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Op = Literal["read", "write"]
 
@@ -74,6 +79,44 @@ class Request:
     """Owner of the memory. The engine lets go of it when nothing touches the memory any more, just
     before the callbacks run and waiters wake: a callback that reads the memory holds it itself."""
     priority: Priority = Priority.WRITE_BEHIND
+    least_bytes: int | None = None
+    """A read that moved so many is whole: the file may end inside its last granule. All if None."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Batch:
+    """Many short reads, handed over together: row ``i`` of each array is one of them, an *entry*."""
+
+    files: Sequence[File]
+    which: NDArray[np.int64]
+    """Number of the entry's file in ``files``."""
+    offset_bytes: NDArray[np.int64]
+    """As of :class:`Request`, all of these; multiples of the granule of every file."""
+    address: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+    least_bytes: NDArray[np.int64]
+    keep_alive: object
+    """Owner of the memory; not let go of before the transfer is settled."""
+    priority: Priority = Priority.PREFETCH
+    errors: dict[int, BaseException] = field(default_factory=dict)
+    """Why entries failed, by row. Complete when the transfer is settled: it succeeds all the same."""
+
+    def __len__(self) -> int:
+        """How many entries."""
+        return len(self.nbytes)
+
+    def request(self, entry: int) -> Request:
+        """One entry by itself."""
+        return Request(
+            op="read",
+            file=self.files[int(self.which[entry])],
+            offset_bytes=int(self.offset_bytes[entry]),
+            address=int(self.address[entry]),
+            nbytes=int(self.nbytes[entry]),
+            least_bytes=int(self.least_bytes[entry]),
+            keep_alive=self.keep_alive,
+            priority=self.priority,
+        )
 
 
 class Transfer:
@@ -235,6 +278,55 @@ class Engine(ABC):
             ClosedError: The engine is closed, or this process was forked from its maker.
         """
 
+    def submit_batch(self, batch: Batch) -> Transfer:
+        """Begin many reads; returns at once. The transfer cannot be cancelled, but by ``close``.
+
+        Here each is a request of its own. An engine that has a quicker way overrides this.
+
+        Raises:
+            ConfigError: As ``submit``.
+            ClosedError: As ``submit``.
+        """
+        return _Entries(self, batch).transfer
+
     @abstractmethod
     def close(self) -> None:
         """Cancel what has not started, wait for what has, stop the workers. Idempotent."""
+
+
+class _Entries:
+    """A batch as requests, each by itself."""
+
+    def __init__(self, engine: Engine, batch: Batch) -> None:
+        self._batch = batch
+        self._lock = Lock()
+        self._left = len(batch) + 1  # one for this loop
+        self._parts: list[Transfer] = []
+        self.transfer = Transfer(int(batch.nbytes.sum()), promote=self._promote)
+        for entry in range(len(batch)):
+            try:
+                part = engine.submit(batch.request(entry))
+            except Exception as error:
+                if not self._parts:
+                    raise
+                self._over(entry, error)
+                continue
+            self._parts.append(part)
+            part.add_done_callback(partial(self._part_done, entry))
+        self._over(-1, None)
+
+    def _part_done(self, entry: int, part: Transfer) -> None:
+        self._over(entry, part.error)
+
+    def _over(self, entry: int, error: BaseException | None) -> None:
+        with self._lock:
+            if error is not None:
+                self._batch.errors[entry] = error
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self.transfer.settle()
+
+    def _promote(self, transfer: Transfer, priority: Priority) -> None:
+        for part in list(self._parts):
+            part.promote(priority)

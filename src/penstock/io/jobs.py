@@ -27,7 +27,16 @@ class Job:
 
     __slots__ = (
         *("address", "file", "nbytes", "offset_bytes", "op"),
-        *("error", "keep_alive", "next_bytes", "piece_bytes", "priority", "running", "transfer"),
+        *(
+            "error",
+            "keep_alive",
+            "least_bytes",
+            "next_bytes",
+            "piece_bytes",
+            "priority",
+            "running",
+            "transfer",
+        ),
     )
 
     def __init__(
@@ -51,6 +60,7 @@ class Job:
         self.offset_bytes = request.offset_bytes
         self.address = request.address
         self.nbytes = request.nbytes
+        self.least_bytes = request.nbytes if request.least_bytes is None else request.least_bytes
         self.keep_alive: object = request.keep_alive
         self.priority = request.priority
         pieces = -(-request.nbytes // piece_bytes)
@@ -77,6 +87,11 @@ class Piece(NamedTuple):
     start: int
     """Where it begins, in bytes from the job's own beginning."""
     nbytes: int
+
+    @property
+    def least_bytes(self) -> int:
+        """How much of it must be moved: less where the file ends inside its last granule."""
+        return min(self.nbytes, max(0, self.job.least_bytes - self.start))
 
 
 class Line:
@@ -193,6 +208,12 @@ def check(request: Request) -> None:
                 f" {request.file.path!r} to or from address {request.address:#x}: {name} must be a"
                 f" positive multiple of the file's granule of {granule} bytes"
             )
+    least = request.least_bytes
+    if least is not None and (request.op != "read" or not 0 <= least <= request.nbytes):
+        raise ConfigError(
+            f"{request.op} of {request.nbytes} bytes at offset {request.offset_bytes} of"
+            f" {request.file.path!r}: least_bytes={least} is of a read, and not more than all"
+        )
 
 
 def reached(file: File, moved: int, nbytes: int) -> int:

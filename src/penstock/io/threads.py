@@ -246,6 +246,8 @@ def _move(syscalls: Syscalls, piece: Piece) -> TransferError | None:
             return failure(piece, moved, error)
         # A direct transfer can only go on from a granule: what was moved past one is moved again.
         # If that gives no more, the file ends inside a granule.
+        if moved + count >= piece.least_bytes:
+            break
         before, moved = moved, reached(job.file, moved + count, nbytes)
         stuck = stuck + 1 if moved == before else 0
         if count == 0 or stuck > 1:

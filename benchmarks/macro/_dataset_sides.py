@@ -1,0 +1,320 @@
+"""The sides of ``dataset.py``: one epoch, or some seconds of it, by one loader, in a process of its own.
+
+Samples are rows whose first 8 bytes are their number. A side yields batches as arrays ``[batch, bytes]``.
+"""
+# ruff: noqa: PLC0415  (each side imports what it measures, and nothing of the others)
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+BATCH_BYTES = 1 << 20
+PEER = json.loads(sys.argv[1])["side"] if len(sys.argv) > 1 else ""
+"""The folder of this side's own form."""
+
+
+def batch_of(size):
+    return max(4, min(64, BATCH_BYTES // size))
+
+
+def memmap(folder, size, seed):
+    rows = np.memmap(folder / "rows.bin", np.uint8, "r").reshape(-1, size)
+    order, batch = np.random.default_rng(seed).permutation(len(rows)), batch_of(size)
+    for start in range(0, len(rows) - batch + 1, batch):
+        yield rows[np.sort(order[start : start + batch])]
+
+
+def make_webdataset(folder, size):
+    import webdataset
+
+    (folder / PEER).mkdir()
+    name = str(folder / PEER / "%05d.tar")
+    with webdataset.ShardWriter(name, maxsize=1 << 26, maxcount=10**9, verbose=0) as writer:
+        for number, row in enumerate(
+            np.memmap(folder / "rows.bin", np.uint8, "r").reshape(-1, size)
+        ):
+            writer.write({"__key__": f"{number:09d}", "x.bin": row.tobytes()})
+
+
+def webdataset(folder, size, seed):
+    import random
+
+    import webdataset
+
+    shards = sorted(map(str, (folder / PEER).iterdir()))
+    held = max(16, (20 << 20) // size)  # 5000 samples of 4 KiB, as its manual has it
+    rows = webdataset.WebDataset(shards, shardshuffle=len(shards), seed=seed, empty_check=False)
+    yield from batches((s["x.bin"] for s in rows.shuffle(held, rng=random.Random(seed))), size)
+
+
+def make_mosaicml(folder, size):
+    from streaming import MDSWriter
+
+    with MDSWriter(out=str(folder / PEER), columns={"x": "bytes"}, size_limit=1 << 26) as writer:
+        for row in np.memmap(folder / "rows.bin", np.uint8, "r").reshape(-1, size):
+            writer.write({"x": row.tobytes()})
+
+
+def mosaicml(folder, size, seed):
+    from streaming import StreamingDataset
+    from streaming.base.util import clean_stale_shared_memory
+
+    clean_stale_shared_memory()
+    rows = StreamingDataset(
+        local=str(folder / PEER), shuffle=True, shuffle_seed=seed, batch_size=batch_of(size)
+    )
+    yield from batches((row["x"] for row in rows), size)
+
+
+def make_litdata(folder, size):
+    from litdata.streaming import Cache
+
+    cache = Cache(str(folder / PEER), chunk_bytes=1 << 26)
+    for number, row in enumerate(np.memmap(folder / "rows.bin", np.uint8, "r").reshape(-1, size)):
+        cache[number] = row.tobytes()
+    cache.done()
+    cache.merge()
+
+
+def litdata(folder, size, seed):
+    from litdata import StreamingDataset
+
+    rows = StreamingDataset(str(folder / PEER), shuffle=True, seed=seed)
+    yield from batches(rows, size)
+
+
+def make_huggingface(folder, size):
+    import pyarrow as pa
+
+    (folder / PEER).mkdir()
+    schema = pa.schema([("x", pa.large_binary())])
+    rows = np.memmap(folder / "rows.bin", np.uint8, "r").reshape(-1, size)
+    each = max(1, (16 << 20) // size)
+    with (
+        pa.OSFile(str(folder / PEER / "data.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, schema) as writer,
+    ):
+        for start in range(0, len(rows), each):
+            part = [row.tobytes() for row in rows[start : start + each]]
+            writer.write_batch(pa.record_batch([pa.array(part, pa.large_binary())], schema))
+
+
+def huggingface(folder, size, seed):
+    import datasets
+
+    rows = datasets.Dataset.from_file(str(folder / PEER / "data.arrow"))
+    order, batch = np.random.default_rng(seed).permutation(len(rows)), batch_of(size)
+    for start in range(0, len(rows) - batch + 1, batch):
+        yield from batches(rows[order[start : start + batch].tolist()]["x"], size)
+
+
+def batches(rows, size):
+    held = []
+    for row in rows:
+        held.append(np.frombuffer(row, np.uint8))
+        if len(held) == batch_of(size):
+            yield np.stack(held)
+            held = []
+
+
+class Ours:
+    def __init__(self, folder, size, seed, order, memory):
+        from penstock.data import FlashDataset, FlashLoader
+
+        rows = {"context": size, "dtype": "uint8", "extra": 0}
+        dataset = FlashDataset(
+            folder / "rows.bin",
+            format="tokens",
+            decode="raw",
+            memory=memory,
+            index_dir=folder,
+            **rows,
+        )
+        self.loader = FlashLoader(dataset, batch_of(size), order=order, seed=seed)
+
+    def __iter__(self):
+        for batch in self.loader:
+            yield batch.numpy()
+
+
+PEERS = {
+    "memmap": memmap,
+    "webdataset": webdataset,
+    "mosaicml-streaming": mosaicml,
+    "litdata": litdata,
+    "datasets": huggingface,
+}
+MAKERS = {
+    "webdataset": make_webdataset,
+    "mosaicml-streaming": make_mosaicml,
+    "litdata": make_litdata,
+    "datasets": make_huggingface,
+}
+
+
+def anonymous_bytes():
+    with open("/proc/self/status") as status:
+        found = dict(line.split(":", 1) for line in status)
+    return sum(1024 * int(found[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+
+
+class Memory:
+    """The most anonymous memory, sampled."""
+
+    def __enter__(self):
+        self.before, self.most, self._over = anonymous_bytes(), 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error):
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self):
+        while not self._over.wait(0.01):
+            self.most = max(self.most, anonymous_bytes() - self.before)
+
+
+def cached_bytes(files):
+    """What the page cache has of some files."""
+    import ctypes
+    import mmap
+
+    libc, total = ctypes.CDLL(None), 0
+    for file in files:
+        with open(file, "rb") as opened:
+            nbytes = os.fstat(opened.fileno()).st_size
+            if not nbytes:
+                continue
+            mapped = mmap.mmap(opened.fileno(), nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        view = np.frombuffer(mapped, np.uint8)
+        pages = np.zeros(-(-nbytes // 4096), np.uint8)
+        libc.mincore(
+            ctypes.c_void_p(view.ctypes.data),
+            ctypes.c_size_t(nbytes),
+            pages.ctypes.data_as(ctypes.c_void_p),
+        )
+        total += int((pages & 1).sum()) * 4096
+    return total
+
+
+def measure(folder, side, size, seconds, memory):
+    import torch  # noqa: F401  (in every process, so that none has an advantage)
+
+    if side.startswith("ours"):
+        import penstock.data.loader  # noqa: F401  (code is not what a loader holds)
+
+    files = [folder / "rows.bin", *(each for each in (folder / PEER).rglob("*") if each.is_file())]
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+    name, _, order = side.partition(":")
+    numbers, first_s = [], 0.0
+    with Memory() as held:
+        started = time.perf_counter()
+        made = Ours(folder, size, 7, order, memory) if order else PEERS[name](folder, size, 7)
+        for batch in made:
+            took = time.perf_counter() - started
+            first_s = first_s or took
+            numbers.append(batch[:, :8].copy().view(np.int64)[:, 0])
+            if took > seconds:
+                break
+        took = time.perf_counter() - started
+        cached = cached_bytes(files)
+    delivered = np.concatenate(numbers)
+    total = (folder / "rows.bin").stat().st_size // size
+    result = {
+        "samples_per_s": round(len(delivered) / took),
+        "gb_per_s": round(len(delivered) * size / took / 1e9, 4),
+        "delivered_bytes": len(delivered) * size,
+        "first_batch_s": round(first_s, 3),
+        "anonymous_mib": round(held.most / 2**20, 1),
+        "page_cache_mib": round(cached / 2**20, 1),
+        "delivered_share": round(len(delivered) / total, 3),
+        "each_once": len(np.unique(delivered)) == len(delivered),
+        "spread": round(spread(delivered, total, batch_of(size)), 3),
+    }
+    if order:
+        result["stated_mib"] = round(made.loader.held_bytes / 2**20, 1)
+        result["order"] = made.loader.order.to_json()
+        made.loader.close()
+    return result
+
+
+def spread(samples, total, batch):
+    """Of 1000 regions of the set, how many a batch touches, over what is expected."""
+    regions = min(1000, total)
+    rows = np.sort(samples[: len(samples) // batch * batch].reshape(-1, batch) * regions // total)
+    touched = 1 + (np.diff(rows, axis=1) != 0).sum(axis=1)
+    return float(touched.mean() / (regions * (1 - (1 - 1 / regions) ** batch)))
+
+
+def device(folder, size, seconds, sequential):
+    """What the kernel delivers to one thread with 4 MiB in 4 requests, or 256 requests, under way."""
+    from penstock.io.batch import _EVENT, _IOCB
+    from penstock.io.context import Context
+    from penstock.io.mapping import Mapping
+
+    length = min(size, 1 << 20) if not sequential else 1 << 20
+    depth = min(256, max(8, (64 << 20) // length))
+    descriptor = os.open(folder / "rows.bin", os.O_RDONLY | os.O_DIRECT)
+    places = os.fstat(descriptor).st_size // length
+    length_read = -(-length // 4096) * 4096
+    order = np.arange(places) if sequential else np.random.default_rng(1).permutation(places)
+    memory, context = Mapping(-(-depth * length_read // (2 << 20)) * (2 << 20)), Context(depth)
+    memory.populate(0, memory.nbytes)
+    blocks, events = np.zeros(depth, _IOCB), np.zeros(depth, _EVENT)
+    blocks["token"], blocks["file"], blocks["nbytes"] = np.arange(depth), descriptor, length_read
+    blocks["address"] = memory.address + np.arange(depth) * length_read
+    pointers = blocks.ctypes.data + np.arange(depth, dtype=np.uint64) * np.uint64(64)
+    free, under_way, position, done = np.arange(depth), 0, 0, 0
+    started = time.perf_counter()
+    while time.perf_counter() - started < seconds:
+        ready = order[np.arange(position, position + len(free)) % places]
+        blocks["offset"][free] = ready * length // 4096 * 4096
+        handed = np.ascontiguousarray(pointers[free])
+        sent = 0
+        while sent < len(free):
+            sent += context.submit(len(free) - sent, handed[sent:].ctypes.data)
+        position, under_way = position + sent, under_way + sent
+        found = context.events(max(1, depth // 8), depth, events.ctypes.data, None)
+        free, under_way, done = (
+            events["token"][:found].astype(np.int64),
+            under_way - found,
+            done + found,
+        )
+    took = time.perf_counter() - started
+    while under_way:
+        under_way -= context.events(1, depth, events.ctypes.data, None)
+    context.close()
+    os.close(descriptor)
+    return {"gb_per_s": round(done * length / took / 1e9, 3), "requests_per_s": round(done / took)}
+
+
+def main():
+    job = json.loads(sys.argv[1])
+    folder, size = Path(job["folder"]), job["size"]
+    if job.get("cgroup"):
+        Path(job["cgroup"], "cgroup.procs").write_text(str(os.getpid()))
+    if job["op"] == "make":
+        if job["side"] in MAKERS:
+            MAKERS[job["side"]](folder, size)
+        result = {}
+    elif job["op"] == "device":
+        result = device(folder, size, job["seconds"], job["side"] == "sequential")
+    else:
+        result = measure(folder, job["side"], size, job["seconds"], job["memory"])
+    sys.stdout.write("RESULT " + json.dumps(result) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # some peers leave threads behind that never end
+
+
+if __name__ == "__main__":
+    main()

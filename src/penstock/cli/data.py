@@ -1,0 +1,38 @@
+"""``penstock data``: look at data sets, check them, pack them, measure how fast they are read."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Final
+
+from penstock.cli import data_bench, data_files
+from penstock.cli.command import formatter
+
+_EXAMPLES: Final = """\
+examples:
+  penstock data info /nvme/imagenet
+  penstock data info train.bin --format tokens --option context=1024
+  penstock data verify shards/ --decode
+  penstock data pack images/ images.pstk
+  penstock data bench images.pstk --batch 64 --memory 64MiB"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of ``penstock data``."""
+    made = argparse.ArgumentParser(
+        prog="penstock data",
+        description="Data sets that stay on flash.",
+        epilog=_EXAMPLES,
+        formatter_class=formatter,
+        allow_abbrev=False,
+    )
+    what = made.add_subparsers(metavar="WHAT", required=True)
+    data_files.add_parsers(what)
+    data_bench.add_parser(what)
+    return made
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Do what was asked for."""
+    code: int = options.execute(options)
+    return code

@@ -1,0 +1,196 @@
+"""``penstock data bench``: how fast a data set is read, in each order, beside what the device gives."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import numpy as np
+from rich.console import RenderableType
+
+from penstock import __version__
+from penstock.cli.command import add_common, formatter, size
+from penstock.cli.data_files import add_data_options, open_data_set
+from penstock.cli.output import show, write_json
+from penstock.core.errors import ConfigError
+from penstock.core.units import format_bandwidth, format_bytes, format_duration, parse_bytes
+from penstock.data.assemble import Assembler
+from penstock.data.build import Opened
+from penstock.data.depth import Depth
+from penstock.data.order import Epoch, Share
+from penstock.data.plant import Plant, choose_order
+from penstock.data.quality import quality_of
+from penstock.data.stream import Stream, Tally
+from penstock.observe.summary_text import add_row, grid
+
+ORDERS: Final = ("sequential", "window", "full")
+_UNDER_WAY: Final = 4
+"""Groups that the engine has at once, in measuring the device."""
+_GROUP_BYTES: Final = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speed:
+    """One order, read for some seconds."""
+
+    order: str
+    samples_per_s: float
+    bytes_per_s: float
+    first_batch_s: float
+    held_bytes: int
+    device_bytes_per_s: float
+    """The engine alone, the same samples in the same order: nothing is decoded or copied."""
+    ratio: float
+    displacement: float
+    """Of the order, over that of a true shuffle; as the next two."""
+    spread: float
+    separation: float
+
+
+def add_parser(what: Any) -> None:
+    """Add ``bench`` to the subcommands of ``penstock data``."""
+    made = what.add_parser(
+        "bench",
+        help="how fast it is read, in each order, beside what the device gives",
+        description="Read a data set in each order for some seconds, as training would, and beside it"
+        " by the engine alone.",
+        formatter_class=formatter,
+        allow_abbrev=False,
+    )
+    add_data_options(made)
+    made.add_argument("--batch", type=int, default=64, metavar="N", help="samples in a batch (64)")
+    made.add_argument("--memory", type=size, default="64MiB", metavar="SIZE", help="(64MiB)")
+    made.add_argument("--seconds", type=float, default=3.0, help="for each order (3)")
+    made.add_argument("--decode", action="store_true", help="decode; else bytes are only copied")
+    add_common(made, json_help="print one JSON document on standard output")
+    made.set_defaults(execute=_execute)
+
+
+def _execute(options: argparse.Namespace) -> int:
+    if options.seconds <= 0:
+        raise ConfigError(f"--seconds is {options.seconds}, it must be more than 0")
+    opened = open_data_set(options)
+    memory = parse_bytes(options.memory, what="--memory")
+    speeds = [
+        measure(opened, kind, options.batch, memory, options.seconds, decode=options.decode)
+        for kind in ORDERS
+    ]
+    if options.json:
+        write_json(
+            {
+                "schema": 1,
+                "penstock": __version__,
+                "path": opened.root,
+                "batch": options.batch,
+                "memory_bytes": memory,
+                "orders": [asdict(speed) for speed in speeds],
+            },
+            sys.stdout,
+        )
+    else:
+        show(_text(opened, speeds), sys.stdout)
+    return 0
+
+
+def measure(
+    opened: Opened, kind: str, batch: int, memory: int, seconds: float, *, decode: bool
+) -> Speed:
+    """One order, by a loader and by the engine alone."""
+    how = "auto" if decode else "raw"
+    values = Assembler(opened.index, opened.root, how, collate=list)  # type: ignore[arg-type]
+    plant = Plant(opened, memory, waiting_bytes=3 * batch * values.decoded_bytes())
+    room = plant.ring.limit_bytes
+    order = choose_order(kind, opened.index, room, seed=0, batch_size=batch, world=1)
+    epoch = Epoch(order, opened.index.samples, 0)
+    try:
+        device = _device(plant, epoch, seconds)
+        tally, first_s, took_s = _loader(plant, epoch, values, batch, seconds)
+        held = plant.held_bytes
+    finally:
+        values.close()
+        plant.close()
+    count = min(opened.index.samples, 1 << 18)
+    quality = quality_of(epoch.at(np.arange(count)), total=opened.index.samples, batch_size=batch)
+    return Speed(
+        order=order.kind,
+        samples_per_s=tally.samples / took_s,
+        bytes_per_s=tally.data_bytes / took_s,
+        first_batch_s=first_s,
+        held_bytes=held,
+        device_bytes_per_s=device,
+        ratio=tally.data_bytes / took_s / device,
+        **{name: _plain(value) for name, value in asdict(quality).items()},
+    )
+
+
+def _loader(
+    plant: Plant, epoch: Epoch, values: Assembler, batch: int, seconds: float
+) -> tuple[Tally, float, float]:
+    tally, first_s = Tally(), 0.0
+    started = time.perf_counter()
+    took = 0.0
+    while took < seconds:
+        steps = Share(batch_size=batch).steps(epoch.samples, 0)
+        stream = Stream(plant.reader, epoch, steps, values, depth=Depth(), tally=tally)
+        while took < seconds and stream.take() is not None:
+            took = time.perf_counter() - started
+            first_s = first_s or took
+        stream.close()
+    return tally, first_s, took
+
+
+def _device(plant: Plant, epoch: Epoch, seconds: float) -> float:
+    """Bytes of samples per second that the engine delivers to the ring."""
+    index = plant.reader.opened.index
+    mean = max(1, index.data_bytes // index.samples)
+    room = plant.ring.limit_bytes // _UNDER_WAY
+    count = max(1, min(_GROUP_BYTES // mean, room // (mean + 8192)))
+    if epoch.order.kind == "window":
+        count = epoch.order.window_samples  # chosen so that two fit
+    waiting, moved, position = deque[Any](), 0, 0
+    started = time.perf_counter()
+    took = 0.0
+    while took < seconds:
+        stop = min(position + count, epoch.samples)
+        plan = plant.reader.plan(epoch.at(np.arange(position, stop)))
+        while (pending := plant.reader.start(plan)) is None:
+            moved += _finish(waiting.popleft())
+        waiting.append(pending)
+        position = 0 if stop == epoch.samples else stop
+        took = time.perf_counter() - started
+    while waiting:
+        moved += _finish(waiting.popleft())
+    return moved / (time.perf_counter() - started)
+
+
+def _finish(pending: Any) -> int:
+    group = pending.wait("raise")
+    nbytes = int(np.maximum(group.nbytes, 0).sum())
+    group.free()
+    return nbytes
+
+
+def _plain(value: float) -> float:
+    return value if value == value else 0.0  # noqa: PLR0124  (nan: too few samples to tell)
+
+
+def _text(opened: Opened, speeds: list[Speed]) -> RenderableType:
+    columns = ("order", "samples/s", "loader", "device", "ratio", "first batch", "held", "spread")
+    table = grid(f"{opened.root}: {opened.index.format}", columns)
+    for each in speeds:
+        add_row(
+            table,
+            each.order,
+            f"{each.samples_per_s:.0f}",
+            format_bandwidth(each.bytes_per_s),
+            format_bandwidth(each.device_bytes_per_s),
+            f"{each.ratio:.2f}",
+            format_duration(each.first_batch_s),
+            format_bytes(each.held_bytes),
+            f"{each.spread:.2f}",
+        )
+    return table

@@ -1,0 +1,194 @@
+"""``penstock data info``, ``verify`` and ``pack``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from penstock import __version__
+from penstock.cli.command import add_common, formatter
+from penstock.cli.output import say, show, write_json
+from penstock.core.errors import ConfigError
+from penstock.core.units import format_bandwidth, format_bytes, parse_bytes
+from penstock.data.build import Opened, open_index
+from penstock.data.packing import pack
+from penstock.data.verify import verify
+from penstock.observe.summary_text import add_row, grid
+
+_TELL_EVERY_S = 5.0
+
+
+def add_parsers(what: Any) -> None:
+    """Add the three to the subcommands of ``penstock data``."""
+    _add(what, "info", "what a data set has, and where; builds its index", _info)
+    made = _add(
+        what, "verify", "read everything, and compare checksums where there are any", _verify
+    )
+    made.add_argument("--decode", action="store_true", help="decode each sample, too")
+    made = _add(what, "pack", "write a data set as one packed file", _pack)
+    made.add_argument("out", metavar="OUT.pstk", help="the file to write; must not exist")
+    made.add_argument(
+        "--align", metavar="SIZE", help="what records begin at multiples of (4096, or 64 if small)"
+    )
+
+
+def add_data_options(parser: argparse.ArgumentParser) -> None:
+    """Add what says which data set."""
+    parser.add_argument("path", metavar="PATH", help="a file or a directory")
+    parser.add_argument("--format", help="if it is not told by the names")
+    parser.add_argument(
+        "--option", metavar="NAME=VALUE", action="append", default=[],
+        help="of the format, as context=1024; again for each",
+    )  # fmt: skip
+    parser.add_argument("--index-dir", metavar="DIR", help="where the index is kept")
+    parser.add_argument("--rebuild", action="store_true", help="build the index anew")
+
+
+def open_data_set(options: argparse.Namespace) -> Opened:
+    """The data set that the options name; a long build tells how far it is."""
+    with progress("index") as tell:
+        return open_index(
+            options.path,
+            format_name=options.format,
+            options=format_options(options.option),
+            index_dir=options.index_dir,
+            rebuild=options.rebuild,
+            progress=tell,
+        )
+
+
+def format_options(settings: list[str]) -> dict[str, Any]:
+    """``NAME=VALUE`` parsed. Raises ConfigError."""
+    found: dict[str, Any] = {}
+    for setting in settings:
+        name, sign, value = setting.partition("=")
+        if not sign:
+            raise ConfigError(f"--option {setting!r} has no value; write it as context=1024")
+        try:
+            found[name.strip()] = json.loads(value)
+        except ValueError:
+            found[name.strip()] = value.strip()
+    return found
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[float], None]]:
+    """A function that says on standard error, now and then, how far it is."""
+    told_s = time.monotonic()
+
+    def tell(share: float) -> None:
+        nonlocal told_s
+        if time.monotonic() - told_s >= _TELL_EVERY_S:
+            told_s = time.monotonic()
+            say(f"{what}: {share:.0%}")
+
+    yield tell
+
+
+def _add(
+    what: Any, name: str, text: str, execute: Callable[[argparse.Namespace], int]
+) -> argparse.ArgumentParser:
+    made: argparse.ArgumentParser = what.add_parser(
+        name,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.",
+        formatter_class=formatter,
+        allow_abbrev=False,
+    )
+    add_data_options(made)
+    add_common(made, json_help="print one JSON document on standard output")
+    made.set_defaults(execute=execute)
+    return made
+
+
+def _info(options: argparse.Namespace) -> int:
+    opened = open_data_set(options)
+    facts = facts_of(opened)
+    if options.json:
+        write_json(facts, sys.stdout)
+    else:
+        show(_info_text(facts), sys.stdout)
+    return 0
+
+
+def facts_of(opened: Opened) -> dict[str, Any]:
+    """What is known of a data set: the JSON document of ``info``."""
+    index = opened.index
+    longest, nbytes = index.longest()
+    return {
+        "schema": 1,
+        "penstock": __version__,
+        "path": opened.root,
+        "format": index.format,
+        "samples": index.samples,
+        "fields": list(index.fields),
+        "files": len(index.files),
+        "file_bytes": int(index.files.sizes.sum()),
+        "data_bytes": index.data_bytes,
+        "mean_sample_bytes": index.data_bytes / index.samples,
+        "longest_sample": longest,
+        "longest_sample_bytes": nbytes,
+        "checksums": len(index.sums) > 0,
+        "classes": len(set(index.labels.tolist())),
+        "index_path": opened.index_path,
+        "index_bytes": index.nbytes,
+        "index_built": opened.built,
+        "options": dict(index.options),
+    }
+
+
+def _info_text(facts: dict[str, Any]) -> RenderableType:
+    table = grid(f"{facts['path']}: {facts['format']}", ("", ""))
+    add_row(table, "samples", f"{facts['samples']}")
+    add_row(table, "fields", ", ".join(facts["fields"]))
+    add_row(table, "files", f"{facts['files']}, {format_bytes(facts['file_bytes'])}")
+    add_row(table, "a sample", f"{format_bytes(facts['mean_sample_bytes'])} on average")
+    longest = f"{facts['longest_sample']}, {format_bytes(facts['longest_sample_bytes'])}"
+    add_row(table, "longest", longest)
+    if facts["classes"]:
+        add_row(table, "classes", str(facts["classes"]))
+    add_row(table, "checksums", "yes" if facts["checksums"] else "no")
+    built = "built now" if facts["index_built"] else "was there"
+    add_row(table, "index", f"{format_bytes(facts['index_bytes'])}, {built}: {facts['index_path']}")
+    return table
+
+
+def _verify(options: argparse.Namespace) -> int:
+    opened = open_data_set(options)
+    with progress("verify") as tell:
+        verdict = verify(opened, decode=options.decode, progress=tell)
+    if options.json:
+        document = {"schema": 1, "penstock": __version__, "path": opened.root, **asdict(verdict)}
+        write_json(document, sys.stdout)
+    else:
+        rate = format_bandwidth(verdict.data_bytes / verdict.seconds)
+        compared = "checksums compared" if verdict.checksums else "no checksums to compare"
+        head = f"{verdict.samples} samples read at {rate}, {compared}: {verdict.bad} bad"
+        show(Group(Text(head), *(Text(each) for each in verdict.first_bad)), sys.stdout)
+    return 1 if verdict.bad else 0
+
+
+def _pack(options: argparse.Namespace) -> int:
+    align = None if options.align is None else parse_bytes(_number(options.align), what="--align")
+    opened = open_data_set(options)
+    with progress("pack") as tell:
+        written = pack(opened, options.out, align_bytes=align, progress=tell)
+    if options.json:
+        write_json({"schema": 1, "penstock": __version__, **asdict(written)}, sys.stdout)
+    else:
+        size = format_bytes(written.file_bytes)
+        show(Text(f"{written.records} records, {size}: {written.path}"), sys.stdout)
+    return 0
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.isascii() and text.isdigit() else text

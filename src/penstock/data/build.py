@@ -1,0 +1,134 @@
+"""Finding, building and checking a data set's index."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.core import knobs
+from penstock.core.errors import ConfigError, DatasetError, transfer_error
+from penstock.data.files import FileTable, list_files
+from penstock.data.formats import FORMATS, Format, Job, Progress
+from penstock.data.index import Index
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Opened:
+    """A data set whose index is there."""
+
+    root: str
+    index: Index
+    index_path: str
+    built: bool
+    """Whether the index was built now."""
+
+
+def open_index(
+    paths: Paths,
+    *,
+    format_name: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    index_dir: str | os.PathLike[str] | None = None,
+    rebuild: bool = False,
+    progress: Progress = lambda _: None,
+) -> Opened:
+    """Find a data set's index, or build it.
+
+    Args:
+        paths: A file, a directory, or files.
+        format_name: Of :data:`FORMATS`; None: told by the files' names.
+        options: Of the format.
+        index_dir: Where the index is kept; the directory ``PENSTOCK_CACHE`` if None.
+        rebuild: Build it anew.
+        progress: Told the share that is done, 0 to 1, while it is built.
+
+    Raises:
+        ConfigError: An unknown format or option, or a package that is missing.
+        DatasetError: A damaged data set, or one that changed since; says what changed.
+        ChecksumError: The index, or a packed set's header or tables, are damaged.
+        TransferError: Something cannot be read or written.
+    """
+    root, names, listed = _names(paths)
+    found = _format(format_name, root, names)
+    if listed:
+        names = [name for name in names if found.accept(os.path.basename(name))]
+    if not names:
+        raise DatasetError(f"{root!r} has no file of the format {found.name}")
+    chosen = _options(found, options or {})
+    path = _index_path(index_dir, root, None if listed else names, found.name, chosen)
+    if not rebuild and os.path.exists(path):
+        index = Index.load(path)
+        index.files.check(root, names if listed else None)
+        return Opened(root=root, index=index, index_path=path, built=False)
+    job = Job(root=root, names=names, options=chosen, progress=progress)
+    table = FileTable.of(root, names)
+    try:
+        index = found.build(job).build(table, chosen)
+    except FileNotFoundError as error:
+        raise DatasetError(f"a file vanished while the index was built: {error}") from error
+    table.check(root, None)  # nobody wrote to them meanwhile
+    index.save(path)
+    return Opened(root=root, index=index, index_path=path, built=True)
+
+
+def _names(paths: Paths) -> tuple[str, list[str], bool]:
+    """(root, names, whether they are a directory's)."""
+    if isinstance(paths, str | os.PathLike):
+        path = os.path.abspath(paths)
+        if os.path.isdir(path):
+            return path, list_files(path, lambda _: True), True
+        paths = [path]
+    files = [os.path.abspath(each) for each in paths]
+    missing = [each for each in files if not os.path.isfile(each)]
+    if missing or not files:
+        raise DatasetError(f"data set {missing[0]!r} is missing" if missing else "no file is named")
+    root = os.path.commonpath([os.path.dirname(each) for each in files])
+    return root, [os.path.relpath(each, root) for each in files], False
+
+
+def _format(name: str | None, root: str, names: Sequence[str]) -> Format:
+    if name is not None:
+        if name not in FORMATS:
+            raise ConfigError(f"format {name!r} is none of {', '.join(FORMATS)}")
+        return FORMATS[name]
+    for found in FORMATS.values():
+        if any(found.accept(os.path.basename(each)) for each in names):
+            return found
+    raise DatasetError(
+        f"the format of {root!r} ({len(names)} files) cannot be told by their names; name it, one of"
+        f" {', '.join(FORMATS)}"
+    )
+
+
+def _options(found: Format, given: Mapping[str, Any]) -> dict[str, Any]:
+    unknown = sorted(set(given) - set(found.options))
+    if unknown:
+        known = ", ".join(found.options) or "none"
+        raise ConfigError(f"the format {found.name} has no option {unknown[0]!r}; it has {known}")
+    return {**found.options, **given}
+
+
+def _index_path(
+    directory: str | os.PathLike[str] | None,
+    root: str,
+    names: Sequence[str] | None,
+    format_name: str,
+    options: Mapping[str, Any],
+) -> str:
+    folder = knobs.cache_directory() if directory is None else os.fspath(directory)
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise transfer_error(
+            errno=error.errno or 5, op="create", path=folder, offset_bytes=0, nbytes=0
+        ) from error
+    what = json.dumps([root, names, format_name, options], sort_keys=True, default=str)
+    key = hashlib.blake2b(what.encode("utf-8", "surrogateescape"), digest_size=10).hexdigest()
+    return os.path.join(folder, f"{os.path.basename(root) or 'root'}-{key}.index")

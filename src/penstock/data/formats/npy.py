@@ -1,0 +1,62 @@
+"""NumPy's ``.npy``: a sample is a row, ``array[i]``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+from numpy.lib import format as npy
+
+from penstock.core.errors import DatasetError
+from penstock.data.formats.base import Job, truncated
+from penstock.data.index import IndexBuilder
+
+
+class Npy:
+    """``.npy`` files, all of one dtype and row shape."""
+
+    name: Final = "npy"
+    options: Mapping[str, Any] = {}
+
+    def accept(self, name: str) -> bool:
+        """By suffix."""
+        return name.endswith(".npy")
+
+    def build(self, job: Job) -> IndexBuilder:
+        """A regular run for each file."""
+        builder = IndexBuilder(self.name, ("array",))
+        for number, path in enumerate(job.paths()):
+            start, shape, dtype = _header(path)
+            facts = {"dtype": dtype.str, "shape": list(shape[1:])}
+            if builder.meta and builder.meta != facts:
+                raise DatasetError(f"{path!r} has rows {facts}, the files before it {builder.meta}")
+            builder.meta = facts
+            nbytes = dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
+            size, needs = os.path.getsize(path), start + shape[0] * nbytes
+            if size < needs:
+                raise truncated(path, size, needs, f"its array of shape {shape}")
+            builder.regular(number, shape[0], (start, nbytes, nbytes))
+            job.done(number + 1)
+        return builder
+
+
+def _header(path: str) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
+    with open(path, "rb") as file:
+        try:
+            version = npy.read_magic(file)
+            read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+            shape, fortran, dtype = read(file)
+        except ValueError as error:
+            raise DatasetError(f"{path!r} is no .npy file: {error}") from error
+        start = file.tell()
+    if fortran and len(shape) > 1:
+        raise DatasetError(
+            f"{path!r} is in Fortran order: its rows are not in one piece; save it in C"
+        )
+    if dtype.hasobject or not shape:
+        raise DatasetError(
+            f"{path!r} holds {dtype} of shape {shape}: its samples are no ranges of bytes"
+        )
+    return start, shape, dtype

@@ -1,0 +1,89 @@
+"""WebDataset shards: consecutive members of a tar archive with one key make a sample."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from array import array
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from penstock.core.errors import DatasetError
+from penstock.data.formats.base import Job, truncated
+from penstock.data.index import IndexBuilder
+
+
+class Tar:
+    """Uncompressed ``.tar`` files. A field is a name's extension, from the first dot on."""
+
+    name: Final = "webdataset"
+    options: Mapping[str, Any] = {}
+
+    def accept(self, name: str) -> bool:
+        """By suffix."""
+        return name.endswith(".tar")
+
+    def build(self, job: Job) -> IndexBuilder:
+        """A table for each shard."""
+        fields: dict[str, int] = {}
+        shards = []
+        for number, path in enumerate(job.paths()):
+            shards.append(_members(path, fields))
+            job.done(number + 1)
+        builder = IndexBuilder(self.name, tuple(fields))
+        for number, (samples, which, offsets, sizes) in enumerate(shards):
+            count = samples[-1] + 1 if len(samples) else 0
+            where = np.zeros((count, len(fields)), np.int64)
+            length = np.full((count, len(fields)), -1, np.int64)
+            rows = np.frombuffer(samples, np.int64), np.frombuffer(which, np.int64)
+            where[rows] = np.frombuffer(offsets, np.int64)
+            length[rows] = np.frombuffer(sizes, np.int64)
+            builder.table(number, where, length)
+        return builder
+
+
+def _members(path: str, fields: dict[str, int]) -> tuple[Any, Any, Any, Any]:
+    """Of each member: number of its sample, number of its field, offset, size."""
+    columns = tuple(array("q") for _ in range(4))
+    sample, last = -1, None
+    seen = set[str]()
+    for key, name, offset, size in _walk(path):
+        if key != last or name in seen:
+            sample, last, seen = sample + 1, key, set()
+        seen.add(name)
+        field = fields.setdefault(name, len(fields))
+        for column, value in zip(columns, (sample, field, offset, size), strict=True):
+            column.append(value)
+    return columns[0], columns[1], columns[2], columns[3]
+
+
+def _walk(path: str) -> Iterator[tuple[str, str, int, int]]:
+    size = os.path.getsize(path)
+    try:
+        with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            while (member := archive.next()) is not None:
+                archive.members = []  # type: ignore[attr-defined]  # it would remember them all
+                if not member.isreg():
+                    continue
+                end = member.offset_data + member.size
+                if end > size:
+                    raise truncated(path, size, end, f"its member {member.name!r}")
+                folder, _, base = member.name.rpartition("/")
+                key, dot, extension = base.partition(".")
+                yield (
+                    f"{folder}/{key}",
+                    extension if dot else "data",
+                    member.offset_data,
+                    member.size,
+                )
+            if archive.offset >= size:
+                raise truncated(path, size, size + 1024, "the mark at its end")
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    except tarfile.TarError as error:
+        raise DatasetError(
+            f"{path!r} is no whole, uncompressed tar archive ({error}): if it is truncated copy it again,"
+            " if it is compressed decompress it"
+        ) from error

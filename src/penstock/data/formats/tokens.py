@@ -1,0 +1,63 @@
+"""Raw token files, as nanoGPT's: a sample is a context of tokens and the one that follows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from penstock.core.errors import ConfigError, DatasetError
+from penstock.data.formats.base import Job
+from penstock.data.index import IndexBuilder
+
+
+class Tokens:
+    """``.bin`` or ``.tok`` files of one integer after another."""
+
+    name: Final = "tokens"
+    options: Mapping[str, Any] = {
+        "dtype": "uint16",
+        "context": None,
+        "stride": None,
+        "extra": 1,
+        "header_bytes": 0,
+    }
+
+    def accept(self, name: str) -> bool:
+        """By suffix."""
+        return name.endswith((".bin", ".tok", ".tokens"))
+
+    def build(self, job: Job) -> IndexBuilder:
+        """A regular run for each file; windows do not reach from one to the next."""
+        context, extra = job.options["context"], job.options["extra"]
+        stride = context if job.options["stride"] is None else job.options["stride"]
+        if not isinstance(context, int) or min(context, stride) < 1 or extra < 0:
+            raise ConfigError(
+                f"a token file needs context=..., the tokens of a sample (and stride=..., context if not"
+                f" given; extra=..., tokens beyond, 1): {dict(job.options)}"
+            )
+        dtype = _dtype(job.options["dtype"])
+        builder = IndexBuilder(self.name, ("tokens",))
+        builder.meta = {"dtype": dtype.str, "shape": [context + extra]}
+        length = (context + extra) * dtype.itemsize
+        for number, path in enumerate(job.paths()):
+            start = job.options["header_bytes"]
+            room = os.path.getsize(path) - start
+            if room % dtype.itemsize:
+                raise DatasetError(f"{path!r}: {room} bytes are no whole number of {dtype}")
+            count = max(0, (room - length) // (stride * dtype.itemsize) + 1)
+            builder.regular(number, count, (start, stride * dtype.itemsize, length))
+            job.done(number + 1)
+        return builder
+
+
+def _dtype(name: Any) -> np.dtype[Any]:
+    try:
+        dtype: np.dtype[Any] = np.dtype(name)
+    except TypeError as error:
+        raise ConfigError(f"dtype {name!r} of tokens is unknown") from error
+    if dtype.kind not in "ui":
+        raise ConfigError(f"dtype {name!r} of tokens is no integer")
+    return dtype

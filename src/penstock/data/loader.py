@@ -1,0 +1,226 @@
+"""A loader that reads ahead as far as the training needs, in memory that is bounded."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import default_collate
+
+from penstock.core.errors import ClosedError, PenstockWarning
+from penstock.data.dataset import FlashDataset, _from_state, _state
+from penstock.data.depth import Depth
+from penstock.data.order import Epoch, Order, Share, Tail
+from penstock.data.plant import Plant, choose_order
+from penstock.data.stream import Stream, Tally
+from penstock.data.values import nbytes_of, pinned, to_torch
+
+
+class FlashLoader:
+    """Batches of a :class:`FlashDataset`, each sample once per epoch.
+
+    Iterate over it once for each epoch. In the background one thread reads and decodes; how far ahead is
+    tuned, so that nobody waits for it with the least memory. What it delivers depends on (seed, epoch)
+    only, in any number of ranks.
+
+    Attributes:
+        epoch: Of the pass that is under way, or of the next.
+        order: In which samples are delivered.
+    """
+
+    def __init__(
+        self,
+        dataset: FlashDataset,
+        batch_size: int,
+        *,
+        order: str | Order = "auto",
+        seed: int = 0,
+        rank: int | None = None,
+        world: int | None = None,
+        tail: Tail = "uneven",
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        decode_threads: int = 1,
+        decode_processes: int = 0,
+        pin_memory: bool = False,
+        ready: int = 2,
+    ) -> None:
+        """Say what to deliver; nothing is read yet.
+
+        Args:
+            dataset: The data set, with its memory.
+            batch_size: Samples in a batch of one rank.
+            order: ``auto``: a full shuffle where flash delivers it at full speed, else windows; ``full``,
+                ``window``, ``sequential``; or an :class:`Order`.
+            seed: Of the order.
+            rank: Which of the world's processes this is; torch.distributed's if None.
+            world: How many there are, likewise.
+            tail: The last step, if too few samples are left: ``uneven``, ``drop`` or ``pad``.
+            collate_fn: Makes a batch of decoded samples; not used where batches are arrays.
+            decode_threads: That decode a batch together.
+            decode_processes: The same in processes, for functions that hold the interpreter's lock.
+            pin_memory: Batches in page-locked memory, for CUDA.
+            ready: Most decoded batches to have waiting.
+
+        Raises:
+            ConfigError: Something makes no sense.
+            BudgetError: There is too little memory.
+        """
+        if rank is None or world is None:
+            inside = dist.is_available() and dist.is_initialized()
+            rank = (dist.get_rank() if inside else 0) if rank is None else rank
+            world = (dist.get_world_size() if inside else 1) if world is None else world
+        self.dataset = dataset
+        self.share = Share(batch_size=batch_size, rank=rank, world=world, tail=tail)
+        self._assembler = dataset.assembler(
+            collate_fn, threads=decode_threads, processes=decode_processes
+        )
+        self._bfloat16 = dataset.bfloat16_fields(self._assembler)
+        self._ready = max(1, ready)
+        self._waiting = self._ready + 1  # one is being made
+        known_bytes = self._assembler.decoded_bytes() * batch_size
+        self._plant: Plant | None = dataset.plant(known_bytes * self._waiting)
+        ring_bytes = self._plant.ring.limit_bytes
+        self.order = (
+            order
+            if isinstance(order, Order)
+            else choose_order(
+                order, dataset.index, ring_bytes, seed=seed, batch_size=batch_size, world=world
+            )
+        )
+        self.epoch = 0
+        self._consumed = 0
+        self._resume = False
+        self._pin = pin_memory and torch.cuda.is_available()
+        if pin_memory and not self._pin:
+            warnings.warn(
+                "pin_memory is set, but there is no CUDA device: batches are in plain memory",
+                PenstockWarning,
+                stacklevel=2,
+            )
+        self._depth = Depth()
+        self._tally = Tally()
+        self._stream: Stream | None = None
+
+    def __len__(self) -> int:
+        """Batches of this rank in an epoch."""
+        return self.share.count(len(self.dataset))
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of an epoch; of what is left of it, after ``load_state_dict``.
+
+        Raises:
+            TransferError: A sample cannot be read (``on_error="raise"``).
+            ChecksumError: A sample is damaged (likewise).
+            DatasetError: A sample does not decode, or a file is missing.
+            BudgetError: A batch does not fit; names its longest sample.
+            WorkerError: A decoding process was killed.
+            ClosedError: The loader is closed.
+        """
+        self._end_stream()
+        if not self._resume:
+            self._consumed = 0
+        self._resume = False
+        stream = self._stream = self._begin()
+        return self._batches(stream)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass is of this epoch, from its beginning; else epochs are counted."""
+        self.epoch, self._consumed, self._resume = epoch, 0, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the training has come: a few numbers. Batches that only wait do not count."""
+        return _state(self.order, self.epoch, self._consumed, len(self.dataset))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next pass goes on from there, in any world, with the order of the state.
+
+        Raises:
+            ConfigError: It is of another data set, or of a later version.
+        """
+        self._end_stream()
+        self.order, self.epoch, self._consumed = _from_state(state, len(self.dataset))
+        self._resume = True
+
+    @property
+    def demand_bytes_per_s(self) -> float:
+        """What the training takes, by the bytes of its batches and the time of its steps."""
+        if not self._tally.batches or not self._depth.step_s:
+            return 0.0
+        return self._tally.data_bytes / self._tally.batches / self._depth.step_s
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are held now, in index, ring, and batches that wait."""
+        return self._plant.held_bytes if self._plant is not None else 0
+
+    def stats(self) -> dict[str, Any]:
+        """What it has done so far; figures are of this rank."""
+        return {
+            **asdict(self._tally),
+            "read_bytes": self._plant.reader.read_bytes if self._plant is not None else 0,
+            "held_bytes": self.held_bytes,
+            "memory_bytes": self.dataset.memory_bytes,
+            "demand_bytes_per_s": self.demand_bytes_per_s,
+            "batches_ahead": self._depth.batches,
+            "step_s": self._depth.step_s,
+            "waits": self._depth.waits,
+        }
+
+    def close(self) -> None:
+        """End the thread, and give back memory and files. Idempotent."""
+        self._end_stream()
+        self._assembler.close()
+        plant, self._plant = self._plant, None
+        if plant is not None:
+            plant.close()
+
+    def __enter__(self) -> FlashLoader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _begin(self) -> Stream:
+        if self._plant is None:
+            raise ClosedError("this loader is closed; make another")
+        samples = len(self.dataset)
+        return Stream(
+            self._plant.reader,
+            Epoch(self.order, samples, self.epoch),
+            self.share.steps(samples, self._consumed),
+            self._assembler,
+            depth=self._depth,
+            tally=self._tally,
+            policy=self.dataset.on_error,
+            ready=self._ready,
+            on_value=self._finish,
+        )
+
+    def _finish(self, value: Any) -> Any:
+        assert self._plant is not None, "the stream ends before the plant"
+        value = to_torch(value, self._bfloat16)
+        if self._pin:
+            value = pinned(value)
+        self._plant.set_aside(nbytes_of(value) * self._waiting)
+        return value
+
+    def _batches(self, stream: Stream) -> Iterator[Any]:
+        try:
+            while (delivery := stream.take()) is not None:
+                self._consumed = delivery.step.consumed
+                if delivery.value is not None:
+                    yield delivery.value
+        except BaseException:
+            self._end_stream(stream)
+            raise
+        self._end_stream(stream)
+        self.epoch, self._consumed = self.epoch + 1, 0
+
+    def _end_stream(self, stream: Stream | None = None) -> None:
+        if self._stream is not None and stream in (None, self._stream):
+            ended, self._stream = self._stream, None
+            ended.close()

@@ -1,0 +1,159 @@
+"""What reads for one process: an engine, a ring and a reader, within the memory that the user gave."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Final
+
+from penstock.core.errors import BudgetError
+from penstock.core.units import format_bytes, round_down
+from penstock.data.build import Opened
+from penstock.data.index import Index
+from penstock.data.order import Kind, Order
+from penstock.data.reader import Reader
+from penstock.data.ring import Ring
+from penstock.io.aio import default_engine
+from penstock.io.engine import Engine
+from penstock.io.mapping import PAGE_BYTES
+
+CHUNK_BYTES: Final = 128 << 10
+"""Random reads of this length are about as fast as sequential ones."""
+_WINDOW_SHARE: Final = 0.45
+"""Of the ring: the next window arrives while one is used."""
+_DEPTH: Final = 4
+_WORKINGS_SHARE: Final = 1 / 16
+"""Of the memory: for plans, the kernel's blocks, and what the allocator does not reuse at once."""
+
+
+class Plant:
+    """The memory of a loader, and what fills it. Not inherited by fork.
+
+    Attributes:
+        reader: Reads.
+        ring: Its memory.
+        memory_bytes: The user's number: index, ring and batches that wait are within it.
+        waiting_bytes: Set aside for batches that are decoded and wait.
+    """
+
+    def __init__(
+        self,
+        opened: Opened,
+        memory_bytes: int,
+        *,
+        engine: Engine | None = None,
+        verify: bool = True,
+        waiting_bytes: int = 0,
+        sharers: int = 1,
+    ) -> None:
+        """Reserve memory; it becomes resident as it is needed.
+
+        Args:
+            opened: The data set.
+            memory_bytes: All that may be held.
+            engine: To be shared, and not closed here; one of its own if None.
+            verify: Compare checksums.
+            waiting_bytes: Set aside for batches that are decoded and wait.
+            sharers: Processes that share ``memory_bytes``, each with an index of its own.
+
+        Raises:
+            BudgetError: There is nothing left for the ring.
+        """
+        self.memory_bytes = memory_bytes // sharers
+        self.waiting_bytes = waiting_bytes
+        self._index = opened.index
+        self._check()
+        self.ring = Ring(self._room())
+        self._own = default_engine(_DEPTH) if engine is None else None
+        self.engine = engine if self._own is None else self._own
+        assert self.engine is not None
+        self.reader = Reader(
+            opened, self.ring, self.engine, verify=verify, memory_bytes=self.memory_bytes
+        )
+        self.pid = os.getpid()
+
+    @property
+    def held_bytes(self) -> int:
+        """What is held now: the index, the ring's resident part, and what is set aside."""
+        workings = int(self.memory_bytes * _WORKINGS_SHARE)
+        return workings + self._index.nbytes + self.ring.held_bytes + self.waiting_bytes
+
+    def set_aside(self, waiting_bytes: int) -> None:
+        """Batches turned out to be so large: the ring makes room. Raises BudgetError: it cannot."""
+        if waiting_bytes <= self.waiting_bytes:
+            return
+        self.waiting_bytes = waiting_bytes
+        self._check()
+        self.ring.limit_bytes = min(self.ring.limit_bytes, round_down(self._room(), PAGE_BYTES))
+
+    def close(self) -> None:
+        """End the engine, if it is our own, and give the memory back. Nothing may be under way."""
+        if os.getpid() != self.pid:
+            return
+        self.reader.close()
+        if self._own is not None:
+            self._own.close()
+        self.ring.close()
+
+    def _room(self) -> int:
+        workings = int(self.memory_bytes * _WORKINGS_SHARE)
+        return self.memory_bytes - workings - self._index.nbytes - self.waiting_bytes
+
+    def _check(self) -> None:
+        if self._room() < PAGE_BYTES:
+            needs = self._index.nbytes + self.waiting_bytes
+            least = int((needs + 2 * PAGE_BYTES) / (1 - _WORKINGS_SHARE))
+            longest, nbytes = self._index.longest()
+            raise BudgetError(
+                f"a loader with {format_bytes(self.memory_bytes)} of memory: its index takes"
+                f" {format_bytes(self._index.nbytes)}, batches that wait"
+                f" {format_bytes(self.waiting_bytes)}, and nothing is left to read into (the longest"
+                f" sample is {longest}, of {nbytes} bytes); give it at least {least} bytes, or make"
+                " batches smaller",
+                slot="index",
+                limit_bytes=self.memory_bytes,
+                least_bytes=least,
+            )
+
+
+def choose_order(
+    kind: Kind | str, index: Index, ring_bytes: int, *, seed: int, batch_size: int, world: int
+) -> Order:
+    """An order for so much memory.
+
+    ``auto`` is a full shuffle where samples are so long that random reads cost nothing, or where all
+    of them fit in memory; else a window. A window has as many chunks as fit in memory twice; with
+    several ranks each has a lane of its own.
+    """
+    mean = max(1, index.data_bytes // index.samples)
+    if kind == "auto":
+        kind = "full" if mean >= CHUNK_BYTES else "window"
+    if kind == "window":
+        room = int(ring_bytes * _WINDOW_SHARE)
+        found = _window(index, room, mean, seed=seed, batch_size=batch_size, world=world)
+        if found is not None:
+            return found
+        kind = "full"
+    return Order(kind=kind, seed=seed)  # type: ignore[arg-type]  # it checks
+
+
+def _window(
+    index: Index, room_bytes: int, mean: int, *, seed: int, batch_size: int, world: int
+) -> Order | None:
+    """None: no window of whole batches fits."""
+    if index.data_bytes <= room_bytes:
+        return None  # the whole set fits
+    for chunk_samples in (max(1, CHUNK_BYTES // mean), 1):
+        chunk_bytes = chunk_samples * mean + 2 * PAGE_BYTES
+        unit = batch_size // math.gcd(chunk_samples, batch_size)
+        chunks = room_bytes // chunk_bytes // unit * unit
+        if chunks > 1:
+            return Order(
+                kind="window",
+                seed=seed,
+                chunk_samples=chunk_samples,
+                window_chunks=chunks * world,
+                lanes=world,
+                stripe_samples=batch_size if world > 1 else 1,
+            )
+    return None

@@ -1,0 +1,398 @@
+"""Samples to memory: where they lie becomes extents, extents become one batch of the engine's.
+
+1. :meth:`Reader.plan`: aligned ranges, those near each other joined: pure.
+2. :meth:`Reader.start`: memory of the ring is taken, and the reads begin; None if there is no room now.
+3. :meth:`Pending.wait`: the samples have arrived; those that could not be read are in ``bad``.
+4. :meth:`Group.free`: whoever used the group has copied, or decoded, what it needs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+import numpy as np
+
+from penstock.core.errors import BudgetError, ChecksumError, ClosedError, DatasetError
+from penstock.core.locks import Lock
+from penstock.core.units import format_bytes, round_up
+from penstock.data.build import Opened
+from penstock.data.index import Ranges
+from penstock.data.permutation import Numbers
+from penstock.data.ring import Ring, Taken
+from penstock.io.engine import Batch, Engine, Priority, Transfer
+from penstock.io.files import MAX_GRANULE_BYTES, DirectFile, open_path
+from penstock.tier import checksums
+
+Policy = Literal["raise", "skip"]
+
+GAP_BYTES: Final = 16384
+"""Reads that are no farther apart are joined: a read more costs as much time as so many bytes."""
+ENTRY_BYTES: Final = 1 << 20
+"""Longer reads are cut: several at once fill the device's queue."""
+_SURCHARGE: Final = 1.1
+"""What is given more is not all for the ring."""
+_MOST_OPEN: Final = 256
+_GRANULE: Final = MAX_GRANULE_BYTES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Plan:
+    """What is to be read for some samples."""
+
+    samples: Numbers
+    ranges: Ranges
+    file: Numbers
+    """Of each extent, as the next two."""
+    begin: Numbers
+    nbytes: Numbers
+    extent: Numbers
+    """``[samples, fields]``: the extent that has it."""
+
+    @property
+    def total_bytes(self) -> int:
+        """What it takes of the ring."""
+        return int(self.nbytes.sum())
+
+    def file_of(self, row: int) -> int:
+        """The file of a sample, by its row."""
+        return int(self.ranges.file[row])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Group:
+    """Samples in memory, until ``free``."""
+
+    samples: Numbers
+    offset: Numbers
+    """``[samples, fields]``: where in ``ring.bytes``."""
+    nbytes: Numbers
+    """``[samples, fields]``; -1: the sample lacks the field."""
+    file: Numbers
+    ring: Ring
+    taken: Taken
+    lock: Lock
+    bad: dict[int, Exception] = field(default_factory=dict)
+    """By row: why it could not be read."""
+
+    def free(self) -> None:
+        """Give the memory back; once."""
+        with self.lock:
+            self.ring.free(self.taken)
+
+
+class Reader:
+    """Reads samples of one data set into one ring. Thread-safe; not inherited by fork.
+
+    Attributes:
+        opened: The data set.
+        read_bytes: What was asked of the device.
+        memory_bytes: What the user gave.
+    """
+
+    def __init__(
+        self,
+        opened: Opened,
+        ring: Ring,
+        engine: Engine,
+        *,
+        verify: bool = True,
+        priority: Priority = Priority.PREFETCH,
+        memory_bytes: int | None = None,
+    ) -> None:
+        """Read by an engine, which is not closed here.
+
+        Args:
+            opened: The data set.
+            ring: Memory.
+            engine: Moves bytes; may be shared with others, whose demands go first.
+            verify: Compare checksums, where the format has them.
+            priority: Of reads that nobody waits for yet.
+            memory_bytes: What the user gave, of which the ring is a part; for messages.
+        """
+        self.opened = opened
+        self.ring = ring
+        self.read_bytes = 0
+        self.memory_bytes = ring.capacity_bytes if memory_bytes is None else memory_bytes
+        self._engine = engine
+        self._verify = verify and len(opened.index.sums) > 0
+        self._priority = priority
+        self._lock = Lock()
+        self._files = OrderedDict[int, DirectFile]()
+        self._pid = os.getpid()
+
+    def plan(self, samples: Numbers) -> Plan:
+        """Which extents some samples need."""
+        ranges = self.opened.index.locate(samples)
+        present = ranges.nbytes > 0
+        rows, _ = np.nonzero(present)
+        starts, lengths = ranges.offset[present], ranges.nbytes[present]
+        begins = starts // _GRANULE * _GRANULE
+        ends = -(-(starts + lengths) // _GRANULE) * _GRANULE
+        file, begin, nbytes, of = _coalesce(ranges.file[rows], begins, ends)
+        extent = np.full(present.shape, -1, np.int64)
+        extent[present] = of
+        return Plan(
+            samples=samples, ranges=ranges, file=file, begin=begin, nbytes=nbytes, extent=extent
+        )
+
+    def start(self, plan: Plan) -> Pending | None:
+        """Begin to read; None: the ring has no room now.
+
+        Raises:
+            BudgetError: It never will; names the longest sample, and the least that would do.
+            DatasetError: A file is missing.
+            TransferError: A file cannot be opened.
+        """
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"this reader belongs to process {self._pid}; a forked child makes its own"
+            )
+        with self._lock:
+            if plan.total_bytes > self.ring.limit_bytes:
+                raise self.too_small(plan)
+            places = self.ring.take(plan.nbytes)
+            if places is None:
+                if not self.ring.used_bytes:
+                    raise self.too_small(plan)
+                return None
+            self.read_bytes += plan.total_bytes
+        try:
+            return self._start(plan, *places)
+        except BaseException:
+            with self._lock:
+                self.ring.free(places[1])
+            raise
+
+    def read(self, samples: Numbers, policy: Policy) -> Group:
+        """Read samples and wait for them; raises as ``start`` and ``Pending.wait``."""
+        pending = self.start(self.plan(samples))
+        assert pending is not None, "who reads one group at a time finds the ring empty"
+        return pending.wait(policy)
+
+    def too_small(self, plan: Plan) -> BudgetError:
+        """The error that these samples do not fit."""
+        totals = np.maximum(plan.ranges.nbytes, 0).sum(axis=1)
+        row = int(totals.argmax())
+        room, needed = self.ring.limit_bytes, plan.total_bytes
+        least = self.memory_bytes + round_up(int((needed - room) * _SURCHARGE), _GRANULE)
+        where = self._where(int(plan.samples[row]), int(plan.ranges.file[row]))
+        return BudgetError(
+            f"{len(plan.samples)} samples that are needed together take {needed} bytes of memory, and"
+            f" of {self.memory_bytes} ({format_bytes(self.memory_bytes)}) there are {room} for them;"
+            f" the longest is {where}, {int(totals[row])} bytes: give at least {least} bytes, or make"
+            " batches smaller",
+            slot=f"sample {int(plan.samples[row])}",
+            limit_bytes=self.memory_bytes,
+            least_bytes=least,
+        )
+
+    def close(self) -> None:
+        """Close the files. Nothing may be under way."""
+        self._files.clear()
+
+    def _start(self, plan: Plan, offsets: Numbers, taken: Taken) -> Pending:
+        base = offsets - plan.begin
+        extent = np.maximum(plan.extent, 0)
+        group = Group(
+            samples=plan.samples,
+            offset=np.where(plan.extent < 0, 0, plan.ranges.offset + base[extent]),
+            nbytes=plan.ranges.nbytes,
+            file=plan.ranges.file,
+            ring=self.ring,
+            taken=taken,
+            lock=self._lock,
+        )
+        if not len(plan.nbytes):
+            return Pending(self, plan, group, None, None)
+        batch = self._batch(plan.file, plan.begin, plan.nbytes, self.ring.address + offsets)
+        return Pending(self, plan, group, batch, self._engine.submit_batch(batch))
+
+    def _batch(self, file: Numbers, begin: Numbers, nbytes: Numbers, address: Numbers) -> Batch:
+        """Long extents are cut into entries."""
+        pieces = -(-nbytes // ENTRY_BYTES)
+        of = np.repeat(np.arange(len(nbytes)), pieces)
+        first = np.cumsum(pieces) - pieces
+        skip = (np.arange(len(of)) - first[of]) * ENTRY_BYTES
+        length = np.minimum(nbytes[of] - skip, ENTRY_BYTES)
+        numbers, which = np.unique(file, return_inverse=True)
+        sizes = self.opened.index.files.sizes[file[of]]
+        return Batch(
+            files=[self._open(int(number)) for number in numbers],
+            which=which[of],
+            offset_bytes=begin[of] + skip,
+            address=address[of] + skip,
+            nbytes=length,
+            least_bytes=np.clip(sizes - begin[of] - skip, 0, length),
+            keep_alive=self.ring,
+            priority=self._priority,
+        )
+
+    def _open(self, number: int) -> DirectFile:
+        """Open a file, or have it open; one that was not used for long may close."""
+        with self._lock:
+            file = self._files.get(number)
+            if file is None:
+                path = os.path.join(self.opened.root, self.opened.index.files.name(number))
+                file = self._files[number] = _open(path)
+                if len(self._files) > _MOST_OPEN:
+                    self._files.popitem(last=False)
+            self._files.move_to_end(number)
+            return file
+
+    def _where(self, sample: int, file: int) -> str:
+        name = self.opened.index.files.name(file)
+        return f"sample {sample} of {os.path.join(self.opened.root, name)!r}"
+
+    # -- for what is pending ----------------------------------------------------------------------
+
+    def _ask_again(self, plan: Plan, group: Group, batch: Batch) -> None:
+        """Of extents that failed, each sample by itself: one that is bad is not to take others along."""
+        spans = [
+            (int(batch.address[e]), int(batch.address[e] + batch.nbytes[e])) for e in batch.errors
+        ]
+        begin = self.ring.address + group.offset
+        for row in range(len(group.samples)):
+            for column in np.flatnonzero(group.nbytes[row] > 0):
+                start = int(begin[row, column])
+                stop = start + int(group.nbytes[row, column])
+                if any(start < high and stop > low for low, high in spans):
+                    self._ask_for(plan, group, row, int(column))
+
+    def _ask_for(self, plan: Plan, group: Group, row: int, column: int) -> None:
+        offset, nbytes = int(plan.ranges.offset[row, column]), int(group.nbytes[row, column])
+        begin = offset // _GRANULE * _GRANULE
+        length = -(-(offset + nbytes) // _GRANULE) * _GRANULE - begin
+        address = self.ring.address + int(group.offset[row, column]) - (offset - begin)
+        batch = self._batch(*(np.array([n]) for n in (plan.file_of(row), begin, length, address)))
+        self._engine.submit_batch(batch).wait()
+        for error in batch.errors.values():
+            where = self._where(int(plan.samples[row]), plan.file_of(row))
+            failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
+            failure.add_note(f"reading {where}")
+            group.bad[row] = failure
+
+    def _check_sums(self, group: Group) -> None:
+        if not self._verify:
+            return
+        sums = self.opened.index.sums[group.samples]
+        lengths = np.maximum(group.nbytes, 0).sum(axis=1)
+        first = np.where(group.nbytes > 0, group.offset, self.ring.capacity_bytes).min(axis=1)
+        starts = self.ring.address + first
+        for row, (address, nbytes) in enumerate(
+            zip(starts.tolist(), lengths.tolist(), strict=True)
+        ):
+            if row in group.bad or not nbytes:
+                continue
+            found = checksums.full(address, nbytes)
+            if found != int(sums[row]):
+                where = self._where(int(group.samples[row]), int(group.file[row]))
+                group.bad[row] = ChecksumError(
+                    f"{where}, {nbytes} bytes: their checksum is {found:#018x}, packed were"
+                    f" {int(sums[row]):#018x}; the file is damaged: copy it again, or skip bad samples"
+                    ' (on_error="skip")'
+                )
+
+
+class Pending:
+    """Samples on their way."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        plan: Plan,
+        group: Group,
+        batch: Batch | None,
+        transfer: Transfer | None,
+    ) -> None:
+        """For the reader."""
+        self.plan = plan
+        self._reader = reader
+        self._group = group
+        self._batch = batch
+        self._transfer = transfer
+
+    @property
+    def done(self) -> bool:
+        """Whether all has arrived."""
+        return self._transfer is None or self._transfer.done
+
+    def when_done(self, action: Callable[[], None]) -> None:
+        """Call ``action`` when all has arrived, in the engine's thread; at once if it has."""
+        if self._transfer is None:
+            action()
+        else:
+            self._transfer.add_done_callback(lambda _: action())
+
+    def wait(self, policy: Policy) -> Group:
+        """Wait until all has arrived, ahead of reads that nobody waits for.
+
+        Args:
+            policy: What to do about a sample that cannot be read: ``raise``, or leave it in ``bad``.
+
+        Raises:
+            TransferError: A sample cannot be read; with a note that names it.
+            ChecksumError: A sample is damaged.
+        """
+        try:
+            self._wait()
+        except BaseException:
+            self._group.free()
+            raise
+        if self._group.bad and policy == "raise":
+            self._group.free()
+            raise next(iter(self._group.bad.values()))
+        return self._group
+
+    def _wait(self) -> None:
+        if self._transfer is not None and self._batch is not None:
+            if not self._transfer.done:
+                self._transfer.promote(Priority.DEMAND)
+            self._transfer.wait()
+            if self._batch.errors:
+                self._reader._ask_again(self.plan, self._group, self._batch)
+        self._reader._check_sums(self._group)
+
+    def abandon(self) -> None:
+        """Nobody wants it any more: wait until memory is not written to, and give it back."""
+        if self._transfer is not None:
+            self._transfer.wait()
+        self._group.free()
+
+
+def _coalesce(
+    file: Numbers, begin: Numbers, end: Numbers
+) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+    """Extents (file, begin, nbytes), and for each range the extent that has it."""
+    if not len(file):
+        return file, begin, end, file
+    _, rank = np.unique(file, return_inverse=True)
+    lift = rank * (int(end.max()) + GAP_BYTES + 1)  # ranges of two files never meet
+    low, high = begin + lift, end + lift
+    order = np.argsort(low, kind="stable")
+    reach = np.maximum.accumulate(high[order])
+    fresh = np.ones(len(order), bool)
+    fresh[1:] = low[order][1:] > reach[:-1] + GAP_BYTES
+    of = np.empty(len(order), np.int64)
+    of[order] = np.cumsum(fresh) - 1
+    heads = order[fresh]
+    last = np.append(np.flatnonzero(fresh)[1:] - 1, len(order) - 1)
+    return file[heads], begin[heads], reach[last] - low[heads], of
+
+
+def _open(path: str) -> DirectFile:
+    try:
+        return open_path(path, "r")
+    except FileNotFoundError as error:
+        raise DatasetError(
+            f"{path!r} is missing: it was there when the data set was opened"
+        ) from error
+    except OSError as error:
+        if getattr(error, "errno", None) == 2:
+            raise DatasetError(
+                f"{path!r} is missing: it was there when the data set was opened"
+            ) from error
+        raise

@@ -1,0 +1,63 @@
+"""Everything in a data set, once, in the order in which it lies."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from penstock.data.build import Opened
+from penstock.data.plant import Plant
+from penstock.data.reader import Group, Pending
+
+_AHEAD: Final = 4
+_GROUP_BYTES: Final = 8 << 20
+MEMORY_BYTES: Final = 64 << 20
+
+
+def scan(
+    opened: Opened, *, memory_bytes: int = MEMORY_BYTES, verify: bool = True
+) -> Iterator[Group]:
+    """Groups of samples; each is freed when the next is asked for. Bad samples are in ``Group.bad``.
+
+    Raises:
+        BudgetError: A record does not fit.
+        DatasetError: A file is missing.
+    """
+    plant = Plant(opened, memory_bytes + opened.index.nbytes, verify=verify)
+    waiting = deque[Pending]()
+    starts = _starts(opened, plant.ring.limit_bytes // (2 * _AHEAD))
+    following = next(starts, None)
+    try:
+        while following is not None or waiting:
+            while following is not None and len(waiting) < _AHEAD:
+                pending = plant.reader.start(plant.reader.plan(np.arange(*following)))
+                if pending is None:
+                    break
+                waiting.append(pending)
+                following = next(starts, None)
+            group = waiting.popleft().wait("skip")
+            try:
+                yield group
+            finally:
+                group.free()
+    finally:
+        for pending in waiting:
+            pending.abandon()
+        plant.close()
+
+
+def _starts(opened: Opened, room_bytes: int) -> Iterator[tuple[int, int]]:
+    """(first, last + 1) of groups of some MiB."""
+    index = opened.index
+    wanted = min(_GROUP_BYTES, room_bytes)
+    start = 0
+    while start < index.samples:
+        stop = min(index.samples, start + (1 << 14))
+        lengths = np.maximum(index.locate(np.arange(start, stop)).nbytes, 0).sum(axis=1)
+        count = int(np.searchsorted(np.cumsum(lengths), wanted, side="right"))
+        stop = min(stop, start + max(1, count))
+        yield start, stop
+        start = stop

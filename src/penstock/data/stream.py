@@ -1,0 +1,275 @@
+"""Batches ahead of whoever takes them: one thread plans, waits for reads, and decodes.
+
+[Note: groups]
+    Batches are read in *groups*, whose samples are planned together, so that neighbours are read at
+    once: as
+    many batches as make some MiB, or all of a window. A group's memory is given back when its last batch
+    is
+    decoded. Groups begin, in order, as long as fewer batches than :class:`Depth` says are under way or
+    ready, and the ring has room.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from penstock.core.locks import condition
+from penstock.data.assemble import Assembler
+from penstock.data.depth import Depth
+from penstock.data.order import Epoch, Step
+from penstock.data.reader import Group, Pending, Plan, Policy, Reader
+from penstock.observe.clock import Clock, RealClock
+
+GROUP_BYTES: Final = 4 << 20
+_MOST_FILES: Final = 256
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a loader has done; survives its streams."""
+
+    batches: int = 0
+    samples: int = 0
+    data_bytes: int = 0
+    waited_s: float = 0.0
+    skipped: int = 0
+    """Samples that could not be read, and were left out."""
+    last_errors: list[str] = field(default_factory=list)
+    """Of the first of them, 16 at most."""
+
+    def skip(self, error: Exception) -> None:
+        """A sample is left out."""
+        self.skipped += 1
+        if len(self.last_errors) < 16:
+            self.last_errors.append(" ".join([str(error), *getattr(error, "__notes__", ())]))
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One batch."""
+
+    step: Step
+    value: Any
+    """None: no sample of it could be read."""
+    samples: int
+    data_bytes: int
+
+
+@dataclass(slots=True)
+class _Fetch:
+    steps: list[Step]
+    pending: Pending
+    begun_ns: int
+    arrived_ns: int = 0
+
+
+class Stream:
+    """One pass over some steps. Taken from by one thread; closed once."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        epoch: Epoch,
+        steps: Iterator[Step],
+        assemble: Assembler,
+        *,
+        depth: Depth,
+        tally: Tally,
+        policy: Policy = "raise",
+        ready: int = 2,
+        on_value: Callable[[Any], Any] = lambda value: value,
+        clock: Clock | None = None,
+    ) -> None:
+        """Begin to read.
+
+        Args:
+            reader: Reads; not used by others meanwhile.
+            epoch: Says which samples stand at which positions.
+            steps: What to deliver.
+            assemble: Decodes.
+            depth: How far ahead; kept by the caller from stream to stream.
+            tally: Where counts go.
+            policy: What to do about a sample that cannot be read.
+            ready: Most decoded batches to have waiting.
+            on_value: Applied to each batch, in the thread of the stream.
+            clock: Tells the time.
+        """
+        self._reader, self._epoch, self._steps = reader, epoch, steps
+        self._assemble, self._depth, self._tally = assemble, depth, tally
+        self._policy, self._most_ready, self._on_value = policy, ready, on_value
+        self._clock = RealClock() if clock is None else clock
+        self._changed = condition()
+        self._ready = deque[Delivery]()
+        self._error: BaseException | None = None
+        self._over = self._stopping = False
+        self._fetches = deque[_Fetch]()
+        self._next_step: Step | None = next(steps, None)
+        self._candidate: tuple[list[Step], Plan] | None = None
+        self._under_way = 0
+        self._full = False  # the ring, until a group is freed
+        self._arrived_ns = 0
+        self._taken_ns = 0
+        self._thread = threading.Thread(target=self._run, name="penstock-data", daemon=True)
+        self._thread.start()
+
+    def take(self) -> Delivery | None:
+        """The next batch; None: there is no more. Raises what reading or decoding it raised."""
+        asked_ns = self._clock.now_ns()
+        with self._changed:
+            while not self._ready and not self._over:
+                self._changed.wait()
+            found = self._ready.popleft() if self._ready else None
+            self._changed.notify_all()
+        if found is None:
+            if self._error is not None:
+                raise self._error
+            return None
+        now_ns = self._clock.now_ns()
+        waited_s = (now_ns - asked_ns) / 1e9
+        if self._taken_ns:
+            self._depth.stepped((now_ns - self._taken_ns) / 1e9, waited_s)
+        self._taken_ns = now_ns
+        self._tally.batches += 1
+        self._tally.samples += found.samples
+        self._tally.data_bytes += found.data_bytes
+        self._tally.waited_s += waited_s
+        return found
+
+    def stop(self) -> None:
+        """End soon; waits for nothing."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End, and wait until memory is not written to any more."""
+        self.stop()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # -- the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._fill()
+            while self._fetches and not self._stopping:
+                self._deliver(self._fetches.popleft())
+                self._fill()
+        except BaseException as error:  # noqa: BLE001  (whoever takes the next batch gets it)
+            self._error = error
+        for fetch in self._fetches:
+            fetch.pending.abandon()
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+    def _deliver(self, fetch: _Fetch) -> None:
+        group = fetch.pending.wait(self._policy)
+        try:
+            since = max(fetch.begun_ns, self._arrived_ns)
+            self._arrived_ns = max(self._arrived_ns, fetch.arrived_ns)
+            self._depth.arrived(max(0, fetch.arrived_ns - since) / 1e9)
+            for error in group.bad.values():
+                self._tally.skip(error)
+            counts = [step.stop - step.start for step in fetch.steps]
+            firsts = np.cumsum([0, *counts[:-1]])
+            sizes = np.maximum(group.nbytes, 0).sum(axis=1)
+            nbytes = np.add.reduceat(sizes, firsts)  # no step is empty
+            facts = zip(fetch.steps, firsts.tolist(), counts, nbytes.tolist(), strict=True)
+            for step, first, count, size in facts:
+                if not self._deliver_step(group, step, range(first, first + count), size):
+                    return
+                self._fill()
+        finally:
+            group.free()
+            self._full = False
+
+    def _deliver_step(self, group: Group, step: Step, rows: range, nbytes: int) -> bool:
+        good = [row for row in rows if row not in group.bad] if group.bad else rows
+        value = self._on_value(self._assemble(group, good)) if good else None
+        delivery = Delivery(step, value, len(good), nbytes)
+        with self._changed:
+            while len(self._ready) >= self._most_ready and not self._stopping:
+                self._changed.wait()
+            self._under_way -= 1
+            self._ready.append(delivery)
+            self._changed.notify_all()
+            return not self._stopping
+
+    def _fill(self) -> None:
+        """Begin groups, as far ahead as it pays."""
+        while not (self._stopping or self._full):
+            ahead = self._under_way + len(self._ready)
+            if self._under_way and ahead >= self._depth.batches:
+                return
+            if self._candidate is None:
+                self._candidate = self._next_group()
+            if self._candidate is None:
+                return
+            steps, plan = self._candidate
+            pending = self._reader.start(plan)
+            if pending is None:
+                self._full = True
+                return
+            self._begin(_Fetch(steps, pending, self._clock.now_ns()))
+            self._candidate = None
+
+    def _begin(self, fetch: _Fetch) -> None:
+        def arrived() -> None:
+            fetch.arrived_ns = self._clock.now_ns()
+
+        fetch.pending.when_done(arrived)
+        self._fetches.append(fetch)
+        self._under_way += len(fetch.steps)
+
+    def _next_group(self) -> tuple[list[Step], Plan] | None:
+        steps = self._next_steps()
+        if not steps:
+            return None
+        plan = self._plan(steps)
+        while len(steps) > 1 and self._too_much(plan):
+            half = len(steps) // 2
+            self._steps = _chain(steps[half:], self._next_step, self._steps)
+            self._next_step = next(self._steps, None)
+            steps = steps[:half]
+            plan = self._plan(steps)
+        return steps, plan
+
+    def _next_steps(self) -> list[Step]:
+        """Those of a window; or as many as are some MiB."""
+        index, ring = self._reader.opened.index, self._reader.ring
+        mean = max(1, index.data_bytes // index.samples)
+        edge = self._epoch.edge(self._next_step.start) if self._next_step is not None else 0
+        window = self._epoch.order.kind == "window"
+        room = ring.limit_bytes if window else min(GROUP_BYTES, ring.limit_bytes // 4)
+        steps = list[Step]()
+        while (step := self._next_step) is not None:
+            length = max(1, step.stop - step.start) * mean
+            if steps and (room < length or (window and step.start >= edge)):
+                break
+            room -= length
+            self._next_step = next(self._steps, None)
+            if step.stop > step.start:
+                steps.append(step)
+        return steps
+
+    def _plan(self, steps: list[Step]) -> Plan:
+        positions = np.concatenate([step.positions(self._epoch.samples) for step in steps])
+        return self._reader.plan(self._epoch.at(positions))
+
+    def _too_much(self, plan: Plan) -> bool:
+        limit = self._reader.ring.limit_bytes
+        return plan.total_bytes > limit // 2 or len(np.unique(plan.file)) > _MOST_FILES
+
+
+def _chain(first: list[Step], second: Step | None, rest: Iterator[Step]) -> Iterator[Step]:
+    yield from first
+    if second is not None:
+        yield second
+    yield from rest

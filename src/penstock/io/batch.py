@@ -1,0 +1,206 @@
+"""Many short reads at once, through the asynchronous engine.
+
+A request by itself costs an interpreter some 15 µs, which a device that does a hundred thousand random
+reads each second does not have. Here the kernel's blocks are rows of a NumPy array, and what is done for
+one entry is done for a whole slice of them: 1 µs each.
+
+[Note: slices]
+    A batch stands in the engine's line among the requests, by priority. Its pieces are *slices* of up to
+    64 entries, and a slice takes one of the engine's places, as a piece of a request does; so whoever
+    waits for a demand waits for no more than the slices under way. An entry that was refused, failed or
+    came back short is asked for again as a request of its own, which knows how to go on, and what to say.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.errors import ConfigError
+from penstock.core.locks import Lock
+from penstock.io.context import Context
+from penstock.io.engine import Batch, Op, Priority, Transfer
+from penstock.io.jobs import Job, Piece
+
+SLICE_ENTRIES: Final = 64
+_TOGETHER: Final = 16
+"""Events to wait for, a little while, so that the thread does not wake up for each."""
+_LITTLE_WHILE_NS: Final = 200_000
+_RING_BELL: Final = 1
+_IOCB: Final = np.dtype(
+    [
+        *(("token", "u8"), ("key", "u4"), ("flags", "u4"), ("opcode", "u2"), ("priority", "i2")),
+        *(
+            ("file", "u4"),
+            ("address", "u8"),
+            ("nbytes", "u8"),
+            ("offset", "i8"),
+            ("reserved", "u8"),
+        ),
+        *(("options", "u4"), ("bell", "u4")),
+    ]
+)
+"""``struct iocb`` of linux/aio_abi.h, a read: opcode 0."""
+_EVENT: Final = np.dtype([("token", "u8"), ("block", "u8"), ("result", "i8"), ("second", "i8")])
+
+
+class BatchJob(Job):
+    """A batch in line: what are bytes for other jobs, are entries here."""
+
+    __slots__ = ("_holds", "_lock", "batch")
+
+    def __init__(
+        self, batch: Batch, piece_bytes: int, *, promote: Callable[[Job, Priority], None]
+    ) -> None:
+        """Take a batch, to be cut into slices of no more than ``piece_bytes``, or of one entry."""
+        self.op: Op = "read"
+        self.batch = batch
+        self.keep_alive = batch.keep_alive
+        self.priority = batch.priority
+        self.nbytes = len(batch)
+        fit = piece_bytes // int(batch.nbytes.max())
+        self.piece_bytes = min(SLICE_ENTRIES, max(1, fit))
+        self.next_bytes = self.running = 0
+        self.error: BaseException | None = None
+        self._lock = Lock()
+        self._holds = 1
+        self.transfer = Transfer(
+            int(batch.nbytes.sum()), promote=lambda _, priority: promote(self, priority)
+        )
+
+    def hold(self) -> None:
+        """An entry is asked for again."""
+        with self._lock:
+            self._holds += 1
+
+    def release(self, entry: int, error: BaseException | None) -> None:
+        """An entry that was asked for again is over."""
+        if error is not None:
+            self.batch.errors[entry] = error
+        self._let_go()
+
+    def settle(self, error: BaseException | None) -> None:
+        """Every slice is over, or with an error (it was cancelled) none was begun."""
+        if error is not None:
+            self.batch.errors.update((entry, error) for entry in range(self.nbytes))
+        self._let_go()
+
+    def _let_go(self) -> None:
+        with self._lock:
+            self._holds -= 1
+            last = not self._holds
+        if last:
+            self.keep_alive = None
+            self.transfer.settle()
+
+
+class BatchFlight:
+    """A slice on its way."""
+
+    __slots__ = ("job", "left", "piece")
+
+    def __init__(self, piece: Piece, job: BatchJob) -> None:
+        """Nothing of it is done."""
+        self.piece = piece
+        self.job = job
+        self.left = piece.nbytes
+
+
+class Swarm:
+    """The kernel's blocks of slices. Used by one thread."""
+
+    def __init__(self, slices: int, bell: int) -> None:
+        """Set up a context for so many slices at once. Raises ConfigError: it cannot be had."""
+        depth = slices * SLICE_ENTRIES
+        self._blocks = np.zeros(depth, _IOCB)
+        self._blocks["token"] = np.arange(depth)
+        self._blocks["options"] = _RING_BELL
+        self._blocks["bell"] = bell
+        start = self._blocks.ctypes.data
+        self._pointers = start + np.arange(depth, dtype=np.uint64) * np.uint64(_IOCB.itemsize)
+        self._events = np.zeros(depth, _EVENT)
+        self._entry = np.zeros(depth, np.int64)
+        self._least = np.zeros(depth, np.int64)
+        self._timeout = ctypes.create_string_buffer(struct.pack("qq", 0, _LITTLE_WHILE_NS))
+        self._context = Context(depth)
+        self._depth = depth
+        self.flying = 0
+
+    def submit(self, token: int, flight: BatchFlight) -> list[int]:
+        """Hand over a slice; the entries that the kernel did not take."""
+        batch, (_, start, count) = flight.job.batch, flight.piece
+        rows, at = slice(start, start + count), token * SLICE_ENTRIES
+        here = slice(at, at + count)
+        try:
+            descriptors = np.array([file.fd for file in batch.files], np.uint32)
+            blocks = self._blocks[here]
+            blocks["file"] = descriptors[batch.which[rows]]
+            blocks["address"], blocks["nbytes"] = batch.address[rows], batch.nbytes[rows]
+            blocks["offset"] = batch.offset_bytes[rows]
+            self._least[here] = batch.least_bytes[rows]
+            self._entry[here] = np.arange(start, start + count)
+            taken = self._hand_over(at, count)
+        except Exception:  # noqa: BLE001  (a file that is closed: each entry will say so for itself)
+            taken = 0
+        self.flying += taken
+        flight.left = taken
+        return list(range(start + taken, start + count))
+
+    def collect(self) -> Iterator[tuple[int, int, list[int]]]:
+        """What was done: token, how many entries, and those that must be asked for again."""
+        if not self.flying:
+            return
+        least = min(_TOGETHER, self.flying)
+        events, timeout = self._events.ctypes.data, ctypes.addressof(self._timeout)
+        found = self._context.events(least, self._depth, events, timeout)
+        self.flying -= found
+        done = self._events[:found]
+        tokens = done["token"].astype(np.int64)
+        slices = tokens // SLICE_ENTRIES
+        bad = done["result"] < self._least[tokens]
+        counts = np.bincount(slices) if found else np.zeros(0, np.int64)
+        for token in np.flatnonzero(counts).tolist():
+            again: list[int] = []
+            if bad.any():
+                again = self._entry[tokens[bad & (slices == token)]].tolist()
+            yield token, int(counts[token]), again
+
+    def close(self) -> None:
+        """Give everything back; nothing may be under way."""
+        self._context.close()
+
+    def _hand_over(self, at: int, count: int) -> int:
+        taken = 0
+        while taken < count:
+            try:
+                pointers = self._pointers[at + taken :].ctypes.data
+                taken += self._context.submit(count - taken, pointers)
+            except OSError:
+                break
+        return taken
+
+
+def check_batch(batch: Batch) -> None:
+    """Raise ConfigError unless the files can be asked for this."""
+    if not len(batch):
+        raise ConfigError("a batch of no reads")
+    granule = max(file.granule_bytes for file in batch.files)
+    columns: dict[str, NDArray[np.int64]] = {
+        name: getattr(batch, name) for name in ("offset_bytes", "address", "nbytes")
+    }
+    for name, values in columns.items():
+        wrong = np.flatnonzero((values < 0) | (values % granule != 0))
+        if not len(wrong) and name != "offset_bytes":
+            wrong = np.flatnonzero(values == 0)
+        if len(wrong):
+            entry = int(wrong[0])
+            raise ConfigError(
+                f"entry {entry} of a batch of {len(batch)} reads,"
+                f" {batch.files[int(batch.which[entry])].path!r}: {name}={int(values[entry])} must be a"
+                f" positive multiple of the granule of {granule} bytes"
+            )

@@ -1,0 +1,82 @@
+"""A context of Linux's native asynchronous I/O: four system calls that libc does not wrap."""
+
+from __future__ import annotations
+
+import ctypes
+import errno as errnos
+import os
+import platform
+from collections.abc import Callable
+from functools import partial
+from typing import Final, NamedTuple
+
+from penstock.core.errors import ConfigError
+
+
+class _Numbers(NamedTuple):
+    """Of the system calls."""
+
+    setup: int
+    destroy: int
+    submit: int
+    getevents: int
+
+
+NUMBERS: Final = {
+    "x86_64": _Numbers(206, 207, 209, 208),
+    "aarch64": _Numbers(0, 1, 2, 4),
+    "riscv64": _Numbers(0, 1, 2, 4),
+}
+_POINTERS: Final = (ctypes.c_void_p, ctypes.c_void_p)
+
+
+class Context:
+    """Where the kernel takes ``struct iocb`` from, and puts ``struct io_event`` to."""
+
+    def __init__(self, depth: int) -> None:
+        """Set it up for so many transfers at once. Raises ConfigError: it cannot be had here; why."""
+        numbers = NUMBERS.get(platform.machine())
+        if numbers is None or not hasattr(os, "eventfd"):
+            where = f"{platform.system()} on {platform.machine()}"
+            raise ConfigError(f"asynchronous I/O is not known for {where}")
+        self._submit = _system_call(numbers.submit, ctypes.c_long, ctypes.c_void_p)
+        self._getevents = _system_call(numbers.getevents, *[ctypes.c_long] * 2, *_POINTERS)
+        self._destroy = _system_call(numbers.destroy)
+        context = ctypes.c_ulong(0)
+        setup = _system_call(numbers.setup, ctypes.c_void_p)
+        if setup(depth, ctypes.addressof(context)) < 0:
+            raise not_to_be_had("io_setup", ctypes.get_errno())
+        self._context = context.value
+
+    def submit(self, count: int, pointers: int) -> int:
+        """Hand over ``count`` blocks; how many were taken. Raises OSError: not even the first."""
+        taken: int = self._submit(self._context, count, pointers)
+        if taken < 0:
+            errno = ctypes.get_errno()
+            raise OSError(errno, os.strerror(errno))
+        return taken
+
+    def events(self, least: int, most: int, events: int, timeout: int | None) -> int:
+        """Wait for ``least`` events; how many were put to the address ``events``."""
+        found: int = self._getevents(self._context, least, most, events, timeout)
+        return max(found, 0)
+
+    def close(self) -> None:
+        """Give it back; nothing may be under way."""
+        self._destroy(self._context)
+
+
+def _system_call(number: int, *arguments: type) -> Callable[..., int]:
+    """One that libc does not wrap; its first argument is a long. It is made without the GIL."""
+    call = ctypes.CDLL(None, use_errno=True)["syscall"]
+    call.restype = ctypes.c_long
+    call.argtypes = (ctypes.c_long, ctypes.c_ulong, *arguments)
+    return partial(call, number)
+
+
+def not_to_be_had(call: str, errno: int) -> ConfigError:
+    """The error that asynchronous I/O cannot be used, and why."""
+    why = os.strerror(errno)
+    if errno == errnos.EAGAIN:
+        why = "all that fs.aio-max-nr allows are taken"
+    return ConfigError(f"asynchronous I/O cannot be had: {call}: {why}")

@@ -1,0 +1,467 @@
+"""The loader: each sample once, state, bounded memory, bad records, and worlds that come and go."""
+
+import errno
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from data_runs import epoch_of, numbers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, DistributedSampler
+
+from penstock.core.errors import (
+    BudgetError,
+    ChecksumError,
+    ClosedError,
+    ConfigError,
+    DatasetError,
+    PenstockWarning,
+    ShortTransferError,
+    TransferError,
+    WorkerError,
+)
+from penstock.data import FlashDataset, FlashIterable, FlashLoader, Order, open_index, pack
+from penstock.io.threads import Syscalls, ThreadEngine
+
+WINDOW = Order(kind="window", chunk_samples=8, window_chunks=16, seed=3)
+ORDERS = ("sequential", "full", "window", WINDOW)
+
+
+class BadSector(Syscalls):
+    """Reads that touch some bytes of the file fail."""
+
+    def __init__(self, *bad):
+        self.bad = bad
+
+    def read(self, file, address, nbytes, offset_bytes):
+        if any(offset_bytes <= each < offset_bytes + nbytes for each in self.bad):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().read(file, address, nbytes, offset_bytes)
+
+
+def world_of(path, world, state=None, **settings):
+    loaders = [
+        FlashLoader(FlashDataset(path, memory="1MiB"), rank=rank, world=world, **settings)
+        for rank in range(world)
+    ]
+    for loader in loaders if state is not None else ():
+        loader.load_state_dict(state)
+    return loaders
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("length", [100, 4096])
+def test_each_sample_once_with_its_bytes(rows, order, length):
+    path, array = rows(1000, length)
+    with FlashLoader(FlashDataset(path, memory="2MiB"), 32, order=order) as loader:
+        assert len(loader) == 32
+        first = []
+        for batch in loader:
+            assert batch.dtype == torch.uint8
+            assert np.array_equal(batch.numpy(), array[numbers(batch)])
+            first += numbers(batch)
+        second = epoch_of(loader)
+        assert loader.epoch == 2
+        assert sorted(first) == sorted(second) == list(range(1000))
+        assert (first == second) == (order == "sequential")
+        loader.set_epoch(0)
+        assert epoch_of(loader) == first
+        assert loader.stats()["samples"] == 3000
+        assert loader.demand_bytes_per_s > 0
+    with pytest.raises(ClosedError):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_a_state_of_a_few_bytes_goes_on_at_the_exact_sample(rows, order):
+    path, _ = rows(500)
+    with FlashLoader(FlashDataset(path, memory="1MiB"), 16, order=order, seed=9) as loader:
+        whole = [numbers(batch) for batch in loader]
+        loader.set_epoch(0)
+        for _, batch in zip(range(11), loader, strict=False):
+            last = numbers(batch)
+        state = loader.state_dict()
+        assert last == whole[10]
+    assert len(pickle.dumps(state)) < 250
+    with FlashLoader(FlashDataset(path, memory="4MiB"), 16) as other:
+        other.load_state_dict(state)
+        assert [numbers(batch) for batch in other] == whole[11:]
+        assert other.state_dict()["epoch"] == 1
+
+
+@settings(max_examples=12)
+@given(
+    data=st.data(),
+    order=st.sampled_from(ORDERS),
+    worlds=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 40)), min_size=1, max_size=3),
+)
+def test_worlds_that_come_and_go_deliver_each_sample_once(tmp_path_factory, data, order, worlds):
+    """With real reads: what ranks have trained on, in step, is counted; the rest is delivered later."""
+    folder = tmp_path_factory.getbasetemp() / "worlds"
+    path = folder / "rows.npy"
+    if not folder.exists():
+        folder.mkdir()
+        array = np.zeros((211, 64), np.uint8)
+        array[:, :4] = np.arange(211, dtype="<u4")[:, None].view(np.uint8)
+        np.save(path, array)
+    seen, state = [], None
+    for world, batch_size in [*worlds, (2, 16)]:
+        loaders = world_of(path, world, state, batch_size=batch_size, order=order)
+        last = (world, batch_size) == (2, 16)
+        steps = 10**6 if last else data.draw(st.integers(0, 4))
+        for loader in loaders:
+            for _, batch in zip(range(steps), loader, strict=False):
+                seen += numbers(batch)
+        states = [loader.state_dict() for loader in loaders]
+        assert all(each["epoch"] == states[0]["epoch"] for each in states)
+        state = max(states, key=lambda each: each["consumed"])
+        for loader in loaders:
+            loader.close()
+        if state["epoch"]:
+            break
+    assert sorted(seen) == list(range(211))
+
+
+def test_a_state_of_another_data_set_is_refused(rows):
+    path, _ = rows(10)
+    loader = FlashLoader(FlashDataset(path), 2)
+    state = loader.state_dict()
+    with pytest.raises(ConfigError, match="of 11 samples, this one has 10"):
+        loader.load_state_dict({**state, "samples": 11})
+    with pytest.raises(ConfigError, match="version 2"):
+        loader.load_state_dict({**state, "version": 2})
+    loader.close()
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["sequential", "full", "window"])
+def test_what_is_held_is_what_was_given(rows, order):
+    path, _ = rows(4000, 4096)
+    with FlashLoader(FlashDataset(path, memory="2MiB"), 16, order=order) as loader:
+        most = 0
+        for _ in loader:
+            most = max(most, loader.held_bytes)
+        assert most <= 2 << 20
+        assert loader.stats()["read_bytes"] >= 4000 * 4096
+
+
+def test_nothing_stays_in_the_page_cache(rows):
+    path, _ = rows(2000, 4096)
+    with FlashLoader(FlashDataset(path, memory="1MiB"), 16, order="window") as loader:
+        if not loader._plant.reader._open(0).direct:
+            pytest.skip("no direct I/O in the directory for temporary files")
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        assert len(epoch_of(loader)) == 2000
+        cached = pages_in_cache(descriptor, os.path.getsize(path))
+        os.close(descriptor)
+    assert cached <= 8  # the header, and what the kernel reads with it
+
+
+def pages_in_cache(descriptor, nbytes):
+    import ctypes
+    import mmap
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    with mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapped:
+        pages = -(-nbytes // 4096)
+        found = (ctypes.c_ubyte * pages)()
+        view = np.frombuffer(mapped, np.uint8)
+        address = ctypes.c_void_p(view.ctypes.data)
+        assert libc.mincore(address, ctypes.c_size_t(nbytes), found) == 0
+        del view
+        return sum(each & 1 for each in found)
+
+
+def test_a_record_longer_than_the_memory_is_named(disk_path):
+    """Where it is, how long, and the least that would do: with that, it does."""
+    path = disk_path / "long.npy"
+    np.save(path, np.zeros((3, 1 << 21), np.uint8))
+    with pytest.raises(BudgetError, match=r"sample 2 of .*long.npy', 2097152 bytes: give"):
+        FlashDataset(path, memory="1MiB")[2]
+    with pytest.raises(BudgetError, match="longest sample is 0, of 2097152 bytes"):
+        FlashLoader(FlashDataset(path, memory="1MiB"), 1)
+    told = BudgetError("", slot="", limit_bytes=0, least_bytes=1 << 20)
+    for _ in range(5):
+        dataset = FlashDataset(path, memory=told.least_bytes, decode=head)
+        with FlashLoader(dataset, 1, order="full") as loader:
+            try:
+                assert len(list(loader)) == 3
+                break
+            except BudgetError as error:
+                told = error
+    else:
+        pytest.fail("the least that would do does not do")
+
+
+def test_batches_that_turn_out_large_leave_less_to_read_into(rows):
+    path, _ = rows(64, 512)
+    dataset = FlashDataset(path, memory="1MiB", decode=lambda sample: np.zeros(1 << 12, np.uint8))
+    with FlashLoader(dataset, 32, order="full") as loader:
+        assert sum(len(batch) for batch in loader) == 64
+        assert loader._plant.waiting_bytes >= 3 * 32 << 12
+        assert loader.held_bytes <= 1 << 20
+    dataset = FlashDataset(path, memory="1MiB", decode=lambda sample: np.zeros(1 << 14, np.uint8))
+    with FlashLoader(dataset, 32) as loader, pytest.raises(BudgetError, match="batches that wait"):
+        list(loader)
+
+
+# -- bad records ----------------------------------------------------------------------------------
+
+
+def bad_engine(*rows_that_fail, length=4096):
+    """The device fails where these rows are; ``.npy`` headers take 128 bytes."""
+    where = [128 + row * length + length // 2 for row in rows_that_fail]
+    return ThreadEngine(2, 1 << 20, syscalls=BadSector(*where))
+
+
+@pytest.mark.parametrize("order", ["sequential", "full", "window"])
+def test_one_bad_sector_is_one_bad_sample(rows, order):
+    """Also where it was read together with its neighbours."""
+    path, _ = rows(600, 4096)
+    engine = bad_engine(77, 301)
+    dataset = FlashDataset(path, memory="1MiB", on_error="skip", engine=engine)
+    with FlashLoader(dataset, 10, order=order) as loader:
+        seen = epoch_of(loader)
+        lost = sorted(set(range(600)) - set(seen))
+        assert len(seen) == len(set(seen))
+        assert {77, 301} <= set(lost)
+        assert len(lost) <= 6  # a sector is shared with the row before it, or the one after
+        assert loader.stats()["skipped"] == len(lost)
+        assert "Input/output error" in loader.stats()["last_errors"][0]
+        assert "reading sample" in loader.stats()["last_errors"][0]
+    dataset = FlashDataset(path, memory="1MiB", engine=engine)
+    with (
+        FlashLoader(dataset, 10, order=order) as loader,
+        pytest.raises(TransferError, match="Input/output error") as told,
+    ):
+        list(loader)
+    assert "reading sample" in told.value.__notes__[0]
+    with pytest.raises(TransferError):
+        dataset[77]
+    assert dataset[500][0] == 500 & 255
+    dataset.close()
+    engine.close()
+
+
+def test_a_bad_checksum_is_raised_or_skipped(rows, disk_path):
+    path, array = rows(100, 777)
+    written = pack(open_index(path), disk_path / "a.pstk")
+    opened = open_index(written.path)
+    place = int(opened.index.locate(np.array([42])).offset[0, 0])
+    times = os.stat(written.path)
+    with open(written.path, "r+b") as file:
+        file.seek(place + 300)
+        byte = file.read(1)[0]
+        file.seek(place + 300)
+        file.write(bytes([byte ^ 1]))
+    os.utime(written.path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(ChecksumError, match=r"sample 42 of .*a.pstk'"):
+        FlashDataset(written.path)[42]
+    with FlashLoader(FlashDataset(written.path, on_error="skip"), 10) as loader:
+        assert sorted(epoch_of(loader)) == [i for i in range(100) if i != 42]
+    found = FlashDataset(written.path, verify=False)[42].numpy()
+    assert (found != array[42]).sum() == 1
+
+
+def test_a_file_that_goes_or_shrinks_while_it_is_read(rows):
+    for name in ("a.npy", "b.npy"):
+        path, _ = rows(50, 4096, name=name)
+    dataset = FlashDataset(path.parent)
+    os.truncate(path, 4096 * 20)
+    with pytest.raises(ShortTransferError, match="the file ends there"):
+        dataset[95]
+    os.unlink(path.parent / "a.npy")
+    with pytest.raises(DatasetError, match=r"a.npy' is missing: it was there"):
+        dataset[0]
+
+
+def explode(sample):
+    raise ValueError(f"no sense in {sample.index}")
+
+
+def test_what_a_function_raises_is_raised(rows):
+    path, _ = rows(50)
+    with (
+        FlashLoader(FlashDataset(path, decode=explode), 5) as loader,
+        pytest.raises(ValueError, match="no sense in"),
+    ):
+        list(loader)
+
+
+# -- threads and processes ------------------------------------------------------------------------
+
+
+def head(sample):
+    return np.frombuffer(sample.data[:8], np.uint8).copy()
+
+
+def die(sample):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_decoding_in_threads_and_processes_gives_the_same(rows):
+    path, _ = rows(40)
+    found = []
+    for lanes in ({}, {"decode_threads": 3}, {"decode_processes": 2}):
+        with FlashLoader(FlashDataset(path, decode=head), 16, order="full", **lanes) as loader:
+            found.append(epoch_of(loader))
+    assert found[0] == found[1] == found[2]
+    assert sorted(found[0]) == list(range(40))
+
+
+def test_a_decoding_process_that_is_killed_is_an_error_that_says_so(rows):
+    path, _ = rows(40)
+    with (
+        FlashLoader(FlashDataset(path, decode=die), 16, decode_processes=1) as loader,
+        pytest.raises(WorkerError, match="was killed"),
+    ):
+        list(loader)
+
+
+def test_no_thread_is_left(rows):
+    path, _ = rows(200)
+    before = set(threading.enumerate())
+    loader = FlashLoader(FlashDataset(path), 5)
+    for _ in loader:
+        break
+    loader.close()
+    loader.close()
+    assert set(threading.enumerate()) <= before
+    loader = FlashLoader(FlashDataset(path), 5)
+    batches = iter(loader)
+    next(batches)
+    del batches, loader
+    gc.collect()
+    left = [t for t in threading.enumerate() if t not in before and t.name == "penstock-data"]
+    for thread in left:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_pinned_memory_without_a_device_is_told(rows):
+    path, _ = rows(4)
+    with pytest.warns(PenstockWarning, match="no CUDA device"):
+        FlashLoader(FlashDataset(path), 2, pin_memory=True).close()
+
+
+@pytest.mark.gpu
+def test_pinned_memory(rows):
+    path, array = rows(40)
+    with FlashLoader(FlashDataset(path), 8, pin_memory=True) as loader:
+        for batch in loader:
+            assert batch.is_pinned()
+            on_device = batch.to("cuda", non_blocking=True)
+            assert np.array_equal(on_device.cpu().numpy(), array[numbers(batch)])
+
+
+# -- torch's own loader ---------------------------------------------------------------------------
+
+
+def flat(batches):
+    return [number for batch in batches for number in batch]
+
+
+def of_torch(dataset, **settings):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+        return [numbers(batch) for batch in DataLoader(dataset, **settings)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchs_loader_by_number(rows, workers):
+    """The parent has read, too: workers make what reads anew."""
+    path, _ = rows(60)
+    dataset = FlashDataset(path, memory="4MiB")
+    assert dataset[5][0] == 5
+    generator = torch.Generator().manual_seed(0)
+    found = of_torch(dataset, batch_size=8, num_workers=workers, shuffle=True, generator=generator)
+    assert sorted(flat(found)) == list(range(60))
+    shares = [DistributedSampler(dataset, num_replicas=2, rank=rank, seed=1) for rank in (0, 1)]
+    both = [flat(of_torch(dataset, batch_size=8, sampler=share)) for share in shares]
+    assert sorted(both[0] + both[1]) == list(range(60))
+    dataset.close()
+
+
+def test_torchs_loader_with_spawned_workers(rows):
+    path, _ = rows(30)
+    found = of_torch(
+        FlashDataset(path), batch_size=8, num_workers=1, multiprocessing_context="spawn"
+    )
+    assert flat(found) == list(range(30))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchs_loader_as_a_stream(rows, workers):
+    """Workers in turns deliver what the loader of our own does, and go on from a state."""
+    path, _ = rows(90)
+    dataset = FlashDataset(path, memory="4MiB")
+    with FlashLoader(dataset, 8, order=WINDOW) as loader:
+        expected = [numbers(batch) for batch in loader]
+    stream = FlashIterable(dataset, 8, order=WINDOW)
+    assert len(stream) == 12
+    assert of_torch(stream, batch_size=None, num_workers=workers) == expected
+    stream.load_state_dict(stream.state_after(5))
+    assert of_torch(stream, batch_size=None, num_workers=workers) == expected[5:]
+    dataset.close()
+
+
+KILLED_WORKER = """
+import os, signal, sys
+from torch.utils.data import DataLoader
+from penstock.data import FlashDataset
+
+class Dies(FlashDataset):
+    def __getitems__(self, samples):
+        if 17 in samples:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitems__(samples)
+
+if __name__ == "__main__":
+    list(DataLoader(Dies(sys.argv[1]), batch_size=8, num_workers=1))
+"""
+
+
+def test_a_worker_of_torchs_loader_that_is_killed(rows, tmp_path):
+    """In a process of its own: torch raises wherever that process happens to be."""
+    path, _ = rows(60)
+    script = tmp_path / "dies.py"
+    script.write_text(KILLED_WORKER)
+    command = [sys.executable, str(script), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "DataLoader worker" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"batch_size": 0}, "batch_size"),
+        ({"batch_size": 1, "order": "random"}, "none of"),
+        ({"batch_size": 1, "rank": 3, "world": 2}, "rank 3"),
+        ({"batch_size": 1, "decode_threads": 0}, "cannot decode"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(rows, settings, says):
+    path, _ = rows(4)
+    with pytest.raises(ConfigError, match=says):
+        FlashLoader(FlashDataset(path), **settings)
+
+
+def test_an_unknown_policy_is_refused(rows):
+    path, _ = rows(4)
+    with pytest.raises(ConfigError, match="on_error is 'ignore'"):
+        FlashDataset(path, on_error="ignore")

@@ -1,0 +1,68 @@
+"""The ring: places never overlap, nothing is held beyond the limit, and what is freed is used again."""
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from penstock.data.ring import Ring
+from penstock.io.mapping import HUGE_PAGE_BYTES
+
+CAPACITY = 1 << 16
+
+
+class RingMachine(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.ring = Ring(CAPACITY)
+        self.live = []  # (taken, [(start, stop)]), oldest first
+
+    @rule(sizes=st.lists(st.integers(1, CAPACITY // 3), min_size=1, max_size=5))
+    def take(self, sizes):
+        places = self.ring.take(np.array(sizes))
+        if places is None:
+            assert self.live or sum(sizes) > self.ring.limit_bytes
+            return
+        offsets, taken = places
+        spans = [(int(o), int(o) + n) for o, n in zip(offsets, sizes, strict=True)]
+        others = [span for _, held in self.live for span in held]
+        for start, stop in spans:
+            assert 0 <= start < stop <= self.ring.limit_bytes
+            assert all(stop <= low or start >= high for low, high in others)
+            others.append((start, stop))
+        self.live.append((taken, spans))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def free(self, data):
+        taken, _ = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+        self.ring.free(taken)
+
+    @precondition(lambda self: not self.live)
+    @rule(limit=st.integers(1, CAPACITY))
+    def lower(self, limit):
+        self.ring.limit_bytes = limit
+
+    @invariant()
+    def all_is_counted(self):
+        held = [stop for _, spans in self.live for _, stop in spans]
+        assert self.ring.held_bytes >= max(held, default=0)
+        assert self.ring.held_bytes <= CAPACITY
+        if not self.live:
+            assert self.ring.used_bytes == 0
+
+    def teardown(self):
+        self.ring.close()
+
+
+TestRing = RingMachine.TestCase
+
+
+def test_what_is_not_needed_any_more_is_given_back():
+    ring = Ring(4 * HUGE_PAGE_BYTES)
+    _, first = ring.take(np.array([3 * HUGE_PAGE_BYTES + 1]))
+    assert ring.held_bytes == 4 * HUGE_PAGE_BYTES
+    ring.limit_bytes = HUGE_PAGE_BYTES
+    ring.free(first)
+    assert ring.held_bytes == HUGE_PAGE_BYTES
+    assert ring.take(np.array([HUGE_PAGE_BYTES + 1])) is None
+    ring.close()
