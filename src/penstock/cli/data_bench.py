@@ -179,8 +179,9 @@ def _plain(value: float) -> float:
 
 
 def _text(opened: Opened, speeds: list[Speed]) -> RenderableType:
-    columns = ("order", "samples/s", "loader", "device", "ratio", "first batch", "held", "spread")
-    table = grid(f"{opened.root}: {opened.index.format}", columns)
+    columns = ("order", "samples/s", "loader", "device", "ratio", "first batch", "spread")
+    held = format_bytes(max(each.held_bytes for each in speeds))
+    table = grid(f"{opened.root}: {opened.index.format}, {held} held", columns)
     for each in speeds:
         add_row(
             table,
@@ -190,7 +191,6 @@ def _text(opened: Opened, speeds: list[Speed]) -> RenderableType:
             format_bandwidth(each.device_bytes_per_s),
             f"{each.ratio:.2f}",
             format_duration(each.first_batch_s),
-            format_bytes(each.held_bytes),
             f"{each.spread:.2f}",
         )
     return table
