@@ -436,8 +436,8 @@ if __name__ == "__main__":
 
 
 def test_a_worker_of_torchs_loader_that_is_killed(rows, tmp_path):
-    """An error, and no hang. Which one is torch's affair: it raises wherever the process happens to be, and
-    may be in the midst of a tensor from that very worker.
+    """An error, and no hang. Which one is torch's affair: it raises wherever the process happens to be,
+    which may be in the midst of a tensor from that very worker.
     """
     path, _ = rows(60)
     script = tmp_path / "dies.py"
