@@ -16,7 +16,6 @@ import importlib
 import os
 import platform
 import statistics
-import sys
 import threading
 import time
 from collections import deque
@@ -25,15 +24,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import cycle
-from pathlib import Path
 from typing import Any, Final
 
 from penstock.cli import bandwidth
 from penstock.cli.bandwidth import Measurement
 from penstock.cli.command import add_common, formatter
-from penstock.cli.output import say, write_json
+from penstock.cli.machine_file import answer
+from penstock.cli.output import say
 from penstock.cli.paths import file_to_write, spill_directory
-from penstock.core.errors import ConfigError, free_space_bytes
+from penstock.core.errors import free_space_bytes
 from penstock.core.units import MIB, format_bandwidth, format_duration, round_down
 from penstock.io.aio import default_engine
 from penstock.io.arena import Arena
@@ -94,16 +93,7 @@ def execute(options: argparse.Namespace) -> int:
     if options.output is not None:
         file_to_write(options.output, "--output")
     machine = measure(directory, seconds=options.seconds, file_bytes=_FILE_BYTES)
-    if options.output is not None:
-        try:
-            Path(options.output).write_text(machine.to_toml(), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--output: {options.output!r} cannot be written: {error}") from error
-    if options.json:
-        write_json({"schema": 1, "machine": asdict(machine)}, sys.stdout)
-    else:
-        sys.stdout.write(machine.to_toml())
-        sys.stdout.flush()
+    answer(machine, output=options.output, as_json=options.json)
     return 0
 
 

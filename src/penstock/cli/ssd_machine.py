@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, Final
 
 from penstock.cli.command import add_common, formatter
-from penstock.cli.output import write_json
+from penstock.cli.machine_file import answer
 from penstock.cli.paths import file_to_write
 from penstock.cli.ssd_options import add_fields, device_of, known_devices
-from penstock.core.errors import ConfigError
 from penstock.plan import machines
 from penstock.plan.machine import Machine
 from penstock.plan.service import Service
@@ -53,15 +50,7 @@ def _execute(options: argparse.Namespace) -> int:
         file_to_write(options.output, "--output")
     device = device_of(options.device, options.set)
     machine = machine_with(machines.find(options.machine), device)
-    if options.output is not None:
-        try:
-            Path(options.output).write_text(machine.to_toml(), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--output: {options.output!r} cannot be written: {error}") from error
-    if options.json:
-        write_json({"schema": 1, "machine": asdict(machine)}, sys.stdout)
-    else:
-        sys.stdout.write(machine.to_toml())
+    answer(machine, output=options.output, as_json=options.json)
     return 0
 
 

@@ -1,0 +1,29 @@
+"""A machine as the answer of a command: printed, and written to a file if one is named."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from penstock.cli.output import write_json
+from penstock.core.errors import ConfigError
+from penstock.plan.machine import Machine
+
+
+def answer(machine: Machine, *, output: str | None, as_json: bool) -> None:
+    """Write it to ``output``, if there is one, and print it: TOML, or one JSON document.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    if output is not None:
+        try:
+            Path(output).write_text(machine.to_toml(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--output: {output!r} cannot be written: {error}") from error
+    if as_json:
+        write_json({"schema": 1, "machine": asdict(machine)}, sys.stdout)
+    else:
+        sys.stdout.write(machine.to_toml())
+        sys.stdout.flush()
