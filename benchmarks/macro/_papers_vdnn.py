@@ -108,8 +108,15 @@ def with_cudnns_pooling(profile: Profile) -> Profile:
         elif before is not None:
             of, j = before
             beside[of][j] = max(beside[of][j], beside[event][i])
+    left = {i: place for place, i in enumerate(i for i in range(len(profile.slots)) if i not in gone)}
     slots = (
-        replace(slot, small_bytes=beside[Event.SAVE][i], small_bytes_at_need=beside[Event.USE][i])
+        replace(
+            slot,
+            small_bytes=beside[Event.SAVE][i],
+            small_bytes_at_need=beside[Event.USE][i],
+            recipe=slot.recipe if slot.source in left else (),
+            source=None if slot.source is None else left.get(slot.source),
+        )
         for i, slot in enumerate(profile.slots)
         if i not in gone
     )

@@ -22,6 +22,7 @@ from penstock.hooks.boundaries import Boundaries
 from penstock.hooks.modules import ModuleTracker
 from penstock.hooks.observer import Observer
 from penstock.hooks.protected import ProtectedStorages
+from penstock.hooks.recipe_calls import RecipeCalls
 from penstock.hooks.recompute import Recompute, left_alone
 from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.jobs.space import Space
@@ -226,6 +227,12 @@ class Session:
             device=self._device,
             floor_bytes=self.config.floor_bytes,
         )
+        self._recipes = RecipeCalls(
+            hooks=self.hooks,
+            modules=self._modules,
+            remakes=self.executor.remakes,
+            device=self._device,
+        )
         if self._model is not None:
             self._modules.register(self._model)
             _hooked.add(self._model)
@@ -263,8 +270,10 @@ class Session:
         """Do, from now on, what the planner wants beside moving: observe, and run modules again."""
         planner = self.planner
         plan = planner.plan
-        self._recompute.follow(() if plan is None else plan.recomputed)
+        recomputed = () if plan is None else plan.recomputed
+        self._recompute.follow(recomputed)
         self._recompute.suspended = planner.observing
+        self._recipes.follow(() if planner.observing else recomputed)
         if self._observer is not None:
             self._observer.detach()
             self.hooks.observer = self._observer = None
@@ -299,6 +308,7 @@ class Session:
     def _detach(self) -> None:
         self._context.__exit__()
         self._recompute.follow(())
+        self._recipes.follow(())
         if self._observer is not None:
             self._observer.detach()
         self._aside.detach()

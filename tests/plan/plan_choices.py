@@ -32,12 +32,26 @@ def real_machines(draw):
 
 
 def antichains(case):
-    """Every set of modules none of which is inside another."""
-    paths = sorted(case.recomputing.modules)
+    """Every set of modules and recipes that go together."""
+    modules = case.recomputing.modules
+    paths = sorted(modules)
     for k in range(len(paths) + 1):
         for chosen in itertools.combinations(paths, k):
-            if not any(b.startswith(a + ".") for a in chosen for b in chosen):
+            if all(go_together(modules[a], modules[b]) for a in chosen for b in chosen if a < b):
                 yield chosen
+
+
+def go_together(one, other):
+    """[Note: what is not recomputed together], once more."""
+    if not (one.members or other.members):
+        a, b = f"{one.path}.", f"{other.path}."
+        return not (a.startswith(b) or b.startswith(a))
+    for recipe, module in ((one, other), (other, one)):
+        calls = recipe.members if recipe.members and not module.members else ()
+        if any(f"{path}.".startswith(f"{module.path}.") for path in calls):
+            return False
+    makes, reads = ([set(getattr(m, of)) for m in (one, other)] for of in ("groups", "reads"))
+    return not (makes[0] & makes[1] or makes[0] & reads[1] or makes[1] & reads[0])
 
 
 def every_choice(case):
@@ -57,12 +71,11 @@ def every_choice(case):
 
 def any_choice(case, rng):
     """Keep, offload or recompute, at random."""
-    paths, recomputed = list(case.recomputing.modules), []
+    modules, recomputed = case.recomputing.modules, []
+    paths = list(modules)
     rng.shuffle(paths)
     for path in paths[: rng.randint(0, len(paths))]:
-        if not any(
-            f"{a}.".startswith(f"{b}.") for o in recomputed for a, b in ((o, path), (path, o))
-        ):
+        if all(go_together(modules[path], modules[other]) for other in recomputed):
             recomputed.append(path)
     tiers = {g: rng.choice(["host", "flash"]) for g in case.indices if rng.random() < 0.6}
     return case.offload(tiers, recomputed)
@@ -71,7 +84,9 @@ def any_choice(case, rng):
 def small_problem(rng, most=5):
     """A network of 3 to ``most`` layers, a machine, and budgets that not everything fits."""
     sizes = [rng.randint(1, 40) for _ in range(rng.randint(3, most))]
-    profile = network(sizes, step_ms=rng.choice([1, 5, 20]), width=rng.randint(1, 4))
+    recipes = [i for i in range(len(sizes)) if rng.random() < 0.3]
+    times, width = rng.choice([1, 5, 20]), rng.randint(1, 4)
+    profile = network(sizes, step_ms=times, width=width, recipes=recipes)
     speeds = [10 ** rng.uniform(8.3, 10) for _ in range(4)]
     machine = Machine(
         "any",

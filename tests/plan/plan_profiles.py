@@ -102,7 +102,9 @@ def profiles(draw, max_slots=12, max_passes=3, beside=True):
     return Profile("cpu", tuple(slots), tuple(spans), small_bytes=small)
 
 
-def network(sizes_mb, *, step_ms=10, width=2, convolution=None, whole=0, transient_mb=0):
+def network(
+    sizes_mb, *, step_ms=10, width=2, convolution=None, whole=0, transient_mb=0, recipes=()
+):
     """Blocks of ``width`` layers in a row, with operators; a layer saves its input.
 
     The first layer of a block saves what the block before made, the others what was made inside it, so
@@ -115,6 +117,7 @@ def network(sizes_mb, *, step_ms=10, width=2, convolution=None, whole=0, transie
         convolution: A geometry: every other layer is a convolution.
         whole: Fixed bytes of a profile of a whole device; 0: the budget counts saved slots only.
         transient_mb: Of such a profile, what is on its way all the time.
+        recipes: The layers whose input can be made again from that of the layer before them.
     """
     count, slots, operators = len(sizes_mb), [], []
     paths = [f"block.{i // width}.{i % width}" for i in range(count)]
@@ -135,6 +138,8 @@ def network(sizes_mb, *, step_ms=10, width=2, convolution=None, whole=0, transie
                 dtype="float32",
                 small_bytes=beside,
                 producer=paths[i - 1] if i else None,
+                recipe=(paths[i - 1],) if i and i in recipes else (),
+                source=i - 1 if i and i in recipes else None,
             )
         )
         for backward, start in ((False, i * forward_ns), (True, needed)):
@@ -180,4 +185,5 @@ def networks(draw, max_layers=12):
         convolution=draw(st.sampled_from([None, shape])),
         whole=draw(st.sampled_from([0, 0, 5 * MB])),
         transient_mb=draw(st.integers(0, 10)),
+        recipes=draw(st.sets(st.integers(1, max_layers - 1), max_size=4)),
     )

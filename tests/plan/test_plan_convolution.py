@@ -418,6 +418,6 @@ def test_a_plan_with_lean_convolutions_takes_their_time_and_says_so():
 
 def test_plans_of_old_files_are_refused_by_their_version():
     old = policies.get("keep")(whole(WIDE), CARD, Budgets(AMPLE)).to_json()
-    old = old.replace('"version": 4', '"version": 3')
-    with pytest.raises(PlanError, match="field 'version' is 3, this Penstock reads 4"):
+    old = old.replace('"version": 5', '"version": 4')
+    with pytest.raises(PlanError, match="field 'version' is 4, this Penstock reads 5"):
         Plan.from_json(old)

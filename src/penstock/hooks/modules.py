@@ -41,6 +41,16 @@ class CallObserver(Protocol):
         """It has ended; ``output`` is ``None`` if it raised."""
 
 
+class CallFollower(Protocol):
+    """Something that looks at the calls of some modules."""
+
+    def enter(self, module: torch.nn.Module, args: Any) -> None:
+        """A call begins."""
+
+    def leave(self, module: torch.nn.Module, kwargs: bool, output: Any) -> None:
+        """It has ended; ``kwargs`` is whether it had any, ``output`` is ``None`` if it raised."""
+
+
 OUTSIDE = Place("", "")
 """No module is running: a loss function called directly, say."""
 
@@ -60,6 +70,7 @@ class ModuleTracker:
 
     Attributes:
         observer: Is told of every call that is tracked.
+        recipes: Is told of them as well, while a plan has recipes.
     """
 
     def __init__(
@@ -91,6 +102,7 @@ class ModuleTracker:
         self._watch = frozenset(watch)
         self._handles: list[RemovableHandle] = []
         self.observer: CallObserver | None = None
+        self.recipes: CallFollower | None = None
 
     def attach(self) -> None:
         """Begin to track, and take the calling thread for one that has saved-tensor hooks."""
@@ -189,6 +201,8 @@ class ModuleTracker:
         stack.watched = [] if place.kind in self._watch else None
         if self.observer is not None:
             self.observer.enter(module, place, args)
+        if self.recipes is not None:
+            self.recipes.enter(module, args)
         if not stack.hooked and torch.is_grad_enabled():
             self._on_missed_thread(threading.current_thread().name)
 
@@ -205,6 +219,8 @@ class ModuleTracker:
                 self._on_watched(stack.places[-1].kind, rest[-1], watched)
             if self.observer is not None:
                 self.observer.leave(module, (args, rest[:-1]), rest[-1])
+            if self.recipes is not None:
+                self.recipes.leave(module, any(rest[:-1]), rest[-1])
         finally:
             stack.places.pop()
             stack.watched = stack.outer.pop()

@@ -25,6 +25,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from penstock.hooks.modules import OUTSIDE, ModuleTracker, Place
+from penstock.hooks.pure import is_pure
+from penstock.hooks.recipe_notes import RecipeNotes
 from penstock.plan.operators import Operator
 from penstock.runtime.residency import SlotRecord
 
@@ -47,6 +49,8 @@ class _Call:
     """Number of the next autograd node when it began."""
     end_node: int | None = None
     """The same when it had ended."""
+    refused: bool = False
+    """Whether something was seen in it that cannot be run again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -108,6 +112,9 @@ class Observer:
     _forward: tuple[_Call, int] | None = None
     _backward: tuple[Place, int] | None = None
 
+    def __post_init__(self) -> None:
+        self._recipes = RecipeNotes(self.storage_of)
+
     def attach(self) -> None:
         """Begin, in this thread. What exists now is nobody's make."""
         self._thread = threading.get_ident()
@@ -137,7 +144,9 @@ class Observer:
 
     def refuse_running(self) -> None:
         """What runs now cannot be run again under ``torch.utils.checkpoint``."""
-        self.unrepeatable.update(call.place.path for call in self._stack)
+        for call in self._stack:
+            call.refused = True
+            self.unrepeatable.add(call.place.path)
 
     # -- calls ------------------------------------------------------------------------------------
 
@@ -151,6 +160,7 @@ class Observer:
         self._stack.append(call)
         for tensor in _tensors(args):
             self._see(tensor)
+        self._recipes.enter(args, pure=is_pure(module))
         self._calls.append(call)
         self._first_nodes.append(call.first_node)
         if not module.training:
@@ -176,6 +186,8 @@ class Observer:
             storage = self.storage_of(tensor)
             if storage is not None and storage._cdata not in given:
                 self._claim(tensor, storage, call)
+        named = any(arguments[1])
+        self._recipes.leave(output, lambda: call.place.path, refused=call.refused or named)
 
     def _see(self, tensor: torch.Tensor) -> None:
         known = self._versions.get(id(tensor))
@@ -201,6 +213,7 @@ class Observer:
         if _task() != -1 or threading.get_ident() != self._thread or not self._stack:
             self._slots[id(record)] = _Slot(record, None, None)
             return
+        self._recipes.packed(record, tensor)
         call = self._stack[-1]
         slot = self._slots.get(id(record))
         if slot is not None:

@@ -108,6 +108,10 @@ def _decisions(
     case: Case, choice: Choice, samples: Mapping[int, CodecSample], reasons: Sequence[str]
 ) -> tuple[Decision, ...]:
     dropped = case.dropped(choice)
+    modules = case.recomputing.modules if dropped else {}
+    recipes = {
+        g: path for path in choice.recomputed if modules[path].members for g in modules[path].groups
+    }
     found = []
     for g, (group, tier, why) in enumerate(zip(case.groups, choice.tiers, reasons, strict=True)):
         if tier:
@@ -117,7 +121,7 @@ def _decisions(
             found.append(Decision(group.key, Action.OFFLOAD, tier, why, codec, ratio, place))
         else:
             action = Action.RECOMPUTE if g in dropped else Action.KEEP
-            found.append(Decision(group.key, action, "", why))
+            found.append(Decision(group.key, action, "", why, recipe=recipes.get(g, "")))
     return tuple(found)
 
 

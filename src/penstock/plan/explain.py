@@ -14,8 +14,8 @@ from penstock.plan.pipeline import windows_s
 from penstock.plan.placement import packed_bytes
 from penstock.plan.plan import INFEASIBLE
 from penstock.plan.profile import CodecSample, Profile
-from penstock.plan.recomputing import Module
 from penstock.plan.residency import Mask, Residency, Segment, resident_at
+from penstock.plan.together import Module
 from penstock.plan.window import least_window, returning
 
 BINDING: Final = 3

@@ -14,8 +14,7 @@ from typing import Final
 from penstock.plan.bound import Moment, fullest
 from penstock.plan.case import Case, Choice
 from penstock.plan.policies import lifetime, ranked
-from penstock.plan.policies.recompute import by_worth, sizes
-from penstock.plan.recomputing import ancestors, inside
+from penstock.plan.policies.recompute import by_worth, together
 
 _PARTS: Final = 8
 """Into how many parts a ranking of modules is cut, to recompute some of them."""
@@ -66,8 +65,8 @@ class Mixing:
     def sets(self) -> list[Set]:
         """Of modules of one size those first that free most for their time; the most promising first."""
         found: dict[Set, float] = {(): self.least_ns(())}
-        for limit in sizes(self._case):
-            order = by_worth(self._case.recomputing.antichain(limit))
+        for modules in together(self._case):
+            order = by_worth(modules)
             counts = {len(order) * part // _PARTS for part in range(1, _PARTS + 1)}
             dropped = accumulate(self._alive_bytes[path] for path in order)
             again = accumulate(self._case.recomputing.modules[path].forward_ns for path in order)
@@ -86,11 +85,12 @@ class Mixing:
             below_ns: What they must promise, beside computing alone.
         """
         found = {}
-        for path in self._case.recomputing.modules:
+        beside = self._case.recomputing.together(recomputed)
+        for path, module in self._case.recomputing.modules.items():
             others = [one for one in recomputed if one != path]
             if len(others) == len(recomputed):
-                above = ancestors(path)
-                others = [one for one in others if one not in above and not inside(one, path)]
+                clashing = beside.clashing(module)
+                others = [one for one in others if one not in clashing]
                 others.append(path)
             each = tuple(sorted(others))
             found[each] = self.least_ns(each)

@@ -13,7 +13,7 @@ from penstock.plan.machine import Budgets
 from penstock.plan.operators import WorkspaceLimit
 from penstock.plan.slots import MatchKey, SlotKey
 
-VERSION = 4
+VERSION = 5
 INFEASIBLE = "infeasible: "
 """How the note of a plan begins that cannot keep its budget."""
 
@@ -26,7 +26,7 @@ class Action(enum.StrEnum):
     OFFLOAD = "offload"
     """It goes to a tier when it is saved and comes back before it is needed."""
     RECOMPUTE = "recompute"
-    """It is dropped; the module that made it is run again before it is needed."""
+    """It is dropped; what made it is run again before it is needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,13 @@ class Decision:
     prefetch_at: int | None = None
     """Reading it back begins no sooner than when backward first asks for the slot at this place of the
     plan's ``need_order``; None: as soon as the window has room."""
+    recipe: str = ""
+    """Which of the plan's ``recomputed`` makes it again, if that is a recipe and not a module."""
 
     def __post_init__(self) -> None:
         moves = self.action is Action.OFFLOAD
+        if self.recipe and self.action is not Action.RECOMPUTE:
+            raise PlanError(f"slot {self.key}: action {self.action} with recipe {self.recipe!r}")
         if self.tier not in (("flash", "host") if moves else ("",)):
             raise PlanError(f"slot {self.key}: action {self.action} with tier {self.tier!r}")
         if not moves and (self.codec or self.prefetch_at is not None):
@@ -87,7 +91,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     """What a user should know, as waits that are certain or a budget that cannot be kept."""
     recomputed: tuple[str, ...] = ()
-    """Paths of the modules that are run again in backward. None is inside another."""
+    """Paths of the modules that are run again in backward, none inside another; and names of recipes
+    (``plan.recipes``), by which the output of a module is made again for those that save it."""
     workspace_limits: tuple[WorkspaceLimit, ...] = ()
     """The convolutions that are not computed the fastest way (vDNN, sections 3.4 and 4.3). Advice, which
     replays follow: the runtime leaves the choice of algorithms to PyTorch."""
@@ -152,11 +157,15 @@ class Plan:
         return serial.load(Plan, text, kind="plan", version=VERSION, source=source)
 
     def __str__(self) -> str:
-        offloaded = sum(d.action is Action.OFFLOAD for d in self.decisions)
+        offloaded, kept, again = (
+            sum(d.action is action for d in self.decisions)
+            for action in (Action.OFFLOAD, Action.KEEP, Action.RECOMPUTE)
+        )
+        made = f" {again} made again ({format_bytes(self.recomputed_bytes)})," if again else ""
         lines = [
             f"plan {self.policy!r} for {format_bytes(self.budgets.device_bytes)} of device memory:"
             f" {offloaded} slots offloaded ({self._offloaded_text()}),"
-            f" {len(self.decisions) - offloaded} kept ({format_bytes(self.kept_bytes)}),"
+            f" {kept} kept ({format_bytes(self.kept_bytes)}),{made}"
             f" read window {format_bytes(self.window_bytes)}",
             *(f"  note: {note}" for note in self.notes),
         ]

@@ -21,7 +21,7 @@ from penstock.plan.slots import MatchKey, SlotKey
 if TYPE_CHECKING:
     from penstock.plan.arrays import StepArrays
 
-VERSION: Final = 4
+VERSION: Final = 5
 NODE_NS: Final = 50_000
 """Slots needed within this time of each other are taken to be needed by one node of backward."""
 
@@ -112,6 +112,11 @@ class SlotProfile:
     small_bytes_at_need: int | None = None
     """The same as ``small_bytes``, when it is needed. Where it is ``None``, as much as then, since the
     last saved is the first needed."""
+    recipe: tuple[str, ...] = ()
+    """Paths of the modules that make it again from ``source``, called one after the other: the first
+    makes its storage, those that follow change that in place. Empty: there is no such way."""
+    source: int | None = None
+    """The slot, of the same pass, that the first module of ``recipe`` is called with: by its index."""
 
     def moved(
         self,
@@ -133,6 +138,8 @@ class SlotProfile:
             self.codecs,
             self.producer,
             small_bytes_at_need,
+            self.recipe,
+            self.source,
         )
 
     @property
@@ -196,6 +203,27 @@ class Profile:
             raise PlanError("profile: two passes have the same index")
         for slot in self.slots:
             _check_slot(slot, known)
+            self._check_recipe(slot)
+
+    def _check_recipe(self, slot: SlotProfile) -> None:
+        if bool(slot.recipe) != (slot.source is not None):
+            raise PlanError(
+                f"profile: slot {slot.key} has recipe {slot.recipe} and source {slot.source};"
+                " it must have both, or neither"
+            )
+        if slot.source is None:
+            return
+        if not 0 <= slot.source < len(self.slots):
+            raise PlanError(
+                f"profile: slot {slot.key} is made from slot {slot.source}, and there are"
+                f" {len(self.slots)}"
+            )
+        source = self.slots[slot.source]
+        if source is slot or source.pass_index != slot.pass_index:
+            raise PlanError(
+                f"profile: slot {slot.key} of pass {slot.pass_index} is made from {source.key} of"
+                f" pass {source.pass_index}; it must be another slot of the same pass"
+            )
 
     @property
     def saved_bytes(self) -> int:

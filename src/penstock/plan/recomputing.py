@@ -4,56 +4,37 @@
     A slot is made again by running module M if M (or what is inside it) made it, saved it, and is the
     first to ask for it in backward. What something outside M asks for first is M's output, which the next
     module reads as its input: it is kept or offloaded like the checkpoints between the segments of Chen
-    et al. (2016, section 3), or one module run again would need the one before it run again, and so on to
-    the start. M needs its inputs to run: a module none of whose inputs is saved anyway is never run
-    again, for holding them would cost what dropping its slots frees.
+    et al. (2016, section 3), or made again by a recipe, see [Note: recipes]. M needs its inputs to run: a
+    module none of whose inputs is saved anyway is never run again, for holding them would cost what
+    dropping its slots frees.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Final
 
 from penstock.plan.groups import Group
 from penstock.plan.operators import Operator
 from penstock.plan.profile import Event, Profile
+from penstock.plan.recipes import (
+    ancestors,
+    forward_calls,
+    recipe_calls,
+    recipe_members,
+    recipe_name,
+)
 from penstock.plan.residency import Segment
+from penstock.plan.together import Module, Together
 
 _NEVER: Final = 1 << 200
-
-
-@dataclass(frozen=True, slots=True)
-class Module:
-    """A module that can be run again."""
-
-    path: str
-    groups: tuple[int, ...]
-    """What it makes again, by index into the groups."""
-    nbytes: int
-    """Their slots' bytes, over all passes."""
-    forward_ns: int
-    """What running it again takes, over all passes."""
-
-    @property
-    def worth(self) -> float:
-        """Bytes freed for each nanosecond of running it again."""
-        return self.nbytes / max(1, self.forward_ns)
 
 
 def inside(path: str, module: str) -> bool:
     """Whether ``path`` is ``module`` or in it. Everything is inside the root, ``""``."""
     return not module or path == module or path.startswith(module + ".")
-
-
-@lru_cache(maxsize=65536)
-def ancestors(path: str) -> tuple[str, ...]:
-    """A path and those that contain it, innermost first, the root last."""
-    if not path:
-        return ("",)
-    return (path, *ancestors(path.rpartition(".")[0]))
 
 
 class Recomputing:
@@ -92,20 +73,65 @@ class Recomputing:
 
     @cached_property
     def modules(self) -> dict[str, Module]:
-        """By path, the modules that can be run again; the root is not among them."""
+        """By path, the modules that can be run again, without the root; by name, the recipes."""
         if not self._profile.operators:
             return {}
+        return {**self._whole_modules, **self._recipes}
+
+    @cached_property
+    def _whole_modules(self) -> dict[str, Module]:
         made: dict[str, list[int]] = {}
         for g, group in enumerate(self._groups):
             for module in self._makers(group):
                 made.setdefault(module, []).append(g)
         return {
-            path: Module(path, tuple(groups), self._bytes(groups), self._all_forwards_ns(path))
+            path: Module(
+                path,
+                tuple(groups),
+                self._bytes(groups),
+                self._all_forwards_ns(path),
+                tuple(dict.fromkeys(self._group_of[i] for i in self._inputs[path])),
+            )
             for path, groups in made.items()
             if path in self._inputs
             and path not in self._profile.unrepeatable
             and self._runs_wherever_it_saves(path, groups)
         }
+
+    @cached_property
+    def _recipes(self) -> dict[str, Module]:
+        found: dict[str, Module] = {}
+        for g, group in enumerate(self._groups):
+            slots = [self._profile.slots[i] for i in group.indices]
+            members = slots[0].recipe
+            if not members or group.held_elsewhere or any(one.recipe != members for one in slots):
+                continue
+            if not all(self._recipe_calls(i) for i in group.indices):
+                continue
+            name, number = recipe_name(members), 1
+            while name in found:
+                number += 1
+                name = recipe_name(members, number)
+            reads = dict.fromkeys(
+                self._group_of[one.source] for one in slots if one.source is not None
+            )
+            if g in reads:
+                continue
+            took_ns = sum(self._recipe_ns(i) for i in group.indices)
+            found[name] = Module(name, (g,), self._bytes((g,)), took_ns, tuple(reads))
+        return found
+
+    @cached_property
+    def _group_of(self) -> dict[int, int]:
+        return {i: g for g, group in enumerate(self._groups) for i in group.indices}
+
+    def _recipe_calls(self, i: int) -> list[tuple[int, int]]:
+        slot = self._profile.slots[i]
+        return recipe_calls(slot.recipe, slot.pass_index, slot.saved_at_ns, self._calls)
+
+    def _recipe_ns(self, i: int) -> int:
+        """What the calls took that made a slot."""
+        return sum(end_ns - start_ns for start_ns, end_ns in self._recipe_calls(i))
 
     def _runs_wherever_it_saves(self, path: str, groups: Iterable[int]) -> bool:
         indices = (i for g in groups for i in self._groups[g].indices)
@@ -127,7 +153,11 @@ class Recomputing:
         return found
 
     def forward_ns(self, path: str, pass_index: int) -> int:
-        """What running a module again takes, in one pass."""
+        """What running a module again takes, in one pass; or a recipe, in all calls of that."""
+        if recipe_members(path):
+            slots = self._profile.slots
+            mine = (i for g in self.modules[path].groups for i in self._groups[g].indices)
+            return sum(self._recipe_ns(i) for i in mine if slots[i].pass_index == pass_index)
         return self._forward_ns.get((path, pass_index), 0)
 
     def _all_forwards_ns(self, path: str) -> int:
@@ -166,7 +196,7 @@ class Recomputing:
         )
 
     def segments(self, recomputed: Iterable[str]) -> tuple[Segment, ...]:
-        """What comes back together: each of these modules, in each pass."""
+        """What comes back together: each of these modules, in each pass; each slot of a recipe."""
         return tuple(segment for path in recomputed for segment in self._segments_of(path))
 
     def _segments_of(self, path: str) -> tuple[Segment, ...]:
@@ -177,8 +207,20 @@ class Recomputing:
 
     def _made_segments(self, path: str) -> Iterator[Segment]:
         slots = self._profile.slots
+        members = recipe_members(path)
+        mine_all = [i for g in self.modules[path].groups for i in self._groups[g].indices]
+        if members:
+            for i in mine_all:
+                source = slots[i].source
+                assert source is not None
+                yield Segment(
+                    slots=(i,) if slots[i].needed_at_ns is not None else (),
+                    inputs=(source,),
+                    drops=((self._drop_place(members[-1], i, frozenset((i,))), i),),
+                )
+            return
         made: dict[int, list[int]] = {}
-        for i in (i for g in self.modules[path].groups for i in self._groups[g].indices):
+        for i in mine_all:
             made.setdefault(slots[i].pass_index, []).append(i)
         for index, mine in made.items():
             together = frozenset(mine)
@@ -190,21 +232,8 @@ class Recomputing:
 
     @cached_property
     def _calls(self) -> dict[tuple[str, int], list[tuple[int, int]]]:
-        """(start, end) of every uninterrupted forward of each module, by its path and pass."""
-        forward = [one for one in self._profile.operators if not one.backward]
-        forward.sort(key=lambda one: (one.pass_index, one.start_ns))
-        calls: dict[tuple[str, int], list[tuple[int, int]]] = {}
-        last: dict[tuple[str, int], int] = {}
-        for place, one in enumerate(forward):
-            for path in ancestors(one.module):
-                key = path, one.pass_index
-                mine = calls.setdefault(key, [])
-                if last.get(key) == place - 1:
-                    mine[-1] = (mine[-1][0], one.end_ns)
-                else:
-                    mine.append((one.start_ns, one.end_ns))
-                last[key] = place
-        return calls
+        """See ``forward_calls``."""
+        return forward_calls(self._profile.operators)
 
     def _drop_place(self, path: str, i: int, mine: frozenset[int]) -> int:
         """Before which step slot ``i`` is dropped: the first after the call of ``path`` that saved it.
@@ -226,8 +255,27 @@ class Recomputing:
         """The largest modules, none inside another, that make no more than ``limit_bytes`` each."""
         taken: dict[str, Module] = {}
         for path, module in sorted(
-            self.modules.items(), key=lambda one: (one[0].count("."), one[0])
+            self._whole_modules.items(), key=lambda one: (one[0].count("."), one[0])
         ):
             if module.nbytes <= limit_bytes and not any(a in taken for a in ancestors(path)):
                 taken[path] = module
         return list(taken.values())
+
+    def recipes(self, beside: Iterable[Module] = ()) -> list[Module]:
+        """Recipes that go together, and with the modules ``beside``: those first that are worth most."""
+        taken = Together(beside)
+        found = []
+        for recipe in sorted(self._recipes.values(), key=lambda one: (-one.worth, one.path)):
+            if not taken.clashing(recipe):
+                taken.add(recipe)
+                found.append(recipe)
+        return found
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes that each module, no recipe, makes again."""
+        return [one.nbytes for one in self._whole_modules.values()]
+
+    def together(self, recomputed: Iterable[str]) -> Together:
+        """These modules and recipes, to ask what cannot be put beside them."""
+        return Together(self.modules[path] for path in recomputed)

@@ -13,7 +13,6 @@ from penstock.plan.case import Case, Choice
 from penstock.plan.choice_bound import least_step_ns
 from penstock.plan.layers import prefetch_search
 from penstock.plan.placement import rooms_for
-from penstock.plan.recomputing import ancestors, inside
 from penstock.plan.replay import replay
 
 WORK: Final = 40_000
@@ -247,8 +246,9 @@ def _toggle(case: Case, choice: Choice, *, path: str) -> Choice | None:
     """One recomputed module less; or one more, in place of those that it is in or that are in it."""
     others = [one for one in choice.recomputed if one != path]
     if len(others) == len(choice.recomputed):
-        above = ancestors(path)
-        others = [one for one in others if one not in above and not inside(one, path)]
+        recomputing = case.recomputing
+        clashing = recomputing.together(others).clashing(recomputing.modules[path])
+        others = [one for one in others if one not in clashing]
         others.append(path)
     changed = case.offload(dict(enumerate(choice.tiers)), sorted(others))
     return replace(changed, samples=choice.samples and None)

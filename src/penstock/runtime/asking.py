@@ -41,7 +41,7 @@ def ask(
         if plan.feasible and unrepeatable.isdisjoint(plan.recomputed):
             return plan
         notes = ("nothing is run again, for there would be no room for what that makes",)
-    nobody = tuple(replace(slot, producer=None) for slot in profile.slots)
+    nobody = tuple(replace(slot, producer=None, recipe=(), source=None) for slot in profile.slots)
     plan = policy(replace(profile, slots=nobody), machine, budgets)
     return replace(plan, notes=(*plan.notes, *notes))
 

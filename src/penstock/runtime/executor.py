@@ -19,6 +19,7 @@ from penstock.runtime.movers import Encoding, Mover
 from penstock.runtime.passes import Pass
 from penstock.runtime.planner import Planner
 from penstock.runtime.reads import Reads
+from penstock.runtime.remakes import Remakes
 from penstock.runtime.residency import Origin, Residency, SavedStorage, SlotRecord, View
 from penstock.runtime.room import Room
 from penstock.runtime.sampling import POSITIVE, Sampler
@@ -35,6 +36,7 @@ class Executor:
         budget: The device memory that everything here is charged to.
         planner: Says what to do with each slot, and learns from each pass.
         kept: What the plan is sure to keep.
+        remakes: What is made again instead of being held.
         small: What is below the floor.
     """
 
@@ -74,6 +76,9 @@ class Executor:
         )
         self._reads = Reads(
             planner=planner, traffic=self._traffic, room=self._room, recorder=recorder
+        )
+        self.remakes = Remakes(
+            traffic=self._traffic, room=self._room, budget=budget, recorder=recorder
         )
         self._sampler = Sampler()
         self._closed = False
@@ -170,6 +175,8 @@ class Executor:
             self._wait_for_room(saved)
         if planner.crowded:
             self._sample_from_now_on(saved)
+        if decision.action is Action.RECOMPUTE and not self.remakes.drop_saved(saved):
+            decision = planner.guess(saved.record)
         if decision.action is Action.OFFLOAD:
             if decision.codec == POSITIVE and sign_only:
                 saved.deferred = decision
@@ -290,7 +297,8 @@ class Executor:
             if ticket is not None:  # else it is just being asked for
                 ticket.written.cancel()
         if storage is None:
-            storage = self._reads.demand(saved)
+            bring = self._reads if saved.remake is None else self.remakes
+            storage = bring.demand(saved)
         self._reads.ahead(saved, again=not first)
         with self._lock:
             saved.pending -= first
@@ -347,6 +355,7 @@ class Executor:
             ticket = self._traffic.bury(saved)
         if ticket is not None:
             self._traffic.discard(saved, ticket)
+        saved.remake = None  # and its handle to what that would be made from
 
     # -- passes -----------------------------------------------------------------------------------
 

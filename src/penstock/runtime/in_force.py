@@ -55,7 +55,7 @@ class InForce:
             made_again=frozenset(
                 (decision.key.module, decision.key.ordinal)
                 for decision in plan.decisions
-                if decision.action is Action.RECOMPUTE
+                if decision.action is Action.RECOMPUTE and not decision.recipe
             ),
             first_ranks=_first_ranks(plan),
             codecs_pay=profile is not None
@@ -79,7 +79,9 @@ class InForce:
         if self.plan is None:
             return None
         known = self.plan.lookup(key) or self._by_module.get((key.module, key.bucket))
-        return None if known is None or known.action is Action.RECOMPUTE else known
+        if known is None or (known.action is Action.RECOMPUTE and not known.recipe):
+            return None
+        return known
 
 
 def _placed(profile: Profile, plan: Plan) -> list[tuple[Group, str]]:

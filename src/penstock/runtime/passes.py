@@ -160,6 +160,7 @@ class Pass:
                     return None  # its turn comes when it has been written, or it is needed first
                 if (
                     following.state is Residency.SPILLED
+                    and following.remake is None
                     and (again or following.pending > 0)
                     and in_tier_only(following)
                 ):

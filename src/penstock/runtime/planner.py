@@ -174,7 +174,7 @@ class Planner:
             if known is not None and known.action is Action.KEEP:
                 self._kept_keys.add((key.module, key.ordinal, key.nbytes))
         if known is None:
-            return self._guess(record)
+            return self.guess(record)
         record.planned = True
         return known
 
@@ -189,7 +189,7 @@ class Planner:
     def decide_input(self, record: SlotRecord) -> Decision:
         """What to do with the input of a module that is run again, now that it has its name."""
         if record.key.module.endswith(INPUT):
-            return self._guess(record)
+            return self.guess(record)
         return self.decide(record)
 
     def recomputes(self, module: str, ordinal: int) -> bool:
@@ -204,7 +204,8 @@ class Planner:
         """Where, in the plan's order of need, backward first asks for what is made again at ``path``."""
         return self._in_force.first_ranks.get(path)
 
-    def _guess(self, record: SlotRecord) -> Decision:
+    def guess(self, record: SlotRecord) -> Decision:
+        """What to do with a slot that the plan says nothing of, or nothing that can be done."""
         guesses, use = self._guesses, self._codecs
         codecs = record.codecs if use.has_scratch and use.chosen else ()
         decision = guesses.decide(record.key, codecs)

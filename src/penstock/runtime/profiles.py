@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from penstock.plan.profile import CodecSample, PassProfile, Profile, SlotProfile
@@ -28,10 +28,12 @@ def profile_of(
         unrepeatable: Paths of the modules that cannot be run again.
     """
     passes = sorted(kinds, key=lambda one: one.index)
+    records = (record for one in passes for record in one.records)
+    places = {id(record): i for i, record in enumerate(records)}
     operators = (replace(each, pass_index=one.index) for one in passes for each in one.operators)
     return Profile(
         device=device,
-        slots=tuple(slot for one in passes for slot in _slots(one, held)),
+        slots=tuple(slot for one in passes for slot in _slots(one, held, places)),
         passes=tuple(_pass(one) for one in passes),
         small_bytes=max((one.small_bytes for one in passes), default=0),
         small_count=sum(one.small_count for one in passes),
@@ -46,13 +48,13 @@ def _pass(one: Pass) -> PassProfile:
     return PassProfile(one.index, one.start_ns, backward_ns, max(one.end_ns or 0, backward_ns))
 
 
-def _slots(one: Pass, held: Collection[MatchKey]) -> list[SlotProfile]:
+def _slots(one: Pass, held: Collection[MatchKey], places: Mapping[int, int]) -> list[SlotProfile]:
     """All of a pass. What is small and saved after the last of them is there when backward begins.
 
     How much of it is left when each of them is needed is not known; most of it, if it was saved last, is
     let go of first. So it counts beside the first one that is needed, and beside no other.
     """
-    slots = [_slot(one, record, held) for record in one.records]
+    slots = [_slot(one, record, held, places) for record in one.records]
     needed = [
         (slot.needed_at_ns, -i) for i, slot in enumerate(slots) if slot.needed_at_ns is not None
     ]
@@ -63,7 +65,10 @@ def _slots(one: Pass, held: Collection[MatchKey]) -> list[SlotProfile]:
     return slots
 
 
-def _slot(one: Pass, record: SlotRecord, held: Collection[MatchKey]) -> SlotProfile:
+def _slot(
+    one: Pass, record: SlotRecord, held: Collection[MatchKey], places: Mapping[int, int]
+) -> SlotProfile:
+    source = None if record.source is None else places.get(id(record.source))
     needed_ns = record.needed_at_ns
     return SlotProfile(
         key=record.key,
@@ -76,6 +81,8 @@ def _slot(one: Pass, record: SlotRecord, held: Collection[MatchKey]) -> SlotProf
         small_bytes=record.small_bytes,
         codecs=_usable(record),
         producer=record.producer,
+        recipe=() if source is None else record.recipe,
+        source=source,
     )
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from penstock.runtime.kept import KeptStorage
     from penstock.runtime.movers import Encoding
     from penstock.runtime.passes import Pass
+    from penstock.runtime.remakes import Remake
 
 
 class Residency(enum.Enum):
@@ -38,7 +39,8 @@ class Residency(enum.Enum):
     WRITING = "writing"
     """The storage is held and charged; a tier is being filled from it."""
     SPILLED = "spilled"
-    """Only the tier has the bytes. The program itself may still hold the storage (``source``)."""
+    """Only the tier has the bytes; or nobody, and ``remake`` makes them. The program itself may still
+    hold the storage (``source``)."""
     READING = "reading"
     """The tier has the bytes; device memory is charged and being filled from it."""
     RESTORED = "restored"
@@ -97,6 +99,10 @@ class SlotRecord:
     """How long backward waited for it to be read."""
     producer: str | None = None
     """As in ``SlotProfile``; known once an observed pass is over."""
+    recipe: tuple[str, ...] = ()
+    """As in ``SlotProfile``; known in an observed pass."""
+    source: SlotRecord | None = None
+    """What the recipe is called with."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -146,6 +152,10 @@ class SavedStorage:
     """Handles that were never unpacked: while there are any, RESTORED memory is held for them."""
     stuck: bool = False
     """Writing it has failed: it stays where it is."""
+    remake: Remake | None = None
+    """How its bytes are made again, when it is SPILLED and no tier has them."""
+    awaits_maker: bool = False
+    """It is to be dropped when the call ends that makes it. RESIDENT meanwhile."""
     refused_at_bytes: int = -1
     """What tiers held when they had no room for it: once it is less, it is not ``stuck`` any more."""
 

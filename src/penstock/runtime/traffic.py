@@ -134,10 +134,8 @@ class Traffic:
             storage = saved.storage
             if saved.state is not Residency.RESIDENT or storage is None or saved.writing:
                 return
-            strip(saved)
+            withdraw(self.table, saved, storage)
             saved.stuck = False
-            # from here on the source may die before the handles do
-            saved.source = weakref.ref(storage, partial(_forget_key, self.table, saved.cdata))
             saved.state = Residency.WRITING
             saved.writing = True
             saved.encoding = encoding
@@ -391,6 +389,14 @@ def strip(saved: SavedStorage) -> None:
         view = ref()
         if view is not None:
             view.strip()
+
+
+def withdraw(
+    table: dict[int, SavedStorage], saved: SavedStorage, storage: torch.UntypedStorage
+) -> None:
+    """From here on the source of ``saved`` may die before its handles do. Under the lock."""
+    strip(saved)
+    saved.source = weakref.ref(storage, partial(_forget_key, table, saved.cdata))
 
 
 def _forget_key(

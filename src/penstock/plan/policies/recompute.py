@@ -1,6 +1,7 @@
 """``recompute``: nothing is offloaded; modules are run again in backward, as few as fit.
 
-Two ways of choosing them, both at the granularity of modules:
+Two ways of choosing them, both at the granularity of modules, alone and with recipes beside them
+([Note: recipes]):
 
 - Sublinear (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, section 4): segments of
   about the square root of all that is saved, all run again: one forward more, and the least memory.
@@ -23,7 +24,7 @@ from penstock.plan.machine import Budgets, Machine
 from penstock.plan.placement import first_true
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
-from penstock.plan.recomputing import Module
+from penstock.plan.together import Module
 
 
 def recompute(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
@@ -67,9 +68,9 @@ def sublinear(case: Case) -> Choice:
 
 
 def cost_aware(case: Case) -> Iterator[Choice]:
-    """For each size of segments, as few as fit."""
-    for limit in sizes(case):
-        order = by_worth(case.recomputing.antichain(limit))
+    """For each size of segments, and for recipes, as few as fit."""
+    for modules in together(case):
+        order = by_worth(modules)
         everything = case.offload({}, order)
         yield _fewest(case, order) if case.fits(everything) else everything
 
@@ -82,11 +83,25 @@ def _fewest(case: Case, order: list[str]) -> Choice:
     return case.offload({}, order[: first_true(len(order), fits)])
 
 
+def together(case: Case) -> Iterator[list[Module]]:
+    """What can be run again together: modules of each size, recipes, and both."""
+    recomputing = case.recomputing
+    recipes = recomputing.recipes()
+    if recipes:
+        yield recipes
+    for limit in sizes(case):
+        modules = recomputing.antichain(limit)
+        yield modules
+        beside = recomputing.recipes(modules) if recipes else []
+        if beside:
+            yield modules + beside
+
+
 def sizes(case: Case) -> list[float]:
     """Limits of segments: halves of all that is saved, as long as they tell modules apart."""
-    modules = case.recomputing.modules.values()
-    least = min((one.nbytes for one in modules), default=0)
-    most = max((one.nbytes for one in modules), default=0)
+    modules = case.recomputing.sizes
+    least = min(modules, default=0)
+    most = max(modules, default=0)
     found = []
     while most and most >= least:
         found.append(float(most))

@@ -11,6 +11,7 @@ from penstock.core.errors import PlanError
 from penstock.plan.operators import Operator
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Event, Profile, SlotProfile
+from penstock.plan.recipes import forward_calls, recipe_calls, recipe_members
 from penstock.plan.replay.moves import OFFLOADED, RECOMPUTED
 
 DROP: Final = 3
@@ -20,7 +21,7 @@ _NEVER: Final = 1 << 200
 
 @dataclass(slots=True, eq=False)
 class Rerun:
-    """One recomputed module in one pass; all of its calls, which are run again together."""
+    """One recomputed module in one pass, all of its calls together; or one recipe."""
 
     took_ns: int = 0
     """Its operators in forward, together."""
@@ -67,8 +68,10 @@ def reruns_of(profile: Profile, plan: Plan, action: Sequence[int]) -> dict[int, 
                 begin_ns = rerun.calls.pop()[0]
             rerun.calls.append((begin_ns, operator.end_ns))
         before[index] = module
-    found = {}
+    found = _recipes(profile, plan, action)
     for i, slot in enumerate(profile.slots):
+        if i in found:
+            continue
         if action[i] == RECOMPUTED:
             found[i] = _maker(slot, modules, reruns)
             found[i].slots.append(i)
@@ -76,6 +79,29 @@ def reruns_of(profile: Profile, plan: Plan, action: Sequence[int]) -> dict[int, 
             for module in _readers(slot, modules, backward.get(slot.pass_index)):
                 if (module, slot.pass_index) in reruns:
                     reruns[module, slot.pass_index].inputs.append(i)
+    return found
+
+
+def _recipes(profile: Profile, plan: Plan, action: Sequence[int]) -> dict[int, Rerun]:
+    """By slot that a recipe makes again, that recipe; see [Note: recipes]."""
+    found: dict[int, Rerun] = {}
+    calls: dict[tuple[str, int], list[tuple[int, int]]] | None = None
+    for i, slot in enumerate(profile.slots):
+        decision = plan.lookup_match(profile.match_keys[i]) if action[i] == RECOMPUTED else None
+        if decision is None or not decision.recipe:
+            continue
+        if calls is None:
+            calls = forward_calls(profile.operators)
+        members = recipe_members(decision.recipe)
+        mine = recipe_calls(members, slot.pass_index, slot.saved_at_ns, calls)
+        if slot.recipe != members or slot.source is None or not mine:
+            raise PlanError(
+                f"plan: slot {slot.key} is to be made again by {decision.recipe!r}, but in the profile"
+                f" it is {f'made by {slot.recipe}' if slot.recipe else 'not known what makes it'}"
+            )
+        inputs = [slot.source] if action[slot.source] == OFFLOADED else []
+        took_ns = sum(end_ns - start_ns for start_ns, end_ns in mine)
+        found[i] = Rerun(took_ns, [mine[-1]], [i], inputs)
     return found
 
 

@@ -1,0 +1,144 @@
+"""Which modules compute one tensor from another, and do nothing else.
+
+Calling one of these once more, with the same tensor, parameters and settings, gives the same bits and
+leaves no trace; a recipe (``plan.recipes``) may do that. The list is of PyTorch's own layers: what other
+modules do cannot be seen from outside.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from penstock.core.errors import InPlaceError
+
+_BATCH_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_PURE: Final = frozenset(
+    {
+        *_BATCH_NORMS,
+        nn.AdaptiveAvgPool1d,
+        nn.AdaptiveAvgPool2d,
+        nn.AdaptiveAvgPool3d,
+        nn.AvgPool1d,
+        nn.AvgPool2d,
+        nn.AvgPool3d,
+        nn.CELU,
+        nn.Conv1d,
+        nn.Conv2d,
+        nn.Conv3d,
+        nn.ELU,
+        nn.GELU,
+        nn.GLU,
+        nn.GroupNorm,
+        nn.Hardsigmoid,
+        nn.Hardswish,
+        nn.Hardtanh,
+        nn.LayerNorm,
+        nn.LeakyReLU,
+        nn.Linear,
+        nn.LogSigmoid,
+        nn.LogSoftmax,
+        nn.MaxPool1d,
+        nn.MaxPool2d,
+        nn.MaxPool3d,
+        nn.Mish,
+        nn.PReLU,
+        nn.RMSNorm,
+        nn.ReLU,
+        nn.ReLU6,
+        nn.SELU,
+        nn.SiLU,
+        nn.Sigmoid,
+        nn.Softmax,
+        nn.Softplus,
+        nn.Softsign,
+        nn.Tanh,
+    }
+)
+_ACTIVATIONS: Final = "transformers.activations"
+"""Hugging Face's activations: functions of one tensor."""
+_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def is_pure(module: nn.Module) -> bool:
+    """Whether one more call of ``module`` gives the same bits, and leaves no trace.
+
+    A subclass may do anything, and so may hooks on the module, an instance's own ``forward``, and what
+    somebody has compiled. In eval mode nothing is trained.
+    """
+    kind = type(module)
+    if kind not in _PURE and kind.__module__ != _ACTIVATIONS:
+        return False
+    own = module.__dict__
+    if not module.training or "forward" in own or own.get("_compiled_call_impl") is not None:
+        return False
+    return not any(own.get(name) for name in _HOOKS)
+
+
+class PureCall:
+    """A call of a pure module that has been made, to be made again: what it depended on.
+
+    Attributes:
+        path: What the module is called.
+    """
+
+    __slots__ = ("_autocast", "_module", "_settings", "_versions", "path")
+
+    def __init__(self, module: nn.Module, path: str, device_type: str) -> None:
+        """Note what the call that has just ended depended on.
+
+        Args:
+            module: A pure one.
+            path: What it is called.
+            device_type: Of what it computed.
+        """
+        self._module = module
+        self.path = path
+        self._settings = _settings(module)
+        self._versions = [
+            None if one is None else one._version for one in module._parameters.values()
+        ]
+        enabled = torch.is_autocast_enabled(device_type)
+        self._autocast = (device_type, torch.get_autocast_dtype(device_type), enabled)
+
+    def again(self, given: torch.Tensor) -> torch.Tensor:
+        """What the module makes of ``given``, without gradients.
+
+        Raises:
+            InPlaceError: A parameter or a setting of the module has changed since.
+        """
+        module: Any = self._module
+        self._check()
+        device_type, dtype, enabled = self._autocast
+        with torch.no_grad(), torch.autocast(device_type, dtype, enabled, cache_enabled=False):
+            if type(module) in _BATCH_NORMS:  # its running statistics have seen this batch
+                weight, bias, eps = module.weight, module.bias, module.eps
+                return torch.nn.functional.batch_norm(
+                    given, None, None, weight, bias, training=True, momentum=0.0, eps=eps
+                )
+            result: torch.Tensor = module.forward(given)
+            return result
+
+    def _check(self) -> None:
+        module = self._module
+        advice = "do that after the backward, or give recompute=False"
+        for parameter, version in zip(module._parameters.values(), self._versions, strict=True):
+            if parameter is not None and parameter._version != version:
+                raise InPlaceError(
+                    f"{self.path} is to be called again for a backward, but a parameter of it of"
+                    f" {tuple(parameter.shape)} has been modified by an inplace operation since its"
+                    f" forward: it is at version {parameter._version}, not {version}; {advice}"
+                )
+        if _settings(module) != self._settings:
+            raise InPlaceError(
+                f"{self.path} is to be called again for a backward, but its settings are"
+                f" {_settings(module)} now, and were {self._settings} in its forward; {advice}"
+            )
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    plain = (bool, int, float, str, tuple)
+    own = module.__dict__.items()
+    return {name: value for name, value in own if name[0] != "_" and isinstance(value, plain)}

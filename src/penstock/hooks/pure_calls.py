@@ -1,0 +1,140 @@
+"""Follows the calls of pure modules: which storage was made from which, as it was when they had ended.
+
+A storage counts as made by the calls that were seen to make it only at the version that its tensor had
+then. Whoever changes it afterwards, as ``out += identity`` does, ends its recipe; see [Note: recipes]
+(plan/recipes.py).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+
+StorageOf = Callable[[torch.Tensor], torch.UntypedStorage | None]
+Member = TypeVar("Member")
+Source = TypeVar("Source")
+
+
+@dataclass(slots=True)
+class Made(Generic[Member, Source]):
+    """A storage as it was when a call had ended, and the calls that had made it."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    version: int
+    members: tuple[Member, ...]
+    source: Source
+    """What the first of them was called with."""
+
+    def holds(self, storage: torch.UntypedStorage, version: int) -> bool:
+        """Whether that is this storage, as it was made."""
+        return self.version == version and self.storage() is storage
+
+
+@dataclass(slots=True)
+class _Open:
+    """A call that has not ended."""
+
+    given: torch.Tensor
+    version: int
+
+
+class PureCalls(Generic[Member, Source]):
+    """Follows one thread. What members and sources are, subclasses say."""
+
+    def __init__(self, storage_of: StorageOf) -> None:
+        """Nothing is known yet; ``storage_of`` tells a tensor's storage, if it is bytes of one."""
+        self.storage_of = storage_of
+        self._open: list[_Open | None] = []
+        self._made: dict[int, Made[Member, Source]] = {}
+
+    def source_of(self, given: torch.Tensor, storage: torch.UntypedStorage) -> Source | None:
+        """How to come by ``given`` again; ``None``: that is not sure."""
+        raise NotImplementedError
+
+    def on_made(self, storage: torch.UntypedStorage, made: Made[Member, Source]) -> None:
+        """A call has made a storage, or changed it in place."""
+        raise NotImplementedError
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a call has begun, and not ended."""
+        return bool(self._open)
+
+    def enter(self, args: Any, *, pure: bool) -> None:
+        """A call begins; whether of a ``pure`` module."""
+        given = args[0] if pure and len(args) == 1 and _is_plain(args[0]) else None
+        self._open.append(None if given is None else _Open(given, given._version))
+
+    def leave(self, output: Any, member: Callable[[], Member], *, refused: bool) -> None:
+        """The call that began last has ended.
+
+        Args:
+            output: What it returned; ``None`` if it raised.
+            member: How to call it again, if that is asked for.
+            refused: Whether that must not be: it had more arguments, or did something else besides.
+        """
+        call = self._open.pop()
+        if call is None or refused or not _is_plain(output):
+            return
+        before, after = self.storage_of(call.given), self.storage_of(output)
+        if before is None or after is None:
+            return
+        if after is not before:
+            if call.given._version == call.version and _fills(output, after):
+                source = self.source_of(call.given, before)
+                if source is not None:
+                    self._add(after, output._version, (member(),), source)
+            return
+        made = self.made(before, call.version)
+        if made is not None and output._version != call.version:
+            self._add(after, output._version, (*made.members, member()), made.source)
+
+    def made(self, storage: torch.UntypedStorage, version: int) -> Made[Member, Source] | None:
+        """How a storage was made as it is at this version, if that is known."""
+        made = self._made.get(storage._cdata)
+        return made if made is not None and made.holds(storage, version) else None
+
+    def being_changed(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the call that began last was given a storage that is known as it was then."""
+        call = self._open[-1] if self._open else None
+        if call is None or self.storage_of(call.given) is not storage:
+            return False
+        return self.made(storage, call.version) is not None
+
+    def _add(
+        self,
+        storage: torch.UntypedStorage,
+        version: int,
+        members: tuple[Member, ...],
+        source: Source,
+    ) -> None:
+        forget = partial(_forget, weakref.ref(self), storage._cdata)
+        made = Made(weakref.ref(storage, forget), version, members, source)
+        self._made[storage._cdata] = made
+        self.on_made(storage, made)
+
+    def _forget(self, key: int, dead: object) -> None:
+        made = self._made.get(key)
+        if made is not None and made.storage is dead:
+            del self._made[key]
+
+
+def _forget(owner: weakref.ref[PureCalls[Any, Any]], key: int, dead: object) -> None:
+    calls = owner()
+    if calls is not None:
+        calls._forget(key, dead)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def _fills(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether the tensor is all there is in its storage, so that making it anew makes that."""
+    nbytes = tensor.numel() * tensor.element_size()
+    return tensor.storage_offset() == 0 and nbytes == storage.nbytes()
