@@ -108,7 +108,9 @@ def with_cudnns_pooling(profile: Profile) -> Profile:
         elif before is not None:
             of, j = before
             beside[of][j] = max(beside[of][j], beside[event][i])
-    left = {i: place for place, i in enumerate(i for i in range(len(profile.slots)) if i not in gone)}
+    left = {
+        i: place for place, i in enumerate(i for i in range(len(profile.slots)) if i not in gone)
+    }
     slots = (
         replace(
             slot,
