@@ -105,6 +105,13 @@ def record(args, figures):
         "seen_sequences": list(SEEN_BATCH),
         "environment": _memory.KEEPS,
     }
+    earlier = _results.RESULTS / "optimizer_step.json"
+    for found in figures.values():
+        for one in found.values():
+            one["commit"] = _results.commit()
+    if earlier.exists():  # other sizes may be of other commits
+        known = json.loads(earlier.read_text())["figures"]
+        figures = {what: known[what] | found for what, found in figures.items()}
     _results.write("optimizer_step", figures, config, directory=args.dir)
     TABLE.write_text(table(figures), encoding="utf-8")
 
