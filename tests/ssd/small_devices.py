@@ -5,7 +5,7 @@ import dataclasses
 from hypothesis import strategies as st
 
 from penstock.ssd import load, with_field
-from penstock.ssd.device import ALLOCATIONS
+from penstock.ssd.control import ALLOCATIONS
 
 
 def device(base="mqsim-default", **fields):

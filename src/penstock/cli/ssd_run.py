@@ -23,8 +23,9 @@ from penstock.core.units import format_bandwidth, format_bytes, format_duration,
 from penstock.observe.summary_text import percent
 from penstock.report.ssd_plot import plot_usage
 from penstock.report.table import Row, side_by_side
+from penstock.ssd.aging import fill
 from penstock.ssd.description import nearest
-from penstock.ssd.drive import Drive, fill
+from penstock.ssd.drive import Drive
 from penstock.ssd.measure import Latencies, Run
 from penstock.ssd.mqsim import is_mqsim, read_workload
 from penstock.ssd.requests import Request, Workload

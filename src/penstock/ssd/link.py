@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from heapq import heappush
 from typing import Any
 
 from penstock.ssd.device import Link, duration_ps
@@ -36,7 +37,9 @@ class Lane:
             took = self._took[payload_bytes] = duration_ps(
                 self._link.wire_bytes(payload_bytes), self._rate
             )
-        now = self._events.now_ps
-        self._free_ps = (self._free_ps if self._free_ps > now else now) + took
+        events = self._events
+        free = self._free_ps if self._free_ps > events.now_ps else events.now_ps
+        free += took
+        self._free_ps = free
         self.busy_ps += took
-        self._events.at(self._free_ps, action, about)
+        heappush(events.heap, (free, events.tick(), action, about))

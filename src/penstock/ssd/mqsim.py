@@ -15,8 +15,9 @@ from xml.etree import ElementTree
 
 from penstock.core.errors import ConfigError
 from penstock.ssd.cells import SECTOR_BYTES, CellMode, PageOrder
+from penstock.ssd.control import Victim
 from penstock.ssd.description import load, nearest
-from penstock.ssd.device import Device, Victim
+from penstock.ssd.device import Device
 from penstock.ssd.mqsim_random import MqsimRandom
 from penstock.ssd.requests import Request
 

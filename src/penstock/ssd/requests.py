@@ -8,28 +8,39 @@ from dataclasses import dataclass
 
 from penstock.core.errors import ConfigError
 from penstock.ssd.cells import SECTOR_BYTES
+from penstock.ssd.commands import Owner
 
 
-class Request:
-    """One read or write.
+class Request(Owner):
+    """One read or write; a write of no bytes is a flush, which is done when flash has all before it.
 
     Attributes:
         arrival_ps: When the host asks; None: as soon as the queue has room.
-        left: Operations of flash, or pages that wait for room, until it is done.
         began_ps: When it came to the queue.
-        flow: Which of the host's streams it is of, by number.
+        flow: Which of the host's flows it is of, by number.
     """
 
-    __slots__ = ("arrival_ps", "began_ps", "flow", "is_read", "left", "nbytes", "offset_bytes")
+    __slots__ = ("arrival_ps", "began_ps", "flow", "nbytes", "offset_bytes")
 
     def __init__(
-        self, is_read: bool, offset_bytes: int, nbytes: int, arrival_ps: int | None = None
+        self,
+        is_read: bool,
+        offset_bytes: int,
+        nbytes: int,
+        arrival_ps: int | None = None,
+        *,
+        stream: int = 0,
     ) -> None:
-        self.is_read = is_read
+        super().__init__(is_read, stream)
         self.offset_bytes = offset_bytes
         self.nbytes = nbytes
         self.arrival_ps = arrival_ps
-        self.left = self.began_ps = self.flow = 0
+        self.began_ps = self.flow = 0
+
+    @property
+    def is_flush(self) -> bool:
+        """Whether it asks for nothing but what came before."""
+        return not self.nbytes and not self.is_read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
