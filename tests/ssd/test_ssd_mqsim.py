@@ -6,7 +6,8 @@ from penstock.cli import main
 from penstock.core.errors import ConfigError
 from penstock.ssd import load
 from penstock.ssd.drive import Drive
-from penstock.ssd.mqsim import read_device, read_workload
+from penstock.ssd.mqsim import read_device
+from penstock.ssd.mqsim_flows import read_workload
 from penstock.ssd.mqsim_random import MqsimRandom
 
 HOST = {"PCIe_Lane_Bandwidth": "1.00000", "PCIe_Lane_Count": 4, "SATA_Processing_Delay": 400000}

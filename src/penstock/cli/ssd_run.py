@@ -23,11 +23,13 @@ from penstock.core.units import format_bandwidth, format_bytes, format_duration,
 from penstock.observe.summary_text import percent
 from penstock.report.ssd_plot import plot_usage
 from penstock.report.table import Row, side_by_side
+from penstock.ssd import with_field
 from penstock.ssd.aging import fill
 from penstock.ssd.description import nearest
 from penstock.ssd.drive import Drive
 from penstock.ssd.measure import Latencies, Run
-from penstock.ssd.mqsim import is_mqsim, read_workload
+from penstock.ssd.mqsim_flows import Scenario, read_workload
+from penstock.ssd.mqsim_xml import is_mqsim
 from penstock.ssd.requests import Request, Workload
 from penstock.ssd.traces import Format, read_trace
 
@@ -122,10 +124,14 @@ def _execute(options: argparse.Namespace) -> int:
         ConfigError: The device, the workload or the trace makes no sense, or the drive is full.
     """
     device = device_of(options.device, options.set)
+    scenario = _scenario(options.workload)
+    if scenario is not None and len(scenario.flows) > device.ftl.streams:
+        # in MQSim every flow has blocks of its own
+        device = with_field(device, "ftl.streams", len(scenario.flows))
     plot = None if options.plot is None else file_to_write(options.plot, "--plot")
     drive = Drive(device, seed=options.seed, watch=plot is not None, power_cap_w=options.power_cap)
     with _progress(f"{options.workload} on {options.device}"):
-        run = _run(options, drive)
+        run = _run(options, drive, scenario)
     if plot is not None and drive.usage is not None:
         title = f"{options.workload} on {device.name}"
         plot_usage(title, drive.usage.moments(), plot, cap_w=options.power_cap)
@@ -136,7 +142,7 @@ def _execute(options: argparse.Namespace) -> int:
     return 0
 
 
-def _run(options: argparse.Namespace, drive: Drive) -> Run:
+def _run(options: argparse.Namespace, drive: Drive, scenario: Scenario | None) -> Run:
     if options.workload in _SYNTHETIC:
         return drive.run(_synthetic(options))
     path = Path(options.workload)
@@ -145,8 +151,9 @@ def _run(options: argparse.Namespace, drive: Drive) -> Run:
         raise ConfigError(
             f"workload {options.workload!r} is no file, and none of {', '.join(_SYNTHETIC)}{near}"
         )
-    if is_mqsim(path):
-        return _scenario(path, drive)
+    if scenario is not None:
+        flows = scenario.flows
+        return drive.serve_flows([(flow.stream(drive.device), flow.queue_depth) for flow in flows])
     if not 0 <= options.filled <= 1:
         raise ConfigError(f"--filled is {options.filled}, it is a share, 0 to 1")
     fill(drive.ftl, int(drive.ftl.user_pages * options.filled))
@@ -155,16 +162,17 @@ def _run(options: argparse.Namespace, drive: Drive) -> Run:
     return drive.serve(requests, queue_depth=options.queue_depth, skip=options.skip)
 
 
-def _scenario(path: Path, drive: Drive) -> Run:
-    """The one scenario of a workload of MQSim, all its flows at once."""
-    scenarios = read_workload(path)
+def _scenario(workload: str) -> Scenario | None:
+    """The one scenario of a workload of MQSim; None: it is another kind of workload."""
+    if not is_mqsim(workload) or not Path(workload).is_file():
+        return None
+    scenarios = read_workload(workload)
     if len(scenarios) != 1:
         raise ConfigError(
-            f"{str(path)!r} has {len(scenarios)} scenarios, each for a new drive; leave one"
+            f"{workload!r} has {len(scenarios)} scenarios, each for a new drive; leave one"
         )
-    name_ignored(str(path), scenarios[0].ignored)
-    flows = scenarios[0].flows
-    return drive.serve_flows([(flow.stream(drive.device), flow.queue_depth) for flow in flows])
+    name_ignored(workload, scenarios[0].ignored)
+    return scenarios[0]
 
 
 def _synthetic(options: argparse.Namespace) -> Workload:

@@ -63,7 +63,8 @@ class Cleaner:
     ) -> None:
         """Have ``act(*about, ops)`` happen when the plane has room."""
         self._waiting.setdefault(plane, deque()).append((act, about))
-        self.clean(plane, ops)
+        if not self._ftl.gc_when_filled or not self._ftl.planes[plane].cleaning:
+            self.clean(plane, ops)
 
     def clean(self, plane: int, ops: list[Op]) -> None:
         """Begin to clean blocks of a plane, where there is need."""
@@ -82,6 +83,8 @@ class Cleaner:
                             victim.reads_left[page] = victim.reads_left.get(page, 0) + 1
             if not victim.left:
                 ops += self._erase(victim)
+            if ftl.gc_when_filled:
+                return
 
     def quiet(self, block: Block) -> None:
         """The host has nothing under way on a block: it may be erased, or be a victim."""
@@ -163,5 +166,6 @@ class Cleaner:
             act(*about, ops)
         if waiting is not None and not waiting:
             self._waiting.pop(plane, None)
-        self.clean(plane, ops)
+        if not self._ftl.gc_when_filled or self._ftl.stopped(plane):
+            self.clean(plane, ops)
         self._flash.submit(ops)

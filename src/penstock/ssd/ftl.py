@@ -29,6 +29,8 @@ class Ftl:
         moves: Pages placed by garbage collection, to complete a super-page, or of the map itself.
         partial: Of pages of which not every sector was ever written, those that were, as bits.
         superpages: The part of the addresses that is mapped by them; None: there is none.
+        gc_when_filled: As of the device's settings.
+        pages_per_block: Of every block.
         map_begin: The first logical page of the map itself, behind those of the host.
         map_entries_per_page: Of the map, where that lies on flash; 0: all of it is in memory.
     """
@@ -36,7 +38,7 @@ class Ftl:
     def __init__(self, device: Device, *, seed: int = 1) -> None:
         """An empty drive; ``seed`` is for victims that are chosen among a random few."""
         geometry, settings = device.geometry, device.ftl
-        self._pages = geometry.pages_per_block
+        self.pages_per_block = geometry.pages_per_block
         self._where: dict[int, tuple[Block, int]] = {}
         self._order = plane_order(geometry, settings.allocation)
         self._count = len(self._order)
@@ -50,6 +52,11 @@ class Ftl:
             )
             for index in range(geometry.planes)
         ]
+        self.gc_when_filled = settings.gc_when_filled
+        if self.gc_when_filled:
+            for plane in self.planes:
+                for number in range(len(plane.frontiers)):
+                    plane.frontiers[number] = plane.open(number % settings.streams)
         self._gap = settings.wear_gap
         self.user_pages = self.map_begin = device.user_pages
         blocks = geometry.blocks_per_plane
@@ -69,7 +76,7 @@ class Ftl:
         if settings.map_cache_bytes:
             self.map_entries_per_page = max(1, geometry.page_bytes // settings.map_entry_bytes)
         open_blocks = 2 * settings.streams * (2 if self._supers else 1)
-        open_blocks += settings.map_cache_bytes > 0
+        open_blocks += settings.map_cache_bytes > 0 or settings.gc_when_filled
         if self.least < self._victims:
             raise ConfigError(
                 f"ftl.gc_least_blocks is {self.least}, less than the {self._victims} of ftl.gc_victims:"
@@ -127,9 +134,9 @@ class Ftl:
         frontier.filled = page + 1
         frontier.valid += 1
         place = self._where[lpn] = (frontier, page)
-        if page + 1 == self._pages:
+        if page + 1 == self.pages_per_block:
             self._close(frontier)
-            plane.frontiers[number] = None
+            plane.frontiers[number] = plane.open(stream) if self.gc_when_filled else None
         if cleaning or lpn >= self.map_begin:
             self.moves += 1
         else:
@@ -152,7 +159,7 @@ class Ftl:
         """
         assert self.superpages is not None  # or nobody has its number
         row, page = self.superpages.place(number, cleaning=cleaning, stream=stream)
-        if page + 1 == self._pages:
+        if page + 1 == self.pages_per_block:
             for block in row:
                 self._close(block)
         self.user_writes += wanted
@@ -185,7 +192,7 @@ class Ftl:
         its = self.planes[plane]
         if its.free >= self.threshold or its.cleaning >= self._victims:
             return ()
-        if all(block.valid == self._pages for block in its.closed):
+        if all(block.valid == self.pages_per_block for block in its.closed):
             return ()
         chosen = self._choose(its)
         if chosen is None:
@@ -248,7 +255,7 @@ class Ftl:
 
     def _benefit(self, block: Block) -> float:
         """What cleaning a block frees, for what it takes, times its age."""
-        used = block.valid / self._pages
+        used = block.valid / self.pages_per_block
         age = self._closed - block.closed_at + 1
         return (1 - used) / (2 * used) * age if used else float("inf")
 

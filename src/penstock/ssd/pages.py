@@ -52,6 +52,7 @@ class Pages:
         self._page_bytes = device.geometry.page_bytes
         self._spare = device.geometry.spare_bytes if device.channel.send_spare else 0
         self._sector_map = device.ftl.sector_map
+        self._last = ftl.pages_per_block - 1
         self._every_sector = (1 << self._page_bytes // SECTOR_BYTES) - 1
         self.cleaner = Cleaner(device, ftl, flash)
         self.map = CachedMap.of(device, ftl, flash, self.cleaner)
@@ -159,7 +160,8 @@ class Pages:
             read.owner, read.done = op, self._rest_read
             ops.append(read)
             op.order = self._flash.next_order()
-        self.cleaner.clean(plane, ops)
+        if not ftl.gc_when_filled or page == self._last:
+            self.cleaner.clean(plane, ops)
 
     def _kept(self, lpn: int, nbytes: int, sectors: int) -> tuple[int, int]:
         """(bytes to read, bytes to send) of a page of which ``nbytes`` are written."""
