@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from penstock.core.errors import ConfigError
 from penstock.ssd.blocks import EMPTY, Block
 from penstock.ssd.commands import GC_PROGRAM, GC_READ, QUEUED_ERASE, Op
 from penstock.ssd.device import Device
@@ -15,6 +16,10 @@ from penstock.ssd.ftl import Ftl
 
 if TYPE_CHECKING:
     from penstock.ssd.mapping import CachedMap
+
+
+_ROUNDS: Final = 4
+"""For which all pages of a drive may be moved between two of the host's."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +56,8 @@ class Cleaner:
         self._whole = device.geometry.page_bytes + spare
         self._under_way: dict[Block, _Victim] = {}
         self._waiting: dict[int, deque[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
+        self._placed = self._moved_then = 0
+        self._most_moves = _ROUNDS * device.geometry.planes * device.geometry.pages_per_plane
         self.map: CachedMap | None = None
 
     @property
@@ -72,6 +79,7 @@ class Cleaner:
         if ftl.planes[plane].free >= ftl.threshold:
             return
         while blocks := ftl.victim(plane):
+            self._check_progress()
             victim = _Victim(blocks)
             for block in blocks:
                 self._under_way[block] = victim
@@ -86,16 +94,30 @@ class Cleaner:
             if ftl.gc_when_filled:
                 return
 
+    def _check_progress(self) -> None:
+        """Raise ConfigError where pages are moved without end, and the host's wait."""
+        ftl = self._ftl
+        if ftl.user_writes != self._placed:
+            self._placed, self._moved_then = ftl.user_writes, ftl.moves
+        elif ftl.moves - self._moved_then > self._most_moves:
+            raise ConfigError(
+                f"the drive is full: garbage collection has moved {ftl.moves - self._moved_then} pages"
+                " since the host's last, and found no room for another; use less of the drive, or give it"
+                " more over-provisioning"
+            )
+
     def quiet(self, block: Block) -> None:
         """The host has nothing under way on a block: it may be erased, or be a victim."""
         victim = self._under_way.get(block)
         if victim is not None:
             if victim.ready:
                 self._flash.submit(self._erase(victim))
-        elif self._waiting.get(block.plane):
-            ops: list[Op] = []
-            self.clean(block.plane, ops)
-            self._flash.submit(ops)
+            return
+        ops: list[Op] = []
+        for each in block.together:
+            if self._waiting.get(each.plane):
+                self.clean(each.plane, ops)
+        self._flash.submit(ops)
 
     def _erase(self, victim: _Victim) -> list[Op]:
         victim.erasing = True

@@ -131,11 +131,19 @@ class Drive:
         return self.meter.run()
 
     def drain(self) -> int:
-        """Write all of the cache to flash, as when power is lost; what that takes, in ps."""
+        """Write all of the cache to flash, as when power is lost; what that takes, in ps.
+
+        Raises:
+            ConfigError: The drive is full.
+        """
         begin = self.events.now_ps
         if self.cache is not None:
             self.cache.drain()
         self.events.run()
+        if self.cache is not None and self.cache.dirty_pages:
+            raise ConfigError(
+                f"the drive is full: {self.cache.dirty_pages} pages of the cache find no room on flash"
+            )
         return self.events.now_ps - begin
 
     # -- the host, and NVMe ---------------------------------------------------------------------------

@@ -192,8 +192,8 @@ class Ftl:
         its = self.planes[plane]
         if its.free >= self.threshold or its.cleaning >= self._victims:
             return ()
-        if all(block.valid == self.pages_per_block for block in its.closed):
-            return ()
+        if all(block.valid == self.pages_per_block or _busy(block) for block in its.closed):
+            return ()  # to move what is all valid frees nothing, and goes before what keeps others busy
         chosen = self._choose(its)
         if chosen is None:
             return ()

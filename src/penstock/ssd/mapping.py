@@ -44,7 +44,7 @@ class CachedMap:
         self._there: OrderedDict[int, bool] = OrderedDict()  # by use; whether it has changed
         self._changed: dict[int, set[int]] = {}  # by page of the map
         self._loading: dict[int, list[_Waiter]] = {}
-        self._updating: set[int] = set()  # pages that are read to be programmed anew
+        self._updating: set[int] = set()  # pages that are to be programmed anew
         self.hits = self.misses = self.reads = self.writes = 0
 
     @classmethod
@@ -104,12 +104,12 @@ class CachedMap:
         for entry in self._changed.pop(number, ()):
             self._there[entry] = False
         if number in self._updating:
-            return  # it has been read, or will be: these changes go with it
+            return  # it is to be programmed: these changes go with it
+        self._updating.add(number)
         read = self._reading(number, self._read_for_update)
         if read is None:
             self._program(number, ops)
         else:
-            self._updating.add(number)
             ops.append(read)
 
     def forget_counts(self) -> None:
@@ -155,6 +155,7 @@ class CachedMap:
         if self._ftl.stopped(plane):
             self._cleaner.wait(plane, self._program, (number,), ops)
             return
+        self._updating.discard(number)
         block, page = self._ftl.place(lpn)
         block.pending += 1
         self.writes += 1
@@ -173,7 +174,6 @@ class CachedMap:
 
     def _read_for_update(self, op: Op) -> None:
         self._left_alone(op)
-        self._updating.discard(op.owner)
         ops: list[Op] = []
         self._program(op.owner, ops)
         self._flash.submit(ops)
