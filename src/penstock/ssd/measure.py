@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -25,7 +26,7 @@ class Latencies:
     __slots__ = ("_counts", "count", "least_ps", "most_ps", "sum_ps")
 
     def __init__(self) -> None:
-        self._counts: dict[int, int] = {}
+        self._counts: defaultdict[int, int] = defaultdict(int)
         self.count = self.sum_ps = self.most_ps = 0
         self.least_ps = -1
 
@@ -33,12 +34,13 @@ class Latencies:
         """One more."""
         self.count += 1
         self.sum_ps += took_ps
-        self.most_ps = max(self.most_ps, took_ps)
+        if took_ps > self.most_ps:  # noqa: PLR1730  (a call, for every request)
+            self.most_ps = took_ps
         if self.least_ps < 0 or took_ps < self.least_ps:
             self.least_ps = took_ps
-        shift = max(0, took_ps.bit_length() - 7)  # 64 to 127 and how often that was halved
-        place = shift * 128 + (took_ps >> shift)
-        self._counts[place] = self._counts.get(place, 0) + 1
+        shift = took_ps.bit_length() - 7  # 64 to 127 and how often that was halved
+        place = shift * 128 + (took_ps >> shift) if shift > 0 else took_ps
+        self._counts[place] += 1
 
     def percentile_ps(self, share: float) -> int:
         """The shortest that so many did not exceed, rounded up to a part of its octave; 0 of none."""

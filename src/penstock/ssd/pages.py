@@ -73,12 +73,14 @@ class Pages:
             return
         ops: list[Op] = []
         act = self._read if owner.is_read else self._write
-        for lpn in range(first, last + 1):
-            if first < lpn < last:
+        if first == last:
+            act(owner, (first, end - begin, self._sectors(begin, end)), ops)
+        else:
+            middle = (first + 1) * size
+            act(owner, (first, middle - begin, self._sectors(begin, middle)), ops)
+            for lpn in range(first + 1, last):
                 act(owner, (lpn, size, 0), ops)
-            else:
-                low, high = max(begin, lpn * size), min(end, (lpn + 1) * size)
-                act(owner, (lpn, high - low, self._sectors(low, high)), ops)
+            act(owner, (last, end - last * size, self._sectors(last * size, end)), ops)
         self._flash.submit(ops)
 
     def serve_parts(self, owner: Owner, parts: Iterable[Part]) -> None:
