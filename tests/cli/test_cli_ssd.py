@@ -118,6 +118,27 @@ def test_a_run_is_drawn_over_time(tmp_path, capsys):
     assert "leaves nothing for flash" in refusal([*RUN, "randrw", "--power-cap", "1"], capsys)
 
 
+def test_a_run_tells_of_its_cache_and_its_map(capsys):
+    settings = ["--set", "cache.capacity_bytes=65536", "--set", "ftl.map_cache_bytes=64"]
+    load = ["randrw", "--requests", "300", "--request-size", "8KiB", "--filled", "0.00001"]
+    more = [*load, "--working-set", "0.00001", "--hot", "0.9,0.1", "--flush-every", "10", *settings]
+    one = json.loads(output([*RUN, *more, "--json"], capsys))
+    assert one["cache"]["write_hits"] > 0
+    assert one["map"]["reads"] > 100
+    assert one["power_loss"]["flush_s"] > 0
+    told = output([*RUN, *more], capsys)
+    for word in ("found in memory", "write cache", "at a loss of power"):
+        assert word in told
+    plain = json.loads(output([*RUN, "randread", "--requests", "10", "--json"], capsys))
+    assert (plain["cache"], plain["map"], plain["power_loss"]) == (None, None, None)
+
+
+def test_a_machine_is_drawn(tmp_path, capsys):
+    path = tmp_path / "machine.svg"
+    output(["ssd", "machine", "mqsim-default", "--plot", str(path)], capsys)
+    assert len(list(ElementTree.parse(path).iter())) > 100
+
+
 def test_a_trace_is_run(tmp_path, capsys):
     path = tmp_path / "a.trace"
     path.write_text("0 0 0 16 1\n1000000 0 16 16 0\n")
@@ -134,6 +155,9 @@ def test_a_trace_is_run(tmp_path, capsys):
         ([*RUN, "randread", "--read-share", "0.5"], "is for randrw"),
         ([*RUN, "randread", "--request-size", "100"], "no multiple of 512"),
         ([*RUN, "randread", "--requests", "0"], "1 or more"),
+        ([*RUN, "randread", "--hot", "0.9"], "not two shares"),
+        ([*RUN, "randread", "--hot", "2,0.1"], "hot_share is 2"),
+        ([*RUN, "randwrite", "--flush-every", "-1"], "flush_every is -1"),
         (["ssd", "run", "mqsim-defolt", "randread"], "did you mean 'mqsim-default'"),
     ],
 )

@@ -5,7 +5,7 @@ import dataclasses
 from hypothesis import strategies as st
 
 from penstock.ssd import load, with_field
-from penstock.ssd.device import ALLOCATIONS
+from penstock.ssd.control import ALLOCATIONS
 
 
 def device(base="mqsim-default", **fields):
@@ -27,6 +27,7 @@ def tiny(**fields):
         "geometry__pages_per_block": 16,
         "ftl__gc_least_blocks": 3,
         "ftl__gc_victims": 1,
+        "ftl__gc_when_filled": False,
         "ftl__overprovisioning": 0.25,
         "ftl__victim": "greedy",
     }

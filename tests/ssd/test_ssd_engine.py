@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from small_devices import device, random_devices, tiny
 
 from penstock.core.errors import ConfigError
-from penstock.ssd.drive import Drive, fill, overwrite
+from penstock.ssd.aging import fill, overwrite
+from penstock.ssd.drive import Drive
 from penstock.ssd.ftl import Ftl
 from penstock.ssd.measure import Latencies
 from penstock.ssd.requests import Request, Workload
@@ -67,8 +68,19 @@ def test_dies_of_a_chip_work_together_only_where_they_can():
         assert senses == reads_in_a_row
 
 
+def test_of_a_page_written_in_part_a_map_of_sectors_saves_what_it_can():
+    made = device(ftl__sector_map=True)
+    whole = serve(made, Request(False, 0, PAGE), Request(False, 512, 512))
+    assert (whole.flash_reads, whole.channel_bytes) == (1, PAGE + (PAGE - 512) + 512)
+    # only what was written before is read, and nothing that is overwritten
+    beside = serve(made, Request(False, 0, 1024), Request(False, 2048, 512))
+    assert (beside.flash_reads, beside.channel_bytes) == (1, 1024 + 1024 + 512)
+    again = serve(made, Request(False, 512, 512), Request(False, 0, 2048))
+    assert (again.flash_reads, again.channel_bytes) == (0, 512 + 2048)
+
+
 def test_a_page_written_in_part_is_read_first():
-    made = device()
+    made = device(ftl__sector_map=False)
     one = serve(made, Request(False, 0, PAGE), Request(False, 512, 512))
     assert (one.flash_reads, one.flash_programs) == (1, 2)
     assert one.channel_bytes == PAGE + (PAGE - 512) + PAGE
@@ -350,8 +362,8 @@ def test_a_drive_that_fills_is_reported():
 
 
 def test_every_allocation_visits_every_plane_in_its_order():
-    from penstock.ssd.device import ALLOCATIONS
-    from penstock.ssd.ftl import plane_order
+    from penstock.ssd.allocation import plane_order
+    from penstock.ssd.control import ALLOCATIONS
 
     geometry = tiny(geometry__dies_per_chip=3).geometry
     for allocation in ALLOCATIONS:

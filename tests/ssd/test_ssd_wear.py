@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from small_devices import tiny
 
 from penstock.core.errors import ConfigError
-from penstock.ssd.drive import Drive, _clean_at_once, fill
+from penstock.ssd.aging import clean_at_once, fill
+from penstock.ssd.drive import Drive
 from penstock.ssd.ftl import EMPTY, Ftl
 from penstock.ssd.requests import Workload
 
@@ -23,7 +24,7 @@ def worn(count=30_000, hot=0.1, **settings_):
     for _ in range(count):
         lpn = int(chance.random() * hot * ftl.user_pages)
         ftl.place(lpn)
-        _clean_at_once(ftl, ftl.plane_of(lpn))
+        clean_at_once(ftl, ftl.plane_of(lpn))
     return ftl
 
 

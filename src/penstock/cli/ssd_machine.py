@@ -13,8 +13,9 @@ from penstock.cli.ssd_options import add_fields, device_of, known_devices
 from penstock.plan import machines
 from penstock.plan.machine import Machine
 from penstock.plan.service import Service
+from penstock.report.ssd_run_plot import plot_service
 from penstock.ssd import Device
-from penstock.ssd.service import DEPTH, REQUEST_BYTES, measure
+from penstock.ssd.service import DEPTH, REQUEST_BYTES, Measured, measure
 
 _EXAMPLES: Final = """\
 examples:
@@ -39,6 +40,9 @@ def add_parser(what: Any) -> None:
         help=f"that it is put into: {', '.join(Machine.presets())}, or a file (default: cpu)",
     )  # fmt: skip
     made.add_argument("--output", metavar="FILE", help="write the machine file there as well")
+    made.add_argument(
+        "--plot", metavar="FILE", help="draw rate by size of a transfer, as .svg, .png or .pdf"
+    )
     add_fields(made)
     add_common(made, json_help="print one JSON document on standard output")
     made.set_defaults(execute=_execute)
@@ -48,15 +52,18 @@ def _execute(options: argparse.Namespace) -> int:
     """Measure, print, write. Raises ConfigError for what makes no sense or cannot be written."""
     if options.output is not None:
         file_to_write(options.output, "--output")
+    plot = None if options.plot is None else file_to_write(options.plot, "--plot")
     device = device_of(options.device, options.set)
-    machine = machine_with(machines.find(options.machine), device)
+    measured = measure(device)
+    machine = machine_with(machines.find(options.machine), device, measured)
+    if plot is not None:
+        plot_service(device.name, measured, plot)
     answer(machine, output=options.output, as_json=options.json)
     return 0
 
 
-def machine_with(machine: Machine, device: Device) -> Machine:
+def machine_with(machine: Machine, device: Device, measured: Measured) -> Machine:
     """The machine with a simulated drive in place of its flash."""
-    measured = measure(device)
     told = (
         f"flash: simulated, {device.name}: transfers alone, in requests of"
         f" {REQUEST_BYTES // 1024} KiB at depth {DEPTH}, on a new drive"

@@ -10,7 +10,8 @@ from typing import Any
 
 from penstock.core.errors import ConfigError
 from penstock.ssd import Device, load, presets, with_field
-from penstock.ssd.mqsim import Ignored, is_mqsim, read_device
+from penstock.ssd.mqsim import read_device
+from penstock.ssd.mqsim_xml import Ignored, is_mqsim
 
 
 def add_fields(parser: argparse.ArgumentParser) -> None:

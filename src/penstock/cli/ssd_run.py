@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,16 +18,26 @@ from penstock import __version__
 from penstock.cli.command import add_common, formatter, size
 from penstock.cli.output import show, write_json
 from penstock.cli.paths import file_to_write
-from penstock.cli.ssd_options import add_fields, count, device_of, known_devices, name_ignored
+from penstock.cli.ssd_options import (
+    add_fields,
+    count,
+    device_of,
+    known_devices,
+    list_of,
+    name_ignored,
+)
 from penstock.core.errors import ConfigError
 from penstock.core.units import format_bandwidth, format_bytes, format_duration, parse_bytes
 from penstock.observe.summary_text import percent
-from penstock.report.ssd_plot import plot_usage
+from penstock.report.ssd_run_plot import plot_usage
 from penstock.report.table import Row, side_by_side
+from penstock.ssd import with_field
+from penstock.ssd.aging import fill
 from penstock.ssd.description import nearest
-from penstock.ssd.drive import Drive, fill
+from penstock.ssd.drive import Drive
 from penstock.ssd.measure import Latencies, Run
-from penstock.ssd.mqsim import is_mqsim, read_workload
+from penstock.ssd.mqsim_flows import Scenario, read_workload
+from penstock.ssd.mqsim_xml import is_mqsim
 from penstock.ssd.requests import Request, Workload
 from penstock.ssd.traces import Format, read_trace
 
@@ -102,12 +113,22 @@ def add_parser(what: Any) -> None:
         "--seed", metavar="N", type=int, default=1, help="of what is random (default: 1)"
     )
     made.add_argument(
+        "--hot", metavar="X,Y", default="",
+        help="share of random requests that go to a share of the working set, in a stream of its own, as"
+        " 0.9,0.1",
+    )  # fmt: skip
+    made.add_argument(
+        "--flush-every", metavar="N", type=int, default=0,
+        help="writes after which the host asks for a flush (default: never)",
+    )  # fmt: skip
+    made.add_argument(
         "--power-cap", metavar="W", type=float,
         help="watts that the drive may draw; commands wait for others to be done",
     )  # fmt: skip
     made.add_argument(
         "--plot", metavar="FILE",
-        help="draw channels and dies at work, and power, over time, as .svg, .png or .pdf",
+        help="draw channels and dies at work and power over time, and energy by component, as .svg, .png"
+        " or .pdf",
     )  # fmt: skip
     add_fields(made)
     add_common(made, json_help="print one JSON document on standard output")
@@ -121,13 +142,17 @@ def _execute(options: argparse.Namespace) -> int:
         ConfigError: The device, the workload or the trace makes no sense, or the drive is full.
     """
     device = device_of(options.device, options.set)
+    scenario = _scenario(options.workload)
+    if scenario is not None and len(scenario.flows) > device.ftl.streams:
+        # in MQSim every flow has blocks of its own
+        device = with_field(device, "ftl.streams", len(scenario.flows))
     plot = None if options.plot is None else file_to_write(options.plot, "--plot")
     drive = Drive(device, seed=options.seed, watch=plot is not None, power_cap_w=options.power_cap)
     with _progress(f"{options.workload} on {options.device}"):
-        run = _run(options, drive)
+        run = _run(options, drive, scenario)
     if plot is not None and drive.usage is not None:
         title = f"{options.workload} on {device.name}"
-        plot_usage(title, drive.usage.moments(), plot, cap_w=options.power_cap)
+        plot_usage(title, drive.usage.moments(), run.energy_j, plot, cap_w=options.power_cap)
     if options.json:
         write_json(document(run, options.workload), sys.stdout)
     else:
@@ -135,7 +160,7 @@ def _execute(options: argparse.Namespace) -> int:
     return 0
 
 
-def _run(options: argparse.Namespace, drive: Drive) -> Run:
+def _run(options: argparse.Namespace, drive: Drive, scenario: Scenario | None) -> Run:
     if options.workload in _SYNTHETIC:
         return drive.run(_synthetic(options))
     path = Path(options.workload)
@@ -144,8 +169,9 @@ def _run(options: argparse.Namespace, drive: Drive) -> Run:
         raise ConfigError(
             f"workload {options.workload!r} is no file, and none of {', '.join(_SYNTHETIC)}{near}"
         )
-    if is_mqsim(path):
-        return _scenario(path, drive)
+    if scenario is not None:
+        flows = scenario.flows
+        return drive.serve_flows([(flow.stream(drive.device), flow.queue_depth) for flow in flows])
     if not 0 <= options.filled <= 1:
         raise ConfigError(f"--filled is {options.filled}, it is a share, 0 to 1")
     fill(drive.ftl, int(drive.ftl.user_pages * options.filled))
@@ -154,16 +180,17 @@ def _run(options: argparse.Namespace, drive: Drive) -> Run:
     return drive.serve(requests, queue_depth=options.queue_depth, skip=options.skip)
 
 
-def _scenario(path: Path, drive: Drive) -> Run:
-    """The one scenario of a workload of MQSim, all its flows at once."""
-    scenarios = read_workload(path)
+def _scenario(workload: str) -> Scenario | None:
+    """The one scenario of a workload of MQSim; None: it is another kind of workload."""
+    if not is_mqsim(workload) or not Path(workload).is_file():
+        return None
+    scenarios = read_workload(workload)
     if len(scenarios) != 1:
         raise ConfigError(
-            f"{str(path)!r} has {len(scenarios)} scenarios, each for a new drive; leave one"
+            f"{workload!r} has {len(scenarios)} scenarios, each for a new drive; leave one"
         )
-    name_ignored(str(path), scenarios[0].ignored)
-    flows = scenarios[0].flows
-    return drive.serve_flows([(flow.stream(drive.device), flow.queue_depth) for flow in flows])
+    name_ignored(workload, scenarios[0].ignored)
+    return scenarios[0]
 
 
 def _synthetic(options: argparse.Namespace) -> Workload:
@@ -172,6 +199,7 @@ def _synthetic(options: argparse.Namespace) -> Workload:
         if options.workload != "randrw":
             raise ConfigError(f"--read-share is for randrw, not for {options.workload}")
         share = options.read_share
+    hot = _hot(options.hot)
     return Workload(
         requests=count(options.requests, "--requests"),
         read_share=share,
@@ -181,9 +209,24 @@ def _synthetic(options: argparse.Namespace) -> Workload:
         start_bytes=parse_bytes(options.start, what="--start"),
         working_set=options.working_set,
         filled=options.filled,
+        hot_share=hot[0],
+        hot_set=hot[1],
+        flush_every=options.flush_every,
         skip=options.skip,
         seed=options.seed,
     )
+
+
+def _hot(text: str) -> tuple[float, float]:
+    """(of requests, of the working set). Raises ConfigError."""
+    words = list_of(text)
+    try:
+        shares = tuple(float(word) for word in words) or (0.0, 0.1)
+    except ValueError:
+        shares = ()
+    if len(shares) != 2:
+        raise ConfigError(f"--hot is {text!r}, not two shares, as 0.9,0.1")
+    return shares[0], shares[1]
 
 
 def document(run: Run, workload: str) -> dict[str, Any]:
@@ -209,6 +252,9 @@ def document(run: Run, workload: str) -> dict[str, Any]:
             )
             if each.count
         },
+        "map": None if run.map_use is None else asdict(run.map_use),
+        "cache": None if run.cache_use is None else asdict(run.cache_use),
+        "power_loss": None if run.power_loss is None else asdict(run.power_loss),
         "energy_j": {"total": run.joules, "components": dict(run.energy_j)},
     }
 
@@ -245,10 +291,30 @@ def text(run: Run, workload: str) -> RenderableType:
         Row("over the channels", (format_bytes(run.channel_bytes),)),
         Row("write amplification", (f"{run.write_amplification:.3f}",)),
         Row("erases", (f"{run.flash_erases}; of a block {run.most_erases} at most",)),
+        *_memory_rows(run),
         Row("energy of the drive", (f"{run.joules:.4g} J",)),
     ]
     title = f"{workload} on {run.device}"
     return Group(side_by_side(title, ("simulated",), rows), Text(f"\n{run.events} events"))
+
+
+def _memory_rows(run: Run) -> list[Row]:
+    """Of a map that lies on flash, and of a write cache."""
+    rows: list[Row] = []
+    if run.map_use is not None:
+        its = run.map_use
+        told = (
+            f"{percent(its.hit_rate)} found in memory; {its.reads} pages read, {its.writes} written"
+        )
+        rows.append(Row("map", (told,)))
+    if run.cache_use is not None and run.power_loss is not None:
+        use, loss = run.cache_use, run.power_loss
+        told = f"hits: {use.read_hits} of {use.read_hits + use.read_misses} pages read"
+        told += f", {use.write_hits} of {use.write_hits + use.write_misses} written"
+        rows.append(Row("write cache", (told,)))
+        what = "lost" if loss.lost else f"{format_duration(loss.flush_s)}, {loss.flush_j:.3g} J"
+        rows.append(Row("at a loss of power", (f"{format_bytes(loss.nbytes)} at most: {what}",)))
+    return rows
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -36,6 +37,18 @@ def matplotlib() -> tuple[Any, ...]:
         raise ConfigError(
             "plots need matplotlib, which is not installed: pip install 'penstock[plot]'"
         ) from error
+
+
+def save(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Write a picture; the file's suffix decides the format.
+
+    Raises:
+        ConfigError: The file cannot be written in that format.
+    """
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the picture {str(path)!r} cannot be written: {error}") from error
 
 
 def unit_of(top_bytes: int) -> tuple[int, str]:

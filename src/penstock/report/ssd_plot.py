@@ -5,15 +5,15 @@ Needs matplotlib: ``pip install 'penstock[plot]'``.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from penstock.core.errors import ConfigError
-from penstock.report.look import COLOURS, FAINT, INK, STYLE, dress, matplotlib
+from penstock.report.look import COLOURS, FAINT, INK, STYLE, dress, matplotlib, save
 from penstock.ssd import Device, Placement, Step, Update, step, with_field
 from penstock.ssd.energy import Boundary
-from penstock.ssd.usage import Moment
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,55 +38,15 @@ def plot_steps(
     """
     figure_module, style, _ = matplotlib()
     with style.context(STYLE):
-        figure = figure_module.Figure(figsize=(10, 8.2), dpi=150, layout="constrained")
-        grid = figure.add_gridspec(2, 2, height_ratios=(1.25, 1))
+        figure = figure_module.Figure(figsize=(10, 10), dpi=150, layout="constrained")
+        grid = figure.add_gridspec(3, 2, height_ratios=(1.25, 1, 0.8))
         _draw_resources(figure.add_subplot(grid[0, :]), done)
         _draw_gains(figure.add_subplot(grid[1, 0]), done)
         _draw_dies(figure.add_subplot(grid[1, 1]), device, update, done)
+        _draw_energy(figure.add_subplot(grid[2, :]), done)
         title = f"{update.optimizer}, {update.parameters:.4g} parameters, on {device.name}"
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
-        try:
-            figure.savefig(path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"the picture {str(path)!r} cannot be written: {error}") from error
-
-
-def plot_usage(
-    title: str,
-    moments: Sequence[Moment],
-    path: str | os.PathLike[str],
-    *,
-    cap_w: float | None = None,
-) -> None:
-    """Draw what a drive did over time: channels and dies at work, and its power beneath.
-
-    Raises:
-        ConfigError: matplotlib is not installed, or the file cannot be written in that format.
-    """
-    figure_module, style, _ = matplotlib()
-    with style.context(STYLE):
-        figure = figure_module.Figure(figsize=(10, 5.6), dpi=150, layout="constrained")
-        above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1.4, 1))
-        edges = [1e3 * moments[0].begin_s, *(1e3 * one.end_s for one in moments)]
-        for colour, name in zip(COLOURS, ("channels", "dies"), strict=False):
-            share = [100 * getattr(one, name) for one in moments]
-            above.stairs(share, edges, color=colour, linewidth=1.2, label=name)
-        above.set_ylim(0, 103)
-        above.legend(frameon=False, fontsize=9, loc="lower right", ncols=2)
-        dress(above, f"{title}: at work", "per cent")
-        below.stairs([one.watts for one in moments], edges, color=COLOURS[2], linewidth=1.2)
-        if cap_w is not None:
-            below.axhline(cap_w, color=INK, linewidth=1, linestyle=(0, (5, 3)))
-            below.annotate(
-                "cap", (edges[-1], cap_w), fontsize=9, color=INK, va="bottom", ha="right"
-            )
-        below.set_ylim(bottom=0)
-        below.set_xlabel("milliseconds", color=INK)
-        dress(below, "power of flash, channels and controller", "watts")
-        try:
-            figure.savefig(path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"the picture {str(path)!r} cannot be written: {error}") from error
+        save(figure, path)
 
 
 def _draw_resources(axis: Axes, done: Sequence[Step]) -> None:
@@ -131,6 +91,24 @@ def _draw_gains(axis: Axes, done: Sequence[Step]) -> None:
     axis.margins(y=0.14)
     axis.legend(frameon=False, fontsize=8, ncols=2)
     dress(axis, f"gain over {first.placement}", "times")
+
+
+def _draw_energy(axis: Axes, done: Sequence[Step]) -> None:
+    """A bar for each placement, of the drive's components: the host's part would hide them."""
+    told = [one.ledger.within(Boundary.SSD) for one in done]
+    names = list(dict.fromkeys(name for its in told for name in its))
+    ends = [0.0] * len(done)
+    colours = [*COLOURS, *(f"{colour}80" for colour in COLOURS)]
+    for name, colour in zip(names, itertools.cycle(colours), strict=False):
+        joules = [its.get(name, 0.0) for its in told]
+        axis.barh(range(len(done)), joules, 0.6, left=ends, color=colour, label=name)
+        ends = [end + more for end, more in zip(ends, joules, strict=True)]
+    axis.set_yticks(range(len(done)), [one.placement for one in done])
+    axis.set_ylim(len(done) - 0.5, -0.5)
+    axis.set_xlabel("joules", color=INK)
+    axis.set_xlim(0, 1.55 * max(ends))
+    axis.legend(frameon=False, fontsize=8, loc="center right")
+    dress(axis, "energy of the drive in a step, by component", "", grid="x")
 
 
 def _draw_dies(axis: Axes, device: Device, update: Update, done: Sequence[Step]) -> None:
@@ -196,7 +174,4 @@ def plot_sweep(
         axis.legend(frameon=False, fontsize=8, ncols=2)
         title = f"{update.optimizer}, {update.parameters:.4g} parameters, on {device.name}"
         dress(axis, title, "seconds")
-        try:
-            figure.savefig(path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"the picture {str(path)!r} cannot be written: {error}") from error
+        save(figure, path)

@@ -25,7 +25,9 @@ import enum
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
+from penstock.core.errors import ConfigError
 from penstock.ssd import energy
 from penstock.ssd.device import PS_PER_S, WORD_BYTES, Device
 from penstock.ssd.energy import Ledger
@@ -33,6 +35,8 @@ from penstock.ssd.update import Bytes, Gradient, Update, drive_bytes, host_bytes
 from penstock.ssd.wear import Wear, wear_of
 
 _NS: float = 1e-9
+_CACHE_SHARE: Final = 0.01
+"""Of what a step writes, that a write cache may hold and be left out."""
 
 
 class Placement(enum.StrEnum):
@@ -113,8 +117,9 @@ def step(
         on_die: Of split, the share of units that dies update; None: that which is best by the formulas.
 
     Raises:
-        ConfigError: For what makes no sense.
+        ConfigError: For what makes no sense, or what no engine of weight updates has.
     """
+    refuse_memory(device, update, placement)
     if placement is Placement.HOST:
         return _host(device, update)
     share = share_on_die(device, update, placement)
@@ -130,6 +135,29 @@ def share_on_die(device: Device, update: Update, placement: Placement) -> float:
         die, controller = _on_die(device, update), _in_controller(device, update)
         share = _best_share(workers(device), die, controller)
     return share
+
+
+def refuse_memory(device: Device, update: Update, placement: Placement) -> None:
+    """Refuse what no engine of weight updates has: a map that is loaded, a cache that matters.
+
+    A write cache saves a host that writes more than it holds nothing in the long run: what it took must
+    be on flash before it takes more. A step need not wait for its capacity at most.
+
+    Raises:
+        ConfigError: Names the field, and what to do.
+    """
+    if device.ftl.map_cache_bytes:
+        raise ConfigError(
+            f"ftl.map_cache_bytes is {device.ftl.map_cache_bytes}: the engines of weight updates have all"
+            " of the map in memory; set it to 0, or simulate requests (penstock ssd run)"
+        )
+    capacity, written = device.cache.capacity_bytes, host_bytes(update).link_down
+    if placement is Placement.HOST and capacity > _CACHE_SHARE * written:
+        raise ConfigError(
+            f"cache.capacity_bytes is {capacity}, more than a hundredth of the {written} bytes that a"
+            " step on the host writes: the engines of weight updates have no write cache; set it to 0, or"
+            " simulate requests (penstock ssd run)"
+        )
 
 
 def steps(device: Device, update: Update, placements: Sequence[Placement]) -> tuple[Step, ...]:

@@ -9,50 +9,69 @@ read independently). Reads may pass others of their plane for that, programs onl
 from __future__ import annotations
 
 from collections import deque
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
-from penstock.ssd.ftl import Block
+from penstock.ssd.blocks import Block
 
 READ: Final = 0
 PROGRAM: Final = 1
 ERASE: Final = 2
 
 GC_READ, GC_PROGRAM, QUEUED_ERASE, USER_READ, USER_PROGRAM = range(5)
-"""Queues of a target, by precedence."""
+"""Queues of a target, by precedence; the controller's map is read and programmed in the first two."""
 KIND: Final = (READ, PROGRAM, ERASE, READ, PROGRAM)
-QUEUE: Final = ((USER_READ, USER_PROGRAM, QUEUED_ERASE), (GC_READ, GC_PROGRAM, QUEUED_ERASE))
-"""By whether garbage collection asked, by kind."""
+
+
+class Owner:
+    """What asks for pages: a request of the host, or pages of the cache that go to flash.
+
+    Attributes:
+        left: Operations of flash, or pages that wait for room, until it is done.
+        done: What happens then.
+        stream: Of the host, whose blocks its pages go to.
+        is_read: Whether it reads.
+    """
+
+    __slots__ = ("done", "is_read", "left", "stream")
+
+    def __init__(self, is_read: bool, stream: int) -> None:
+        self.is_read = is_read
+        self.stream = stream
+        self.left = 0
+        self.done: Callable[[Any], None] = _nothing
 
 
 class Op:
     """An operation on one page, or the erase of a block.
 
     Attributes:
-        kind: READ, PROGRAM or ERASE.
-        owner: What asked for it: a request of the host, or a block that is cleaned.
-        cleaning: Whether garbage collection did.
+        queue: The queue in which it waits, which says whether it reads, programs or erases.
         nbytes: That cross the channel.
+        owner: What it is for: the meaning is that of ``done``.
+        done: Called with it when it is over: a read's page has been sent then.
+        order: Its number among all; 0: it gets the next when it is queued.
     """
 
-    __slots__ = ("block", "cleaning", "kind", "lpn", "nbytes", "order", "owner", "page")
+    __slots__ = ("block", "done", "lpn", "nbytes", "order", "owner", "page", "queue")
 
     def __init__(  # noqa: PLR0917  (made for every page: keywords would take as long as the rest)
         self,
-        kind: int,
+        queue: int,
         block: Block,
         page: int,
         lpn: int,
         nbytes: int,
-        owner: object,
-        cleaning: bool,
+        owner: Any,
+        done: Callable[[Op], None],
     ) -> None:
-        self.kind = kind
+        self.queue = queue
         self.block = block
         self.page = page
         self.lpn = lpn
         self.nbytes = nbytes
         self.owner = owner
-        self.cleaning = cleaning
+        self.done = done
         self.order = 0
 
 
@@ -97,13 +116,14 @@ class Channel:
     Attributes:
         out: Pages that wait to be sent, with their targets.
         turn: The target to ask first.
+        waiting: Operations that wait, of all targets.
     """
 
-    __slots__ = ("busy", "busy_ps", "nbytes", "out", "targets", "turn")
+    __slots__ = ("busy", "busy_ps", "nbytes", "out", "targets", "turn", "waiting")
 
     def __init__(self) -> None:
         self.busy = False
-        self.busy_ps = self.nbytes = self.turn = 0
+        self.busy_ps = self.nbytes = self.turn = self.waiting = 0
         self.out: deque[tuple[Target, Op]] = deque()
         self.targets: list[Target] = []
 
@@ -120,6 +140,8 @@ def take(
         anywhere: Whether they may be at any page, and not at one offset.
         any_order: Whether programs may pass others of their plane, as reads may.
     """
+    if len(planes) == 1:
+        return [planes[0].popleft()]
     first, at = None, 0
     for number, plane in enumerate(planes):
         if plane and (first is None or plane[0].order < first.order):
@@ -147,3 +169,15 @@ def _take_later(plane: deque[Op], page: int, ops: list[Op]) -> None:
             ops.append(op)
             del plane[place]
             return
+
+
+def put(plane: deque[Op], op: Op) -> None:
+    """Queue an operation whose order was given before that of others that may wait."""
+    place = len(plane)
+    while place and plane[place - 1].order > op.order:
+        place -= 1
+    plane.insert(place, op)
+
+
+def _nothing(_: object) -> None:
+    """What happens when nobody waits."""

@@ -7,7 +7,6 @@ too coarse, and 2**63 ps are a hundred days.
 
 from __future__ import annotations
 
-import enum
 import math
 from dataclasses import dataclass, fields
 from typing import Final
@@ -15,36 +14,12 @@ from typing import Final
 from penstock.core.errors import ConfigError
 from penstock.ssd.cells import Cell, Geometry
 from penstock.ssd.checks import rate, real, whole
+from penstock.ssd.control import Ftl, WriteCache
 
 PS_PER_NS: Final = 1000
 PS_PER_S: Final = 10**12
 WORD_BYTES: Final = 4
 """Of FP32, in which processing elements compute."""
-
-
-class Victim(enum.StrEnum):
-    """Which block garbage collection cleans."""
-
-    GREEDY = "greedy"
-    """The one with the fewest valid pages; the oldest of several."""
-    RANDOM_GREEDY = "random-greedy"
-    """The greediest of a random few (d-choices; MQSim's RGA)."""
-    FIFO = "fifo"
-    """The one that was filled first."""
-    COST_BENEFIT = "cost-benefit"
-    """The largest (1 - u) / 2u * age (Rosenblum and Ousterhout, SOSP 1991)."""
-
-
-ALLOCATIONS: Final = tuple(
-    a + b + c + d
-    for a in "CWDP"
-    for b in "CWDP"
-    for c in "CWDP"
-    for d in "CWDP"
-    if len({a, b, c, d}) == 4
-)
-"""In which order consecutive pages go to Channels, ways (chips, W), Dies and Planes: the first varies
-fastest (Tavakkol et al., TOMPECS 2016)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,42 +97,6 @@ class Link:
     def wire_bytes(self, payload_bytes: int) -> int:
         """With the overhead of every packet that has been started."""
         return payload_bytes + -(-payload_bytes // self.payload_bytes) * self.overhead_bytes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ftl:
-    """The flash translation layer: where pages go, and which blocks are cleaned."""
-
-    allocation: str
-    """One of the 24 orders, as ``CWDP``; the first letter varies fastest."""
-    victim: Victim
-    overprovisioning: float
-    """Share of all blocks that the host cannot address."""
-    gc_threshold: float
-    """Garbage collection begins in a plane below this share of free blocks."""
-    gc_least_blocks: int
-    """It also does below so many, and below as many the plane takes no writes from the host."""
-    gc_victims: int
-    """Blocks of a plane that are cleaned at the same time, at most."""
-    least_worn_first: bool = False
-    """Dynamic wear levelling: of the erased blocks the one with the fewest erases is filled next."""
-    wear_gap: int = 0
-    """Static wear levelling: a block that lags so many erases behind the most worn of its plane is
-    cleaned in turn with the victims, whatever it holds; 0: never."""
-
-    def __post_init__(self) -> None:
-        if self.allocation not in ALLOCATIONS:
-            raise ConfigError(
-                f"ftl.allocation is {self.allocation!r}; it is an order of the letters C, W, D and P,"
-                " as 'CWDP'"
-            )
-        for name in ("overprovisioning", "gc_threshold"):
-            value = getattr(self, name)
-            if not 0 <= value < 1:
-                raise ConfigError(f"ftl.{name} is {value}, it must be at least 0 and below 1")
-        whole("ftl.gc_victims", self.gc_victims, 1)
-        whole("ftl.gc_least_blocks", self.gc_least_blocks, 2)
-        whole("ftl.wear_gap", self.wear_gap, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,6 +181,9 @@ class Endurance:
         real("endurance.retention_credit", self.retention_credit, positive=True)
 
 
+_NO_CACHE: Final = WriteCache()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
     """One SSD and its host."""
@@ -256,6 +198,7 @@ class Device:
     energy: Energy
     host: Host
     endurance: Endurance
+    cache: WriteCache = _NO_CACHE
 
     def __post_init__(self) -> None:
         bits, pages = self.cell.mode.bits, self.geometry.pages_per_block

@@ -5,8 +5,8 @@ A request's way, after NVMe:
 1. It comes to the submission queue; the host rings the doorbell (down).
 2. The drive asks for the entry (up) and has it (down), if fewer than ``fetch_depth`` are inside.
 3. Firmware. Of a write the drive asks for the data (up) and has it (down).
-4. Its pages become operations of flash (:mod:`.ftl`, :mod:`.flash`). A page that is written in part, and
-   was written before, is read first. One that is read and was never written gets a place, unprogrammed.
+4. Its pages go to the write cache, where there is one (:mod:`.cache`), or become operations of flash
+   (:mod:`.pages`, :mod:`.ftl`, :mod:`.flash`).
 5. When all are done another request may be fetched. Of a read the data goes to the host (up).
 6. The completion goes to the host (up), which rings a doorbell (down) and may ask for more.
 
@@ -16,18 +16,19 @@ the drive is full, and that is an error, never a wait without end.
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 
 from penstock.core.errors import ConfigError
-from penstock.ssd.commands import ERASE, PROGRAM, READ, Op
+from penstock.ssd.aging import fill
+from penstock.ssd.cache import Cache
 from penstock.ssd.device import PS_PER_NS, Device
 from penstock.ssd.events import Events
 from penstock.ssd.flash import Flash
-from penstock.ssd.ftl import EMPTY, Block, Ftl
+from penstock.ssd.ftl import Ftl
 from penstock.ssd.link import REQUEST_BYTES, Lane
 from penstock.ssd.measure import Meter, Run
+from penstock.ssd.pages import Pages
 from penstock.ssd.requests import Request, Workload
 from penstock.ssd.usage import Usage
 
@@ -37,6 +38,7 @@ class Drive:
 
     Attributes:
         user_bytes: That the host can address.
+        cache: Its write cache; None: it has none.
     """
 
     def __init__(
@@ -61,25 +63,26 @@ class Drive:
         self.device = device
         self.events = Events()
         self.ftl = Ftl(device, seed=seed)
-        self.flash = Flash(device, self.events, self._op_done, power_cap_w=power_cap_w)
+        self.flash = Flash(device, self.events, power_cap_w=power_cap_w)
+        self.pages = Pages(device, self.ftl, self.flash)
+        self.cache = Cache.of(device, self.events, self.ftl, self.pages)
         if watch:
             self.flash.usage = Usage(device, len(self.flash.targets_busy_ps()))
         link = device.link
         self.up = Lane(link, link.up_bytes_per_s, self.events)
         self.down = Lane(link, link.down_bytes_per_s, self.events)
-        self._page_bytes = device.geometry.page_bytes
-        self._spare = device.geometry.spare_bytes if device.channel.send_spare else 0
-        self.user_bytes = self.ftl.user_pages * self._page_bytes
+        self.user_bytes = self.ftl.user_pages * device.geometry.page_bytes
         self._firmware_ps = (
             link.write_firmware_ns * PS_PER_NS,
             link.read_firmware_ns * PS_PER_NS,
         )
+        self._link = link
+        self._streams = device.ftl.streams
         self._queue: deque[Request] = deque()
         self._inside = 0
         self._flows: list[Iterator[Request]] = []
-        self._waiting: dict[int, deque[tuple[Request, int, int]]] = {}
-        self._left: dict[Block, int] = {}  # pages of a victim that are still to be moved
         self.meter = Meter(self, 0)
+        self._when_done = self._flash_done
 
     @property
     def usage(self) -> Usage | None:
@@ -127,6 +130,22 @@ class Drive:
             )
         return self.meter.run()
 
+    def drain(self) -> int:
+        """Write all of the cache to flash, as when power is lost; what that takes, in ps.
+
+        Raises:
+            ConfigError: The drive is full.
+        """
+        begin = self.events.now_ps
+        if self.cache is not None:
+            self.cache.drain()
+        self.events.run()
+        if self.cache is not None and self.cache.dirty_pages:
+            raise ConfigError(
+                f"the drive is full: {self.cache.dirty_pages} pages of the cache find no room on flash"
+            )
+        return self.events.now_ps - begin
+
     # -- the host, and NVMe ---------------------------------------------------------------------------
 
     def _next(self, flow: int) -> bool:
@@ -135,6 +154,8 @@ class Drive:
         if request is None:
             return False
         request.flow = flow
+        request.done = self._when_done
+        request.stream = (request.stream + flow) % self._streams
         if request.offset_bytes < 0 or request.offset_bytes + request.nbytes > self.user_bytes:
             raise ConfigError(
                 f"a request of {request.nbytes} bytes at {request.offset_bytes} is beyond the end of"
@@ -153,23 +174,24 @@ class Drive:
     def _ask(self, request: Request) -> None:
         request.began_ps = self.events.now_ps
         self.meter.asked()
-        self.down.send(self.device.link.doorbell_bytes, self._rung, request)
+        self.down.send(self._link.doorbell_bytes, self._rung, request)
 
     def _rung(self, request: Request) -> None:
         self._queue.append(request)
         self._fetch()
 
     def _fetch(self) -> None:
-        if self._queue and self._inside < self.device.link.fetch_depth:
+        if self._queue and self._inside < self._link.fetch_depth:
             self._inside += 1
             self.up.send(REQUEST_BYTES, self._asked_entry, self._queue.popleft())
 
     def _asked_entry(self, request: Request) -> None:
-        self.down.send(self.device.link.command_bytes, self._fetched, request)
+        self.down.send(self._link.command_bytes, self._fetched, request)
 
     def _fetched(self, request: Request) -> None:
         took = self._firmware_ps[request.is_read]
-        action = self._translate if request.is_read else self._ask_data
+        at_once = request.is_read or request.is_flush
+        action = self._translate if at_once else self._ask_data
         if took:
             self.events.at(self.events.now_ps + took, action, request)
         else:
@@ -182,158 +204,38 @@ class Drive:
         self.down.nbytes += request.nbytes
         self.down.send(request.nbytes, self._translate, request)
 
+    def _translate(self, request: Request) -> None:
+        """Of a write the data is there: its pages are looked for, or placed."""
+        if request.is_flush:
+            self._flush(request)
+        elif self.cache is None:
+            begin = request.offset_bytes
+            self.pages.serve(request, begin, begin + request.nbytes)
+        elif request.is_read:
+            self.cache.read(request)
+        else:
+            self.cache.write(request)
+
+    def _flush(self, request: Request) -> None:
+        """Without a cache every write that was completed is on flash already."""
+        if self.cache is None:
+            request.done(request)
+        else:
+            self.cache.flush(request)
+
     def _flash_done(self, request: Request) -> None:
         self._inside -= 1
         if request.is_read:
             self.up.nbytes += request.nbytes
             self.up.send(request.nbytes, _nothing, None)
         self._fetch()
-        self.up.send(self.device.link.completion_bytes, self._completed, request)
+        self.up.send(self._link.completion_bytes, self._completed, request)
 
     def _completed(self, request: Request) -> None:
-        self.down.send(self.device.link.doorbell_bytes, _nothing, None)
+        self.down.send(self._link.doorbell_bytes, _nothing, None)
         self.meter.completed(request)
         if request.arrival_ps is None:
             self._next(request.flow)
-
-    # -- pages ----------------------------------------------------------------------------------------
-
-    def _translate(self, request: Request) -> None:
-        """Pages of a request become operations, all at the same time."""
-        size, begin = self._page_bytes, request.offset_bytes
-        end = begin + request.nbytes
-        first, last = begin // size, (end - 1) // size
-        request.left = last - first + 1
-        ops: list[Op] = []
-        for lpn in range(first, last + 1):
-            nbytes = min(end, (lpn + 1) * size) - max(begin, lpn * size)
-            if request.is_read:
-                ops.append(self._read_op(request, lpn, nbytes))
-            else:
-                self._write(request, lpn, nbytes, ops)
-        self.flash.submit(ops)
-
-    def _read_op(self, request: Request, lpn: int, nbytes: int) -> Op:
-        block, page = self.ftl.find(lpn) or self.ftl.adopt(lpn)
-        block.pending += 1
-        return Op(READ, block, page, lpn, nbytes + self._spare, request, False)
-
-    def _write(self, request: Request, lpn: int, nbytes: int, ops: list[Op]) -> None:
-        """Place a page and program it; or read the rest of it first; or let it wait for room."""
-        plane = self.ftl.plane_of(lpn)
-        if nbytes < self._page_bytes and self.ftl.find(lpn) is not None:
-            rest = self._read_op(request, lpn, self._page_bytes - nbytes)
-            rest.lpn = -2 - lpn  # when it is done, the page is written
-            ops.append(rest)
-        elif self.ftl.stopped(plane):
-            self._waiting.setdefault(plane, deque()).append((request, lpn, nbytes))
-            self._clean(plane, ops)
-        else:
-            self._program(request, lpn, nbytes, ops)
-
-    def _program(self, request: Request, lpn: int, nbytes: int, ops: list[Op]) -> None:
-        block, page = self.ftl.place(lpn)
-        block.pending += 1
-        ops.append(Op(PROGRAM, block, page, lpn, nbytes + self._spare, request, False))
-        self._clean(block.plane, ops)
-
-    def _op_done(self, op: Op) -> None:
-        if op.cleaning:
-            self._clean_done(op)
-            return
-        block, request = op.block, op.owner
-        assert isinstance(request, Request)  # the host's operations belong to one
-        block.pending -= 1
-        if not block.pending:
-            self._quiet(block)
-        if op.lpn < EMPTY:
-            ops: list[Op] = []
-            self._write(request, -2 - op.lpn, self._page_bytes, ops)
-            self.flash.submit(ops)
-            return
-        request.left -= 1
-        if not request.left:
-            self._flash_done(request)
-
-    def _quiet(self, block: Block) -> None:
-        """The host has nothing under way on a block: it may be erased, or be a victim."""
-        if self._left.get(block) == 0:
-            self._erase(block)
-        elif self._waiting.get(block.plane):
-            ops: list[Op] = []
-            self._clean(block.plane, ops)
-            self.flash.submit(ops)
-
-    # -- garbage collection ---------------------------------------------------------------------------
-
-    def _clean(self, plane: int, ops: list[Op]) -> None:
-        """Begin to clean blocks of a plane, where there is need."""
-        if self.ftl.planes[plane].free >= self.ftl.threshold:
-            return
-        while (block := self.ftl.victim(plane)) is not None:
-            moving = [
-                Op(READ, block, page, lpn, self._page_bytes + self._spare, block, True)
-                for page, lpn in enumerate(block.lpns)
-                if lpn != EMPTY
-            ]
-            self._left[block] = len(moving)
-            if moving:
-                ops += moving
-            else:
-                ops.append(Op(ERASE, block, 0, EMPTY, 0, block, True))
-
-    def _clean_done(self, op: Op) -> None:
-        victim = op.owner
-        assert isinstance(victim, Block)  # garbage collection's operations belong to one
-        if op.kind == ERASE:
-            self._erased(victim)
-            return
-        if op.kind == READ and victim.lpns[op.page] == op.lpn:
-            block, page = self.ftl.place(op.lpn, cleaning=True)
-            nbytes = self._page_bytes + self._spare
-            self.flash.submit([Op(PROGRAM, block, page, op.lpn, nbytes, victim, True)])
-            return
-        self._left[victim] -= 1  # programmed, or overwritten by the host meanwhile
-        if not self._left[victim] and not victim.pending:
-            self._erase(victim)
-
-    def _erase(self, block: Block) -> None:
-        self.flash.submit([Op(ERASE, block, 0, EMPTY, 0, block, True)])
-
-    def _erased(self, block: Block) -> None:
-        del self._left[block]
-        self.ftl.erased(block)
-        ops: list[Op] = []
-        waiting = self._waiting.get(block.plane)
-        while waiting and not self.ftl.stopped(block.plane):
-            self._program(*waiting.popleft(), ops)
-        self._clean(block.plane, ops)
-        self.flash.submit(ops)
-
-
-def fill(ftl: Ftl, pages: int) -> None:
-    """Write the first ``pages`` logical pages in order, in no time."""
-    for lpn in range(pages):
-        ftl.place(lpn)
-        _clean_at_once(ftl, ftl.plane_of(lpn))
-    ftl.forget_counts()
-
-
-def overwrite(ftl: Ftl, pages: int, count: int, *, seed: int = 1) -> None:
-    """Write ``count`` of the first ``pages`` logical pages, each as likely, in no time."""
-    chance = random.Random(seed)
-    for _ in range(count):
-        lpn = int(chance.random() * pages)
-        ftl.place(lpn)
-        _clean_at_once(ftl, ftl.plane_of(lpn))
-
-
-def _clean_at_once(ftl: Ftl, plane: int) -> None:
-    while (block := ftl.victim(plane)) is not None:
-        for lpn in block.lpns:
-            if lpn != EMPTY:
-                ftl.place(lpn, cleaning=True)
-        ftl.erased(block)
 
 
 def _nothing(_: object) -> None:

@@ -21,25 +21,39 @@ Which operations go together in a command is told in :mod:`.commands`.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from heapq import heappush
+from itertools import count
 
 from penstock.ssd.commands import (
     ERASE,
     GC_READ,
     KIND,
     PROGRAM,
-    QUEUE,
     READ,
     USER_READ,
     Channel,
     Op,
     Target,
+    put,
     take,
 )
 from penstock.ssd.device import PS_PER_NS, Device, duration_ps
 from penstock.ssd.events import Events
+from penstock.ssd.powercap import PowerCap
 from penstock.ssd.usage import Power, Usage
+
+
+class _BusTimes(dict[int, int]):
+    """How long so many bytes occupy a channel."""
+
+    def __init__(self, bytes_per_s: int) -> None:
+        super().__init__()
+        self._rate = bytes_per_s
+
+    def __missing__(self, nbytes: int) -> int:
+        took = self[nbytes] = duration_ps(nbytes, self._rate)
+        return took
 
 
 class Flash:
@@ -52,20 +66,12 @@ class Flash:
         erases: Blocks erased.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        events: Events,
-        done: Callable[[Op], None],
-        *,
-        power_cap_w: float | None = None,
-    ) -> None:
+    def __init__(self, device: Device, events: Events, *, power_cap_w: float | None = None) -> None:
         """An idle array.
 
         Args:
             device: What it is made of.
             events: The drive's time.
-            done: Called with each operation when it is over: a read's page has been sent then.
             power_cap_w: What the drive may draw: arrays whose commands have arrived then wait for others
                 to be done. None: no cap.
 
@@ -74,13 +80,11 @@ class Flash:
         """
         geometry, channel, cell = device.geometry, device.channel, device.cell
         self._events = events
-        self._at = events.at
-        self._done = done
-        self._rate = channel.bytes_per_s
-        self._bus_ps: dict[int, int] = {}
+        self._heap, self._tick = events.heap, events.tick
+        self._bus_ps = _BusTimes(channel.bytes_per_s)
         self._die_planes = geometry.planes_per_die if channel.multi_plane else 1
         parallel = channel.dies_in_parallel
-        self._planes = geometry.planes_per_die * (1 if parallel else geometry.dies_per_chip)
+        planes = geometry.planes_per_die * (1 if parallel else geometry.dies_per_chip)
         per_channel = geometry.chips_per_channel * (geometry.dies_per_chip if parallel else 1)
         self._independent = channel.independent_plane_reads
         self._any_order = channel.any_page_order
@@ -106,29 +110,38 @@ class Flash:
         self.channels = [Channel() for _ in range(geometry.channels)]
         self._targets: list[Target] = []
         for each in self.channels:
-            each.targets = [Target(each, self._planes) for _ in range(per_channel)]
+            each.targets = [Target(each, planes) for _ in range(per_channel)]
             self._targets += each.targets
-        self._order = 0
+        # of each plane of the drive, its target and its number there
+        self._homes = [(target, plane) for target in self._targets for plane in range(planes)]
+        self.next_order = count(1).__next__
         self.usage: Usage | None = None
-        self._power = Power(device)
-        self._cap_w = None if power_cap_w is None else self._power.for_arrays(power_cap_w)
-        self._drawn_w: dict[Target, float] = {}
-        self._parked: deque[tuple[Target, list[Op]]] = deque()
+        self._cap = None if power_cap_w is None else PowerCap(Power(device), power_cap_w)
         self.reads = self.programs = self.erases = 0
+        # bound once: they are told with every event
+        self._when_arrived, self._when_worked = self._arrived, self._worked
+        self._when_sent = self._sent
 
     def submit(self, ops: Iterable[Op]) -> None:
-        """Queue operations that are known at the same time; then start what can."""
+        """Queue operations that are known at the same time; then start what can.
+
+        One that has its order already, from ``next_order``, goes before those with a later one.
+        """
         touched: dict[Channel, None] = {}
+        homes, next_order = self._homes, self.next_order
         for op in ops:
-            number, plane = divmod(op.block.plane, self._planes)
-            target = self._targets[number]
-            self._order += 1
-            op.order = self._order
-            queue = QUEUE[op.cleaning][op.kind]
-            target.queues[queue][plane].append(op)
+            target, plane = homes[op.block.plane]
+            queue = op.queue
+            if op.order:
+                put(target.queues[queue][plane], op)
+            else:
+                op.order = next_order()
+                target.queues[queue][plane].append(op)
             target.counts[queue] += 1
             target.waiting += 1
-            touched[target.channel] = None
+            channel = target.channel
+            channel.waiting += 1
+            touched[channel] = None
         for channel in touched:
             if not channel.busy:
                 self._serve(channel)
@@ -142,29 +155,31 @@ class Flash:
         """Whether nothing waits; what works is an event."""
         return not any(target.waiting for target in self._targets)
 
-    def bus_ps(self, nbytes: int) -> int:
-        """How long so many bytes occupy a channel."""
-        known = self._bus_ps.get(nbytes)
-        if known is None:
-            known = self._bus_ps[nbytes] = duration_ps(nbytes, self._rate)
-        return known
-
     # -- a channel --------------------------------------------------------------------------------
 
     def _serve(self, channel: Channel) -> None:
         """Give a free channel something to do."""
         out = channel.out
-        if out and not (self._cache_read and self._start_one(channel, reads_only=True)):
-            target, op = out.popleft()
-            took = self.bus_ps(op.nbytes)
-            self._occupy(channel, took, op.nbytes)
-            self._at(self._events.now_ps + took, self._sent, (target, op))
-        elif not out:
-            self._start_one(channel, reads_only=False)
+        if not out:
+            if channel.waiting:
+                self._start_one(channel, reads_only=False)
+            return
+        if self._cache_read and channel.waiting and self._start_one(channel, reads_only=True):
+            return
+        pair = out.popleft()
+        nbytes = pair[1].nbytes
+        took = self._bus_ps[nbytes]
+        now = self._events.now_ps
+        channel.busy = True
+        channel.busy_ps += took
+        channel.nbytes += nbytes
+        if self.usage is not None:
+            self.usage.sent(now, took, nbytes)
+        heappush(self._heap, (now + took, self._tick(), self._when_sent, pair))
 
     def _start_one(self, channel: Channel, *, reads_only: bool) -> bool:
         """Send a command to the next target in turn that can take one; whether there is one."""
-        targets, while_programs = channel.targets, self._cache_program
+        targets = channel.targets
         count, turn = len(targets), channel.turn
         for _ in range(count):
             target = targets[turn]
@@ -172,10 +187,11 @@ class Flash:
             if not target.waiting or target.coming:
                 continue
             array = target.array
-            free = array is None or (while_programs and array == PROGRAM)
-            if (free and self._start(target, reads_only)) or (
-                self._suspends and array is not None and self._interrupt(target)
-            ):
+            if array is None or (self._cache_program and array == PROGRAM):
+                started = self._start(target, reads_only)
+            else:
+                started = False
+            if started or (self._suspends and array is not None and self._interrupt(target)):
                 channel.turn = turn
                 return True
         return False
@@ -195,18 +211,11 @@ class Flash:
         self._command(target, queue)
         return True
 
-    def _occupy(self, channel: Channel, took_ps: int, nbytes: int) -> None:
-        channel.busy = True
-        channel.busy_ps += took_ps
-        channel.nbytes += nbytes
-        if self.usage is not None:
-            self.usage.sent(self._events.now_ps, took_ps, nbytes)
-
     def _start(self, target: Target, reads_only: bool) -> bool:
         """Send a target its next command, if it can take one; whether it did."""
         queue = 0
-        for count in target.counts:
-            if count:
+        for waiting in target.counts:
+            if waiting:
                 break
             queue += 1
         kind = KIND[queue]
@@ -222,24 +231,30 @@ class Flash:
     def _command(self, target: Target, queue: int) -> None:
         """Send what is next in a queue of a target."""
         kind = KIND[queue]
-        anywhere = kind == ERASE or (kind == READ and self._independent)
         ops = take(
             target.queues[queue],
             kind,
             self._die_planes,
-            anywhere=anywhere,
+            anywhere=kind == ERASE or (kind == READ and self._independent),
             any_order=self._any_order,
         )
-        target.counts[queue] -= len(ops)
-        target.waiting -= len(ops)
-        nbytes, took = 0, self._commands[kind][len(ops)]
+        many = len(ops)
+        channel = target.channel
+        target.counts[queue] -= many
+        target.waiting -= many
+        channel.waiting -= many
+        nbytes, took = 0, self._commands[kind][many]
         if kind == PROGRAM:
             for op in ops:
                 nbytes += op.nbytes
-                took += self.bus_ps(op.nbytes)
-        self._occupy(target.channel, took, nbytes)
-        target.coming = True
-        self._at(self._events.now_ps + took, self._arrived, (target, ops))
+                took += self._bus_ps[op.nbytes]
+            channel.nbytes += nbytes
+        now = self._events.now_ps
+        channel.busy = target.coming = True
+        channel.busy_ps += took
+        if self.usage is not None:
+            self.usage.sent(now, took, nbytes)
+        heappush(self._heap, (now + took, self._tick(), self._when_arrived, (target, ops)))
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -249,12 +264,14 @@ class Flash:
         target.coming = False
         if target.array is None:
             self._begin(target, ops)
-        elif ops[0].kind == READ:
+        elif KIND[ops[0].queue] == READ:
             self._pause(target, ops)
         else:
             target.loaded = ops
-        target.channel.busy = False
-        self._serve(target.channel)
+        channel = target.channel
+        channel.busy = False
+        if channel.waiting or channel.out:
+            self._serve(channel)
 
     def _pause(self, target: Target, ops: list[Op]) -> None:
         """Suspend what the array does, once, for one read; it goes on when that has left the array."""
@@ -271,24 +288,22 @@ class Flash:
             ops, left_ps = target.paused
             target.paused = None
             target.resumed = True
-            target.array = ops[0].kind
+            target.array = KIND[ops[0].queue]
             # another list: the event that was told before finds that it is not its own any more
             self._occupied(target, list(ops), left_ps)
 
     def _begin(self, target: Target, ops: list[Op], more_ps: int = 0) -> None:
         """The array of a target begins to work; ``more_ps`` to suspend something else before."""
-        kind = ops[0].kind
-        target.array = kind
-        if self._cap_w is not None and not self._draws(target, ops):
+        kind = target.array = KIND[ops[0].queue]
+        if self._cap is not None and not self._cap.draws(target, ops):
             return
-        if kind == READ:
-            took = self._read_ps[ops[0].page]
-            for op in ops[1:]:
-                took = max(took, self._read_ps[op.page])
-        elif kind == PROGRAM:
-            took = max(self._program_ps[op.page] for op in ops)
-        else:
+        if kind == ERASE:
             took = self._erase_ps
+        else:
+            times = self._read_ps if kind == READ else self._program_ps
+            took = times[ops[0].page]
+            for op in ops[1:]:
+                took = max(took, times[op.page])
         if self.usage is not None:
             self.usage.worked(self._events.now_ps, took, kind, len(ops))
         target.resumed = False
@@ -297,28 +312,8 @@ class Flash:
     def _occupied(self, target: Target, ops: list[Op], took_ps: int) -> None:
         target.busy_ps += took_ps
         target.working = ops
-        target.until_ps = self._events.now_ps + took_ps
-        self._at(target.until_ps, self._worked, (target, ops))
-
-    def _draws(self, target: Target, ops: list[Op]) -> bool:
-        """Whether there is power for a command now; if not it is begun later, in turn."""
-        assert self._cap_w is not None
-        need = self._power.watts(ops[0].kind, len(ops))
-        if self._parked or sum(self._drawn_w.values()) + need > self._cap_w * (1 + 1e-12):
-            self._parked.append((target, ops))
-            return False
-        self._drawn_w[target] = need
-        return True
-
-    def _rests(self, target: Target) -> None:
-        """A command is over: others may have its power."""
-        del self._drawn_w[target]
-        waiting, self._parked = self._parked, deque()
-        while waiting:
-            self._begin(*waiting.popleft())
-            if self._parked:  # no power for this one, so for none behind it
-                self._parked.extend(waiting)
-                return
+        until = target.until_ps = self._events.now_ps + took_ps
+        heappush(self._heap, (until, self._tick(), self._when_worked, (target, ops)))
 
     def _worked(self, about: tuple[Target, list[Op]]) -> None:
         """The array has done a command."""
@@ -326,8 +321,9 @@ class Flash:
         if target.working is not ops:
             return  # it was suspended meanwhile
         kind = target.array
-        if self._cap_w is not None:
-            self._rests(target)
+        if self._cap is not None:
+            for waited in self._cap.rests(target):
+                self._begin(*waited)
         if kind == READ:
             self.reads += len(ops)
             if target.outgoing:
@@ -344,9 +340,10 @@ class Flash:
                 loaded, target.loaded = target.loaded, []
                 self._begin(target, loaded)
             for op in ops:
-                self._done(op)
-        if not target.channel.busy:
-            self._serve(target.channel)
+                op.done(op)
+        channel = target.channel
+        if not channel.busy:
+            self._serve(channel)
 
     def _send(self, target: Target, ops: list[Op]) -> None:
         """Pages go to registers that the channel empties; the array is free if those are its cache."""
@@ -354,7 +351,9 @@ class Flash:
         target.held = []
         if self._cache_read:
             self._leave(target)
-        target.channel.out.extend((target, op) for op in ops)
+        out = target.channel.out
+        for op in ops:
+            out.append((target, op))
 
     def _sent(self, about: tuple[Target, Op]) -> None:
         """A page has crossed the channel."""
@@ -367,6 +366,6 @@ class Flash:
                 self._send(target, target.held)
             elif not self._cache_read:
                 self._leave(target)
-        self._done(op)
+        op.done(op)
         if not channel.busy:
             self._serve(channel)

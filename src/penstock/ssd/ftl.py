@@ -2,109 +2,23 @@
 
 A page map. Where a logical page goes is fixed by its number (static allocation): consecutive pages go
 round the channels, chips, dies and planes in the order of ``ftl.allocation``; within its plane it goes to
-the block that is being filled, the *frontier*, of which there is one for the host and one for what
-garbage collection moves. Nothing here takes time: the drive asks, then flash works.
+the block that is being filled, the *frontier*, of which there is one for each stream of the host, one for
+what garbage collection moves of each, and one for the map itself, where that lies on flash. Nothing here
+takes time: the drive asks, then flash works.
 
-Blocks come to be when they are first written, so a drive of terabytes costs no memory until it is used.
+A part of the addresses may be mapped by super-pages: see :mod:`.superpages`.
 """
 
 from __future__ import annotations
 
 import random
-from collections import deque
-from typing import Final
 
 from penstock.core.errors import ConfigError
-from penstock.ssd.cells import Geometry
-from penstock.ssd.device import Device, Victim
-
-EMPTY: Final = -1
-"""In place of the logical page of a page that holds none, or an old version."""
-
-
-class Block:
-    """One block.
-
-    Attributes:
-        plane: Its plane, counted over the drive.
-        index: In its plane.
-        lpns: By page, the logical page that it holds, or EMPTY.
-        filled: How many of its pages have been given out.
-        valid: How many of them hold the newest version.
-        erases: So far.
-        closed_at: When it was filled, in blocks filled before it.
-        pending: Operations of the host on it that are queued or under way: it is not erased before.
-    """
-
-    __slots__ = ("closed_at", "erases", "filled", "index", "lpns", "pending", "plane", "valid")
-
-    def __init__(self, plane: int, index: int, pages: int) -> None:
-        self.plane = plane
-        self.index = index
-        self.lpns = [EMPTY] * pages
-        self.filled = self.valid = self.erases = self.closed_at = self.pending = 0
-
-
-class Plane:
-    """The blocks of a plane.
-
-    Attributes:
-        free: How many blocks are erased and not being filled.
-        closed: The full ones, in the order in which they were filled.
-        cleaning: How many are being emptied.
-        most_erases: Of any of its blocks.
-        levelled: Whether the last victim was chosen for its wear.
-    """
-
-    __slots__ = (
-        *("_blocks", "_fresh", "_index", "_level", "_pages", "_recycled"),
-        *("cleaning", "closed", "free", "frontiers", "levelled", "most_erases"),
-    )
-
-    def __init__(self, index: int, geometry: Geometry, *, least_worn_first: bool = False) -> None:
-        self._level = least_worn_first
-        self.most_erases = 0
-        self.levelled = False
-        self._index = index
-        self._pages = geometry.pages_per_block
-        self._blocks = geometry.blocks_per_plane
-        self._fresh = 0
-        self._recycled: deque[Block] = deque()
-        self.free = geometry.blocks_per_plane
-        self.frontiers: list[Block | None] = [None, None]
-        self.closed: dict[Block, None] = {}
-        self.cleaning = 0
-
-    def open(self) -> Block:
-        """A block to fill: new ones first, then those erased longest ago, or least often."""
-        if not self.free:
-            raise ConfigError(
-                f"the drive is full: plane {self._index} has no erased block left; use less of it, or"
-                " give it more over-provisioning"
-            )
-        self.free -= 1
-        if self._fresh == self._blocks:
-            if self._level:
-                least = min(self._recycled, key=_erases)
-                self._recycled.remove(least)
-                return least
-            return self._recycled.popleft()
-        self._fresh += 1
-        return Block(self._index, self._fresh - 1, self._pages)
-
-    def recycle(self, block: Block) -> None:
-        """A block has been erased."""
-        block.lpns = [EMPTY] * self._pages
-        block.filled = block.valid = 0
-        block.erases += 1
-        self.most_erases = max(self.most_erases, block.erases)
-        self._recycled.append(block)
-        self.free += 1
-
-    def blocks(self) -> list[Block]:
-        """All that have ever been used."""
-        open_ones = [block for block in self.frontiers if block is not None]
-        return [*self.closed, *open_ones, *self._recycled]
+from penstock.ssd.allocation import plane_order
+from penstock.ssd.blocks import EMPTY, Block, Plane, erases
+from penstock.ssd.control import Victim
+from penstock.ssd.device import Device
+from penstock.ssd.superpages import Superpages
 
 
 class Ftl:
@@ -112,22 +26,39 @@ class Ftl:
 
     Attributes:
         user_writes: Pages placed for the host.
-        moves: Pages placed by garbage collection.
+        moves: Pages placed by garbage collection, to complete a super-page, or of the map itself.
+        partial: Of pages of which not every sector was ever written, those that were, as bits.
+        superpages: The part of the addresses that is mapped by them; None: there is none.
+        gc_when_filled: As of the device's settings.
+        pages_per_block: Of every block.
+        map_begin: The first logical page of the map itself, behind those of the host.
+        map_entries_per_page: Of the map, where that lies on flash; 0: all of it is in memory.
     """
 
     def __init__(self, device: Device, *, seed: int = 1) -> None:
         """An empty drive; ``seed`` is for victims that are chosen among a random few."""
         geometry, settings = device.geometry, device.ftl
-        self._pages = geometry.pages_per_block
+        self.pages_per_block = geometry.pages_per_block
         self._where: dict[int, tuple[Block, int]] = {}
         self._order = plane_order(geometry, settings.allocation)
         self._count = len(self._order)
+        self._streams = settings.streams
         self.planes = [
-            Plane(index, geometry, least_worn_first=settings.least_worn_first)
+            Plane(
+                index,
+                geometry,
+                frontiers=2 * settings.streams + 1,
+                least_worn_first=settings.least_worn_first,
+            )
             for index in range(geometry.planes)
         ]
+        self.gc_when_filled = settings.gc_when_filled
+        if self.gc_when_filled:
+            for plane in self.planes:
+                for number in range(len(plane.frontiers)):
+                    plane.frontiers[number] = plane.open(number % settings.streams)
         self._gap = settings.wear_gap
-        self.user_pages = device.user_pages
+        self.user_pages = self.map_begin = device.user_pages
         blocks = geometry.blocks_per_plane
         self.threshold = max(int(settings.gc_threshold * blocks), settings.gc_least_blocks)
         self.least = settings.gc_least_blocks
@@ -136,27 +67,48 @@ class Ftl:
         self._random = random.Random(seed)
         self._few = max(2, blocks.bit_length() - 1)  # MQSim: log2 of the blocks
         self._closed = 0
+        self.partial: dict[int, int] = {}
         self.user_writes = self.moves = 0
+        self.superpages = Superpages.of(device, self.planes)
+        self._supers = self.superpages.pages if self.superpages is not None else 0
+        self._width = self.superpages.width if self.superpages is not None else 1
+        self.map_entries_per_page = 0
+        if settings.map_cache_bytes:
+            self.map_entries_per_page = max(1, geometry.page_bytes // settings.map_entry_bytes)
+        open_blocks = 2 * settings.streams * (2 if self._supers else 1)
+        open_blocks += settings.map_cache_bytes > 0 or settings.gc_when_filled
         if self.least < self._victims:
             raise ConfigError(
                 f"ftl.gc_least_blocks is {self.least}, less than the {self._victims} of ftl.gc_victims:"
                 " there would be no room for what is moved"
             )
-        if self.least + 2 >= blocks:
+        if self.least + open_blocks >= blocks:
             raise ConfigError(
-                f"ftl.gc_least_blocks is {self.least}, geometry.blocks_per_plane {blocks}:"
-                " no block would be left to write to"
+                f"ftl.gc_least_blocks is {self.least}, geometry.blocks_per_plane {blocks}, and"
+                f" {open_blocks} are filled at once: no block would be left to write to"
             )
 
     def plane_of(self, lpn: int) -> int:
         """Where a logical page lives, now and ever."""
+        if lpn < self._supers:
+            assert self.superpages is not None  # it has pages
+            return self.superpages.plane_of(lpn)
         return self._order[lpn % self._count]
+
+    def map_entry(self, lpn: int) -> int:
+        """The number of its entry in the map: of a super-page there is one."""
+        if lpn < self._supers:
+            return lpn // self._width
+        return self._supers // self._width + lpn - self._supers
 
     def find(self, lpn: int) -> tuple[Block, int] | None:
         """The page of flash that holds it; None: it was never written."""
+        if lpn < self._supers:
+            assert self.superpages is not None  # it has pages
+            return self.superpages.find(lpn)
         return self._where.get(lpn)
 
-    def place(self, lpn: int, *, cleaning: bool = False) -> tuple[Block, int]:
+    def place(self, lpn: int, *, cleaning: bool = False, stream: int = 0) -> tuple[Block, int]:
         """Give a logical page a new page of flash; its old one is worth nothing now.
 
         Raises:
@@ -167,29 +119,67 @@ class Ftl:
             block, page = old
             block.lpns[page] = EMPTY
             block.valid -= 1
+            if cleaning:
+                stream = block.stream
         plane = self.planes[self._order[lpn % self._count]]
-        frontier = plane.frontiers[cleaning]
+        if lpn >= self.map_begin:
+            number = 2 * self._streams
+        else:
+            number = stream + self._streams if cleaning else stream
+        frontier = plane.frontiers[number]
         if frontier is None:
-            frontier = plane.frontiers[cleaning] = plane.open()
+            frontier = plane.frontiers[number] = plane.open(stream)
         page = frontier.filled
         frontier.lpns[page] = lpn
         frontier.filled = page + 1
         frontier.valid += 1
         place = self._where[lpn] = (frontier, page)
-        if page + 1 == self._pages:
-            self._closed += 1
-            frontier.closed_at = self._closed
-            plane.closed[frontier] = None
-            plane.frontiers[cleaning] = None
-        if cleaning:
+        if page + 1 == self.pages_per_block:
+            self._close(frontier)
+            plane.frontiers[number] = plane.open(stream) if self.gc_when_filled else None
+        if cleaning or lpn >= self.map_begin:
             self.moves += 1
         else:
             self.user_writes += 1
         return place
 
-    def adopt(self, lpn: int) -> tuple[Block, int]:
+    def place_row(
+        self, number: int, *, cleaning: bool = False, stream: int = 0, wanted: int = 0
+    ) -> tuple[tuple[Block, ...], int]:
+        """Give a super-page new pages, one of each plane of its die.
+
+        Args:
+            number: Of the super-page.
+            cleaning: Whether garbage collection moves it, and not the host writes it.
+            stream: Of the host.
+            wanted: How many of its pages the host writes; the others complete it.
+
+        Raises:
+            ConfigError: A plane has no erased block left: the drive is full.
+        """
+        assert self.superpages is not None  # or nobody has its number
+        row, page = self.superpages.place(number, cleaning=cleaning, stream=stream)
+        if page + 1 == self.pages_per_block:
+            for block in row:
+                self._close(block)
+        self.user_writes += wanted
+        self.moves += len(row) - wanted
+        return row, page
+
+    def _close(self, block: Block) -> None:
+        self._closed += 1
+        block.closed_at = self._closed
+        self.planes[block.plane].closed[block] = None
+
+    def adopt(self, lpn: int, *, stream: int = 0) -> tuple[Block, int]:
         """A place for a logical page that is read and was never written, as if it had been."""
-        place = self.place(lpn)
+        if lpn < self._supers:
+            assert self.superpages is not None  # it has pages
+            number, plane = divmod(lpn, self.superpages.width)
+            row, page = self.place_row(number, stream=stream)
+            self.moves -= len(row)
+            return row[plane], page
+        place = self.place(lpn, stream=stream)
         self.user_writes -= 1
         return place
 
@@ -197,19 +187,21 @@ class Ftl:
         """Whether a plane takes nothing from the host until a block has been erased."""
         return self.planes[plane].free < self.least
 
-    def victim(self, plane: int) -> Block | None:
-        """The next block to clean, taken from the full ones; None: there is no need, or no use."""
+    def victim(self, plane: int) -> tuple[Block, ...]:
+        """The next block to clean, taken from the full ones, with its row; (): no need, or no use."""
         its = self.planes[plane]
         if its.free >= self.threshold or its.cleaning >= self._victims:
-            return None
-        if all(block.valid == self._pages for block in its.closed):
-            return None
+            return ()
+        if all(block.valid == self.pages_per_block or _busy(block) for block in its.closed):
+            return ()  # to move what is all valid frees nothing, and goes before what keeps others busy
         chosen = self._choose(its)
         if chosen is None:
-            return None
-        del its.closed[chosen]
-        its.cleaning += 1
-        return chosen
+            return ()
+        for block in chosen.together:
+            holder = self.planes[block.plane]
+            del holder.closed[block]
+            holder.cleaning += 1
+        return chosen.together
 
     def erased(self, block: Block) -> None:
         """A victim has been erased."""
@@ -224,7 +216,8 @@ class Ftl:
 
     def erases(self) -> list[int]:
         """Of every block that has been used."""
-        return [block.erases for plane in self.planes for block in plane.blocks()]
+        rows = self.superpages.open_blocks() if self.superpages is not None else []
+        return [*(each.erases for plane in self.planes for each in plane.blocks()), *rows]
 
     def forget_counts(self) -> None:
         """Begin to count anew: what came before was to age the drive."""
@@ -238,8 +231,8 @@ class Ftl:
         if not self._gap or plane.levelled:
             plane.levelled = False
             return None
-        closed = [block for block in plane.closed if not block.pending]
-        least = min(closed, key=_erases, default=None)
+        closed = [block for block in plane.closed if not _busy(block)]
+        least = min(closed, key=erases, default=None)
         if least is None or plane.most_erases - least.erases < self._gap:
             return None
         plane.levelled = True
@@ -249,8 +242,8 @@ class Ftl:
         if (lagging := self._lagging(plane)) is not None:
             return lagging
         if self._policy is Victim.FIFO:
-            return next((block for block in plane.closed if not block.pending), None)
-        closed = [block for block in plane.closed if not block.pending]
+            return next((block for block in plane.closed if not _busy(block)), None)
+        closed = [block for block in plane.closed if not _busy(block)]
         if not closed:
             return None
         if self._policy is Victim.RANDOM_GREEDY:
@@ -262,7 +255,7 @@ class Ftl:
 
     def _benefit(self, block: Block) -> float:
         """What cleaning a block frees, for what it takes, times its age."""
-        used = block.valid / self._pages
+        used = block.valid / self.pages_per_block
         age = self._closed - block.closed_at + 1
         return (1 - used) / (2 * used) * age if used else float("inf")
 
@@ -271,23 +264,5 @@ def _valid(block: Block) -> int:
     return block.valid
 
 
-def _erases(block: Block) -> int:
-    return block.erases
-
-
-def plane_order(geometry: Geometry, allocation: str) -> list[int]:
-    """By ``lpn % planes``, the plane counted over the drive: channel, chip, die, plane, plane fastest."""
-    sizes = {
-        "C": geometry.channels,
-        "W": geometry.chips_per_channel,
-        "D": geometry.dies_per_chip,
-        "P": geometry.planes_per_die,
-    }
-    order = []
-    for number in range(geometry.planes):
-        left, at = number, {}
-        for letter in allocation:
-            left, at[letter] = divmod(left, sizes[letter])
-        die = (at["C"] * sizes["W"] + at["W"]) * sizes["D"] + at["D"]
-        order.append(die * sizes["P"] + at["P"])
-    return order
+def _busy(block: Block) -> bool:
+    return block.pending > 0 or any(each.pending for each in block.row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from heapq import heappush
 from typing import Any
 
 from penstock.ssd.device import Link, duration_ps
@@ -19,24 +20,33 @@ class Lane:
         nbytes: Payload that it has carried, of data only.
     """
 
-    __slots__ = ("_events", "_free_ps", "_link", "_rate", "_took", "busy_ps", "nbytes")
+    __slots__ = ("_events", "_free_ps", "_heap", "_tick", "_took", "busy_ps", "nbytes")
 
     def __init__(self, link: Link, bytes_per_s: int, events: Events) -> None:
-        self._link = link
-        self._rate = bytes_per_s
         self._events = events
+        self._heap, self._tick = events.heap, events.tick
         self._free_ps = 0
-        self._took: dict[int, int] = {}
+        self._took = _Times(link, bytes_per_s)
         self.busy_ps = self.nbytes = 0
 
     def send(self, payload_bytes: int, action: Action, about: Any) -> None:
         """Carry a message behind all that came before it; then ``action(about)``."""
-        took = self._took.get(payload_bytes)
-        if took is None:
-            took = self._took[payload_bytes] = duration_ps(
-                self._link.wire_bytes(payload_bytes), self._rate
-            )
-        now = self._events.now_ps
-        self._free_ps = (self._free_ps if self._free_ps > now else now) + took
+        took = self._took[payload_bytes]
+        free, now = self._free_ps, self._events.now_ps
+        free = took + (free if free > now else now)
+        self._free_ps = free
         self.busy_ps += took
-        self._events.at(self._free_ps, action, about)
+        heappush(self._heap, (free, self._tick(), action, about))
+
+
+class _Times(dict[int, int]):
+    """For which a message occupies a lane, by its payload."""
+
+    def __init__(self, link: Link, bytes_per_s: int) -> None:
+        super().__init__()
+        self._link, self._rate = link, bytes_per_s
+
+    def __missing__(self, payload_bytes: int) -> int:
+        took = duration_ps(self._link.wire_bytes(payload_bytes), self._rate)
+        self[payload_bytes] = took
+        return took

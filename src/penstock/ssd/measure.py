@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from penstock.ssd.cache import CacheUse
+from penstock.ssd.closed import program_bytes_per_s
 from penstock.ssd.device import PS_PER_S
 from penstock.ssd.requests import Request
 
@@ -23,7 +26,7 @@ class Latencies:
     __slots__ = ("_counts", "count", "least_ps", "most_ps", "sum_ps")
 
     def __init__(self) -> None:
-        self._counts: dict[int, int] = {}
+        self._counts: defaultdict[int, int] = defaultdict(int)
         self.count = self.sum_ps = self.most_ps = 0
         self.least_ps = -1
 
@@ -31,12 +34,13 @@ class Latencies:
         """One more."""
         self.count += 1
         self.sum_ps += took_ps
-        self.most_ps = max(self.most_ps, took_ps)
+        if took_ps > self.most_ps:  # noqa: PLR1730  (a call, for every request)
+            self.most_ps = took_ps
         if self.least_ps < 0 or took_ps < self.least_ps:
             self.least_ps = took_ps
-        shift = max(0, took_ps.bit_length() - 7)  # 64 to 127 and how often that was halved
-        place = shift * 128 + (took_ps >> shift)
-        self._counts[place] = self._counts.get(place, 0) + 1
+        shift = took_ps.bit_length() - 7  # 64 to 127 and how often that was halved
+        place = shift * 128 + (took_ps >> shift) if shift > 0 else took_ps
+        self._counts[place] += 1
 
     def percentile_ps(self, share: float) -> int:
         """The shortest that so many did not exceed, rounded up to a part of its octave; 0 of none."""
@@ -70,10 +74,45 @@ class _Counts:
     down_bytes: int
     up_ps: int
     down_ps: int
+    memory_bytes: int
+    map_reads: int
+    map_writes: int
+    map_hits: int
+    map_misses: int
 
     def since(self, before: _Counts) -> _Counts:
         """What came after ``before``."""
         return _Counts(*(getattr(self, name) - getattr(before, name) for name in _Counts.__slots__))
+
+
+@dataclass(frozen=True, slots=True)
+class MapUse:
+    """Of a map that lies on flash."""
+
+    hits: int
+    """Entries that were in memory when they were wanted."""
+    misses: int
+    reads: int
+    """Pages of the map."""
+    writes: int
+
+    @property
+    def hit_rate(self) -> float:
+        """1 of none."""
+        return self.hits / (self.hits + self.misses) if self.hits + self.misses else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class PowerLoss:
+    """What a loss of power would have met at the worst moment."""
+
+    nbytes: int
+    """In the cache, that flash had not."""
+    flush_s: float
+    """For which capacitors must last."""
+    flush_j: float
+    lost: bool
+    """Whether there are none, and the bytes are lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +147,11 @@ class Run:
     energy_j: tuple[tuple[str, float], ...]
     """(component, joules) of the drive."""
     events: int
+    map_use: MapUse | None
+    """None: all of the map is in memory."""
+    cache_use: CacheUse | None
+    """None: there is no write cache."""
+    power_loss: PowerLoss | None
 
     @property
     def time_s(self) -> float:
@@ -145,7 +189,7 @@ class Meter:
         self.outstanding = 0
         self._read_bytes = self._written_bytes = 0
         self._reading, self._writing, self._all = Latencies(), Latencies(), Latencies()
-        self._before = _Counts(*[0] * 12)
+        self._before = _Counts(*[0] * 17)
 
     def asked(self) -> None:
         """The host has queued a request."""
@@ -205,6 +249,9 @@ class Meter:
             mean_erases=sum(erases) / blocks,
             energy_j=tuple(self._energy(done, time_ps).items()),
             events=drive.events.count,
+            map_use=self._map_use(done),
+            cache_use=None if drive.cache is None else drive.cache.use(),
+            power_loss=self._power_loss(),
         )
 
     def _level(self, change: int) -> None:
@@ -217,10 +264,32 @@ class Meter:
         self._start_ps = self._end_ps = self._drive.events.now_ps
         self._area = 0
         self._before = self._counts()
+        if self._drive.cache is not None:
+            self._drive.cache.forget_counts()
+
+    def _map_use(self, done: _Counts) -> MapUse | None:
+        if self._drive.pages.map is None:
+            return None
+        return MapUse(done.map_hits, done.map_misses, done.map_reads, done.map_writes)
+
+    def _power_loss(self) -> PowerLoss | None:
+        """At the worst moment: pages in sequence, by the closed form, and the last of them alone."""
+        drive, device = self._drive, self._drive.device
+        if drive.cache is None:
+            return None
+        nbytes = drive.cache.use().most_dirty_bytes
+        if not nbytes or not device.cache.protected:
+            return PowerLoss(nbytes, 0.0, 0.0, lost=bool(nbytes))
+        time_s = nbytes / program_bytes_per_s(device) + max(device.cell.program_ns) * 1e-9
+        cost = device.energy
+        pj = cost.program_pj_per_bit + cost.channel_pj_per_bit + cost.controller_dram_pj_per_bit
+        joules = nbytes * 8 * pj * _PJ + cost.controller_static_w * time_s
+        return PowerLoss(nbytes, time_s, joules, lost=False)
 
     def _counts(self) -> _Counts:
         drive = self._drive
         flash, ftl = drive.flash, drive.ftl
+        cache, held = drive.cache, drive.pages.map
         return _Counts(
             reads=flash.reads,
             programs=flash.programs,
@@ -234,6 +303,11 @@ class Meter:
             down_bytes=drive.down.nbytes,
             up_ps=drive.up.busy_ps,
             down_ps=drive.down.busy_ps,
+            memory_bytes=2 * drive.down.nbytes if cache is None else cache.moved_bytes,
+            map_reads=held.reads if held else 0,
+            map_writes=held.writes if held else 0,
+            map_hits=held.hits if held else 0,
+            map_misses=held.misses if held else 0,
         )
 
     def _energy(self, done: _Counts, time_ps: int) -> dict[str, float]:
@@ -245,7 +319,7 @@ class Meter:
             "flash, erase": (done.programs * page, cost.erase_pj_per_bit),
             "channel": (done.channel_bytes, cost.channel_pj_per_bit),
             "error correction": (done.reads * page, cost.controller_ecc_pj_per_bit),
-            "controller's memory": (2 * done.down_bytes, cost.controller_dram_pj_per_bit),
+            "controller's memory": (done.memory_bytes, cost.controller_dram_pj_per_bit),
             "link, the drive's end": (done.up_bytes + done.down_bytes, cost.link_pj_per_bit / 2),
         }
         told = {name: nbytes * 8 * pj * _PJ for name, (nbytes, pj) in bits.items()}

@@ -8,28 +8,39 @@ from dataclasses import dataclass
 
 from penstock.core.errors import ConfigError
 from penstock.ssd.cells import SECTOR_BYTES
+from penstock.ssd.commands import Owner
 
 
-class Request:
-    """One read or write.
+class Request(Owner):
+    """One read or write; a write of no bytes is a flush, which is done when flash has all before it.
 
     Attributes:
         arrival_ps: When the host asks; None: as soon as the queue has room.
-        left: Operations of flash, or pages that wait for room, until it is done.
         began_ps: When it came to the queue.
-        flow: Which of the host's streams it is of, by number.
+        flow: Which of the host's flows it is of, by number.
     """
 
-    __slots__ = ("arrival_ps", "began_ps", "flow", "is_read", "left", "nbytes", "offset_bytes")
+    __slots__ = ("arrival_ps", "began_ps", "flow", "nbytes", "offset_bytes")
 
     def __init__(
-        self, is_read: bool, offset_bytes: int, nbytes: int, arrival_ps: int | None = None
+        self,
+        is_read: bool,
+        offset_bytes: int,
+        nbytes: int,
+        arrival_ps: int | None = None,
+        *,
+        stream: int = 0,
     ) -> None:
-        self.is_read = is_read
+        super().__init__(is_read, stream)
         self.offset_bytes = offset_bytes
         self.nbytes = nbytes
         self.arrival_ps = arrival_ps
-        self.left = self.began_ps = self.flow = 0
+        self.began_ps = self.flow = 0
+
+    @property
+    def is_flush(self) -> bool:
+        """Whether it asks for nothing but what came before."""
+        return not self.nbytes and not self.is_read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +62,13 @@ class Workload:
     """Share of what the host can address."""
     filled: float = 0.0
     """Share of what the host can address that was written, in order, before time begins."""
+    hot_share: float = 0.0
+    """Of random requests, that are for the hot part of the working set, its start: in another stream than
+    the rest, where ``ftl.streams`` has two."""
+    hot_set: float = 0.1
+    """Share of the working set that is hot."""
+    flush_every: int = 0
+    """Writes after which the host asks for a flush, as a file system does; 0: never."""
     skip: int = 0
     """Requests that complete before anything is measured."""
     seed: int = 1
@@ -75,7 +93,10 @@ class Workload:
             raise ConfigError(
                 f"workload: start_bytes is {self.start_bytes}, no multiple of {SECTOR_BYTES}"
             )
-        for name, least in (("read_share", 0), ("filled", 0), ("working_set", 1e-12)):
+        if self.flush_every < 0:
+            raise ConfigError(f"workload: flush_every is {self.flush_every}, it must be 0 or more")
+        shares = {"read_share": 0, "filled": 0, "working_set": 1e-12, "hot_share": 0, "hot_set": 0}
+        for name, least in shares.items():
             if not least <= getattr(self, name) <= 1:
                 raise ConfigError(
                     f"workload: {name} is {getattr(self, name)}, it is a share, 0 to 1"
@@ -104,7 +125,19 @@ class Workload:
         align = self.align_bytes if self.random and self.align_bytes else self.request_bytes
         places = room_bytes // align + 1
         start = 0 if self.random else self.start_bytes
+        hot, size, writes = int(places * self.hot_set), self.request_bytes, 0
         for number in range(self.requests):
-            place = int(chance.random() * places) if self.random else number % places
+            stream = 0
+            if not self.random:
+                place = number % places
+            elif self.hot_share and hot:
+                stream = int(chance.random() < self.hot_share)
+                least, room = (0, hot) if stream else (hot, places - hot)
+                place = least + int(chance.random() * room)
+            else:
+                place = int(chance.random() * places)
             is_read = self.read_share == 1 or chance.random() < self.read_share
-            yield Request(is_read, start + place * align, self.request_bytes)
+            yield Request(is_read, start + place * align, size, stream=stream)
+            writes += not is_read
+            if self.flush_every and not is_read and not writes % self.flush_every:
+                yield Request(False, 0, 0)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from penstock.core.errors import ConfigError
+from penstock.ssd.aging import fill
 from penstock.ssd.device import Device
-from penstock.ssd.drive import Drive, fill
+from penstock.ssd.drive import Drive
 from penstock.ssd.requests import Request
 
 REQUEST_BYTES: Final = 128 * 1024

@@ -79,7 +79,7 @@ class _Line:
         return scaled // int("1" + "0" * len(fraction))
 
 
-_Parsed = tuple[int | None, bool, int, int]
+Parsed = tuple[int | None, bool, int, int]
 """(arrival in ps or None, whether it is a read, offset, bytes)."""
 
 
@@ -96,12 +96,20 @@ def read_trace(
     Raises:
         ConfigError: The file cannot be read or has a bad line; some of it while requests are taken.
     """
+    return _folded(str(path), parsed(path, kind), user_bytes)
+
+
+def parsed(path: str | Path, kind: Format | None = None) -> Iterator[Parsed]:
+    """The same as the trace has them: (arrival in ps or None, whether it is a read, offset, bytes).
+
+    Raises:
+        ConfigError: The file cannot be read or has a bad line; some of it while requests are taken.
+    """
     name = str(path)
     first = next(_lines(name), None)
     if first is None:
         raise ConfigError(f"trace {name!r} is empty")
-    parse = _PARSERS[kind or guess(first.text)]
-    return _folded(name, parse(_lines(name)), user_bytes)
+    return _PARSERS[kind or guess(first.text)](_lines(name))
 
 
 def guess(line: str) -> Format:
@@ -127,9 +135,9 @@ def _lines(name: str) -> Iterator[_Line]:
         raise ConfigError(f"trace {name!r} cannot be read: {error}") from error
 
 
-def _folded(name: str, parsed: Iterator[_Parsed], user_bytes: int) -> Iterator[Request]:
+def _folded(name: str, found: Iterator[Parsed], user_bytes: int) -> Iterator[Request]:
     begin: int | None = None
-    for arrival, is_read, offset, nbytes in parsed:
+    for arrival, is_read, offset, nbytes in found:
         when = arrival
         if arrival is not None:
             begin = arrival if begin is None else begin
@@ -143,7 +151,7 @@ def _folded(name: str, parsed: Iterator[_Parsed], user_bytes: int) -> Iterator[R
         yield Request(is_read, place, nbytes, when)
 
 
-def _ascii(lines: Iterator[_Line], unit: str) -> Iterator[_Parsed]:
+def _ascii(lines: Iterator[_Line], unit: str) -> Iterator[Parsed]:
     whole = unit == "ns"
     expected = (
         "'arrival_ns device sector sectors type', as '1000 0 4096 8 1'"
@@ -161,15 +169,15 @@ def _ascii(lines: Iterator[_Line], unit: str) -> Iterator[_Parsed]:
         yield arrival, bool(flags & 1), sector * SECTOR_BYTES, sectors * SECTOR_BYTES
 
 
-def _mqsim(lines: Iterator[_Line]) -> Iterator[_Parsed]:
+def _mqsim(lines: Iterator[_Line]) -> Iterator[Parsed]:
     return _ascii(lines, "ns")
 
 
-def _disksim(lines: Iterator[_Line]) -> Iterator[_Parsed]:
+def _disksim(lines: Iterator[_Line]) -> Iterator[Parsed]:
     return _ascii(lines, "ms")
 
 
-def _fio(lines: Iterator[_Line]) -> Iterator[_Parsed]:
+def _fio(lines: Iterator[_Line]) -> Iterator[Parsed]:
     head = next(lines)
     match = _FIO.fullmatch(head.text.strip())
     if match is None or match[1] not in ("2", "3"):
@@ -194,7 +202,7 @@ def _fio(lines: Iterator[_Line]) -> Iterator[_Parsed]:
             raise line.bad(expected)
 
 
-def _blkparse(lines: Iterator[_Line]) -> Iterator[_Parsed]:
+def _blkparse(lines: Iterator[_Line]) -> Iterator[Parsed]:
     expected = "'major,minor cpu sequence seconds pid action RWBS sector + sectors [process]'"
     for line in lines:
         words = line.text.split()
@@ -217,7 +225,7 @@ def _blkparse(lines: Iterator[_Line]) -> Iterator[_Parsed]:
             yield when, "R" in kind, sector * SECTOR_BYTES, sectors * SECTOR_BYTES
 
 
-def _msr(lines: Iterator[_Line]) -> Iterator[_Parsed]:
+def _msr(lines: Iterator[_Line]) -> Iterator[Parsed]:
     expected = "'Timestamp,Hostname,DiskNumber,Type,Offset,Size,ResponseTime'"
     for line in lines:
         words = [word.strip() for word in line.text.split(",")]
@@ -232,7 +240,7 @@ def _msr(lines: Iterator[_Line]) -> Iterator[_Parsed]:
         yield when, words[3].lower() == "read", offset, nbytes
 
 
-def _penstock(lines: Iterator[_Line]) -> Iterator[_Parsed]:
+def _penstock(lines: Iterator[_Line]) -> Iterator[Parsed]:
     """Spans of the flash tier, in the order in which they began.
 
     A log tells no offsets. A slot gets a place when it is first written, and keeps it while it fits, as
@@ -271,7 +279,7 @@ class _Places:
         self._of: dict[str, tuple[int, int]] = {}  # slot: (offset, bytes)
         self._end = 0
 
-    def pieces(self, t_ns: int, is_read: bool, slot: str, nbytes: int) -> Iterator[_Parsed]:
+    def pieces(self, t_ns: int, is_read: bool, slot: str, nbytes: int) -> Iterator[Parsed]:
         """A span as requests of as many bytes as a drive takes at once."""
         offset, room = self._of.get(slot, (0, 0))
         if room < nbytes:
@@ -284,7 +292,7 @@ class _Places:
             yield t_ns * _PS["ns"], is_read, offset + begin, piece
 
 
-_PARSERS: Final[dict[Format, Callable[[Iterator[_Line]], Iterator[_Parsed]]]] = {
+_PARSERS: Final[dict[Format, Callable[[Iterator[_Line]], Iterator[Parsed]]]] = {
     Format.MQSIM: _mqsim,
     Format.DISKSIM: _disksim,
     Format.FIO: _fio,
