@@ -50,6 +50,8 @@ class _Away:
     """None: a checkpoint has it."""
     gone: bool = False
     """Whether its memory may have been given back."""
+    ahead: bool = False
+    """Whether its bytes are there again, closed still, and on flash as well."""
     back: bool = False
     """Whether it is there again, or still."""
 
@@ -117,6 +119,11 @@ class Suspended:
             SuspendError: Some could not be read. They are named, and closed still; all others are back.
                 Call it again to try once more.
         """
+        for each in self._away:
+            if each.ahead:
+                assert each.held.pages is not None
+                memory.open_again(each.held.pages)
+                each.ahead, each.back = False, True
         missing = [each for each in self._away if each.gone and not each.back]
         failed: dict[str, BaseException] = {}
         self._bring_back([each for each in missing if each.ticket is None], failed)
@@ -142,6 +149,37 @@ class Suspended:
             ) from error
         self._discard_all()
         _asleep.discard(self)
+
+    def fetch(self, nbytes: int) -> int:
+        """Have as much as this in memory ahead of ``resume``; what there is more goes again.
+
+        Until ``resume`` it is closed as the rest. What cannot be read now is left to ``resume`` to tell.
+        Memory of devices and what a checkpoint has does not come ahead.
+
+        Returns:
+            How many bytes are there.
+        """
+        there = sum(each.held.nbytes for each in self._away if each.ahead)
+        for each in self._away:
+            if each.ahead and there > nbytes and each.held.pages is not None:
+                memory.give_back(each.held.pages)
+                each.ahead = False
+                there -= each.held.nbytes
+        reads: list[tuple[_Away, Transfer, torch.Tensor | None]] = []
+        for each in self._away:
+            if each.back or each.ahead or each.held.pages is None or each.ticket is None:
+                continue
+            if there + each.held.nbytes > nbytes:
+                break
+            reads.append((each, *self._begin_read(each)))
+            there += each.held.nbytes
+        failed: dict[str, BaseException] = {}
+        for each, transfer, buffer in reads:
+            self._end_read(each, transfer, buffer, failed)
+            each.ahead, each.back = each.back, False
+            if each.ahead and each.held.pages is not None:
+                memory.close_to_all([each.held.pages])
+        return sum(each.held.nbytes for each in self._away if each.ahead)
 
     # -- out --------------------------------------------------------------------------------------
 
