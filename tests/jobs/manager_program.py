@@ -15,7 +15,7 @@ from penstock.jobs.manager import Manager
 FAKE = str(Path(__file__).with_name("fake_job.py"))
 
 
-def fake_command(spec, machine, channel, resume):
+def fake_command(spec, machine, channel, kept):
     return [sys.executable, FAKE, channel, *spec.args]
 
 

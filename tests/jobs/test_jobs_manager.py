@@ -1,4 +1,4 @@
-"""A manager and jobs that are real processes without torch: `fake_job.py` speaks as `penstock run` does."""
+"""A manager and its jobs: processes without torch, that speak to it as `penstock run` does."""
 
 import json
 import os
@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-
 from manager_program import fake_command
+
 from penstock.core.errors import ConfigError, JobError
 from penstock.core.units import MIB
 from penstock.jobs import Client, Description, Manager
@@ -77,7 +77,9 @@ def managed(disk_path):
         made.append((manager, thread))
         thread.start()
         client = Client(disk_path / state)
-        yield Run(manager, client, lines, result, thread, most)
+        yield Run(
+            manager=manager, client=client, lines=lines, result=result, thread=thread, most=most
+        )
 
     yield run
     for manager, thread in made:
@@ -88,7 +90,7 @@ def managed(disk_path):
 
 
 class Run:
-    def __init__(self, manager, client, lines, result, thread, most):
+    def __init__(self, *, manager, client, lines, result, thread, most):
         self.manager, self.client, self.lines = manager, client, lines
         self._result, self._thread, self.most = result, thread, most
 
@@ -161,8 +163,8 @@ def test_who_holds_more_than_the_machine_has_is_put_to_sleep_and_stays_so(manage
 
 
 def test_what_comes_ahead_of_its_turn_comes_within_the_budget(managed):
-    jobs = [{"name": name, "memory": "100MiB", "how": "mib=85 steps=120"} for name in "ab"]
-    with managed(*jobs, memory="190MiB", slice="400ms") as run:
+    jobs = [{"name": name, "memory": "110MiB", "how": "mib=95 steps=120"} for name in "ab"]
+    with managed(*jobs, memory="210MiB", slice="400ms") as run:
         run.until(lambda jobs: any(each["fetched_bytes"] >= 64 * MIB for each in jobs.values()))
         run.ended()
     assert run.good
@@ -201,7 +203,7 @@ def test_a_sleeping_one_is_woken_to_be_stopped_and_a_deaf_one_is_killed(managed)
 
 
 def test_a_manager_that_is_not_there_is_said(tmp_path):
-    with pytest.raises(JobError, match="no manager answers in .*penstock jobs run"):
+    with pytest.raises(JobError, match=r"no manager answers in .*penstock jobs run"):
         Client(tmp_path).status()
     with pytest.raises(JobError, match="No such file"):
         Client(tmp_path / "no").status()

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from policy_world import TICK_S, World, job, limits
 
 from penstock.jobs.policy import Phase, Turn, decide, following
-from policy_world import TICK_S, World, job, limits
 
 WEIGHTS = st.sampled_from([0.5, 1.0, 2.0, 3.0])
 

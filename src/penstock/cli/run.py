@@ -93,6 +93,12 @@ def parser() -> argparse.ArgumentParser:
         type=size,
         help="how much of them stays in memory all the same (default: a few tiles)",
     )
+    made.add_argument(
+        "--state", metavar="DIR", help="keep here what makes a suspended run survive its process"
+    )
+    made.add_argument(
+        "--resume", action="store_true", help="go on from there, to the same bits, or refuse"
+    )
     made.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto at the end")
     made.add_argument("--event-log", metavar="FILE", help="write every event as JSON lines")
     made.add_argument("--channel", help=argparse.SUPPRESS)  # of a manager of jobs
@@ -124,6 +130,7 @@ def execute(options: argparse.Namespace) -> Callable[[], int]:
     attendant = _Attendant(config, words=words, trace=trace, states=states, debug=options.debug)
     if options.channel is not None:
         attendant.channel = JobEnd(options.channel)
+    attendant.keep = _keeping(options, words)
     if options.json:
         attendant.answer = _take_stdout()
     return lambda: _run(program, attendant)
@@ -156,6 +163,7 @@ class _Attendant:
     Attributes:
         answer: Where the summary is written as JSON, or ``None``: as text to standard error.
         channel: To the manager of jobs, if there is one.
+        keep: Where what sleeps is kept, and whether to resume; None: nowhere.
         code: The exit code, once it is known.
     """
 
@@ -170,6 +178,8 @@ class _Attendant:
     ) -> None:
         self.answer: IO[str] | None = None
         self.channel: JobEnd | None = None
+        self.keep: dict[str, Any] | None = None
+        self._keeper: Any = None
         self.code = 0
         self._states = states
         self._config = config
@@ -197,6 +207,9 @@ class _Attendant:
             return
         try:
             session = importlib.import_module("penstock.api").Session(self._config)
+            if self.keep is not None:
+                keeper = importlib.import_module("penstock.jobs.keeper")
+                self._keeper = keeper.opened(**self.keep, tell=say)
             session.__enter__()
             if self._states is not None:
                 adopt = importlib.import_module("penstock.optim.adopt")
@@ -207,7 +220,7 @@ class _Attendant:
             raise SystemExit(report(error)) from None
         self._session = session
         importlib.import_module("penstock.jobs.signals").Sleeper(
-            session, tell=say, channel=self.channel
+            session, tell=say, channel=self.channel, keeper=self._keeper
         )
         # before what the script registers from now on, so that it runs after that
         atexit.unregister(self.finish)
@@ -249,6 +262,8 @@ class _Attendant:
             show(summary, sys.__stderr__)
 
     def _close(self) -> None:
+        if self._keeper is not None:
+            self._keeper.finish(self.code)
         if self._session is not None:
             self._session.close()
 
@@ -304,6 +319,19 @@ def _optimizer_settings(
         "host_memory": options.optimizer_memory or 0,
         "tbw": config.tbw_bytes,
     }
+
+
+def _keeping(options: argparse.Namespace, words: list[str]) -> dict[str, Any] | None:
+    """What a keeper is made of."""
+    if options.state is None:
+        if options.resume:
+            raise ConfigError("--resume needs the directory where the run was kept: --state DIR")
+        return None
+    if not options.flash and options.config is None:
+        raise ConfigError("--state is for what sleeps on flash: name a directory with --flash")
+    script = None if options.module else os.path.abspath(words[0])
+    directory = os.path.abspath(options.state)
+    return {"directory": directory, "words": words, "script": script, "resume": options.resume}
 
 
 def _file(name: str | Path | None, option: str) -> str | None:

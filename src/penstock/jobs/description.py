@@ -142,6 +142,9 @@ class JobSpec:
     priority: int = 0
     """Those of higher priority go first."""
 
+    durable: bool = False
+    """Whether what of it sleeps survives its process: ``penstock run --state``."""
+
     cwd: str = "."
     """Its directory, from that of the file that describes it."""
 
@@ -176,6 +179,7 @@ class JobSpec:
         object.__setattr__(self, "weight", float(weight))
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise ConfigError(f"priority is {self.priority!r}; it is a whole number")
+        _check_type("durable", self.durable, bool, "true or false")
         if not isinstance(self.env, Mapping):
             raise ConfigError(f"env is {self.env!r}; it is a table of strings")
         for key, value in self.env.items():

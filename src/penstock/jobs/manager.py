@@ -55,6 +55,8 @@ _START_S: Final = 60.0
 """A process that has been starting for longer counts as computing."""
 _RATE_S: Final = 1.0
 _LEAST_FETCH_BYTES: Final = 64 * MIB
+_SPARE_BYTES: Final = 16 * MIB
+"""Of the budget, not lent: what is measured is never to the byte what was expected."""
 _FETCH_BYTES_PER_S: Final = 1e9
 """Supposed, to begin early enough; to begin too early costs nothing but room."""
 _FETCH_LEAD_S: Final = 0.25
@@ -264,9 +266,10 @@ class Manager:
                 task.note = "sleeps until it is resumed"
 
     def _begin(self, task: Task) -> None:
-        channel = self._state.channel(task.spec.name)
+        spec = task.spec
+        channel, kept = self._state.channel(spec.name), self._state.kept(spec.name)
         try:
-            task.begin(self._command(task.spec, self.description.machine, channel, False))
+            task.begin(self._command(spec, self.description.machine, channel, kept))
         except JobError:
             return  # it is over, and says why
         self._record(durable=True)
@@ -287,7 +290,7 @@ class Manager:
             if each.fetch_bytes:
                 continue
             free = self._limits.memory_bytes - sum(one.charge_bytes for one in entries)
-            nbytes = min(free, task.status.flash_bytes)
+            nbytes = min(free - _SPARE_BYTES, task.status.flash_bytes)
             if nbytes >= _LEAST_FETCH_BYTES and left <= nbytes / _FETCH_BYTES_PER_S + _FETCH_LEAD_S:
                 task.fetch(nbytes)
 

@@ -35,7 +35,7 @@ class StateDirectory:
         self.path = os.path.abspath(path)
         try:
             os.makedirs(self.path, mode=0o700, exist_ok=True)
-            for name in ("channels", "logs"):
+            for name in ("channels", "logs", "kept"):
                 os.makedirs(os.path.join(self.path, name), mode=0o700, exist_ok=True)
             self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
@@ -77,6 +77,10 @@ class StateDirectory:
     def log(self, name: str) -> str:
         """The path of a job's log."""
         return os.path.join(self.path, "logs", f"{name}.log")
+
+    def kept(self, name: str) -> str:
+        """The path of what a durable job keeps."""
+        return os.path.join(self.path, "kept", name)
 
     @property
     def fd(self) -> int:

@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol
 from penstock.core.errors import PenstockError
 from penstock.core.units import MIB, format_bytes
 from penstock.jobs.channel import JobEnd
+from penstock.jobs.keeper import Keeper
 from penstock.jobs.suspend import Job, resume, suspend
 
 SLEEP: Final = signal.SIGUSR1
@@ -45,7 +46,12 @@ class Sleeper:
     """
 
     def __init__(
-        self, job: Stepping, *, tell: Callable[[str], None], channel: JobEnd | None = None
+        self,
+        job: Stepping,
+        *,
+        tell: Callable[[str], None],
+        channel: JobEnd | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
         """Listen from now on, to those of the signals that nobody listens to.
 
@@ -53,11 +59,16 @@ class Sleeper:
             job: To suspend; its steps must end in the main thread.
             tell: Is told, in a line, what happens.
             channel: To its manager, if it has one.
+            keeper: Has what sleeps survive the process, if that is wanted.
         """
         self.asked = False
         self._job = job
         self._tell = tell
         self._channel = channel
+        self._keeper = keeper
+        self._steps = 0
+        if keeper is not None:
+            keeper.sleep_by(self._sleep_with)
         self._refused = -1
         self._told = 0.0
         self._pid = os.getpid()
@@ -83,11 +94,25 @@ class Sleeper:
         if os.getpid() != self._pid:
             return
         self._count()
+        keeper = self._keeper
+        if keeper is not None:
+            keeper.step_over(self._job, self._steps)
         if not self._is_to_sleep:
-            return
+            if keeper is not None:
+                keeper.call_off()
+        elif keeper is None or not keeper.puts_off():
+            self._sleep()
+
+    def _sleep_with(self, checkpoint: str, state: object) -> None:
+        """A checkpoint was made, for it to sleep."""
+        self._sleep(checkpoint=checkpoint, state=state)
+
+    def _sleep(self, **known: Any) -> None:
         try:
             with _later():
-                self._suspend()
+                if self._keeper is not None:
+                    self._keeper.keep(self._job, self._steps)
+                self._suspend(**known)
             while self._is_to_sleep:
                 self._fetch()
                 time.sleep(_LOOK_S)
@@ -99,9 +124,10 @@ class Sleeper:
                 self._resume()
 
     def _count(self) -> None:
+        self._steps += 1
         if self._channel is None:
             return
-        self._channel.status.steps += 1
+        self._channel.status.steps = self._steps
         now = time.monotonic()
         if now - self._told >= _TELL_S:
             self._told = now
@@ -120,10 +146,10 @@ class Sleeper:
             self._refused = self._channel.order.number
             self._report(refused=str(error))
 
-    def _suspend(self) -> None:
+    def _suspend(self, **known: Any) -> None:
         self._report(state="suspending", refused="")
         begun = time.monotonic()
-        suspended = suspend(self._job)
+        suspended = suspend(self._job, **known)
         took = time.monotonic() - begun
         wake = (
             f"kill -USR2 {self._pid} resumes it"

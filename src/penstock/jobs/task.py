@@ -16,8 +16,8 @@ from penstock.jobs.policy import ALIVE, Entry, Phase
 from penstock.jobs.processes import Identity, Process, describe_end, last_lines
 from penstock.jobs.record import StateDirectory
 
-Command = Callable[[JobSpec, Machine, str, bool], Sequence[str]]
-"""Program and arguments of a job, given where its channel is and whether it is to resume."""
+Command = Callable[[JobSpec, Machine, str, str], Sequence[str]]
+"""Program and arguments of a job, given where its channel is, and where it is kept if it is durable."""
 
 _SLACK: Final = 1.05
 """What is measured is needed, and so much more."""
@@ -31,10 +31,14 @@ _HARSHER: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 _UNFINISHED: Final = "unfinished"
 
 
-def run_command(spec: JobSpec, machine: Machine, channel: str, resume: bool) -> list[str]:
-    """``penstock run`` of the script."""
+def run_command(spec: JobSpec, machine: Machine, channel: str, kept: str) -> list[str]:
+    """``penstock run`` of the script; it resumes if there is what it can resume from."""
     flash = [word for each in machine.directories for word in ("--flash", each)]
     command = [sys.executable, "-m", "penstock", "run", "--channel", channel, *flash]
+    if spec.durable:
+        command += ["--state", kept]
+        if os.path.exists(os.path.join(kept, "run.json")):
+            command.append("--resume")
     return [*command, *spec.options, *spec.words]
 
 
@@ -354,6 +358,10 @@ class Task:
         if status.pid == pid and status.code is not None:
             self.code = status.code
             self._end(describe_end(self.code))
+        elif self.spec.durable:
+            self.told = (
+                f"its process {pid} is gone; it is durable, and begins again from what was kept"
+            )
         else:
             self._end(
                 f"its process {pid} is gone: it was killed, or the machine was started anew, while no"
