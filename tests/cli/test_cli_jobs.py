@@ -49,6 +49,7 @@ def penstock(folder, *words, timeout=200):
     )
 
 
+@pytest.mark.slow
 def test_two_scripts_that_do_not_fit_both_finish_to_their_own_bits(
     disk_path, monkeypatch, capsys, one_thread
 ):
@@ -191,11 +192,7 @@ def test_on_a_terminal_the_view_is_live_and_elsewhere_lines(tmp_path, monkeypatc
         screen = file.read()
     assert "bert: sleeps" in screen
     assert "waits for its turn" in screen
-    with watch_to(tmp_path) as plain:
+    with open(tmp_path / "plain", "w", encoding="utf-8") as file, Watch(file) as plain:
         plain.tell("bert: sleeps")
         plain(status())
     assert capsys.readouterr().err == "penstock: bert: sleeps\n"
-
-
-def watch_to(folder):
-    return Watch(open(folder / "plain", "w", encoding="utf-8"))
