@@ -7,8 +7,8 @@ Each job trains a stack of linear layers with AdamW, in a process of its own. Th
 - all at once, plain Python: what they take if nobody keeps a budget.
 
 Of each: seconds until all have ended, and the most memory that all processes held together, looked at
-from outside ten times a second. Memory comes in huge pages in all of them, and the C library keeps what is
-freed. The sums of all weights must be the same in all three. Paging by the operating
+from outside ten times a second. Memory comes in huge pages in all of them, and the C library keeps what
+is freed. The sums of all weights must be the same in all three. Paging by the operating
 system is a fourth way where there is swap and a cgroup can be given a limit; the result says if not.
 
     python benchmarks/macro/jobs.py --dir /nvme/scratch
@@ -95,8 +95,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dir", default=tempfile.gettempdir())
     parser.add_argument("--depth", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--slice", type=float, default=10.0, help="seconds")
+    parser.add_argument("--steps", type=int, default=34)
+    parser.add_argument("--slice", type=float, default=12.0, help="seconds")
     parser.add_argument(
         "--unfetched", action="store_true", help="also with nothing ahead of its turn"
     )

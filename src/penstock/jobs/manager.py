@@ -12,9 +12,9 @@
     Only a manager that lives holds the lock of the state directory.
 
 [Note: ahead of its turn]
-    What the others leave of the budget is lent to who comes next, towards the end of a turn: so much of
-    its memory comes back already, while others compute. It stays on flash as well, so that it can be
-    given up at once.
+    What the others leave of the budget is lent to who comes next, for the turn: so much of its memory
+    comes back already, while others compute, who may end at any time. It stays on flash as well, so that
+    it can be given up at once.
 """
 
 from __future__ import annotations
@@ -57,9 +57,6 @@ _RATE_S: Final = 1.0
 _LEAST_FETCH_BYTES: Final = 64 * MIB
 _SPARE_BYTES: Final = 16 * MIB
 """Of the budget, not lent: what is measured is never to the byte what was expected."""
-_FETCH_BYTES_PER_S: Final = 1e9
-"""Supposed, to begin early enough; to begin too early costs nothing but room."""
-_FETCH_LEAD_S: Final = 0.25
 
 
 class Manager:
@@ -291,7 +288,7 @@ class Manager:
                 continue
             free = self._limits.memory_bytes - sum(one.charge_bytes for one in entries)
             nbytes = min(free - _SPARE_BYTES, task.status.flash_bytes)
-            if nbytes >= _LEAST_FETCH_BYTES and left <= nbytes / _FETCH_BYTES_PER_S + _FETCH_LEAD_S:
+            if nbytes >= _LEAST_FETCH_BYTES:
                 task.fetch(nbytes)
 
     # -- telling --------------------------------------------------------------------------------------
