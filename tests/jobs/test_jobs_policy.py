@@ -1,12 +1,15 @@
 """Who computes and who sleeps: never more than the budget, everybody in the end, each by its weight."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from policy_world import TICK_S, World, job, limits
 
-from penstock.jobs.policy import Phase, Turn, decide, following
+from penstock.core.units import MIB
+from penstock.jobs.policy import Phase, Turn, ahead, decide, following
 
 WEIGHTS = st.sampled_from([0.5, 1.0, 2.0, 3.0])
 
@@ -60,7 +63,8 @@ def test_all_come_to_an_end_within_the_budget_and_nobody_waits_too_long(
         begun = [each for each in jobs if each.entry.phase not in (Phase.WAITING, Phase.OVER)]
         assert sum(each.entry.need_bytes for each in begun) <= flash or len(begun) == 1
         for each in begun:  # who may not begin yet waits for others to be over
-            assert each.entry.waited_s <= bound
+            if each.awake_s:
+                assert each.entry.waited_s <= bound
         if all(each.entry.phase is Phase.OVER for each in jobs):
             return
     raise AssertionError([(each.name, each.entry.phase, each.left_s) for each in jobs])
@@ -181,6 +185,21 @@ def test_who_is_next_can_be_told():
     later = [job(n, phase=Phase.ASLEEP, virtual_s=v).entry for n, v in (("b", 3.0), ("c", 2.0))]
     turn = Turn(chosen=frozenset("a"), spent_s=1.5)
     assert following([now, *later], turn, limits(), left_s=5.0).name == "c"
+
+
+def test_what_is_spare_is_lent_to_who_is_next():
+    now = job("a", 600 * MIB, phase=Phase.AWAKE, held_bytes=600 * MIB, virtual_s=1.0).entry
+    sleeps = {"phase": Phase.ASLEEP, "rest": 20 * MIB, "held_bytes": 20 * MIB}
+    later = [job(n, 600 * MIB, virtual_s=v, **sleeps).entry for n, v in (("b", 3.0), ("c", 2.0))]
+    turn, machine = Turn(chosen=frozenset("a"), spent_s=0.5), limits(1000 * MIB)
+    rests = {"a": 0, "b": 580 * MIB, "c": 580 * MIB}
+    name, nbytes = ahead([now, *later], turn, machine, rests)
+    assert (name, nbytes) == ("c", 344 * MIB)
+    lent = [now, later[0], replace(later[1], fetch_bytes=nbytes)]
+    assert sum(each.charge_bytes for each in lent) <= machine.memory_bytes
+    assert ahead(lent, turn, machine, rests) == ("c", nbytes)
+    assert ahead([now, *later], turn, limits(700 * MIB), rests) is None
+    assert ahead([now], turn, machine, rests) is None
 
 
 class Meddling(RuleBasedStateMachine):

@@ -9,7 +9,7 @@ import socket
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from penstock.core.errors import JobError, PenstockError
 
@@ -20,6 +20,36 @@ _ANSWER_S: Final = 30.0
 _PEERS: Final = 16
 
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class Manages(Protocol):
+    """What a manager can be asked; a :class:`.Manager` is one."""
+
+    def status(self) -> dict[str, Any]:
+        """How the machine and the jobs are."""
+
+    def suspend(self, name: str) -> str:
+        """Have a job sleep until ``resume``; what comes of it, in words."""
+
+    def resume(self, name: str) -> str:
+        """Let a job have turns again; what comes of it, in words."""
+
+    def stop(self, name: str | None = None) -> str:
+        """End a job, or all; what comes of it, in words."""
+
+
+def answer(manager: Manages, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Do what a request says. Raises JobError if it makes no sense, and what the manager raises."""
+    what, name = request.get("do"), request.get("name")
+    if what == "status":
+        return manager.status()
+    if what not in ("suspend", "resume", "stop"):
+        raise JobError(f"the request {what!r} is unknown; known are status, suspend, resume, stop")
+    if what == "stop" and name is None:
+        return {"told": manager.stop()}
+    if not isinstance(name, str):
+        raise JobError(f"the request {what!r} needs the name of a job")
+    return {"told": getattr(manager, what)(name)}
 
 
 class Server:

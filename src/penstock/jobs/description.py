@@ -7,7 +7,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -250,10 +250,6 @@ class Description:
             if job.script and not os.path.exists(path := os.path.join(job.cwd, job.script)):
                 raise ConfigError(f"job {job.name!r}: script {path!r} is not there")
 
-    def to_json(self) -> dict[str, Any]:
-        """As ``from_json`` reads it."""
-        return {"machine": asdict(self.machine), "job": [_plain(each) for each in self.jobs]}
-
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, source: str, base: str = ".") -> Self:
         """Make one from a parsed file.
@@ -323,10 +319,6 @@ def _within(where: str, make: Callable[[], Any]) -> Any:
         return make()
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-
-
-def _plain(job: JobSpec) -> dict[str, Any]:
-    return {**asdict(job), "env": dict(job.env)}
 
 
 def _whole(value: int | str) -> int:

@@ -28,10 +28,10 @@ from penstock.checkpoint.listeners import listeners
 from penstock.checkpoint.reading import Opened
 from penstock.core.errors import CheckpointError, ConfigError, PenstockError, SuspendError
 from penstock.core.units import MIB
+from penstock.jobs.job import Job
+from penstock.jobs.record import KEPT_FILE
 from penstock.jobs.state import tensors_of
-from penstock.jobs.suspend import Job
 
-_FILE: Final = "run.json"
 _SCHEMA: Final = 1
 _SHOWN: Final = 3
 _MOST_BYTES: Final = 64 * MIB
@@ -52,7 +52,7 @@ class Record:
             ConfigError: The directory or the script cannot be read.
         """
         self.directory = os.path.abspath(directory)
-        self._path = os.path.join(self.directory, _FILE)
+        self._path = os.path.join(self.directory, KEPT_FILE)
         try:
             os.makedirs(self.directory, mode=0o700, exist_ok=True)
             self._run = {"schema": _SCHEMA, "words": words, "script": _digest_of_file(script)}

@@ -10,53 +10,44 @@
     sleep sleep on: nobody is woken without a manager, so the budget holds. The next manager finds them by
     number and moment of start, and by the lock that they hold if they were begun but not recorded.
     Only a manager that lives holds the lock of the state directory.
-
-[Note: ahead of its turn]
-    What the others leave of the budget is lent to who comes next, for the turn: so much of its memory
-    comes back already, while others compute, who may end at any time. It stays on flash as well, so that
-    it can be given up at once.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 from typing import Any, Final
 
-from penstock.core.errors import ConfigError, JobError, free_space_bytes
-from penstock.core.units import MIB, format_bytes
-from penstock.jobs.control import Server
+from penstock.core.errors import ConfigError, JobError
+from penstock.jobs.command import Command, run_command
+from penstock.jobs.control import Server, answer
 from penstock.jobs.description import Description
+from penstock.jobs.limits import limits_of
 from penstock.jobs.policy import (
     ALIVE,
     Decision,
     Entry,
-    Limits,
     Phase,
     Turn,
+    ahead,
     decide,
-    following,
     virtual_start,
 )
 from penstock.jobs.record import StateDirectory
-from penstock.jobs.task import Command, Task, run_command
+from penstock.jobs.task import Task
+from penstock.jobs.teller import Teller
 
 _LOOK_S: Final = 0.02
 _MEASURE_S: Final = 0.25
 _RECORD_S: Final = 5.0
 _START_S: Final = 60.0
 """A process that has been starting for longer counts as computing."""
-_RATE_S: Final = 1.0
-_LEAST_FETCH_BYTES: Final = 64 * MIB
-_SPARE_BYTES: Final = 16 * MIB
-"""Of the budget, not lent: what is measured is never to the byte what was expected."""
 
 
 class Manager:
@@ -94,6 +85,7 @@ class Manager:
         self.description = description
         self.found: list[str] = []
         self._tell = tell or (lambda line: None)
+        self._teller = Teller(self._tell)
         self._command = command
         self._clock = clock
         self._state = StateDirectory(state)
@@ -102,8 +94,6 @@ class Manager:
         self._then = clock()
         self._measured = self._recorded = -1e9
         self._last_record: Any = None
-        self._said: dict[str, str] = {}
-        self._samples: deque[tuple[float, int]] = deque()
         self._starting: dict[str, float] = {}
         self._ending = self._leaving = self._record_failed = False
         self._interrupts = 0
@@ -111,31 +101,13 @@ class Manager:
             for spec in description.jobs:
                 self._tasks[spec.name] = Task(spec, description.machine, self._state)
             self._find()
-            self._limits = self._find_limits()
-            self._server = Server(self._state.fd, self._handle)
+            for task in self._tasks.values():
+                task.forget_earlier()
+            self._limits = limits_of(description.machine, self._resting_bytes)
+            self._server = Server(self._state.fd, partial(answer, self))
         except BaseException:
             self._let_go()
             raise
-
-    def _find_limits(self) -> Limits:
-        machine = self.description.machine
-        flash = None
-        if machine.directories:
-            free = sum(free_space_bytes(each) for each in _devices(machine.directories))
-            free += sum(task.status.flash_bytes for task in self._tasks.values() if task.lives)
-            flash = free if machine.capacity_bytes is None else machine.capacity_bytes
-            if machine.capacity_bytes is not None and free < machine.capacity_bytes:
-                raise ConfigError(
-                    f"[machine] flash_capacity is {format_bytes(flash)}, and"
-                    f" {', '.join(machine.directories)} has {format_bytes(free)} free"
-                )
-        return Limits(
-            memory_bytes=machine.memory_bytes,
-            slice_s=machine.slice_s,
-            patience_s=machine.patience_s,
-            device_bytes=machine.device_bytes,
-            flash_bytes=flash,
-        )
 
     def _find(self) -> None:
         """Take over the jobs of an earlier manager, if not all of them are over."""
@@ -213,8 +185,7 @@ class Manager:
         self._turn = decision.turn
         self._act(decision, entries)
         self._fetch_ahead()
-        self._say_all()
-        self._sample(now)
+        self._teller.look(self._tasks.values(), now)
         self._record_if_changed(now)
 
     def _count_turn(self, now: float, passed: float) -> None:
@@ -274,49 +245,20 @@ class Manager:
     def _fetch_ahead(self) -> None:
         """See [Note: ahead of its turn]."""
         entries = self.entries()
-        following_one: Entry | None = None
-        left = self._limits.slice_s - self._turn.spent_s
-        if self.description.machine.prefetch and self._turn.spent_s and left > 0:
-            following_one = following(entries, self._turn, self._limits, left_s=left)
-        for each in entries:
-            task = self._tasks[each.name]
-            if following_one is None or each.name != following_one.name:
-                if each.name not in self._turn.chosen:
-                    task.fetch(0)
-                continue
-            if each.fetch_bytes:
-                continue
-            free = self._limits.memory_bytes - sum(one.charge_bytes for one in entries)
-            nbytes = min(free - _SPARE_BYTES, task.status.flash_bytes)
-            if nbytes >= _LEAST_FETCH_BYTES:
-                task.fetch(nbytes)
+        rests = {name: task.status.flash_bytes for name, task in self._tasks.items()}
+        wanted = self.description.machine.prefetch and self._turn.spent_s > 0
+        lent = ahead(entries, self._turn, self._limits, rests) if wanted else None
+        for name, task in self._tasks.items():
+            if lent is not None and name == lent[0]:
+                task.fetch(lent[1])
+            elif name not in self._turn.chosen:
+                task.fetch(0)
 
     # -- telling --------------------------------------------------------------------------------------
-
-    def _say_all(self) -> None:
-        for name, task in self._tasks.items():
-            if task.told and self._said.get(name) != task.told:
-                self._said[name] = task.told
-                self._tell(f"{name}: {task.told}")
-            place = f"{name} phase"
-            if self._said.get(place) != task.phase.value:
-                self._said[place] = task.phase.value
-                if task.phase in _TOLD:
-                    self._tell(f"{name}: {_TOLD[task.phase]}")
-
-    def _sample(self, now: float) -> None:
-        if self._samples and now - self._samples[-1][0] < _MEASURE_S:
-            return
-        self._samples.append(
-            (now, sum(task.io_bytes for task in self._tasks.values() if task.lives))
-        )
-        while now - self._samples[0][0] > _RATE_S:
-            self._samples.popleft()
 
     def status(self) -> dict[str, Any]:
         """How the machine and the jobs are; the manual has the fields."""
         entries = self.entries()
-        (begun, first), (ended, last) = self._ends_of_samples()
         return {
             "schema": 1,
             "machine": {
@@ -324,20 +266,18 @@ class Manager:
                 "held_bytes": sum(task.held_bytes for task in self._tasks.values()),
                 "charged_bytes": sum(each.charge_bytes for each in entries),
                 "flash_capacity_bytes": self._limits.flash_bytes,
-                "flash_bytes": sum(
-                    task.status.flash_bytes for task in self._tasks.values() if task.lives
-                ),
+                "flash_bytes": self._resting_bytes,
                 "flash_directories": list(self.description.machine.directories),
-                "bytes_per_s": max(0.0, (last - first) / (ended - begun)) if ended > begun else 0.0,
+                "bytes_per_s": self._teller.bytes_per_s,
                 "stopping": self._ending,
             },
             "jobs": [task.report() for task in self._tasks.values()],
         }
 
-    def _ends_of_samples(self) -> tuple[tuple[float, int], tuple[float, int]]:
-        if not self._samples:
-            return (0.0, 0), (0.0, 0)
-        return self._samples[0], self._samples[-1]
+    @property
+    def _resting_bytes(self) -> int:
+        """Memory of jobs that is on flash now."""
+        return sum(task.status.flash_bytes for task in self._tasks.values() if task.lives)
 
     # -- being told -----------------------------------------------------------------------------------
 
@@ -381,22 +321,6 @@ class Manager:
         if task.phase is Phase.OVER:
             raise JobError(f"job {name!r} is over ({task.told}): there is nothing to {what}")
         return task
-
-    def _handle(self, request: dict[str, Any]) -> dict[str, Any]:
-        what, name = request.get("do"), request.get("name")
-        if what == "status":
-            return self.status()
-        if what == "stop" and name is None:
-            return {"told": self.stop()}
-        if not isinstance(name, str):
-            raise JobError(f"the request {what!r} needs the name of a job")
-        if what == "stop":
-            return {"told": self.stop(name)}
-        if what == "suspend":
-            return {"told": self.suspend(name)}
-        if what == "resume":
-            return {"told": self.resume(name)}
-        raise JobError(f"the request {what!r} is unknown; known are status, suspend, resume, stop")
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -470,11 +394,3 @@ class Manager:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-_TOLD: Final = {Phase.STARTING: "begins", Phase.AWAKE: "is awake", Phase.ASLEEP: "sleeps"}
-
-
-def _devices(directories: tuple[str, ...]) -> list[str]:
-    """One directory for each file system."""
-    return list({os.stat(each).st_dev: each for each in directories}.values())

@@ -20,6 +20,11 @@ others may fill what room there is. A higher priority ends a turn at once.
     A job is woken if what it needs fits beside what the others are charged for: what they hold, measured,
     if they sleep; else the larger of what they need and what they hold. Who is on the way to sleep is
     charged in full until what he held is seen to be gone.
+
+[Note: ahead of its turn]
+    What the others leave of the budget is lent to who comes next, for the turn: so much of its memory
+    comes back already, while others compute, who may end at any time. It stays on flash as well, so that
+    it can be given up at once.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
-from penstock.core.units import format_bytes
+from penstock.core.units import MIB, format_bytes
 
 
 class Phase(Enum):
@@ -52,6 +57,11 @@ ALIVE: Final = (Phase.STARTING, Phase.AWAKE, Phase.SUSPENDING, Phase.ASLEEP, Pha
 UP: Final = (Phase.STARTING, Phase.AWAKE, Phase.WAKING)
 """Holds, or is about to hold, all that it needs."""
 BETWEEN: Final = (Phase.STARTING, Phase.SUSPENDING, Phase.WAKING)
+
+
+_LEAST_FETCH_BYTES: Final = 64 * MIB
+_SPARE_BYTES: Final = 16 * MIB
+"""Of the budget, not lent: what is measured is never to the byte what was expected."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,6 +218,27 @@ def following(
         ),
         None,
     )
+
+
+def ahead(
+    entries: Sequence[Entry], turn: Turn, limits: Limits, rests: Mapping[str, int]
+) -> tuple[str, int] | None:
+    """Whose memory is to be back ahead of his turn, and how much of it. See [Note: ahead of its turn].
+
+    Args:
+        entries: All jobs.
+        turn: Which lasts.
+        limits: The machine.
+        rests: What each has on flash, in bytes.
+    """
+    following_one = following(entries, turn, limits, left_s=max(limits.slice_s - turn.spent_s, 0.0))
+    if following_one is None or following_one.name in turn.chosen:
+        return None
+    if following_one.fetch_bytes:
+        return following_one.name, following_one.fetch_bytes
+    free = limits.memory_bytes - sum(each.charge_bytes for each in entries) - _SPARE_BYTES
+    nbytes = min(free, rests[following_one.name])
+    return (following_one.name, nbytes) if nbytes >= _LEAST_FETCH_BYTES else None
 
 
 def virtual_start(entries: Iterable[Entry]) -> float:

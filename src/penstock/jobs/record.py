@@ -20,6 +20,8 @@ from penstock.core.errors import ConfigError, JobError
 
 SCHEMA: Final = 1
 _RECORD: Final = "record.json"
+KEPT_FILE: Final = "run.json"
+"""In the directory of a durable run: what there is to resume."""
 _MOST_BYTES: Final = 16 * 1024**2
 
 

@@ -18,8 +18,9 @@ from typing import Any, Final, Protocol
 from penstock.core.errors import PenstockError
 from penstock.core.units import MIB, format_bytes
 from penstock.jobs.channel import JobEnd
+from penstock.jobs.job import Job
 from penstock.jobs.keeper import Keeper
-from penstock.jobs.suspend import Job, resume, suspend
+from penstock.jobs.suspend import resume, suspend
 
 SLEEP: Final = signal.SIGUSR1
 WAKE: Final = signal.SIGUSR2

@@ -18,9 +18,9 @@ import atexit
 import gc
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
@@ -28,10 +28,10 @@ from penstock.core.errors import ClosedError, ConfigError, PenstockError, Suspen
 from penstock.core.units import MIB, round_up
 from penstock.io import pages as memory
 from penstock.io.engine import Transfer
+from penstock.jobs.job import Job
 from penstock.jobs.recall import Recall
 from penstock.jobs.space import Space
 from penstock.jobs.state import Held, storages_of, tensors_of
-from penstock.observe.recorder import Recorder
 from penstock.tier.base import Ticket, Tier
 from penstock.tier.flash import StrPath
 
@@ -287,33 +287,6 @@ class Suspended:
         for each in self._away:
             if each.gone and not each.back and each.held.pages is not None:
                 memory.open_again(each.held.pages)
-
-
-class Job(Protocol):
-    """What can be suspended; a :class:`penstock.Session` can."""
-
-    suspended: Suspended | None
-    """While it is."""
-    space: Space | None
-    """Where it rested last."""
-    recorder: Recorder
-    wrap_tier: Callable[[Tier], Tier] | None
-    """Applied to each tier that is opened for it."""
-
-    @property
-    def directories(self) -> tuple[str, ...]:
-        """Where it spills to."""
-
-    @property
-    def modules(self) -> list[tuple[str, torch.nn.Module]]:
-        """Those that it knows, outermost ones, by name."""
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that it knows."""
-
-    def give_back_idle(self) -> None:
-        """Give back to the system what it holds in reserve."""
 
 
 def suspend(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from penstock.core.errors import JobError
@@ -15,9 +14,6 @@ from penstock.jobs.description import JobSpec, Machine
 from penstock.jobs.policy import ALIVE, Entry, Phase
 from penstock.jobs.processes import Identity, Process, describe_end, last_lines
 from penstock.jobs.record import StateDirectory
-
-Command = Callable[[JobSpec, Machine, str, str], Sequence[str]]
-"""Program and arguments of a job, given where its channel is, and where it is kept if it is durable."""
 
 _SLACK: Final = 1.05
 """What is measured is needed, and so much more."""
@@ -29,17 +25,6 @@ _TRY_AGAIN_S: Final = 30.0
 """For so long a job that could not sleep is not asked again."""
 _HARSHER: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 _UNFINISHED: Final = "unfinished"
-
-
-def run_command(spec: JobSpec, machine: Machine, channel: str, kept: str) -> list[str]:
-    """``penstock run`` of the script; it resumes if there is what it can resume from."""
-    flash = [word for each in machine.directories for word in ("--flash", each)]
-    command = [sys.executable, "-m", "penstock", "run", "--channel", channel, *flash]
-    if spec.durable:
-        command += ["--state", kept]
-        if os.path.exists(os.path.join(kept, "run.json")):
-            command.append("--resume")
-    return [*command, *spec.options, *spec.words]
 
 
 class Task:
@@ -367,6 +352,11 @@ class Task:
                 f"its process {pid} is gone: it was killed, or the machine was started anew, while no"
                 " manager was there"
             )
+
+    def forget_earlier(self) -> None:
+        """If it has not begun: what an earlier run of it has left in the channel is not its own."""
+        if self.phase is Phase.WAITING and not self.channel.has_process():
+            self.channel.clear()
 
     def report(self) -> dict[str, Any]:
         """For people and programs; the manual has the fields."""
