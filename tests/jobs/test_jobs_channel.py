@@ -109,6 +109,22 @@ def test_the_lock_says_whether_a_process_lives(ends):
     assert not manager.has_process()
 
 
+def test_a_process_that_has_just_begun_is_waited_for(tmp_path, monkeypatch):
+    manager = ManagerEnd(str(tmp_path / "channel"))
+    assert manager.who().pid == 0  # there is none
+    fd = manager.lock_for_child()
+    later = threading.Timer(0.2, JobEnd, [manager.path])
+    later.start()
+    assert manager.who().pid == os.getpid()
+    later.join()
+    manager.clear()
+    monkeypatch.setattr("penstock.jobs.channel._SAYS_WHO_S", 0.05)
+    with pytest.raises(JobError, match="does not say which it is"):
+        manager.who()
+    os.close(fd)
+    manager.close()
+
+
 # -- processes ------------------------------------------------------------------------------------
 
 

@@ -18,8 +18,9 @@ from manager_program import fake_command
 
 from penstock.core.errors import ConfigError, JobError
 from penstock.core.units import MIB
-from penstock.jobs import Client, Description, Manager
+from penstock.jobs import Client, Description, JobSpec, Machine, Manager
 from penstock.jobs.channel import ManagerEnd
+from penstock.jobs.command import run_command
 from penstock.jobs.processes import Identity, held_bytes
 from penstock.jobs.record import StateDirectory
 
@@ -320,7 +321,8 @@ def test_a_state_directory_that_is_deleted_by_hand_is_said_and_jobs_go_on(manage
     jobs = [{"name": name, "how": "steps=80"} for name in "ab"]
     with managed(*jobs) as run:
         run.until(lambda jobs: jobs["a"]["sleeps"] and jobs["b"]["sleeps"])
-        shutil.rmtree(disk_path / "state")
+        while (disk_path / "state").exists():  # its manager may be writing there
+            shutil.rmtree(disk_path / "state", ignore_errors=True)
         done = run.ended()
     assert run.good, done
     assert any("the directory was deleted: jobs go on" in line for line in run.lines)
@@ -448,6 +450,69 @@ def test_a_job_that_was_begun_but_not_recorded_is_found_by_its_lock(killed, disk
     jobs = json.loads(out.splitlines()[-1])["status"]["jobs"]
     assert [each["steps"] for each in jobs] == [150, 150]
     assert out.count("found again") == 2
+
+
+def test_ctrl_c_ends_all_in_order_and_hanging_up_leaves_them(killed, disk_path):
+    process = started(disk_path)
+    Running(disk_path).until(lambda jobs: all(each["phase"] != "starting" for each in jobs))
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=30)
+    assert all(b"fake_job" in cmdline(each["pid"]) for each in killed.values())
+    process = started(disk_path)
+    Running(disk_path).until(lambda jobs: all(each["phase"] != "starting" for each in jobs))
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert "stops its jobs" in out
+    result = json.loads(out.splitlines()[-1])
+    assert result["most"] <= MEMORY_MIB * MIB  # who slept was woken within the budget
+    assert [each["outcome"] for each in result["status"]["jobs"]] == ["stopped", "stopped"]
+    assert not any("SIGKILL" in each["told"] for each in result["status"]["jobs"])
+    assert not any(cmdline(each["pid"]) for each in killed.values())
+
+
+class Running:
+    """A manager in another process."""
+
+    def __init__(self, folder):
+        self._client = Client(folder / "state")
+
+    def until(self, what):
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            with suppress(JobError):
+                if what(self._client.status()["jobs"]):
+                    return
+            time.sleep(0.01)
+        raise AssertionError("it did not come to that")
+
+
+def test_a_durable_job_whose_process_is_gone_is_begun_again(killed, disk_path):
+    for each in killed.values():
+        os.kill(each["pid"], signal.SIGKILL)
+    text = (disk_path / "jobs.toml").read_text()
+    (disk_path / "jobs.toml").write_text(text.replace("[[job]]", "[[job]]\ndurable = true", 1))
+    end = time.monotonic() + 10
+    while any(cmdline(each["pid"]) for each in killed.values()) and time.monotonic() < end:
+        time.sleep(0.01)
+    out, _ = started(disk_path).communicate(timeout=60)
+    jobs = json.loads(out.splitlines()[-1])["status"]["jobs"]
+    assert (jobs[0]["outcome"], jobs[0]["steps"]) == ("done", 150)
+    assert jobs[1]["outcome"] == "failed"
+    assert "begins again from what was kept" in out
+
+
+def test_a_durable_job_resumes_only_from_what_was_kept(tmp_path):
+    spec = JobSpec(name="a", script="x.py", durable=True, args=("1",), options=("--floor", "1MiB"))
+    machine = Machine(memory="1GiB", flash="/nvme")
+    kept = tmp_path / "kept"
+    command = run_command(spec, machine, "channel", str(kept))
+    assert command[1:] == [
+        *("-m", "penstock", "run", "--channel", "channel", "--flash", "/nvme"),
+        *("--state", str(kept), "--floor", "1MiB", "x.py", "1"),
+    ]
+    kept.mkdir()
+    (kept / "run.json").touch()
+    assert "--resume" in run_command(spec, machine, "channel", str(kept))
 
 
 def test_jobs_that_live_must_be_described(killed, disk_path):

@@ -17,6 +17,7 @@ import fcntl
 import json
 import os
 import struct
+import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -27,6 +28,8 @@ from penstock.core.errors import JobError
 _HALF_BYTES: Final = 4096
 _HEAD: Final = struct.Struct("<II")
 _MOST_BYTES: Final = _HALF_BYTES - _HEAD.size
+_SAYS_WHO_S: Final = 20.0
+"""For so long is waited for a process that an earlier manager has just begun."""
 _REFUSED_LETTERS: Final = 600
 """Of a reason. In ASCII, with what JSON escapes, it fits."""
 
@@ -202,6 +205,18 @@ class ManagerEnd:
             return True
         os.close(fd)
         return False
+
+    def who(self) -> Status:
+        """How the job is, as soon as it has said who it is. Raises JobError if it does not."""
+        end = time.monotonic() + _SAYS_WHO_S
+        while not self.look().pid and self.has_process():
+            if time.monotonic() > end:
+                raise JobError(
+                    f"a process holds {self.path!r} and does not say which it is: end it, and remove"
+                    " that file"
+                )
+            time.sleep(_SAYS_WHO_S / 1000)
+        return self.status
 
     def close(self) -> None:
         """Close the file; the job keeps its own."""

@@ -149,7 +149,6 @@ class Manager:
 
         Returns:
             Whether all are over, and none has failed.
-
         """
         try:
             with self._signals():
@@ -224,7 +223,7 @@ class Manager:
             task = self._tasks[name]
             others = [each for each in entries if each.name != name]
             if task.phase is Phase.WAITING:
-                task.virtual_s = max(task.virtual_s, virtual_start(others or entries))
+                task.virtual_s = max(task.virtual_s, virtual_start(others))
                 self._begin(task)
             else:
                 task.wake()

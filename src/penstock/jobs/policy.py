@@ -242,8 +242,13 @@ def ahead(
 
 
 def virtual_start(entries: Iterable[Entry]) -> float:
-    """Virtual time of who comes, or comes back: he has no claim to what was before."""
-    return min((each.virtual_s for each in entries if each.runnable), default=0.0)
+    """Virtual time of who comes, or comes back: he has no claim to what was before.
+
+    Args:
+        entries: All others.
+    """
+    running = [each for each in entries if each.phase in ALIVE and each.runnable]
+    return min((each.virtual_s for each in running), default=0.0)
 
 
 def _is_aged(each: Entry, limits: Limits) -> bool:

@@ -331,10 +331,8 @@ class Task:
         if phase is Phase.WAITING or not pid:
             if not self.channel.has_process():
                 return  # it had not begun
-            pid, ticks = (
-                status.pid,
-                status.start_ticks,
-            )  # it had, but that was not recorded any more
+            status = self.channel.who()  # it had, but that was not recorded any more
+            pid, ticks = status.pid, status.start_ticks
         self._process = Process.find(Identity(pid, ticks))
         if self._process is not None:
             self.phase = Phase.STARTING
