@@ -22,6 +22,7 @@ EXPORTS = [
     "DatasetError",
     "HookError",
     "InPlaceError",
+    "JobError",
     "MismatchError",
     "NoSpaceError",
     "OffloadConfig",

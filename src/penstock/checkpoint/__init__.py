@@ -4,7 +4,7 @@ Read in this order:
 
 - ``front``: ``save``, ``load``, ``verify``; ``store``: one checkpoint, saved whole or not at all;
 - ``directory``: many checkpoints, ``Checkpointer``; ``background``: saving while training goes on;
-  ``interval``: how often; ``training``: what belongs to a training state;
+  ``interval``: how often; ``training``: what belongs to a training state; ``listeners``: who is told;
 - ``values``: what is no tensor, as JSON; ``leaves``: the tensors; ``dtypes``;
 - ``packing``: tensors to files; ``manifest``: what a checkpoint says of itself;
 - ``moves``, ``streams``: tensors to blocks, blocks to files; ``writing``, ``reading``;

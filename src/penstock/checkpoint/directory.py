@@ -15,6 +15,7 @@ import torch
 from penstock.checkpoint.background import Saving, steady_in
 from penstock.checkpoint.disk import Directory, lock
 from penstock.checkpoint.interval import Interval
+from penstock.checkpoint.listeners import is_wanted, listeners
 from penstock.checkpoint.manifest import Manifest
 from penstock.checkpoint.reading import Opened
 from penstock.checkpoint.store import Prepared, Saved, Store, is_hidden, remove_leftovers
@@ -144,6 +145,8 @@ class Checkpointer:
                 )
             hidden = [name for name in self._root.names() if is_hidden(name)]
             remove_leftovers(self._store.disk, self._root, hidden)
+            for each in listeners:
+                each.opened()
         except BaseException:
             self._root.close()
             raise
@@ -155,7 +158,10 @@ class Checkpointer:
         self.close()
 
     def due(self, step: int) -> bool:
-        """Whether to save after this step; call it once after each."""
+        """Whether to save after this step; call it once after each.
+
+        It is true also when the process is to sleep, and what it then has must survive.
+        """
         now = self._clock()
         if self._interval is not None:
             if self._last_due is not None and step > self._last_due[0]:
@@ -163,7 +169,7 @@ class Checkpointer:
                 self._interval.stepped(max(0.0, now - began - self._stalled_s) / steps)
             self._last_due, self._stalled_s = (step, now), 0.0
         every = self.interval_steps
-        return every is not None and step > 0 and step % every == 0
+        return is_wanted() or (every is not None and step > 0 and step % every == 0)
 
     @property
     def interval_steps(self) -> int | None:
@@ -214,8 +220,11 @@ class Checkpointer:
             )
 
         try:
-            if wait:
-                return self._count(write(), start)
+            if wait or is_wanted():
+                saved = self._count(write(), start)
+                for each in listeners:
+                    each.saved(path, step, state)
+                return saved
             return self._begin(state, prepared, private, write, step)
         except PenstockError:
             self.stats.failures += wait
@@ -268,7 +277,10 @@ class Checkpointer:
             )
         for index, info in enumerate(there):
             try:
-                return self._store.load(info.path, into, partial=partial)
+                state = self._store.load(info.path, into, partial=partial)
+                for each in listeners:
+                    each.loaded(info.path)
+                return state
             except DamagedError as error:
                 before = next(
                     (each for each in self.checkpoints() if each.ok and each.step < info.step), None

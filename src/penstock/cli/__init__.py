@@ -20,6 +20,7 @@ _COMMANDS: Final = {
     "run": "run a script that knows nothing of Penstock, under a memory budget",
     "bench": "measure this machine",
     "plan": "tell what training will take, before a step of it is run",
+    "jobs": "let several scripts share a machine: one computes, the others sleep on flash",
     "checkpoint": "look at checkpoints, and prove them",
     "data": "look at data sets on flash, check them, pack them, measure them",
     "ssd": "simulate an SSD: time, energy and wear",

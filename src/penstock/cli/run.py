@@ -3,7 +3,8 @@
 1. Settings are checked, before anything of the script runs.
 2. The script becomes ``__main__`` (:mod:`penstock.cli.script`).
 3. When it has imported torch, a session is opened in this thread (:mod:`penstock.cli.torch_import`).
-4. Between two of its steps it can be suspended, by a signal (:mod:`penstock.jobs.signals`).
+4. Between two of its steps it can be suspended, by a signal or by a manager of jobs
+   (:mod:`penstock.jobs.signals`).
 5. When it is over, its other threads and its ``atexit`` functions included, and however it ended, the
    summary is told and the session closed. What ends a process without Python's doing (SIGTERM,
    ``os._exit``) ends it without a summary.
@@ -30,6 +31,7 @@ from penstock.cli.script import Program, find, run_as_main
 from penstock.cli.torch_import import when_imported
 from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError, PenstockError
+from penstock.jobs.channel import JobEnd
 from penstock.plan import policies
 from penstock.runtime.given import SUFFIX, load_plan
 
@@ -91,8 +93,15 @@ def parser() -> argparse.ArgumentParser:
         type=size,
         help="how much of them stays in memory all the same (default: a few tiles)",
     )
+    made.add_argument(
+        "--state", metavar="DIR", help="keep here what makes a suspended run survive its process"
+    )
+    made.add_argument(
+        "--resume", action="store_true", help="go on from there, to the same bits, or refuse"
+    )
     made.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto at the end")
     made.add_argument("--event-log", metavar="FILE", help="write every event as JSON lines")
+    made.add_argument("--channel", help=argparse.SUPPRESS)  # of a manager of jobs
     add_common(
         made,
         json_help="print the summary as JSON on standard output; what the script prints there goes"
@@ -119,6 +128,9 @@ def execute(options: argparse.Namespace) -> Callable[[], int]:
     states = _optimizer_settings(options, config)
     program = find(words[0], words[1:], is_module=bool(module))
     attendant = _Attendant(config, words=words, trace=trace, states=states, debug=options.debug)
+    if options.channel is not None:
+        attendant.channel = JobEnd(options.channel)
+    attendant.keep = _keeping(options, words)
     if options.json:
         attendant.answer = _take_stdout()
     return lambda: _run(program, attendant)
@@ -128,8 +140,21 @@ def _run(program: Program, attendant: _Attendant) -> int:
     os.environ.setdefault(_HUGE_PAGES, "1")
     atexit.register(attendant.finish)
     when_imported(attendant.start)
-    run_as_main(program)
+    attendant.code = 1
+    try:
+        run_as_main(program)
+    except SystemExit as exit:
+        attendant.code = _code_of(exit)
+        raise
+    attendant.code = 0
     return 0
+
+
+def _code_of(exit: SystemExit) -> int:
+    """What the interpreter will make of it."""
+    if exit.code is None:
+        return 0
+    return exit.code & 0xFF if isinstance(exit.code, int) else 1
 
 
 class _Attendant:
@@ -137,6 +162,9 @@ class _Attendant:
 
     Attributes:
         answer: Where the summary is written as JSON, or ``None``: as text to standard error.
+        channel: To the manager of jobs, if there is one.
+        keep: Where what sleeps is kept, and whether to resume; None: nowhere.
+        code: The exit code, once it is known.
     """
 
     def __init__(
@@ -149,6 +177,10 @@ class _Attendant:
         debug: bool,
     ) -> None:
         self.answer: IO[str] | None = None
+        self.channel: JobEnd | None = None
+        self.keep: dict[str, Any] | None = None
+        self._keeper: Any = None
+        self.code = 0
         self._states = states
         self._config = config
         self._words = words
@@ -175,6 +207,9 @@ class _Attendant:
             return
         try:
             session = importlib.import_module("penstock.api").Session(self._config)
+            if self.keep is not None:
+                keeper = importlib.import_module("penstock.jobs.keeper")
+                self._keeper = keeper.opened(**self.keep, tell=say)
             session.__enter__()
             if self._states is not None:
                 adopt = importlib.import_module("penstock.optim.adopt")
@@ -184,7 +219,9 @@ class _Attendant:
                 raise
             raise SystemExit(report(error)) from None
         self._session = session
-        importlib.import_module("penstock.jobs.signals").Sleeper(session, tell=say)
+        importlib.import_module("penstock.jobs.signals").Sleeper(
+            session, tell=say, channel=self.channel, keeper=self._keeper
+        )
         # before what the script registers from now on, so that it runs after that
         atexit.unregister(self.finish)
         atexit.register(self.finish)
@@ -193,7 +230,7 @@ class _Attendant:
         """All is over: tell, and close. Never raises; the exit code is the script's."""
         if os.getpid() != self._pid:
             return
-        for act in (self._write_trace, self._tell, self._close):
+        for act in (self._write_trace, self._tell, self._close, self._tell_manager):
             try:
                 act()
             except (PenstockError, OSError, ValueError) as error:
@@ -225,8 +262,14 @@ class _Attendant:
             show(summary, sys.__stderr__)
 
     def _close(self) -> None:
+        if self._keeper is not None:
+            self._keeper.finish(self.code)
         if self._session is not None:
             self._session.close()
+
+    def _tell_manager(self) -> None:
+        if self.channel is not None:
+            self.channel.tell(state="over", code=self.code)
 
 
 def _config(options: argparse.Namespace) -> OffloadConfig:
@@ -276,6 +319,19 @@ def _optimizer_settings(
         "host_memory": options.optimizer_memory or 0,
         "tbw": config.tbw_bytes,
     }
+
+
+def _keeping(options: argparse.Namespace, words: list[str]) -> dict[str, Any] | None:
+    """What a keeper is made of."""
+    if options.state is None:
+        if options.resume:
+            raise ConfigError("--resume needs the directory where the run was kept: --state DIR")
+        return None
+    if not options.flash and options.config is None:
+        raise ConfigError("--state is for what sleeps on flash: name a directory with --flash")
+    script = None if options.module else os.path.abspath(words[0])
+    directory = os.path.abspath(options.state)
+    return {"directory": directory, "words": words, "script": script, "resume": options.resume}
 
 
 def _file(name: str | Path | None, option: str) -> str | None:

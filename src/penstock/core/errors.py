@@ -17,6 +17,7 @@
     ├── ClosedError (RuntimeError)          use after close, or in a forked child
     ├── PlanError (ValueError)              a plan or profile that does not parse or does not match
     ├── SuspendError (RuntimeError)         memory that cannot be given up, or not be brought back
+    ├── JobError (RuntimeError)             a manager of jobs that is not there, or cannot do as told
     ├── CheckpointError (ValueError)        a checkpoint that is not there, or cannot be made of this
     │   ├── DamagedError                    a checkpoint that is torn, damaged, or breaks its format
     │   └── MismatchError                   a checkpoint of another model, dtype or world size
@@ -143,6 +144,10 @@ class ClosedError(PenstockError, RuntimeError):
 
 class PlanError(PenstockError, ValueError):
     """A plan or profile that does not parse, or does not belong to what it is used with."""
+
+
+class JobError(PenstockError, RuntimeError):
+    """A manager of jobs that is not there, or cannot do what it was told; names the job, and why."""
 
 
 class CheckpointError(PenstockError, ValueError):

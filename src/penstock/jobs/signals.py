@@ -1,6 +1,7 @@
-"""Suspending by signal: SIGUSR1 puts a script to sleep at the end of its step, SIGUSR2 wakes it.
+"""Suspending a script that knows nothing of it: at the end of a step, by signal or by its manager.
 
-The script knows nothing of it: its own thread suspends the job between two steps, and waits there. What
+SIGUSR1 puts it to sleep and SIGUSR2 wakes it; a manager of jobs does the same by a file ([Note:
+channel]). The script's own thread suspends the job between two steps, and waits there. What
 would end the wait otherwise, as Ctrl-C, goes up through the script when its memory is back.
 """
 
@@ -12,16 +13,23 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from penstock.core.errors import PenstockError
-from penstock.core.units import format_bytes
-from penstock.jobs.suspend import Job, resume, suspend
+from penstock.core.units import MIB, format_bytes
+from penstock.jobs.channel import JobEnd
+from penstock.jobs.job import Job
+from penstock.jobs.keeper import Keeper
+from penstock.jobs.suspend import resume, suspend
 
 SLEEP: Final = signal.SIGUSR1
 WAKE: Final = signal.SIGUSR2
 _LOOK_S: Final = 0.02
 """How often a sleeping job looks whether it is to wake: a signal handler must not take locks."""
+_TELL_S: Final = 0.05
+"""How often its manager is told how many steps there were."""
+_FETCH_BYTES: Final = 128 * MIB
+"""What comes ahead between two looks."""
 
 
 class Stepping(Job, Protocol):
@@ -32,63 +40,162 @@ class Stepping(Job, Protocol):
 
 
 class Sleeper:
-    """Suspends and resumes a job as signals say. Make it in the main thread.
+    """Suspends and resumes a job as signals and its manager say. Make it in the main thread.
 
     Attributes:
-        asked: Whether the job is to sleep.
+        asked: Whether the job is to sleep, by a signal.
     """
 
-    def __init__(self, job: Stepping, *, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        job: Stepping,
+        *,
+        tell: Callable[[str], None],
+        channel: JobEnd | None = None,
+        keeper: Keeper | None = None,
+    ) -> None:
         """Listen from now on, to those of the signals that nobody listens to.
 
         Args:
             job: To suspend; its steps must end in the main thread.
             tell: Is told, in a line, what happens.
+            channel: To its manager, if it has one.
+            keeper: Has what sleeps survive the process, if that is wanted.
         """
         self.asked = False
         self._job = job
         self._tell = tell
+        self._channel = channel
+        self._keeper = keeper
+        self._steps = 0
+        if keeper is not None:
+            keeper.sleep_by(self._sleep_with)
+        self._refused = -1
+        self._told = 0.0
         self._pid = os.getpid()
         job.on_step = self.step_over
         for number in (SLEEP, WAKE):
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, self._heard)
+        self._report(state="awake")
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._pid:  # else a child that was forked, as a data loader's worker
             self.asked = number == SLEEP
 
+    @property
+    def _is_to_sleep(self) -> bool:
+        if self._channel is None:
+            return self.asked
+        order = self._channel.look()
+        return self.asked or (order.sleep and order.number != self._refused)
+
     def step_over(self) -> None:
         """A step has ended: sleep, if that was asked for. Raises what interrupts the sleep."""
-        if not self.asked:
+        if os.getpid() != self._pid:
             return
+        self._count()
+        keeper = self._keeper
+        if keeper is not None:
+            keeper.step_over(self._job, self._steps)
+        if not self._is_to_sleep:
+            if keeper is not None:
+                keeper.call_off()
+        elif keeper is None or not keeper.puts_off():
+            self._sleep()
+
+    def _sleep_with(self, checkpoint: str, state: object) -> None:
+        """A checkpoint was made, for it to sleep."""
+        self._sleep(checkpoint=checkpoint, state=state)
+
+    def _sleep(self, **known: Any) -> None:
         try:
             with _later():
-                self._suspend()
-            while self.asked:
+                if self._keeper is not None:
+                    self._keeper.keep(self._job, self._steps)
+                self._suspend(**known)
+            while self._is_to_sleep:
+                self._fetch()
                 time.sleep(_LOOK_S)
         except PenstockError as error:
-            self._tell(f"cannot be suspended, and goes on: {error}")
+            self._refuse(error)
         finally:
             self.asked = False
             with _later():
                 self._resume()
 
-    def _suspend(self) -> None:
+    def _count(self) -> None:
+        self._steps += 1
+        if self._channel is None:
+            return
+        self._channel.status.steps = self._steps
+        now = time.monotonic()
+        if now - self._told >= _TELL_S:
+            self._told = now
+            self._channel.tell()
+
+    def _report(self, *, moved_bytes: int = 0, moving_s: float = 0.0, **changes: Any) -> None:
+        if self._channel is not None:
+            status = self._channel.status
+            status.moved_bytes += moved_bytes
+            status.moving_s += moving_s
+            self._channel.tell(order=self._channel.order.number, **changes)
+
+    def _refuse(self, error: PenstockError) -> None:
+        self._tell(f"cannot be suspended, and goes on: {error}")
+        if self._channel is not None:
+            self._refused = self._channel.order.number
+            self._report(refused=str(error))
+
+    def _suspend(self, **known: Any) -> None:
+        self._report(state="suspending", refused="")
         begun = time.monotonic()
-        suspended = suspend(self._job)
-        took = f"{time.monotonic() - begun:.1f} s"
-        self._tell(
-            f"suspended process {self._pid}: {format_bytes(suspended.nbytes)} on flash, after {took};"
-            f" kill -USR2 {self._pid} resumes it"
+        suspended = suspend(self._job, **known)
+        took = time.monotonic() - begun
+        wake = (
+            f"kill -USR2 {self._pid} resumes it"
+            if self._channel is None
+            else "its manager wakes it"
         )
+        self._tell(
+            f"suspended process {self._pid}: {format_bytes(suspended.nbytes)} on flash, after"
+            f" {took:.1f} s; {wake}"
+        )
+        sleeps = 0 if self._channel is None else self._channel.status.sleeps + 1
+        self._report(
+            state="asleep",
+            flash_bytes=suspended.nbytes,
+            sleeps=sleeps,
+            moved_bytes=suspended.written_bytes,
+            moving_s=took,
+        )
+
+    def _fetch(self) -> None:
+        """Have ahead what the manager allows, a piece at a time."""
+        suspended = self._job.suspended
+        if self._channel is None or suspended is None:
+            return
+        there = self._channel.status.fetched_bytes
+        allowed = self._channel.order.fetch_bytes
+        if allowed == there:
+            return
+        now = suspended.fetch(min(allowed, there + _FETCH_BYTES))
+        if now != there:
+            self._report(fetched_bytes=now)
 
     def _resume(self) -> None:
         if self._job.suspended is None:
+            self._report(state="awake")
             return
+        self._report(state="waking")
         begun = time.monotonic()
+        nbytes = self._job.suspended.nbytes
         resume(self._job)
-        self._tell(f"resumed process {self._pid} in {time.monotonic() - begun:.1f} s")
+        took = time.monotonic() - begun
+        self._tell(f"resumed process {self._pid} in {took:.1f} s")
+        self._report(
+            state="awake", flash_bytes=0, fetched_bytes=0, moved_bytes=nbytes, moving_s=took
+        )
 
 
 @contextmanager

@@ -18,9 +18,9 @@ import atexit
 import gc
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
@@ -28,10 +28,10 @@ from penstock.core.errors import ClosedError, ConfigError, PenstockError, Suspen
 from penstock.core.units import MIB, round_up
 from penstock.io import pages as memory
 from penstock.io.engine import Transfer
+from penstock.jobs.job import Job
 from penstock.jobs.recall import Recall
 from penstock.jobs.space import Space
 from penstock.jobs.state import Held, storages_of, tensors_of
-from penstock.observe.recorder import Recorder
 from penstock.tier.base import Ticket, Tier
 from penstock.tier.flash import StrPath
 
@@ -50,6 +50,8 @@ class _Away:
     """None: a checkpoint has it."""
     gone: bool = False
     """Whether its memory may have been given back."""
+    ahead: bool = False
+    """Whether its bytes are there again, closed still, and on flash as well."""
     back: bool = False
     """Whether it is there again, or still."""
 
@@ -117,6 +119,11 @@ class Suspended:
             SuspendError: Some could not be read. They are named, and closed still; all others are back.
                 Call it again to try once more.
         """
+        for each in self._away:
+            if each.ahead:
+                assert each.held.pages is not None
+                memory.open_again(each.held.pages)
+                each.ahead, each.back = False, True
         missing = [each for each in self._away if each.gone and not each.back]
         failed: dict[str, BaseException] = {}
         self._bring_back([each for each in missing if each.ticket is None], failed)
@@ -142,6 +149,37 @@ class Suspended:
             ) from error
         self._discard_all()
         _asleep.discard(self)
+
+    def fetch(self, nbytes: int) -> int:
+        """Have as much as this in memory ahead of ``resume``; what there is more goes again.
+
+        Until ``resume`` it is closed as the rest. What cannot be read now is left to ``resume`` to tell.
+        Memory of devices and what a checkpoint has does not come ahead.
+
+        Returns:
+            How many bytes are there.
+        """
+        there = sum(each.held.nbytes for each in self._away if each.ahead)
+        for each in self._away:
+            if each.ahead and there > nbytes and each.held.pages is not None:
+                memory.give_back(each.held.pages)
+                each.ahead = False
+                there -= each.held.nbytes
+        reads: list[tuple[_Away, Transfer, torch.Tensor | None]] = []
+        for each in self._away:
+            if each.back or each.ahead or each.held.pages is None or each.ticket is None:
+                continue
+            if there + each.held.nbytes > nbytes:
+                break
+            reads.append((each, *self._begin_read(each)))
+            there += each.held.nbytes
+        failed: dict[str, BaseException] = {}
+        for each, transfer, buffer in reads:
+            self._end_read(each, transfer, buffer, failed)
+            each.ahead, each.back = each.back, False
+            if each.ahead and each.held.pages is not None:
+                memory.close_to_all([each.held.pages])
+        return sum(each.held.nbytes for each in self._away if each.ahead)
 
     # -- out --------------------------------------------------------------------------------------
 
@@ -249,33 +287,6 @@ class Suspended:
         for each in self._away:
             if each.gone and not each.back and each.held.pages is not None:
                 memory.open_again(each.held.pages)
-
-
-class Job(Protocol):
-    """What can be suspended; a :class:`penstock.Session` can."""
-
-    suspended: Suspended | None
-    """While it is."""
-    space: Space | None
-    """Where it rested last."""
-    recorder: Recorder
-    wrap_tier: Callable[[Tier], Tier] | None
-    """Applied to each tier that is opened for it."""
-
-    @property
-    def directories(self) -> tuple[str, ...]:
-        """Where it spills to."""
-
-    @property
-    def modules(self) -> list[tuple[str, torch.nn.Module]]:
-        """Those that it knows, outermost ones, by name."""
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that it knows."""
-
-    def give_back_idle(self) -> None:
-        """Give back to the system what it holds in reserve."""
 
 
 def suspend(

@@ -1,0 +1,108 @@
+"""``penstock jobs``: several training scripts share one machine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Final
+
+from penstock.cli.command import add_common, formatter
+from penstock.cli.jobs_view import Watch, table
+from penstock.cli.output import say, show, write_json
+from penstock.jobs.control import Client
+from penstock.jobs.description import load
+from penstock.jobs.manager import Manager
+
+_EXAMPLES: Final = """\
+examples:
+  penstock jobs run jobs.toml
+  penstock jobs status --json
+  penstock jobs suspend bert
+  penstock jobs stop
+
+The exit code of `run` is 0 if every job has ended with 0, else 1. Ctrl-C stops the jobs in order, and
+once more at once. A manager that was killed is started again by the same command, and finds its jobs."""
+_STATE: Final = ".penstock-jobs"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of ``penstock jobs``."""
+    made = argparse.ArgumentParser(
+        prog="penstock jobs",
+        description="Let several training scripts share one machine, under a budget of memory.",
+        epilog=_EXAMPLES,
+        formatter_class=formatter,
+        allow_abbrev=False,
+    )
+    what = made.add_subparsers(metavar="WHAT", required=True)
+    kinds = {
+        "run": ("run the jobs of a file, until all are over", _run),
+        "status": ("say who runs, who sleeps, who waits and why", _status),
+        "suspend": ("have a job sleep until it is resumed", _tell),
+        "resume": ("let a job have turns again", _tell),
+        "stop": ("end a job in order; without a name all, and the manager", _tell),
+    }
+    for name, (text, execute_it) in kinds.items():
+        each = what.add_parser(
+            name, help=text, description=text.capitalize() + ".", allow_abbrev=False
+        )
+        if name == "run":
+            each.add_argument("file", metavar="FILE", help="TOML with [machine] and [[job]]")
+        elif name != "status":
+            each.add_argument(
+                "name", metavar="NAME", nargs="?" if name == "stop" else None, help="of a job"
+            )
+        each.add_argument(
+            "--state",
+            metavar="DIR",
+            default=_STATE,
+            help=f"the manager's directory (default: {_STATE})",
+        )
+        add_common(each, json_help="print one JSON document on standard output")
+        each.set_defaults(execute=execute_it, what=name)
+    return made
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Do what was asked for."""
+    code: int = options.execute(options)
+    return code
+
+
+def _run(options: argparse.Namespace) -> int:
+    description = load(options.file)
+    watch = Watch(sys.stderr)
+    with Manager(description, state=options.state, tell=watch.tell) as manager:
+        if manager.found:
+            say(f"found the jobs of an earlier manager: {', '.join(manager.found)}")
+        with watch:
+            done = manager.run(watch)
+        status = manager.status()
+    if options.json:
+        write_json(status, sys.stdout)
+    else:
+        show(table(status), sys.stderr)
+    return 0 if done else 1
+
+
+def _status(options: argparse.Namespace) -> int:
+    status = Client(options.state).status()
+    if options.json:
+        write_json(status, sys.stdout)
+    else:
+        show(table(status), sys.stdout)
+    return 0
+
+
+def _tell(options: argparse.Namespace) -> int:
+    client = Client(options.state)
+    told = (
+        client.stop(options.name)
+        if options.what == "stop"
+        else getattr(client, options.what)(options.name)
+    )
+    if options.json:
+        write_json({"schema": 1, "told": told}, sys.stdout)
+    else:
+        say(told)
+    return 0

@@ -1,0 +1,128 @@
+"""How jobs look on a terminal, while they run."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from types import TracebackType
+from typing import IO, Any, Final
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from penstock.cli.output import say
+from penstock.core.units import format_bandwidth, format_bytes, format_duration
+
+_DRAW_S: Final = 0.25
+_LINES: Final = 6
+_RATE_S: Final = 5.0
+_COLOURS: Final = {
+    "awake": "bold green",
+    "asleep": "blue",
+    "suspending": "yellow",
+    "waking": "yellow",
+    "starting": "yellow",
+}
+
+
+class Watch:
+    """Shows a manager's status: live on a terminal, elsewhere only what it tells, line by line."""
+
+    def __init__(self, file: IO[str]) -> None:
+        """Say where to."""
+        self._console = Console(file=file)
+        self._live: Live | None = None
+        self._lines: deque[str] = deque(maxlen=_LINES)
+        self._drawn = 0.0
+        self._steps: dict[str, deque[tuple[float, int]]] = {}
+
+    def __enter__(self) -> Watch:
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def tell(self, line: str) -> None:
+        """A thing has happened."""
+        if self._live is None:
+            say(line)
+        else:
+            self._lines.append(line)
+
+    def __call__(self, status: dict[str, Any]) -> None:
+        """Draw the status, if it is time to."""
+        now = time.monotonic()
+        if self._live is None or now - self._drawn < _DRAW_S:
+            return
+        self._drawn = now
+        for job in status["jobs"]:
+            seen = self._steps.setdefault(job["name"], deque())
+            seen.append((now, job["steps"]))
+            while now - seen[0][0] > _RATE_S:
+                seen.popleft()
+        rates = {name: _rate(seen) for name, seen in self._steps.items()}
+        lines = Text("\n".join(self._lines), style="dim")
+        self._live.update(Group(table(status, rates), lines), refresh=True)
+
+
+def table(status: dict[str, Any], rates: dict[str, float] | None = None) -> RenderableType:
+    """The machine in a line, and a row for each job.
+
+    Args:
+        status: Of a manager.
+        rates: Steps a second, by job; without, on average while it was awake.
+    """
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title=_machine(status))
+    made.title_justify = "left"
+    for name in ("job", "state", "DRAM", "flash", "steps", "steps/s", "awake", ""):
+        right = name in ("DRAM", "flash", "steps", "steps/s", "awake")
+        made.add_column(name, justify="right" if right else "left", overflow="fold")
+    for job in status["jobs"]:
+        state = job["outcome"] if job["phase"] == "over" else job["phase"]
+        style = _COLOURS.get(state, "red" if state == "failed" else "")
+        average = job["steps"] / job["awake_s"] if job["awake_s"] else 0.0
+        rate = average if rates is None else rates.get(job["name"], 0.0)
+        made.add_row(
+            job["name"],
+            Text(state + (" (held)" if job["held_back"] and job["phase"] != "over" else ""), style),
+            format_bytes(job["held_bytes"]),
+            format_bytes(job["flash_bytes"]) if job["flash_bytes"] else "",
+            str(job["steps"]),
+            f"{rate:.2f}" if rate else "",
+            format_duration(job["awake_s"]) if job["awake_s"] else "",
+            job["note"] or job["told"],
+        )
+    return made
+
+
+def _machine(status: dict[str, Any]) -> str:
+    machine = status["machine"]
+    said = (
+        f"DRAM {format_bytes(machine['held_bytes'])} held, {format_bytes(machine['charged_bytes'])}"
+        f" charged of {format_bytes(machine['memory_bytes'])}"
+    )
+    if machine["flash_capacity_bytes"] is not None:
+        where = ", ".join(machine["flash_directories"])
+        said += (
+            f" · flash {format_bytes(machine['flash_bytes'])} of"
+            f" {format_bytes(machine['flash_capacity_bytes'])} in {where}"
+        )
+    return f"{said} · {format_bandwidth(machine['bytes_per_s'])}"
+
+
+def _rate(seen: deque[tuple[float, int]]) -> float:
+    (begun, first), (ended, last) = seen[0], seen[-1]
+    return (last - first) / (ended - begun) if ended > begun else 0.0

@@ -1,0 +1,143 @@
+"""What a manager leaves on disk, so that the next one finds its jobs.
+
+A directory of mode 0700 with ``record.json``, replaced by one rename when it changes and waited for
+until it is on the device; ``channels/`` ([Note: channel]); ``logs/``; the socket ``control``; and
+``lock``, held by the manager that lives.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Final
+
+from penstock.core.errors import ConfigError, JobError
+
+SCHEMA: Final = 1
+_RECORD: Final = "record.json"
+KEPT_FILE: Final = "run.json"
+"""In the directory of a durable run: what there is to resume."""
+_MOST_BYTES: Final = 16 * 1024**2
+
+
+class StateDirectory:
+    """A manager's directory.
+
+    Attributes:
+        path: Its absolute path.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Make it if need be, and take it. Raises ConfigError if another manager has it."""
+        self.path = os.path.abspath(path)
+        try:
+            os.makedirs(self.path, mode=0o700, exist_ok=True)
+            for name in ("channels", "logs", "kept"):
+                os.makedirs(os.path.join(self.path, name), mode=0o700, exist_ok=True)
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigError(
+                f"state directory {self.path!r} cannot be made: {error.strerror}"
+            ) from error
+        self._lock = -1
+        try:
+            self._check_ours()
+            self._take()
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_ours(self) -> None:
+        found = os.fstat(self._fd)
+        if found.st_uid != os.geteuid():
+            raise ConfigError(
+                f"state directory {self.path!r} belongs to user {found.st_uid}: name one of your own"
+            )
+        if stat.S_IMODE(found.st_mode) != 0o700:
+            os.fchmod(self._fd, 0o700)
+
+    def _take(self) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._lock = os.open("lock", flags, 0o600, dir_fd=self._fd)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"state directory {self.path!r} has a manager already: talk to it by `penstock jobs"
+                " status`, or name another directory with --state"
+            ) from None
+
+    def channel(self, name: str) -> str:
+        """The path of a job's channel."""
+        return os.path.join(self.path, "channels", name)
+
+    def log(self, name: str) -> str:
+        """The path of a job's log."""
+        return os.path.join(self.path, "logs", f"{name}.log")
+
+    def kept(self, name: str) -> str:
+        """The path of what a durable job keeps."""
+        return os.path.join(self.path, "kept", name)
+
+    @property
+    def fd(self) -> int:
+        """Of the directory."""
+        return self._fd
+
+    def read(self) -> dict[str, Any] | None:
+        """What was recorded last; None: nothing. Raises JobError if it makes no sense."""
+        try:
+            with open(os.open(_RECORD, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._fd), "rb") as file:
+                text = file.read(_MOST_BYTES)
+        except FileNotFoundError:
+            return None
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            raise self._unreadable(str(error)) from error
+        if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+            raise self._unreadable("it is of another version")
+        return found
+
+    def _unreadable(self, why: str) -> JobError:
+        return JobError(
+            f"{os.path.join(self.path, _RECORD)!r} cannot be read: {why}; see that none of its jobs is"
+            " running, and remove the directory"
+        )
+
+    def write(self, document: Mapping[str, Any], *, durable: bool) -> None:
+        """Replace the record. Raises JobError if it cannot be written; the old one stays."""
+        text = json.dumps({"schema": SCHEMA, **document}).encode()
+        new = f".{_RECORD}.new"
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+            with open(os.open(new, flags, 0o600, dir_fd=self._fd), "wb") as file:
+                file.write(text)
+                file.flush()
+                if durable:
+                    os.fsync(file.fileno())
+            os.rename(new, _RECORD, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            if durable:
+                os.fsync(self._fd)
+        except OSError as error:
+            advice = (
+                "the directory was deleted: jobs go on, but a manager started later will not find them"
+                if error.errno == errno.ENOENT
+                else "jobs go on; a manager started later finds them as they were recorded before"
+            )
+            raise JobError(
+                f"record in {self.path!r} cannot be written: {error.strerror}; {advice}"
+            ) from error
+
+    def close(self) -> None:
+        """Let another manager have it. Idempotent."""
+        for fd in (self._lock, self._fd):
+            if fd >= 0:
+                with suppress(OSError):
+                    os.close(fd)
+        self._lock = self._fd = -1

@@ -1,0 +1,391 @@
+"""One job in its manager's hands: from waiting to over."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from penstock.core.errors import JobError
+from penstock.core.units import MIB, format_bytes
+from penstock.jobs.channel import ManagerEnd, Status
+from penstock.jobs.description import JobSpec, Machine
+from penstock.jobs.policy import ALIVE, Entry, Phase
+from penstock.jobs.processes import Identity, Process, describe_end, last_lines
+from penstock.jobs.record import StateDirectory
+
+_SLACK: Final = 1.05
+"""What is measured is needed, and so much more."""
+_OVER_BYTES: Final = 16 * MIB
+"""So much above what was declared is no matter."""
+_STEPS: Final = 2
+"""After so many, what a job holds is what it needs."""
+_TRY_AGAIN_S: Final = 30.0
+"""For so long a job that could not sleep is not asked again."""
+_HARSHER: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+_UNFINISHED: Final = "unfinished"
+
+
+class Task:
+    """A job, its process and its history. For one thread.
+
+    Attributes:
+        spec: As it was described.
+        phase: Where it is, as last observed.
+        held_bytes: DRAM that it holds, as last measured.
+        virtual_s: See :mod:`.policy`.
+        held_back: Whether somebody wants it to sleep.
+        stopping: Whether it is to end.
+        told: What happened to it last, in words.
+        note: Why it waits, in words.
+    """
+
+    def __init__(self, spec: JobSpec, machine: Machine, state: StateDirectory) -> None:
+        """Nothing begins. Raises JobError if its channel cannot be made."""
+        self.spec = spec
+        self.phase = Phase.WAITING
+        self.held_bytes = 0
+        self.virtual_s = self.awake_s = 0.0
+        self.held_back = self.stopping = False
+        self.told = self.note = ""
+        self.code: int | None = None
+        self.outcome = _UNFINISHED
+        self.channel = ManagerEnd(state.channel(spec.name))
+        self.log = state.log(spec.name)
+        self._machine = machine
+        self._process: Process | None = None
+        self._need_bytes = spec.memory_bytes
+        self._rest_bytes = machine.asleep_bytes
+        self._peak_bytes = 0
+        self._waits_since: float | None = None
+        self._fixed_until = 0.0
+        self._harsher = 0
+        self._told_s = 0.0
+
+    # -- what it is -----------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> Status:
+        """By its own account."""
+        return self.channel.status
+
+    @property
+    def identity(self) -> Identity | None:
+        """Its process."""
+        return None if self._process is None else self._process.identity
+
+    @property
+    def lives(self) -> bool:
+        """Whether it has a process."""
+        return self.phase in ALIVE
+
+    @property
+    def io_bytes(self) -> int:
+        """What its process has read and written, in all."""
+        return 0 if self._process is None else self._process.io_bytes()
+
+    def entry(self, now: float, *, free_bytes: int) -> Entry:
+        """As the policy sees it.
+
+        Args:
+            now: Seconds.
+            free_bytes: What there is for a job that runs alone; so much one of unknown need is given.
+        """
+        if self._waits_since is None:
+            self._waits_since = now
+        return Entry(
+            name=self.spec.name,
+            phase=self.phase,
+            need_bytes=free_bytes if self._need_bytes is None else self._need_bytes,
+            held_bytes=self.held_bytes,
+            rest_bytes=self._rest_bytes,
+            fetch_bytes=self.channel.order.fetch_bytes if self.phase is Phase.ASLEEP else 0,
+            device_bytes=self.spec.device_bytes,
+            weight=self.spec.weight,
+            priority=self.spec.priority,
+            virtual_s=self.virtual_s,
+            waited_s=now - self._waits_since,
+            held_back=self.held_back,
+            urgent=self.stopping,
+            fixed=now < self._fixed_until,
+        )
+
+    # -- what is done with it -------------------------------------------------------------------------
+
+    def begin(self, command: Sequence[str]) -> None:
+        """Start its process. Raises JobError; it is over then."""
+        lock = None
+        try:
+            lock = self.channel.lock_for_child()
+            if lock is None:
+                raise JobError(
+                    "a process of an earlier run of it lives still, and is not ours to end"
+                )
+            self.channel.clear()
+            self._process = Process.begin(
+                command,
+                cwd=self.spec.cwd,
+                env={**os.environ, **self.spec.env},
+                log=self.log,
+                inherit=lock,
+            )
+        except (JobError, OSError) as error:
+            self._end(f"failed: {error}")
+            raise JobError(f"job {self.spec.name!r}: {error}") from error
+        finally:
+            if lock is not None:
+                os.close(lock)
+        self.phase = Phase.STARTING
+
+    def sleep(self) -> None:
+        """Have it sleep at the end of its step."""
+        self.channel.want(sleep=True)
+        self.phase = Phase.SUSPENDING
+
+    def wake(self) -> None:
+        """Have it go on."""
+        self.channel.want(sleep=False)
+        self.phase = Phase.WAKING
+
+    def fetch(self, nbytes: int) -> None:
+        """While it sleeps, let so much of its memory be back."""
+        if self.phase is Phase.ASLEEP and self.channel.order.fetch_bytes != nbytes:
+            self.channel.want(sleep=True, fetch_bytes=nbytes)
+
+    def stop(self) -> None:
+        """End it in order; ``observe`` does what there is to be done."""
+        if self.phase is Phase.WAITING:
+            self._end("stopped before it began")
+        self.stopping = True
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self._process is not None:
+            self._process.kill_all()
+
+    # -- what becomes of it -------------------------------------------------------------------------
+
+    def observe(self, now: float, *, measure: bool) -> None:
+        """Look how it is.
+
+        Args:
+            now: Seconds.
+            measure: Whether its memory is measured too, in any case.
+        """
+        if self._process is None:
+            return
+        before, status = self.phase, self.channel.look()
+        if self._process.has_ended():
+            self._ended()
+            return
+        self.phase = self._phase_of(status)
+        if before is not self.phase and self.phase in (Phase.ASLEEP, Phase.AWAKE):
+            measure = True
+        if measure or self.phase is Phase.ASLEEP:
+            self._measure()
+        if self.phase in (Phase.AWAKE, Phase.SUSPENDING, Phase.STARTING):
+            self._waits_since = now
+        if (
+            self.phase is Phase.AWAKE
+            and status.refused
+            and status.order == self.channel.order.number
+        ):
+            self._cannot_sleep(status.refused, now)
+        if self.stopping:
+            self._be_harsher(now)
+
+    def _phase_of(self, status: Status) -> Phase:
+        order = self.channel.order
+        assert self._process is not None
+        if status.pid != self._process.identity.pid or status.state == "starting":
+            return Phase.STARTING
+        followed = status.order >= order.number
+        if order.sleep and not (followed and status.refused):
+            return Phase.ASLEEP if status.state == "asleep" else Phase.SUSPENDING
+        return Phase.AWAKE if status.state in ("awake", "over") else Phase.WAKING
+
+    def _measure(self) -> None:
+        assert self._process is not None
+        self.held_bytes = self._process.held_bytes()
+        status = self.status
+        if self.phase is Phase.ASLEEP:
+            if not status.fetched_bytes and not self.channel.order.fetch_bytes:
+                self._rest_bytes = self.held_bytes
+        elif self.phase is Phase.AWAKE:
+            self._peak_bytes = max(self._peak_bytes, self.held_bytes)
+            self._learn()
+
+    def _learn(self) -> None:
+        needed = int(self._peak_bytes * _SLACK)
+        if self._need_bytes is None:
+            if self.status.steps >= _STEPS:
+                self._need_bytes = needed
+                self.told = f"holds {format_bytes(self._peak_bytes)}: counted so from now on"
+            return
+        if self._peak_bytes <= self._need_bytes + _OVER_BYTES:
+            return
+        declared, self._need_bytes = self._need_bytes, needed
+        self.told = (
+            f"holds {format_bytes(self._peak_bytes)}, more than the {format_bytes(declared)} that it was"
+            " to need: counted so from now on"
+        )
+        if needed > self._machine.memory_bytes:
+            self.held_back = True
+            self.told = (
+                f"holds {format_bytes(self._peak_bytes)}, and [machine] memory is"
+                f" {format_bytes(self._machine.memory_bytes)}: it is put to sleep and stays so; stop it,"
+                " or give the machine more and start the manager again"
+            )
+
+    def _cannot_sleep(self, why: str, now: float) -> None:
+        self.told = f"could not be suspended, goes on, and others wait: {why}"
+        self._fixed_until = now + _TRY_AGAIN_S
+        self.channel.want(sleep=False)
+
+    def _be_harsher(self, now: float) -> None:
+        asleep = self.phase in (Phase.ASLEEP, Phase.SUSPENDING, Phase.WAKING)
+        if not self._told_s:
+            self._told_s = now
+            if asleep:
+                return
+        patience = self._machine.grace_s * (3 if asleep else 1)
+        if self._harsher and now - self._told_s < patience:
+            return
+        if asleep and now - self._told_s < patience:
+            return  # it is woken first, to end as scripts do
+        assert self._process is not None
+        number = signal.SIGKILL if asleep else _HARSHER[min(self._harsher, len(_HARSHER) - 1)]
+        self._harsher += 1
+        self._told_s = now
+        if number is signal.SIGKILL:
+            self._process.kill_all()
+        else:
+            self._process.send(number)
+
+    def _ended(self) -> None:
+        assert self._process is not None
+        code = self._process.code
+        if code is None and self.status.pid == self._process.identity.pid:
+            code = self.status.code
+        if self.channel.has_process():
+            self._process.kill_all(leader_gone=True)
+        self.code = code
+        text = describe_end(code)
+        lines = [] if code == 0 else last_lines(self.log)
+        if self.stopping:
+            text = f"stopped ({text})"
+        elif lines:
+            text += f"; its log ends: {' | '.join(lines)}"
+        self._end(text)
+
+    def _end(self, text: str) -> None:
+        self.told = text
+        self.phase = Phase.OVER
+        self.held_bytes = 0
+        self.note = ""
+        if self.stopping or text.startswith("stopped"):
+            self.outcome = "stopped"
+        else:
+            self.outcome = "done" if self.code == 0 else "failed"
+        if self._process is not None:
+            self._process.close()
+
+    # -- what is kept of it ---------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``adopt``."""
+        identity = self.identity
+        return {
+            "name": self.spec.name,
+            "phase": self.phase.value,
+            "pid": 0 if identity is None else identity.pid,
+            "start_ticks": 0 if identity is None else identity.start_ticks,
+            "need_bytes": self._need_bytes,
+            "rest_bytes": self._rest_bytes,
+            "virtual_s": self.virtual_s,
+            "awake_s": self.awake_s,
+            "held_back": self.held_back,
+            "stopping": self.stopping,
+            "outcome": self.outcome,
+            "code": self.code,
+            "told": self.told,
+        }
+
+    def adopt(self, found: Mapping[str, Any]) -> None:
+        """Take over what an earlier manager has recorded, and the process if it lives."""
+        self.virtual_s = float(found["virtual_s"])
+        self.awake_s = float(found["awake_s"])
+        self.held_back = bool(found["held_back"])
+        self.stopping = bool(found["stopping"])
+        self._rest_bytes = int(found["rest_bytes"])
+        if self._need_bytes is None and found["need_bytes"] is not None:
+            self._need_bytes = int(found["need_bytes"])
+        phase = Phase(found["phase"])
+        if phase is Phase.OVER:
+            self.phase, self.outcome, self.code = phase, str(found["outcome"]), found["code"]
+            self.told = str(found["told"])
+            return
+        pid, ticks = int(found["pid"]), int(found["start_ticks"])
+        status = self.channel.look()
+        if phase is Phase.WAITING or not pid:
+            if not self.channel.has_process():
+                return  # it had not begun
+            status = self.channel.who()  # it had, but that was not recorded any more
+            pid, ticks = status.pid, status.start_ticks
+        self._process = Process.find(Identity(pid, ticks))
+        if self._process is not None:
+            self.phase = Phase.STARTING
+            self.told = f"found again, process {pid}"
+            return
+        if status.pid == pid and status.code is not None:
+            self.code = status.code
+            self._end(describe_end(self.code))
+        elif self.spec.durable:
+            self.told = (
+                f"its process {pid} is gone; it is durable, and begins again from what was kept"
+            )
+        else:
+            self._end(
+                f"its process {pid} is gone: it was killed, or the machine was started anew, while no"
+                " manager was there"
+            )
+
+    def forget_earlier(self) -> None:
+        """If it has not begun: what an earlier run of it has left in the channel is not its own."""
+        if self.phase is Phase.WAITING and not self.channel.has_process():
+            self.channel.clear()
+
+    def report(self) -> dict[str, Any]:
+        """For people and programs; the manual has the fields."""
+        status, identity = self.status, self.identity
+        lives = self.lives
+        return {
+            "name": self.spec.name,
+            "phase": self.phase.value,
+            "outcome": self.outcome,
+            "exit_code": self.code,
+            "pid": identity.pid if lives and identity is not None else None,
+            "priority": self.spec.priority,
+            "weight": self.spec.weight,
+            "need_bytes": self._need_bytes,
+            "held_bytes": self.held_bytes,
+            "flash_bytes": status.flash_bytes if lives else 0,
+            "fetched_bytes": status.fetched_bytes if lives else 0,
+            "moved_bytes": status.moved_bytes,
+            "moving_s": status.moving_s,
+            "sleeps": status.sleeps,
+            "steps": status.steps,
+            "awake_s": self.awake_s,
+            "held_back": self.held_back,
+            "stopping": self.stopping and lives,
+            "log": self.log,
+            "told": self.told,
+            "note": self.note,
+        }
+
+    def close(self) -> None:
+        """Let go of it; its process goes on."""
+        if self._process is not None:
+            self._process.close()
+        self.channel.close()

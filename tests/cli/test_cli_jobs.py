@@ -1,0 +1,198 @@
+"""`penstock jobs`: real scripts with torch share a budget, and what people see of it."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from penstock.cli import main
+from penstock.cli.jobs_view import Watch, table
+from penstock.observe.summary_text import to_text
+
+SCRIPT = """
+import sys, torch
+torch.set_num_threads(1)
+torch.manual_seed(int(sys.argv[1]))
+model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(24)))
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(int(sys.argv[2])):
+    optimizer.zero_grad(set_to_none=False)
+    model(torch.randn(8, 512)).square().mean().backward()
+    optimizer.step()
+print("sum", sum(float(each.detach().double().sum()) for each in model.parameters()), flush=True)
+"""
+STEPS = 40
+
+
+def toml(folder, *, memory, need, names="ab", **job):
+    (folder / "spill").mkdir(exist_ok=True)
+    (folder / "train.py").write_text(SCRIPT)
+    text = f'[machine]\nmemory = "{memory}"\nflash = "spill"\nslice = "300ms"\nasleep = "250MiB"\n'
+    for seed, name in enumerate(names):
+        text += f'[[job]]\nname = "{name}"\nscript = "train.py"\nargs = ["{seed}", "{STEPS}"]\n'
+        text += f'memory = "{need}"\n'
+        text += "".join(f"{key} = {json.dumps(value)}\n" for key, value in job.items())
+    (folder / "jobs.toml").write_text(text)
+
+
+def penstock(folder, *words, timeout=200):
+    return subprocess.run(
+        [sys.executable, "-m", "penstock", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_two_scripts_that_do_not_fit_both_finish_to_their_own_bits(
+    disk_path, monkeypatch, capsys, one_thread
+):
+    toml(disk_path, memory="700MiB", need="440MiB")
+    done = penstock(disk_path, "jobs", "run", "jobs.toml", "--json")
+    assert done.returncode == 0, done.stderr
+    status = json.loads(done.stdout)
+    assert [each["outcome"] for each in status["jobs"]] == ["done", "done"]
+    assert status["jobs"][0]["sleeps"] >= 1
+    assert status["jobs"][0]["moved_bytes"] >= 90 * 2**20
+    assert "penstock: a: sleeps" in done.stderr
+    for seed, job in enumerate(status["jobs"]):
+        assert job["steps"] == STEPS
+        monkeypatch.setattr("sys.argv", ["train.py", str(seed), str(STEPS)])
+        exec(compile(SCRIPT, "train.py", "exec"), {"__name__": "__main__"})
+        with open(job["log"], encoding="utf-8") as log:
+            assert capsys.readouterr().out in log.read()
+
+
+def test_a_script_that_is_wrong_is_quoted(disk_path):
+    toml(disk_path, memory="1GiB", need="300MiB", names="a")
+    (disk_path / "train.py").write_text("import nothing_of_this_name\n")
+    done = penstock(disk_path, "jobs", "run", "jobs.toml")
+    assert done.returncode == 1
+    assert "a: failed with exit code 1; its log ends: Traceback" in done.stderr
+    assert "No module named 'nothing_of_this_name'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"\[machine\]: there is no such table"),
+        ("[machine]\n", r"\[machine\]: memory is missing"),
+        ('[machine]\nmemory = "8G"\n', r"memory: '8G' is ambiguous"),
+        ('[machine]\nmemory = "8GiB"\n', r"there is no job"),
+        (
+            '[machine]\nmemory = "8GiB"\nspeed = 3\n',
+            r"unknown key 'speed' = 3; known are memory, flash",
+        ),
+        (
+            '[machine]\nmemory = "8GiB"\nslice = "2 h"\n',
+            r"slice is '2 h'; it is a number and ms, s",
+        ),
+        ('[machine]\nmemory = "8GiB"\nslice = 0\n', r"slice is 0; it must be more than 0"),
+        ('[machine]\nmemory = "8GiB"\nflash_capacity = "1GiB"\n', r"flash names no directory"),
+        ("JOB\nweight = 0", r"job 'a': weight is 0; it is from 0.001"),
+        ("JOB\npriority = 1.5", r"job 'a': priority is 1.5"),
+        ('JOB\nargs = "x"', r"job 'a': args is 'x'; it is a list of strings"),
+        ("JOB\nargs = [1]", r"job 'a': args is 1"),
+        ("JOB\nenv = {A = 1}", r"job 'a': env.A is 1"),
+        ('JOB\nmodule = "m"', r"job 'a': script is 'x.py' and module is 'm'"),
+        (
+            'JOB\nmemory = "9GiB"',
+            r"job 'a': memory is 9.00 GiB, and \[machine\] memory is 8.00 GiB",
+        ),
+        ("JOB\ndurable = 1", r"job 'a': durable is 1"),
+        ('JOB\n[[job]]\nname = "a"\nscript = "y.py"', r"job 'a': there are two"),
+        ('JOB\n[[job]]\nname = "a/b"\nscript = "y.py"', r"name is 'a/b'"),
+        ("JOB\n[jobs]", r"unknown table 'jobs'"),
+        ("JOB", r"job 'a': script '.*x.py' is not there"),
+        ('JOB\ncwd = "no"', r"job 'a': cwd '.*no' is no directory"),
+        ("{", r"Expected|Invalid"),
+    ],
+)
+def test_what_is_wrong_with_the_file_is_named(disk_path, capsys, text, message):
+    head = '[machine]\nmemory = "8GiB"\n[[job]]\nname = "a"\nscript = "x.py"'
+    path = disk_path / "jobs.toml"
+    path.write_text(text.replace("JOB", head))
+    assert main(["jobs", "run", str(path), "--state", str(disk_path / "state")]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("penstock: error: ")
+    assert re.search(message, told), told
+    assert "jobs.toml" in told or "job 'a'" in told
+
+
+def test_a_file_that_is_not_there_is_said(tmp_path, capsys):
+    assert main(["jobs", "run", str(tmp_path / "no.toml")]) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("status",), ("suspend", "a"), ("resume", "a"), ("stop",)])
+def test_without_a_manager_it_is_said(tmp_path, capsys, words):
+    assert main(["jobs", *words, "--state", str(tmp_path)]) == 1
+    assert "no manager answers in" in capsys.readouterr().err
+
+
+# -- the view -------------------------------------------------------------------------------------
+
+
+def status(**job):
+    return {
+        "machine": {
+            "memory_bytes": 8 * 2**30,
+            "held_bytes": 2**30,
+            "charged_bytes": 2 * 2**30,
+            "flash_bytes": 3 * 2**30,
+            "flash_capacity_bytes": 20 * 2**30,
+            "flash_directories": ["/nvme"],
+            "bytes_per_s": 2.5e9,
+            "stopping": False,
+        },
+        "jobs": [
+            {
+                "name": "bert",
+                "phase": "asleep",
+                "outcome": "unfinished",
+                "held_bytes": 2**28,
+                "flash_bytes": 3 * 2**30,
+                "steps": 120,
+                "awake_s": 60.0,
+                "held_back": False,
+                "told": "",
+                "note": "waits for its turn",
+                **job,
+            }
+        ],
+    }
+
+
+def test_the_table_says_who_sleeps_where_and_why():
+    told = to_text(table(status()))
+    assert "1.00 GiB held, 2.00 GiB charged of 8.00 GiB" in told
+    assert "flash 3.00 GiB of 20.00 GiB in /nvme" in told.replace("\n", " ")
+    assert "2.50 GB/s" in told
+    for what in ("bert", "asleep", "256.00 MiB", "120", "2.00", "waits for its turn"):
+        assert what in told
+    over = to_text(table(status(phase="over", outcome="failed", note="", told="killed by SIGKILL")))
+    assert "failed" in over
+    assert "killed by SIGKILL" in over
+
+
+def test_on_a_terminal_the_view_is_live_and_elsewhere_lines(tmp_path, monkeypatch, capsys):
+    with open(tmp_path / "screen", "w+", encoding="utf-8") as file:
+        watch = Watch(file)
+        monkeypatch.setattr(watch, "_console", Console(file=file, force_terminal=True, width=140))
+        with watch:
+            watch.tell("bert: sleeps")
+            watch(status())
+        file.seek(0)
+        screen = file.read()
+    assert "bert: sleeps" in screen
+    assert "waits for its turn" in screen
+    with open(tmp_path / "plain", "w", encoding="utf-8") as file, Watch(file) as plain:
+        plain.tell("bert: sleeps")
+        plain(status())
+    assert capsys.readouterr().err == "penstock: bert: sleeps\n"

@@ -1,0 +1,83 @@
+"""A job without torch, that speaks to its manager as `penstock run` does.
+
+    python fake_job.py CHANNEL [how=value ...]
+
+Its memory is a bytearray that is filled when it is awake and dropped when it sleeps.
+
+    steps=N      it ends after so many (default 50)
+    step_s=S     how long a step takes (default 0.005)
+    mib=N        what it holds when it is awake (default 1)
+    start_s=S    how long until it can be put to sleep
+    fail=N       the step at which it raises
+    refuse=TEXT  it never sleeps, and says why
+    deaf=1       it does not end by SIGINT and SIGTERM
+    child=1      it begins a process that outlives it
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from penstock.jobs.channel import JobEnd
+
+MIB = 1024**2
+
+
+class Job:
+    def __init__(self, channel, *, mib="1", refuse="", **how):
+        self.channel = JobEnd(channel)
+        self.nbytes = int(mib) * MIB
+        self.refuse = refuse
+        self.memory = None
+
+    def wake(self):
+        self.channel.tell(state="waking", order=self.channel.order.number)
+        self.memory = bytearray(b"x" * MIB) * (self.nbytes // MIB)
+        self.channel.tell(state="awake", flash_bytes=0, fetched_bytes=0)
+
+    def step_over(self):
+        self.channel.status.steps += 1
+        order = self.channel.look()
+        self.channel.tell(order=order.number)
+        if not order.sleep:
+            return
+        if self.refuse:
+            self.channel.tell(refused=self.refuse)
+            return
+        status = self.channel.status
+        self.channel.tell(state="suspending", refused="", order=order.number)
+        self.memory = None
+        self.channel.tell(state="asleep", flash_bytes=self.nbytes, sleeps=status.sleeps + 1)
+        while self.channel.look().sleep:
+            if self.channel.order.fetch_bytes != status.fetched_bytes:
+                self.memory = bytearray(b"x") * self.channel.order.fetch_bytes
+                self.channel.tell(fetched_bytes=self.channel.order.fetch_bytes)
+            time.sleep(0.005)
+        self.wake()
+
+
+def main(channel, *words):
+    signal.alarm(120)  # whatever became of the test
+    how = dict(word.split("=", 1) for word in words)
+    if how.get("deaf"):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if how.get("child"):
+        code = "import time\ntime.sleep(60)"
+        subprocess.Popen([sys.executable, "-c", code], close_fds=False)
+    job = Job(channel, **how)
+    time.sleep(float(how.get("start_s", 0)))
+    job.wake()
+    for step in range(int(how.get("steps", 50))):
+        if step == int(how.get("fail", -1)):
+            raise ValueError("this job was told to fail")
+        time.sleep(float(how.get("step_s", 0.005)))
+        job.step_over()
+    job.channel.tell(state="over", code=0)
+    print("all steps are done", os.getpid())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,274 @@
+"""A manager and a job talk by a file: nothing torn is believed, and both outlive each other."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import penstock
+from offload_runs import same_bits, session_in
+from penstock.core.errors import JobError
+from penstock.core.units import MIB
+from penstock.jobs.channel import JobEnd, ManagerEnd, Status, start_ticks
+from penstock.jobs.processes import Identity, Process, describe_end, held_bytes, last_lines
+from penstock.jobs.signals import Sleeper
+
+
+@pytest.fixture
+def ends(tmp_path):
+    manager = ManagerEnd(str(tmp_path / "channel"))
+    yield manager, JobEnd(str(tmp_path / "channel"))
+    manager.close()
+
+
+def test_what_one_says_the_other_hears(ends):
+    manager, job = ends
+    assert manager.look().pid == os.getpid()
+    assert manager.status.start_ticks == start_ticks(os.getpid())
+    manager.want(sleep=True, fetch_bytes=5)
+    assert (job.look().sleep, job.order.fetch_bytes, job.order.number) == (True, 5, 1)
+    job.tell(state="asleep", steps=7, order=1)
+    assert manager.look().steps == 7
+    again = ManagerEnd(manager.path)  # another manager
+    assert again.status == manager.status
+    assert again.order == manager.order
+    again.close()
+    manager.clear()
+    assert manager.look() == Status()
+
+
+def test_a_reason_of_any_length_and_alphabet_fits(ends):
+    manager, job = ends
+    job.tell(refused='"\\ü\0' * 1000)
+    assert len(manager.look().refused) == 600
+    assert manager.status.refused.endswith("...")
+
+
+@given(place=st.integers(0, 8191), damage=st.binary(min_size=1, max_size=300))
+def test_what_is_damaged_is_not_believed(tmp_path_factory, place, damage):
+    path = str(tmp_path_factory.mktemp("channel") / "channel")
+    manager = ManagerEnd(path)
+    job = JobEnd(path)
+    manager.want(sleep=True, fetch_bytes=9)
+    job.tell(steps=3)
+    with open(path, "r+b") as file:
+        before = file.read()
+        file.seek(place)
+        file.write(damage[: 8192 - place])
+        file.seek(0)
+        same = file.read() == before
+    fresh = ManagerEnd(path)
+    for status in (manager.look(), fresh.status):
+        assert status.steps in (0, 3)
+        assert same is False or status.steps == 3
+    assert job.look().sleep in (False, True)
+    fresh.close()
+    manager.close()
+
+
+@pytest.mark.parametrize("text", [b"[]", b'{"pid": "x"}', b'{"other": 1}', b'{"pid": null}', b"{"])
+def test_another_version_is_not_believed(ends, text):
+    import struct
+    import zlib
+
+    manager, _ = ends
+    manager.look()
+    with open(manager.path, "r+b") as file:
+        file.seek(4096)
+        file.write(struct.pack("<II", len(text), zlib.crc32(text)) + text)
+    assert manager.look().pid == os.getpid()
+
+
+def test_a_file_that_was_cut_does_no_harm(ends):
+    manager, job = ends
+    manager.look()
+    os.truncate(manager.path, 0)
+    assert manager.look().pid == os.getpid()  # what was heard last
+    assert not job.look().sleep
+    job.tell(steps=4)
+    assert manager.look().steps == 4
+
+
+def test_without_a_manager_there_is_no_channel(tmp_path):
+    with pytest.raises(JobError, match="a manager makes it"):
+        JobEnd(str(tmp_path / "no"))
+
+
+def test_the_lock_says_whether_a_process_lives(ends):
+    manager, _ = ends
+    assert not manager.has_process()
+    fd = manager.lock_for_child()
+    assert manager.has_process()
+    assert manager.lock_for_child() is None
+    os.close(fd)
+    assert not manager.has_process()
+
+
+def test_a_process_that_has_just_begun_is_waited_for(tmp_path, monkeypatch):
+    manager = ManagerEnd(str(tmp_path / "channel"))
+    assert manager.who().pid == 0  # there is none
+    fd = manager.lock_for_child()
+    later = threading.Timer(0.2, JobEnd, [manager.path])
+    later.start()
+    assert manager.who().pid == os.getpid()
+    later.join()
+    manager.clear()
+    monkeypatch.setattr("penstock.jobs.channel._SAYS_WHO_S", 0.05)
+    with pytest.raises(JobError, match="does not say which it is"):
+        manager.who()
+    os.close(fd)
+    manager.close()
+
+
+# -- processes ------------------------------------------------------------------------------------
+
+
+def test_a_process_is_its_number_and_its_beginning():
+    me = Identity(os.getpid(), start_ticks(os.getpid()))
+    assert me.lives()
+    assert not Identity(me.pid, me.start_ticks + 1).lives()
+    assert Process.find(Identity(me.pid, me.start_ticks - 1)) is None
+    assert not Identity(0, 0).lives()
+
+
+def test_what_a_process_holds_is_measured_from_outside():
+    before = held_bytes(os.getpid())
+    memory = bytearray(b"x") * (64 * MIB)
+    assert held_bytes(os.getpid()) - before >= 60 * MIB
+    del memory
+
+
+def test_children_count_by_their_part():
+    before = held_bytes(os.getpid())
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        memory = bytearray(b"x") * (32 * MIB)
+        os.write(writer, b"1")
+        time.sleep(60)
+        os._exit(len(memory) % 2)
+    try:
+        assert os.read(reader, 1) == b"1"
+        more = held_bytes(os.getpid()) - before
+        assert more >= 30 * MIB
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reader)
+        os.close(writer)
+
+
+def test_ends_are_told_in_words(tmp_path):
+    assert describe_end(0) == "done"
+    assert describe_end(3) == "failed with exit code 3"
+    assert describe_end(-9).startswith("killed by SIGKILL, perhaps for want of memory")
+    assert describe_end(-11) == "killed by SIGSEGV"
+    assert "not known" in describe_end(None)
+    (tmp_path / "log").write_bytes(b"x" * 10000 + b"\n\xff one\n\n two\n")
+    assert last_lines(str(tmp_path / "log"), count=2) == ["\ufffd one", " two"]
+    assert last_lines(str(tmp_path / "no")) == []
+
+
+# -- a session that is told by a manager ----------------------------------------------------------
+
+
+@pytest.fixture
+def trained(disk_path, one_thread):
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (disk_path / "spill").mkdir()
+    with session_in(disk_path / "spill", model, optimizer) as session:
+        yield session, model, optimizer
+
+
+def step(model, optimizer):
+    optimizer.zero_grad(set_to_none=False)
+    model(torch.ones(4, 512)).square().mean().backward()
+    optimizer.step()
+
+
+def test_a_manager_puts_it_to_sleep_and_has_it_fetch_and_go_on(trained, ends):
+    session, model, optimizer = trained
+    manager, job = ends
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+    told = []
+    Sleeper(session, tell=told.append, channel=job)
+    assert manager.look().state == "awake"
+    step(model, optimizer)
+    expected = [each.detach().clone() for each in model.parameters()]
+    seen = {}
+
+    def manage():
+        until(manager, lambda status: status.state == "asleep")
+        seen["asleep"] = manager.status
+        manager.want(sleep=True, fetch_bytes=3 * MIB)
+        until(manager, lambda status: status.fetched_bytes)
+        seen["fetched"] = manager.status
+        manager.want(sleep=True, fetch_bytes=0)
+        until(manager, lambda status: not status.fetched_bytes)
+        manager.want(sleep=True, fetch_bytes=2 * MIB)
+        until(manager, lambda status: status.fetched_bytes)
+        manager.want(sleep=False)
+
+    manager.want(sleep=True)
+    thread = threading.Thread(target=manage)
+    thread.start()
+    optimizer.param_groups[0]["lr"] = 0.0
+    step(model, optimizer)
+    thread.join()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert all(map(same_bits, (each.detach() for each in model.parameters()), expected))
+    status = manager.look()
+    assert (status.state, status.sleeps, status.flash_bytes) == ("awake", 1, 0)
+    assert seen["asleep"].flash_bytes >= 11.9 * MIB
+    assert 2.9 * MIB < seen["fetched"].fetched_bytes <= 3 * MIB
+    assert status.moved_bytes == 2 * seen["asleep"].flash_bytes
+    assert "its manager wakes it" in told[0]
+
+
+def until(manager, what):
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        if what(manager.look()):
+            return
+        time.sleep(0.005)
+    raise AssertionError(manager.status)
+
+
+def test_what_comes_ahead_can_go_again_and_all_comes_back(trained):
+    session, model, optimizer = trained
+    step(model, optimizer)
+    expected = [each.detach().clone() for each in (*model.parameters(), model[0].weight.grad)]
+    suspended = penstock.suspend(session)
+    resident = held_bytes(os.getpid())
+    assert 3.9 * MIB < suspended.fetch(4 * MIB + 5) <= 4 * MIB
+    assert held_bytes(os.getpid()) - resident >= 3.5 * MIB
+    assert 0.9 * MIB < suspended.fetch(MIB) <= MIB
+    assert held_bytes(os.getpid()) - resident <= 1.5 * MIB
+    assert 5.9 * MIB < suspended.fetch(6 * MIB) <= 6 * MIB
+    penstock.resume(session)
+    now = [each.detach() for each in (*model.parameters(), model[0].weight.grad)]
+    assert all(map(same_bits, now, expected))
+
+
+def test_a_refusal_is_told_to_the_manager(ends, one_thread):
+    manager, job = ends
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+    with penstock.offload(model, optimizer, policy="keep") as session:
+        Sleeper(session, tell=lambda line: None, channel=job)
+        manager.want(sleep=True)
+        for _ in range(2):
+            model(torch.ones(1, 8)).sum().backward()
+            optimizer.step()
+        assert "no directory" in manager.look().refused
+        assert (manager.status.state, manager.status.order) == ("awake", 1)
+    for number, handler in before.items():
+        signal.signal(number, handler)

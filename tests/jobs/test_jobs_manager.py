@@ -1,0 +1,533 @@
+"""A manager and its jobs: processes without torch, that speak to it as `penstock run` does."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from manager_program import fake_command
+
+from penstock.core.errors import ConfigError, JobError
+from penstock.core.units import MIB
+from penstock.jobs import Client, Description, JobSpec, Machine, Manager
+from penstock.jobs.channel import ManagerEnd
+from penstock.jobs.command import run_command
+from penstock.jobs.processes import Identity, held_bytes
+from penstock.jobs.record import StateDirectory
+
+MEMORY_MIB = 140
+"""Of the machine. A fake job holds some 12 MiB asleep."""
+
+
+def described(folder, *jobs, **machine):
+    """Jobs by ``{"name": ..., "how": "steps=3 mib=1"}``; 80 MiB each if they do not say."""
+    (folder / "script.py").touch()
+    (folder / "flash").mkdir(exist_ok=True)
+    machine = {
+        "memory": f"{MEMORY_MIB}MiB",
+        "flash": "flash",
+        "slice": "100ms",
+        "asleep": "20MiB",
+        "grace": "300ms",
+        **machine,
+    }
+    tables = [
+        {"script": "script.py", "memory": "80MiB", **job, "args": job.get("how", "").split()}
+        for job in jobs
+    ]
+    for table in tables:
+        table.pop("how", None)
+        if table["memory"] is None:
+            del table["memory"]
+    document = {"machine": machine, "job": tables}
+    return Description.from_json(document, source="jobs.toml", base=str(folder))
+
+
+@pytest.fixture
+def managed(disk_path):
+    """``managed(job, ..., **machine)``: a manager in a thread of its own until it is over."""
+    made = []
+
+    @contextmanager
+    def run(*jobs, state="state", keeps=True, **machine):
+        lines = []
+        manager = Manager(
+            described(disk_path, *jobs, **machine),
+            state=str(disk_path / state),
+            tell=lines.append,
+            command=fake_command,
+        )
+        most = []
+
+        def watch(status):
+            charged, limit = (status["machine"][f"{what}_bytes"] for what in ("charged", "memory"))
+            assert charged <= limit or not keeps
+            most.append(status["machine"]["held_bytes"])
+
+        result = []
+        thread = threading.Thread(target=lambda: result.append(manager.run(watch)))
+        made.append((manager, thread))
+        thread.start()
+        client = Client(disk_path / state)
+        yield Run(
+            manager=manager, client=client, lines=lines, result=result, thread=thread, most=most
+        )
+
+    yield run
+    for manager, thread in made:
+        manager._interrupts = 2  # as Ctrl-C, twice
+        thread.join(20)
+        assert not thread.is_alive()
+        manager.close()
+
+
+class Run:
+    def __init__(self, *, manager, client, lines, result, thread, most):
+        self.manager, self.client, self.lines = manager, client, lines
+        self._result, self._thread, self.most = result, thread, most
+
+    def ended(self):
+        """The jobs by name, when the manager is over."""
+        self._thread.join(30)
+        assert not self._thread.is_alive(), self.lines
+        self.good = self._result[0]
+        return {each["name"]: each for each in self.manager.status()["jobs"]}
+
+    def until(self, what, timeout_s=15):
+        """Wait for something to be so of the jobs; return them."""
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            jobs = {each["name"]: each for each in self.client.status()["jobs"]}
+            if what(jobs):
+                return jobs
+            time.sleep(0.01)
+        raise AssertionError(json.dumps(jobs, indent=1) + "\n".join(self.lines))
+
+
+def is_in(name, *phases):
+    return lambda jobs: jobs[name]["phase"] in phases
+
+
+# -- sharing --------------------------------------------------------------------------------------
+
+
+def test_three_jobs_of_sixty_percent_all_finish_within_the_budget(managed):
+    jobs = [{"name": name, "how": "mib=64 steps=60"} for name in "abc"]
+    with managed(*jobs) as run:
+        done = run.ended()
+    assert run.good
+    assert [each["outcome"] for each in done.values()] == ["done"] * 3
+    assert all(each["steps"] == 60 and each["sleeps"] >= 1 for each in done.values())
+    assert 64 * MIB < max(run.most) <= MEMORY_MIB * MIB
+
+
+def test_two_that_fit_are_awake_together(managed):
+    jobs = [{"name": name, "memory": "30MiB", "how": "steps=40"} for name in "ab"]
+    with managed(*jobs) as run:
+        run.until(lambda jobs: all(each["phase"] == "awake" for each in jobs.values()))
+        done = run.ended()
+    assert [each["sleeps"] for each in done.values()] == [0, 0]
+
+
+def test_a_need_that_is_not_declared_is_learnt(managed):
+    jobs = [{"name": name, "memory": None, "how": "mib=40 steps=80"} for name in "ab"]
+    with managed(*jobs) as run:
+        done = run.ended()
+    assert run.good
+    assert all(40 * MIB < each["need_bytes"] < 80 * MIB for each in done.values())
+    assert sum("counted so from now on" in line for line in run.lines) == 2
+
+
+def test_who_needs_more_than_declared_is_told_and_counted_so(managed):
+    with managed({"name": "a", "memory": "30MiB", "how": "mib=90 steps=100"}) as run:
+        done = run.ended()
+    assert any("more than the 30.00 MiB that it was to need" in line for line in run.lines)
+    assert done["a"]["need_bytes"] > 90 * MIB
+
+
+def test_who_holds_more_than_the_machine_has_is_put_to_sleep_and_stays_so(managed):
+    job = {"name": "a", "memory": "30MiB", "how": "mib=150 steps=10000"}
+    with managed(job, memory="100MiB", keeps=False) as run:
+        found = run.until(is_in("a", "asleep"))
+        assert "and [machine] memory is 100.00 MiB: it is put to sleep" in found["a"]["told"]
+        time.sleep(0.3)
+        assert run.until(is_in("a", "asleep"))["a"]["sleeps"] == 1
+
+
+def test_what_comes_ahead_of_its_turn_comes_within_the_budget(managed):
+    jobs = [{"name": name, "memory": "110MiB", "how": "mib=95 steps=120"} for name in "ab"]
+    with managed(*jobs, memory="210MiB", slice="400ms") as run:
+        run.until(lambda jobs: any(each["fetched_bytes"] >= 64 * MIB for each in jobs.values()))
+        run.ended()
+    assert run.good
+
+
+# -- being told -----------------------------------------------------------------------------------
+
+
+def test_it_is_told_to_suspend_resume_and_stop(managed):
+    with managed({"name": "a", "how": "steps=100000"}) as run:
+        run.until(is_in("a", "awake"))
+        assert "sleeps at the end of its step" in run.client.suspend("a")
+        asleep = run.until(is_in("a", "asleep"))
+        assert asleep["a"]["note"] == "sleeps until it is resumed"
+        assert asleep["a"]["flash_bytes"] == MIB
+        assert "has turns again" in run.client.resume("a")
+        run.until(is_in("a", "awake"))
+        with pytest.raises(JobError, match=r"no job 'b' to suspend; there are a"):
+            run.client.suspend("b")
+        run.client.stop("a")
+        done = run.ended()
+    assert done["a"]["outcome"] == "stopped"
+    assert "SIGINT" in done["a"]["told"] or "exit code" in done["a"]["told"]
+
+
+def test_a_sleeping_one_is_woken_to_be_stopped_and_a_deaf_one_is_killed(managed):
+    with managed(
+        {"name": "a", "how": "steps=100000"}, {"name": "b", "how": "steps=100000 deaf=1"}
+    ) as run:
+        run.until(lambda jobs: jobs["a"]["sleeps"] and jobs["b"]["steps"])
+        assert "all jobs" in run.client.stop()
+        done = run.ended()
+    assert [each["outcome"] for each in done.values()] == ["stopped", "stopped"]
+    assert "SIGKILL" in done["b"]["told"]
+    assert "SIGKILL" not in done["a"]["told"]
+
+
+def test_a_manager_that_is_not_there_is_said(tmp_path):
+    with pytest.raises(JobError, match=r"no manager answers in .*penstock jobs run"):
+        Client(tmp_path).status()
+    with pytest.raises(JobError, match="No such file"):
+        Client(tmp_path / "no").status()
+
+
+def test_only_its_user_can_reach_it_and_rubbish_does_no_harm(managed, disk_path):
+    with managed({"name": "a", "how": "steps=100000"}) as run:
+        run.until(is_in("a", "awake"))
+        path = disk_path / "state"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+        assert stat.S_IMODE((path / "control").stat().st_mode) == 0o600
+        for rubbish in (b"\n", b"[1]\n", b'{"do": 7}\n', b"{" * 70000, b"\xff\n"):
+            with socket.socket(socket.AF_UNIX) as peer:
+                peer.settimeout(10)
+                peer.connect(str(path / "control"))
+                peer.sendall(rubbish)
+                with suppress(ConnectionResetError):  # it does not listen for so long
+                    answer = peer.recv(10000)
+                    assert b'"ok": false' in answer or not answer
+        assert run.client.status()["schema"] == 1
+        run.client.stop()
+        run.ended()
+
+
+# -- what goes wrong ------------------------------------------------------------------------------
+
+
+def test_a_job_that_fails_takes_none_along_and_its_log_is_quoted(managed):
+    jobs = [{"name": "good", "how": "steps=60"}, {"name": "bad", "how": "fail=5"}]
+    with managed(*jobs) as run:
+        done = run.ended()
+    assert not run.good
+    assert done["good"]["outcome"] == "done"
+    assert done["bad"]["outcome"] == "failed"
+    assert done["bad"]["exit_code"] == 1
+    assert "ValueError: this job was told to fail" in done["bad"]["told"]
+    assert "Traceback" in Path(done["bad"]["log"]).read_text()
+
+
+@pytest.mark.parametrize("phase", ["awake", "asleep"])
+def test_a_job_that_is_killed_takes_none_along(managed, phase):
+    jobs = [{"name": name, "how": "steps=80"} for name in "ab"]
+    with managed(*jobs) as run:
+        found = run.until(is_in("a", phase))
+        os.kill(found["a"]["pid"], signal.SIGKILL)
+        done = run.ended()
+    assert done["a"]["outcome"] == "failed"
+    assert "killed by SIGKILL, perhaps for want of memory" in done["a"]["told"]
+    assert done["b"]["outcome"] == "done"
+
+
+def test_what_a_job_leaves_behind_is_ended(managed, disk_path):
+    with managed({"name": "a", "how": "steps=3 child=1"}) as run:
+        run.ended()
+    end = time.monotonic() + 10
+    with ManagerEndAt(disk_path / "state/channels/a") as channel:
+        while channel.has_process() and time.monotonic() < end:
+            time.sleep(0.01)
+        assert not channel.has_process()
+
+
+@contextmanager
+def ManagerEndAt(path):
+    end = ManagerEnd(str(path))
+    try:
+        yield end
+    finally:
+        end.close()
+
+
+def test_who_cannot_sleep_goes_on_alone_and_others_wait(managed):
+    jobs = [{"name": "a", "how": "steps=60 refuse=disk-full"}, {"name": "b", "how": "steps=20"}]
+    with managed(*jobs) as run:
+        waiting = run.until(lambda jobs: "cannot sleep" in jobs["b"]["note"])
+        assert waiting["a"]["phase"] == "awake"
+        done = run.ended()
+    assert any("disk-full" in line and "others wait" in line for line in run.lines)
+    assert [each["outcome"] for each in done.values()] == ["done", "done"]
+
+
+def test_more_jobs_than_flash_begin_when_others_are_over(managed):
+    jobs = [{"name": name, "how": "steps=30"} for name in "ab"]
+    with managed(*jobs, flash_capacity="100MiB") as run:
+        waiting = run.until(is_in("a", "awake"))
+        assert "160.00 MiB of memory might have to sleep" in waiting["b"]["note"]
+        assert "flash has 100.00 MiB" in waiting["b"]["note"]
+        done = run.ended()
+    assert run.good
+    assert done["a"]["sleeps"] == 0
+
+
+def test_flash_that_is_not_there_is_said_before_anything_begins(disk_path):
+    description = described(disk_path, {"name": "a"}, flash_capacity="900PB")
+    with pytest.raises(ConfigError, match=r"flash_capacity is .* TiB, and .* free"):
+        Manager(description, state=str(disk_path / "state"))
+    shutil.rmtree(disk_path / "flash")
+    with pytest.raises(ConfigError, match="no directory that can be written"):
+        Manager(description, state=str(disk_path / "state"))
+
+
+def test_a_program_that_cannot_be_begun_is_told(disk_path):
+    with Manager(
+        described(disk_path, {"name": "a"}),
+        state=str(disk_path / "state"),
+        command=lambda *_: ["/no/such/program"],
+    ) as manager:
+        assert not manager.run()
+        (job,) = manager.status()["jobs"]
+    assert "cannot be begun" in job["told"]
+    assert "/no/such/program" in job["told"]
+
+
+def test_a_state_directory_that_is_deleted_by_hand_is_said_and_jobs_go_on(managed, disk_path):
+    jobs = [{"name": name, "how": "steps=80"} for name in "ab"]
+    with managed(*jobs) as run:
+        run.until(lambda jobs: jobs["a"]["sleeps"] and jobs["b"]["sleeps"])
+        while (disk_path / "state").exists():  # its manager may be writing there
+            shutil.rmtree(disk_path / "state", ignore_errors=True)
+        done = run.ended()
+    assert run.good, done
+    assert any("the directory was deleted: jobs go on" in line for line in run.lines)
+
+
+def test_one_directory_has_one_manager(managed, disk_path):
+    with managed({"name": "a", "how": "steps=100000"}) as run:
+        run.until(is_in("a", "awake"))
+        with pytest.raises(ConfigError, match="has a manager already"):
+            Manager(described(disk_path, {"name": "a"}), state=str(disk_path / "state"))
+        run.client.stop()
+        run.ended()
+
+
+# -- killed, and started again --------------------------------------------------------------------
+
+TOML = """
+[machine]
+memory = "140MiB"
+flash = "flash"
+slice = "150ms"
+asleep = "20MiB"
+grace = "1s"
+"""
+
+
+@pytest.fixture
+def killed(disk_path):
+    """A manager of jobs that was killed while one slept; the jobs are ended in the end."""
+    (disk_path / "script.py").touch()
+    (disk_path / "flash").mkdir()
+    text = TOML + "".join(
+        f'[[job]]\nname = "{name}"\nscript = "script.py"\nmemory = "80MiB"\n'
+        f'args = ["mib=64", "steps=150"]\n'
+        for name in "ab"
+    )
+    (disk_path / "jobs.toml").write_text(text)
+    process = started(disk_path)
+    client = Client(disk_path / "state")
+    pids = []
+    try:
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            try:
+                jobs = client.status()["jobs"]
+            except JobError:
+                continue
+            if sorted(each["phase"] for each in jobs) == ["asleep", "awake"]:
+                break
+        pids = [each["pid"] for each in jobs]
+        process.kill()
+        process.wait()
+        yield {each["name"]: each for each in jobs}
+    finally:
+        process.kill()
+        process.communicate()
+        for pid in pids:
+            if b"fake_job" in cmdline(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def started(folder):
+    program = Path(__file__).with_name("manager_program.py")
+    return subprocess.Popen(
+        [sys.executable, program, "jobs.toml", "state"],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def cmdline(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_a_killed_manager_is_started_again_and_finds_its_jobs(killed, disk_path):
+    held = {name: held_bytes(each["pid"]) for name, each in killed.items()}
+    time.sleep(0.5)  # nobody is woken without a manager
+    sleeper = next(name for name, each in killed.items() if each["phase"] == "asleep")
+    assert held_bytes(killed[sleeper]["pid"]) == pytest.approx(held[sleeper], abs=MIB)
+    out, _ = started(disk_path).communicate(timeout=60)
+    result = json.loads(out.splitlines()[-1])
+    assert "found again, process" in out
+    assert result["most"] <= 140 * MIB
+    for job in result["status"]["jobs"]:
+        assert (job["outcome"], job["exit_code"], job["steps"]) == ("done", 0, 150)
+        assert str(killed[job["name"]]["pid"]) in Path(job["log"]).read_text()  # the same process
+
+
+def test_jobs_that_ended_without_a_manager_are_known(killed, disk_path):
+    awake = next(each for each in killed.values() if each["phase"] == "awake")
+    asleep = next(each for each in killed.values() if each["phase"] == "asleep")
+    os.kill(asleep["pid"], signal.SIGKILL)
+    end = time.monotonic() + 20
+    while Identity(awake["pid"], 0).pid and cmdline(awake["pid"]) and time.monotonic() < end:
+        time.sleep(0.02)  # it goes on to its end by itself
+    out, _ = started(disk_path).communicate(timeout=60)
+    jobs = {each["name"]: each for each in json.loads(out.splitlines()[-1])["status"]["jobs"]}
+    assert jobs[awake["name"]]["outcome"] == "done"
+    assert jobs[asleep["name"]]["outcome"] == "failed"
+    assert "is gone" in jobs[asleep["name"]]["told"]
+
+
+def test_another_process_that_got_the_number_is_not_taken_for_the_job(killed, disk_path):
+    record = disk_path / "state/record.json"
+    document = json.loads(record.read_text())
+    for job in document["jobs"]:
+        job["pid"] = os.getpid()  # lives, but began at another time
+    record.write_text(json.dumps(document))
+    out, _ = started(disk_path).communicate(timeout=60)
+    jobs = json.loads(out.splitlines()[-1])["status"]["jobs"]
+    assert all(each["outcome"] == "failed" and "is gone" in each["told"] for each in jobs)
+
+
+def test_a_job_that_was_begun_but_not_recorded_is_found_by_its_lock(killed, disk_path):
+    record = disk_path / "state/record.json"
+    document = json.loads(record.read_text())
+    for job in document["jobs"]:
+        job.update(phase="waiting", pid=0, start_ticks=0)
+    record.write_text(json.dumps(document))
+    out, _ = started(disk_path).communicate(timeout=60)
+    jobs = json.loads(out.splitlines()[-1])["status"]["jobs"]
+    assert [each["steps"] for each in jobs] == [150, 150]
+    assert out.count("found again") == 2
+
+
+def test_ctrl_c_ends_all_in_order_and_hanging_up_leaves_them(killed, disk_path):
+    process = started(disk_path)
+    Running(disk_path).until(lambda jobs: all(each["phase"] != "starting" for each in jobs))
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=30)
+    assert all(b"fake_job" in cmdline(each["pid"]) for each in killed.values())
+    process = started(disk_path)
+    Running(disk_path).until(lambda jobs: all(each["phase"] != "starting" for each in jobs))
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert "stops its jobs" in out
+    result = json.loads(out.splitlines()[-1])
+    assert result["most"] <= MEMORY_MIB * MIB  # who slept was woken within the budget
+    assert [each["outcome"] for each in result["status"]["jobs"]] == ["stopped", "stopped"]
+    assert not any("SIGKILL" in each["told"] for each in result["status"]["jobs"])
+    assert not any(cmdline(each["pid"]) for each in killed.values())
+
+
+class Running:
+    """A manager in another process."""
+
+    def __init__(self, folder):
+        self._client = Client(folder / "state")
+
+    def until(self, what):
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            with suppress(JobError):
+                if what(self._client.status()["jobs"]):
+                    return
+            time.sleep(0.01)
+        raise AssertionError("it did not come to that")
+
+
+def test_a_durable_job_whose_process_is_gone_is_begun_again(killed, disk_path):
+    for each in killed.values():
+        os.kill(each["pid"], signal.SIGKILL)
+    text = (disk_path / "jobs.toml").read_text()
+    (disk_path / "jobs.toml").write_text(text.replace("[[job]]", "[[job]]\ndurable = true", 1))
+    end = time.monotonic() + 10
+    while any(cmdline(each["pid"]) for each in killed.values()) and time.monotonic() < end:
+        time.sleep(0.01)
+    out, _ = started(disk_path).communicate(timeout=60)
+    jobs = json.loads(out.splitlines()[-1])["status"]["jobs"]
+    assert (jobs[0]["outcome"], jobs[0]["steps"]) == ("done", 150)
+    assert jobs[1]["outcome"] == "failed"
+    assert "begins again from what was kept" in out
+
+
+def test_a_durable_job_resumes_only_from_what_was_kept(tmp_path):
+    spec = JobSpec(name="a", script="x.py", durable=True, args=("1",), options=("--floor", "1MiB"))
+    machine = Machine(memory="1GiB", flash="/nvme")
+    kept = tmp_path / "kept"
+    command = run_command(spec, machine, "channel", str(kept))
+    assert command[1:] == [
+        *("-m", "penstock", "run", "--channel", "channel", "--flash", "/nvme"),
+        *("--state", str(kept), "--floor", "1MiB", "x.py", "1"),
+    ]
+    kept.mkdir()
+    (kept / "run.json").touch()
+    assert "--resume" in run_command(spec, machine, "channel", str(kept))
+
+
+def test_jobs_that_live_must_be_described(killed, disk_path):
+    description = described(disk_path, {"name": "other"})
+    with pytest.raises(
+        ConfigError, match=r"job '[ab]' of an earlier manager may live, process \d+"
+    ):
+        Manager(description, state=str(disk_path / "state"))
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"schema": 9}', '{"schema": 1, "jobs": [{"name": "a"}]}']
+)
+def test_a_damaged_record_is_said(disk_path, text):
+    StateDirectory(disk_path / "state").close()
+    (disk_path / "state/record.json").write_text(text)
+    with pytest.raises(JobError, match="remove the directory"):
+        Manager(described(disk_path, {"name": "a"}), state=str(disk_path / "state"))

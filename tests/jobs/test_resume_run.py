@@ -1,0 +1,216 @@
+"""`penstock run --state DIR`: a suspended run survives its process, and goes on to the same bits."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from offload_runs import session_in
+from penstock.checkpoint import Checkpointer, training_state
+from penstock.checkpoint.listeners import listeners
+from penstock.core.errors import CheckpointError, ConfigError, SuspendError
+from penstock.jobs.keeper import Keeper, Record
+from penstock.jobs.signals import Sleeper
+
+SCRIPT = """
+import os, sys, time, torch
+from penstock.checkpoint import Checkpointer, training_state
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)), torch.nn.Dropout(0.1))
+optimizer = torch.optim.AdamW(model.parameters())
+checkpoints = Checkpointer("run") if "own" in sys.argv else None
+first = 0
+if checkpoints:
+    resumed = checkpoints.load(training_state(model=model, optimizer=optimizer))
+    first = resumed["step"] if resumed else 0
+for step in range(first, 8):
+    while step == 4 and not os.path.exists("go"):
+        time.sleep(0.01)
+    optimizer.zero_grad(set_to_none=False)
+    model(torch.randn(8, 256)).square().mean().backward()
+    optimizer.step()
+    print(step, flush=True)
+    if checkpoints and checkpoints.due(step + 1):
+        checkpoints.save(step + 1, training_state(model=model, optimizer=optimizer, step=step + 1))
+print("sum", sum(float(each.detach().double().sum()) for each in model.parameters()), flush=True)
+"""
+
+
+@contextmanager
+def started(folder, *options, words=()):
+    """Under ``penstock run``; it waits before its fifth step until there is a file ``go``."""
+    (folder / "spill").mkdir(exist_ok=True)
+    (folder / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "penstock", "run", "--flash", "spill", *options, "script.py"]
+    process = subprocess.Popen(
+        [*command, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("words", "first"), [(("own",), 5), pytest.param((), 0, marks=pytest.mark.slow)]
+)
+def test_killed_in_its_sleep_it_goes_on_to_the_same_bits(
+    disk_path, monkeypatch, capsys, one_thread, *, words, first
+):
+    with started(disk_path, "--state", "kept", words=words) as process:
+        assert [process.stdout.readline() for _ in range(4)] == ["0\n", "1\n", "2\n", "3\n"]
+        process.send_signal(signal.SIGUSR1)
+        (disk_path / "go").touch()
+        told = next(line for line in process.stderr if "suspended process" in line)
+        assert re.search(r"MiB on flash", told)
+        process.kill()
+    with started(disk_path, "--state", "kept", "--resume", words=words) as process:
+        out, error = process.communicate(timeout=120)
+        assert process.returncode == 0, error
+        assert "resumed" in error
+    assert not (disk_path / "kept/run.json").exists()  # it has ended
+    shutil.rmtree(disk_path / "run", ignore_errors=True)
+    whole = plainly(disk_path, monkeypatch, capsys)
+    assert out.splitlines() == whole[first:]
+
+
+def plainly(folder, monkeypatch, capsys):
+    """What the script prints without all this."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.argv", ["script.py"])
+    exec(compile(SCRIPT, "script.py", "exec"), {"__name__": "__main__"})
+    return capsys.readouterr().out.splitlines()
+
+
+# -- in one process -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def keeper_for(disk_path):
+    """``keeper_for(resume=..., words=...)``, and what it tells."""
+    (disk_path / "script.py").write_text("steps = 3\n")
+    lines = []
+
+    def make(*, resume=False, words=("script.py",)):
+        script = str(disk_path / "script.py")
+        record = Record(str(disk_path / "kept"), words=list(words), script=script)
+        return Keeper(record, resume=resume, tell=lines.append)
+
+    make.lines = lines
+    yield make
+    listeners.clear()
+
+
+def training(disk_path, keeper, *, steps, seed=0, sleep_at=None, checkpoints=None):
+    """Trains; sleeps for a moment where it is told to. Returns the weights."""
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(256, 256)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    (disk_path / "spill").mkdir(exist_ok=True)
+    with session_in(disk_path / "spill", model, optimizer) as session:
+        sleeper = Sleeper(session, tell=keeper_lines.append, keeper=keeper)
+        first = 0
+        if checkpoints is not None:
+            resumed = checkpoints.load(training_state(model=model, optimizer=optimizer))
+            first = 0 if resumed is None else resumed["step"]
+        for step in range(first, steps):
+            optimizer.zero_grad()
+            if step == sleep_at:
+                sleeper.asked = True
+                wake_when_asleep(session, sleeper)
+            model(torch.randn(4, 256)).square().mean().backward()
+            optimizer.step()
+            if checkpoints is not None and checkpoints.due(step + 1):
+                state = training_state(model=model, optimizer=optimizer, step=step + 1)
+                checkpoints.save(step + 1, state, wait=False)
+    return model.weight.detach().clone()
+
+
+keeper_lines = []
+
+
+def wake_when_asleep(session, sleeper):
+    """Instead of a signal: it looks often whether it is to sleep on."""
+    looked = []
+
+    class Woken(Sleeper):
+        @property
+        def _is_to_sleep(self):
+            looked.append(session.suspended is not None)
+            return not any(looked)
+
+    sleeper.__class__ = Woken
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    keeper_lines.clear()
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_steps_done_again_are_compared_to_the_last_bit(disk_path, keeper_for):
+    expected = training(disk_path, keeper_for(), steps=5, sleep_at=2)
+    listeners.clear()
+    again = training(disk_path, keeper_for(resume=True), steps=5)
+    assert torch.equal(again, expected)
+    assert any(
+        "3 steps were done again, and all bits are the same" in each for each in keeper_for.lines
+    )
+    listeners.clear()
+    with pytest.raises(
+        SuspendError, match=r"of \d+ parts are not what they were .* not deterministic"
+    ):
+        training(disk_path, keeper_for(resume=True), steps=5, seed=1)
+
+
+def test_a_script_with_a_checkpointer_saves_and_sleeps_then(disk_path, keeper_for):
+    with Checkpointer(disk_path / "run") as checkpoints:
+        keeper = keeper_for()
+        keeper.opened()
+        expected = training(disk_path, keeper, steps=5, sleep_at=2, checkpoints=checkpoints)
+        assert [each.step for each in checkpoints.checkpoints()] == [3]
+        assert any("suspended process" in line for line in keeper_lines)
+        listeners.clear()
+        again = training(disk_path, keeper_for(resume=True), steps=5, checkpoints=checkpoints)
+        assert torch.equal(again, expected)
+        listeners.clear()
+        with pytest.raises(SuspendError, match="trains without having loaded its checkpoint"):
+            training(disk_path, keeper_for(resume=True), steps=5)
+
+
+def test_what_was_deleted_by_hand_is_said(disk_path, keeper_for):
+    with Checkpointer(disk_path / "run") as checkpoints:
+        keeper = keeper_for()
+        keeper.opened()
+        training(disk_path, keeper, steps=5, sleep_at=2, checkpoints=checkpoints)
+        shutil.rmtree(disk_path / "run/step-000000000003")
+    with pytest.raises(
+        CheckpointError, match=r"step-000000000003' is not whole|not whole any more"
+    ):
+        keeper_for(resume=True)
+    os.unlink(disk_path / "kept/run.json")
+    with pytest.raises(ConfigError, match="is not there: this run was never suspended"):
+        keeper_for(resume=True)
+
+
+def test_another_run_or_script_is_refused(disk_path, keeper_for):
+    training(disk_path, keeper_for(), steps=3, sleep_at=1)
+    with pytest.raises(ConfigError, match="of another script and arguments"):
+        keeper_for(resume=True, words=("script.py", "--other"))
+    (disk_path / "script.py").write_text("steps = 4\n")
+    with pytest.raises(ConfigError, match="the script has changed since"):
+        keeper_for(resume=True)
+    (disk_path / "kept/run.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        keeper_for(resume=True)
