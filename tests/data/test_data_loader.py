@@ -467,3 +467,35 @@ def test_an_unknown_policy_is_refused(rows):
     path, _ = rows(4)
     with pytest.raises(ConfigError, match="on_error is 'ignore'"):
         FlashDataset(path, on_error="ignore")
+
+
+# -- large batches --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["sequential", "window", "full"])
+def test_batches_that_are_kept_keep_their_bytes(rows, order):
+    """Their memory is used again only when they are dropped; also after the loader is closed."""
+    path, array = rows(96, 65536)
+    with FlashLoader(FlashDataset(path, memory="12MiB"), 16, order=order) as loader:
+        kept = list(loader)
+        dropped = [numbers(batch) for batch in loader]
+        reused = loader._plant._batches
+        assert reused.used_bytes == 96 * 65536
+    for batch in kept:
+        assert np.array_equal(batch.numpy(), array[numbers(batch)])
+    assert sorted(flat(dropped)) == sorted(flat(map(numbers, kept))) == list(range(96))
+    del batch, kept
+    gc.collect()
+    assert reused.used_bytes == reused.touched_bytes == 0
+
+
+def test_small_batches_are_made_together(rows):
+    """Each is a tensor of its own: of its own length, and written to without touching others."""
+    path, array = rows(400, 1024)
+    with FlashLoader(FlashDataset(path, memory="4MiB"), 8, order="window") as loader:
+        assert loader._lump == 8
+        batches = list(loader)
+    for batch in batches:
+        assert batch.untyped_storage().nbytes() == 8 * 1024
+        assert np.array_equal(batch.numpy(), array[numbers(batch)])
+        batch[:, 4:] = 0

@@ -15,7 +15,7 @@ from penstock.core.errors import ClosedError, PenstockWarning
 from penstock.data.dataset import FlashDataset, _from_state, _state
 from penstock.data.depth import Depth
 from penstock.data.order import Epoch, Order, Share, Tail
-from penstock.data.plant import Plant, choose_order
+from penstock.data.plant import Plant, choose_order, lump_of
 from penstock.data.stream import Stream, Tally
 from penstock.data.values import nbytes_of, pinned, to_torch
 
@@ -63,7 +63,7 @@ class FlashLoader:
             decode_threads: That decode a batch together.
             decode_processes: The same in processes, for functions that hold the interpreter's lock.
             pin_memory: Batches in page-locked memory, for CUDA.
-            ready: Most decoded batches to have waiting.
+            ready: Most decoded batches to have waiting; of small ones some more, a MiB each time.
 
         Raises:
             ConfigError: Something makes no sense.
@@ -80,9 +80,11 @@ class FlashLoader:
         )
         self._bfloat16 = dataset.bfloat16_fields(self._assembler)
         self._ready = max(1, ready)
-        self._waiting = self._ready + 1  # one is being made
+        self._lump = lump_of(self._assembler, batch_size, dataset.memory_bytes)
+        self._waiting = (self._ready + 1) * self._lump  # one lump is being made
         known_bytes = self._assembler.decoded_bytes() * batch_size
         self._plant: Plant | None = dataset.plant(known_bytes * self._waiting)
+        self._assembler.room = self._plant.batch_room
         ring_bytes = self._plant.ring.limit_bytes
         self.order = (
             order
@@ -197,6 +199,7 @@ class FlashLoader:
             tally=self._tally,
             policy=self.dataset.on_error,
             ready=self._ready,
+            lump=self._lump,
             on_value=self._finish,
         )
 

@@ -150,11 +150,20 @@ class Epoch:
         short = self.samples - (count - 1) * size
         if short == size:
             chunk, inside = np.divmod(places, size)
-            return self._chunks(chunk) * size + inside
+            return self._chunk_at(chunk) * size + inside
         at = self._place_of_last(count)
         later = places >= at * size + short
         chunk, inside = np.divmod(places + np.where(later, size - short, 0), size)
-        return self._chunks(chunk) * size + inside
+        return self._chunk_at(chunk) * size + inside
+
+    def _chunk_at(self, places: Numbers) -> Numbers:
+        """Samples of a window are of few chunks: each is computed once."""
+        if not len(places):
+            return places
+        low, high = int(places.min()), int(places.max())
+        if high - low >= len(places):
+            return self._chunks(places)
+        return self._chunks(np.arange(low, high + 1))[places - low]
 
     def _place_of_last(self, count: int) -> int:
         """Where the permutation of chunks has the last one."""

@@ -1,4 +1,11 @@
-"""What reads for one process: an engine, a ring and a reader, within the memory that the user gave."""
+"""What reads for one process: an engine, a ring and a reader, within the memory that the user gave.
+
+[Note: batch memory]
+    A batch that is new memory each time costs a fault for each of its pages; and where a virtual machine
+    returns pages that nobody uses to its host, taking them again costs fifty times as much. So large ones
+    are blocks of an arena, which are free when the last tensor that refers to them dies. Of what is free,
+    no more is kept than is set aside for batches that wait.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +13,19 @@ import math
 import os
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.core.errors import BudgetError
 from penstock.core.units import format_bytes, round_down
+from penstock.data.assemble import Assembler
 from penstock.data.build import Opened
 from penstock.data.index import Index
 from penstock.data.order import Kind, Order
 from penstock.data.reader import Reader
 from penstock.data.ring import Ring
 from penstock.io.aio import default_engine
+from penstock.io.arena import Arena
 from penstock.io.engine import Engine
 from penstock.io.mapping import PAGE_BYTES
 
@@ -21,7 +33,18 @@ CHUNK_BYTES: Final = 128 << 10
 """Random reads of this length are about as fast as sequential ones."""
 _WINDOW_SHARE: Final = 0.45
 """Of the ring: the next window arrives while one is used."""
-_DEPTH: Final = 4
+_DEPTH: Final = 6
+"""Slices of reads that the kernel has at once. Less ends before the engine's thread, which waits for the
+interpreter's lock for up to 5 ms, has handed over more. With more, two windows are read together and end
+together, and then nothing is read while they are decoded."""
+_PIECE_BYTES: Final = 4 << 20
+"""The longest slice."""
+LUMP_BYTES: Final = 1 << 20
+LEAST_REUSED_BYTES: Final = 1 << 20
+_MOST_BATCH_BYTES: Final = 1 << 40
+"""Of address space."""
+_LUMP_SHARE: Final = 1 / 64
+"""Of the memory: less, where there is little."""
 _WORKINGS_SHARE: Final = 1 / 16
 """Of the memory: for plans, the kernel's blocks, and what the allocator does not reuse at once."""
 
@@ -64,12 +87,13 @@ class Plant:
         self._index = opened.index
         self._check()
         self.ring = Ring(self._room())
-        self._own = default_engine(_DEPTH) if engine is None else None
+        self._own = default_engine(_DEPTH, _PIECE_BYTES) if engine is None else None
         self.engine = engine if self._own is None else self._own
         assert self.engine is not None
         self.reader = Reader(
             opened, self.ring, self.engine, verify=verify, memory_bytes=self.memory_bytes
         )
+        self._batches: Arena | None = None
         self.pid = os.getpid()
 
     @property
@@ -86,10 +110,30 @@ class Plant:
         self._check()
         self.ring.limit_bytes = min(self.ring.limit_bytes, round_down(self._room(), PAGE_BYTES))
 
+    def batch_room(self, nbytes: int) -> NDArray[np.uint8]:
+        """Memory for a batch, used again when the batch is dropped; see [Note: batch memory].
+
+        Thread-safe. Contents are undefined.
+        """
+        if nbytes < LEAST_REUSED_BYTES:
+            return np.empty(nbytes, np.uint8)
+        if self._batches is None:
+            self._batches = Arena(_MOST_BATCH_BYTES, owner="batches")
+        idle = self._batches.touched_bytes - self._batches.used_bytes
+        if idle > max(self.waiting_bytes, nbytes):
+            self._batches.trim(idle - self.waiting_bytes)
+        block = self._batches.allocate(nbytes)
+        return np.empty(nbytes, np.uint8) if block is None else block.lend(0, nbytes)
+
     def close(self) -> None:
-        """End the engine, if it is our own, and give the memory back. Nothing may be under way."""
+        """End the engine, if it is our own, and give the memory back. Nothing may be under way.
+
+        Batches that were handed over stay what they are.
+        """
         if os.getpid() != self.pid:
             return
+        if self._batches is not None:
+            self._batches.close()
         self.reader.close()
         if self._own is not None:
             self._own.close()
@@ -114,6 +158,14 @@ class Plant:
                 limit_bytes=self.memory_bytes,
                 least_bytes=least,
             )
+
+
+def lump_of(values: Assembler, batch_size: int, memory_bytes: int) -> int:
+    """How many batches are decoded and handed over together: so many as make a MiB."""
+    if not values.alike:
+        return 1
+    most_bytes = min(LUMP_BYTES, int(memory_bytes * _LUMP_SHARE))
+    return max(1, most_bytes // max(1, values.decoded_bytes() * batch_size))
 
 
 def choose_order(
