@@ -148,13 +148,13 @@ class FlashDataset(torch_data.Dataset[Any]):
             processes=processes,
         )
 
-    def plant(self, waiting_bytes: int = 0) -> Plant:
-        """What reads in this process. For the loaders."""
+    def plant(self, waiting_bytes: int = 0, engine: Engine | None = None) -> Plant:
+        """What reads in this process, by this engine if there is one. For the loaders."""
         info = torch_data.get_worker_info()
         return Plant(
             self.opened,
             self.memory_bytes,
-            engine=self._engine if info is None else None,
+            engine=(engine or self._engine) if info is None else None,
             verify=self.verify,
             waiting_bytes=waiting_bytes,
             sharers=1 if info is None else info.num_workers,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,24 @@ from penstock.data.order import Epoch, Order, Share, Tail
 from penstock.data.plant import Plant, choose_order, lump_of
 from penstock.data.stream import Stream, Tally
 from penstock.data.values import nbytes_of, pinned, to_torch
+from penstock.io.engine import Engine
+
+_SETTLED: Final = 8
+"""Batches after which the measured demand counts: first steps are slow."""
+
+
+class Lender(Protocol):
+    """A session, as a loader sees it: see :class:`penstock.Session`."""
+
+    @property
+    def engine(self) -> Engine | None:
+        """To be shared; None: it has none that reads into host memory."""
+
+    def add_loader(self, loader: FlashLoader, /) -> None:
+        """This loader reads from now on."""
+
+    def discard_loader(self, loader: FlashLoader, /) -> None:
+        """It reads no more."""
 
 
 class FlashLoader:
@@ -47,6 +65,8 @@ class FlashLoader:
         decode_processes: int = 0,
         pin_memory: bool = False,
         ready: int = 2,
+        session: Lender | None = None,
+        demand: float = 0.0,
     ) -> None:
         """Say what to deliver; nothing is read yet.
 
@@ -64,10 +84,16 @@ class FlashLoader:
             decode_processes: The same in processes, for functions that hold the interpreter's lock.
             pin_memory: Batches in page-locked memory, for CUDA.
             ready: Most decoded batches to have waiting; of small ones some more, a MiB each time.
+            session: An open session of :func:`penstock.offload`, whose engine reads for this loader, too:
+                what the session needs goes first, but for what the training waits for; and its plans
+                leave to the loader what that needs of flash. Close the loader before it.
+            demand: Bytes per second that the training will take, if they are known before they have been
+                measured; for those plans.
 
         Raises:
             ConfigError: Something makes no sense.
             BudgetError: There is too little memory.
+            ClosedError: The session is not open.
         """
         if rank is None or world is None:
             inside = dist.is_available() and dist.is_initialized()
@@ -83,7 +109,10 @@ class FlashLoader:
         self._lump = lump_of(self._assembler, batch_size, dataset.memory_bytes)
         self._waiting = (self._ready + 1) * self._lump  # one lump is being made
         known_bytes = self._assembler.decoded_bytes() * batch_size
-        self._plant: Plant | None = dataset.plant(known_bytes * self._waiting)
+        self._session = session
+        self._demand_bytes_per_s = demand
+        engine = None if session is None else session.engine
+        self._plant: Plant | None = dataset.plant(known_bytes * self._waiting, engine)
         self._assembler.room = self._plant.batch_room
         ring_bytes = self._plant.ring.limit_bytes
         self.order = (
@@ -106,6 +135,8 @@ class FlashLoader:
         self._depth = Depth()
         self._tally = Tally()
         self._stream: Stream | None = None
+        if session is not None:
+            session.add_loader(self)
 
     def __len__(self) -> int:
         """Batches of this rank in an epoch."""
@@ -155,6 +186,16 @@ class FlashLoader:
         return self._tally.data_bytes / self._tally.batches / self._depth.step_s
 
     @property
+    def read_demand_bytes_per_s(self) -> float:
+        """The same in what is read of flash: blocks and gaps included; what was declared, at first."""
+        if self._tally.batches < _SETTLED:
+            return self._demand_bytes_per_s
+        reader = None if self._plant is None else self._plant.reader
+        if reader is None or not reader.wanted_bytes:
+            return 0.0
+        return self.demand_bytes_per_s * reader.read_bytes / reader.wanted_bytes
+
+    @property
     def held_bytes(self) -> int:
         """Bytes that are held now, in index, ring, and batches that wait."""
         return self._plant.held_bytes if self._plant is not None else 0
@@ -175,6 +216,8 @@ class FlashLoader:
     def close(self) -> None:
         """End the thread, and give back memory and files. Idempotent."""
         self._end_stream()
+        if self._session is not None:
+            self._session.discard_loader(self)
         self._assembler.close()
         plant, self._plant = self._plant, None
         if plant is not None:

@@ -37,8 +37,6 @@ _DEPTH: Final = 6
 """Slices of reads that the kernel has at once. Less ends before the engine's thread, which waits for the
 interpreter's lock for up to 5 ms, has handed over more. With more, two windows are read together and end
 together, and then nothing is read while they are decoded."""
-_PIECE_BYTES: Final = 4 << 20
-"""The longest slice."""
 LUMP_BYTES: Final = 1 << 20
 LEAST_REUSED_BYTES: Final = 1 << 20
 _MOST_BATCH_BYTES: Final = 1 << 40
@@ -87,7 +85,7 @@ class Plant:
         self._index = opened.index
         self._check()
         self.ring = Ring(self._room())
-        self._own = default_engine(_DEPTH, _PIECE_BYTES) if engine is None else None
+        self._own = default_engine(_DEPTH) if engine is None else None
         self.engine = engine if self._own is None else self._own
         assert self.engine is not None
         self.reader = Reader(

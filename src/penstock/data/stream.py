@@ -117,6 +117,8 @@ class Stream:
         self._next_step: Step | None = next(steps, None)
         self._candidate: tuple[list[Step], Plan] | None = None
         self._under_way = 0
+        self._awaited: Pending | None = None  # by the thread of the stream
+        self._waiting = False  # whoever takes, for a batch
         self._full = False  # the ring, until a group is freed
         self._arrived_ns = 0
         self._taken_ns = 0
@@ -128,7 +130,11 @@ class Stream:
         asked_ns = self._clock.now_ns()
         with self._changed:
             while not self._ready and not self._over:
+                self._waiting = True
+                if self._awaited is not None:
+                    self._awaited.urge()
                 self._changed.wait()
+            self._waiting = False
             found = self._ready.popleft() if self._ready else None
             self._changed.notify_all()
         if found is None:
@@ -175,7 +181,10 @@ class Stream:
             self._changed.notify_all()
 
     def _deliver(self, fetch: _Fetch) -> None:
-        group = fetch.pending.wait(self._policy)
+        with self._changed:
+            self._awaited, urgent = fetch.pending, self._waiting
+        group = fetch.pending.wait(self._policy, urgent=urgent)
+        self._awaited = None
         try:
             since = max(fetch.begun_ns, self._arrived_ns)
             self._arrived_ns = max(self._arrived_ns, fetch.arrived_ns)
