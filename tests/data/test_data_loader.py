@@ -131,6 +131,25 @@ def test_worlds_that_come_and_go_deliver_each_sample_once(tmp_path_factory, data
     assert sorted(seen) == list(range(211))
 
 
+def test_who_counts_batches_and_does_not_ask_for_more_has_the_next_epoch(rows):
+    """As Lightning does: the last batch ends the epoch, for the next pass and for the state."""
+    path, _ = rows(40)
+    with FlashLoader(FlashDataset(path), 8, order="full", seed=1) as loader:
+        expected = [epoch_of(loader) for _ in range(3)]
+        loader.set_epoch(0)
+        for epoch in range(2):
+            batches = iter(loader)
+            counted = [numbers(next(batches)) for _ in range(len(loader))]
+            assert flat(counted) == expected[epoch]
+        state = loader.state_dict()
+        assert (state["epoch"], state["consumed"]) == (2, 0)
+        loader.load_state_dict(state)
+        assert epoch_of(loader) == expected[2]
+    stream = FlashIterable(FlashDataset(path), 8)
+    assert stream.state_after(5)["epoch"] == 1
+    assert stream.state_after(4)["consumed"] == 32
+
+
 def test_a_state_of_another_data_set_is_refused(rows):
     path, _ = rows(10)
     loader = FlashLoader(FlashDataset(path), 2)

@@ -211,7 +211,7 @@ def decoder_of(index: Index) -> Decode:
 
 
 def _decoder(name: str, meta: Mapping[str, Any]) -> Decode:
-    if name == "packed":
+    if name == "packed" and meta["source"] != "parquet":
         return _decoder(meta["source"], meta["meta"])
     if name == "webdataset":
         return _webdataset

@@ -14,8 +14,9 @@ from torch.utils.data import default_collate
 from penstock.core.errors import ClosedError, PenstockWarning
 from penstock.data.dataset import FlashDataset, _from_state, _state
 from penstock.data.depth import Depth
-from penstock.data.order import Epoch, Order, Share, Tail
+from penstock.data.order import BatchNumbers, Epoch, Order, Share, Tail
 from penstock.data.plant import Plant, choose_order, lump_of
+from penstock.data.rates import rates_of
 from penstock.data.stream import Stream, Tally
 from penstock.data.values import nbytes_of, pinned, to_torch
 from penstock.io.engine import Engine
@@ -48,7 +49,11 @@ class FlashLoader:
     Attributes:
         epoch: Of the pass that is under way, or of the next.
         order: In which samples are delivered.
+        rates: What ``order="auto"`` was decided by; None: by the length of samples.
     """
+
+    sampler: None = None  # Accelerate asks for these two, as torch's loader has them
+    prefetch_factor: None = None
 
     def __init__(
         self,
@@ -73,7 +78,8 @@ class FlashLoader:
         Args:
             dataset: The data set, with its memory.
             batch_size: Samples in a batch of one rank.
-            order: ``auto``: a full shuffle where flash delivers it at full speed, else windows; ``full``,
+            order: ``auto``: a full shuffle where flash delivers it at full speed (that is measured once,
+                and kept beside the index), else windows; ``full``,
                 ``window``, ``sequential``; or an :class:`Order`.
             seed: Of the order.
             rank: Which of the world's processes this is; torch.distributed's if None.
@@ -99,7 +105,7 @@ class FlashLoader:
             inside = dist.is_available() and dist.is_initialized()
             rank = (dist.get_rank() if inside else 0) if rank is None else rank
             world = (dist.get_world_size() if inside else 1) if world is None else world
-        self.dataset = dataset
+        self.dataset, self.collate_fn = dataset, collate_fn
         self.share = Share(batch_size=batch_size, rank=rank, world=world, tail=tail)
         self._assembler = dataset.assembler(
             collate_fn, threads=decode_threads, processes=decode_processes
@@ -115,11 +121,20 @@ class FlashLoader:
         self._plant: Plant | None = dataset.plant(known_bytes * self._waiting, engine)
         self._assembler.room = self._plant.batch_room
         ring_bytes = self._plant.ring.limit_bytes
+        # ranks must agree: where there are several, the length of samples decides
+        alone = order == "auto" and world == 1
+        self.rates = rates_of(dataset.opened, self._plant.reader) if alone else None
         self.order = (
             order
             if isinstance(order, Order)
             else choose_order(
-                order, dataset.index, ring_bytes, seed=seed, batch_size=batch_size, world=world
+                order,
+                dataset.index,
+                ring_bytes,
+                seed=seed,
+                batch_size=batch_size,
+                world=world,
+                rates=self.rates,
             )
         )
         self.epoch = 0
@@ -154,8 +169,8 @@ class FlashLoader:
             ClosedError: The loader is closed.
         """
         self._end_stream()
-        if not self._resume:
-            self._consumed = 0
+        if not self._resume:  # who counts batches does not come back to hear that there are no more
+            self.epoch, self._consumed = self.epoch + self._is_over(), 0
         self._resume = False
         stream = self._stream = self._begin()
         return self._batches(stream)
@@ -164,9 +179,19 @@ class FlashLoader:
         """The next pass is of this epoch, from its beginning; else epochs are counted."""
         self.epoch, self._consumed, self._resume = epoch, 0, False
 
+    @property
+    def batch_sampler(self) -> BatchNumbers:
+        """Which samples the batches of this epoch have, for torch's loader.
+
+        Accelerate, and with it Hugging Face's Trainer, skips by it what a resumed run has trained on.
+        """
+        return BatchNumbers(self.order, self.share, len(self.dataset), self.epoch)
+
     def state_dict(self) -> dict[str, Any]:
         """How far the training has come: a few numbers. Batches that only wait do not count."""
-        return _state(self.order, self.epoch, self._consumed, len(self.dataset))
+        over = self._is_over()
+        consumed = 0 if over else self._consumed
+        return _state(self.order, self.epoch + over, consumed, len(self.dataset))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next pass goes on from there, in any world, with the order of the state.
@@ -208,6 +233,8 @@ class FlashLoader:
             "held_bytes": self.held_bytes,
             "memory_bytes": self.dataset.memory_bytes,
             "demand_bytes_per_s": self.demand_bytes_per_s,
+            "order": self.order.to_json(),
+            "rates": None if self.rates is None else asdict(self.rates),
             "batches_ahead": self._depth.batches,
             "step_s": self._depth.step_s,
             "waits": self._depth.waits,
@@ -228,6 +255,10 @@ class FlashLoader:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _is_over(self) -> bool:
+        """Whether the last batch of the epoch was delivered."""
+        return self._consumed > 0 and not self.share.count(len(self.dataset), self._consumed)
 
     def _begin(self) -> Stream:
         if self._plant is None:

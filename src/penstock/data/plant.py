@@ -22,6 +22,7 @@ from penstock.data.assemble import Assembler
 from penstock.data.build import Opened
 from penstock.data.index import Index
 from penstock.data.order import Kind, Order
+from penstock.data.rates import Rates
 from penstock.data.reader import Reader
 from penstock.data.ring import Ring
 from penstock.io.aio import default_engine
@@ -167,17 +168,25 @@ def lump_of(values: Assembler, batch_size: int, memory_bytes: int) -> int:
 
 
 def choose_order(
-    kind: Kind | str, index: Index, ring_bytes: int, *, seed: int, batch_size: int, world: int
+    kind: Kind | str,
+    index: Index,
+    ring_bytes: int,
+    *,
+    seed: int,
+    batch_size: int,
+    world: int,
+    rates: Rates | None = None,
 ) -> Order:
     """An order for so much memory.
 
-    ``auto`` is a full shuffle where samples are so long that random reads cost nothing, or where all
-    of them fit in memory; else a window. A window has as many chunks as fit in memory twice; with
-    several ranks each has a lane of its own.
+    ``auto`` is a full shuffle where random reads cost nothing, or where all samples fit in memory; else a
+    window. Whether they do, ``rates`` tell; if there are none, it is so for samples of 128 KiB and more.
+    A window has as many chunks as fit in memory twice; with several ranks each has a lane of its own.
     """
     mean = max(1, index.data_bytes // index.samples)
     if kind == "auto":
-        kind = "full" if mean >= CHUNK_BYTES else "window"
+        quick = mean >= CHUNK_BYTES if rates is None else rates.full_is_quick
+        kind = "full" if quick else "window"
     if kind == "window":
         room = int(ring_bytes * _WINDOW_SHARE)
         found = _window(index, room, mean, seed=seed, batch_size=batch_size, world=world)

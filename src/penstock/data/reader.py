@@ -125,6 +125,11 @@ class Reader:
         self._files = OrderedDict[int, DirectFile]()
         self._pid = os.getpid()
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether the first file is read past the page cache. Raises as ``start``."""
+        return self._open(0).direct
+
     def plan(self, samples: Numbers) -> Plan:
         """Which extents some samples need."""
         ranges = self.opened.index.locate(samples)
