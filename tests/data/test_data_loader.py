@@ -30,6 +30,7 @@ from penstock.core.errors import (
     WorkerError,
 )
 from penstock.data import FlashDataset, FlashIterable, FlashLoader, Order, open_index, pack
+from penstock.io.engine import EngineSpec
 from penstock.io.threads import Syscalls, ThreadEngine
 
 WINDOW = Order(kind="window", chunk_samples=8, window_chunks=16, seed=3)
@@ -375,6 +376,35 @@ def test_pinned_memory_without_a_device_is_told(rows):
     path, _ = rows(4)
     with pytest.warns(PenstockWarning, match="no CUDA device"):
         FlashLoader(FlashDataset(path), 2, pin_memory=True).close()
+
+
+def test_a_driver_that_pins_no_more_is_told_once(rows, monkeypatch):
+    """TRAPS rule 16: a failed pin degrades, with a warning."""
+    path, array = rows(40)
+
+    def refuse(value):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr("penstock.data.loader.pinned", refuse)
+    with FlashLoader(FlashDataset(path), 8) as loader:
+        loader._pin = True
+        with pytest.warns(PenstockWarning, match="plain memory from now on") as told:
+            found = list(loader)
+        assert len(told) == 1
+    assert np.array_equal(np.concatenate(found), array[flat(map(numbers, found))])
+
+
+def test_a_gpu_direct_engine_is_refused(rows):
+    """It takes addresses of device memory, and samples are decoded in host memory."""
+    path, _ = rows(4)
+
+    class Direct(ThreadEngine):
+        spec = EngineSpec(name="direct", workers=1, piece_bytes=4096, gpu_direct=True)
+
+    engine = Direct(1, 4096)
+    with pytest.raises(ConfigError, match="device memory"):
+        FlashLoader(FlashDataset(path, engine=engine), 2)
+    engine.close()
 
 
 @pytest.mark.gpu

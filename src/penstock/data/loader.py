@@ -281,9 +281,21 @@ class FlashLoader:
         assert self._plant is not None, "the stream ends before the plant"
         value = to_torch(value, self._bfloat16)
         if self._pin:
-            value = pinned(value)
+            value = self._pinned(value)
         self._plant.set_aside(nbytes_of(value) * self._waiting)
         return value
+
+    def _pinned(self, value: Any) -> Any:
+        try:
+            return pinned(value)
+        except RuntimeError as error:  # the driver refuses: plain memory does, and is slower
+            self._pin = False
+            warnings.warn(
+                f"no page-locked memory for batches ({error}): they are in plain memory from now on",
+                PenstockWarning,
+                stacklevel=2,
+            )
+            return value
 
     def _batches(self, stream: Stream) -> Iterator[Any]:
         try:

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.errors import BudgetError
+from penstock.core.errors import BudgetError, ConfigError
 from penstock.core.units import format_bytes, round_down
 from penstock.data.assemble import Assembler
 from penstock.data.build import Opened
@@ -80,7 +80,13 @@ class Plant:
 
         Raises:
             BudgetError: There is nothing left for the ring.
+            ConfigError: The engine is GPU-direct.
         """
+        if engine is not None and engine.spec.gpu_direct:
+            raise ConfigError(
+                f"the engine {engine.spec.name!r} moves bytes to and from device memory, and samples are"
+                " decoded in host memory: leave engine= out, the loader has one of its own then"
+            )
         self.memory_bytes = memory_bytes // sharers
         self.waiting_bytes = waiting_bytes
         self._index = opened.index
