@@ -525,7 +525,7 @@ def test_an_unknown_policy_is_refused(rows):
 def test_batches_that_are_kept_keep_their_bytes(rows, order):
     """Their memory is used again only when they are dropped; also after the loader is closed."""
     path, array = rows(96, 65536)
-    with FlashLoader(FlashDataset(path, memory="12MiB"), 16, order=order) as loader:
+    with FlashLoader(FlashDataset(path, memory="32MiB"), 16, order=order) as loader:
         kept = list(loader)
         dropped = [numbers(batch) for batch in loader]
         reused = loader._plant._batches

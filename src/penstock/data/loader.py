@@ -73,7 +73,7 @@ class FlashLoader:
         session: Lender | None = None,
         demand: float = 0.0,
     ) -> None:
-        """Say what to deliver; nothing is read yet.
+        """Say what to deliver; nothing is read yet, but what ``order="auto"`` may measure.
 
         Args:
             dataset: The data set, with its memory.

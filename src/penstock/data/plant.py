@@ -39,7 +39,11 @@ _DEPTH: Final = 6
 interpreter's lock for up to 5 ms, has handed over more. With more, two windows are read together and end
 together, and then nothing is read while they are decoded."""
 LUMP_BYTES: Final = 1 << 20
+"""Of small batches that are decoded together."""
 LEAST_REUSED_BYTES: Final = 1 << 20
+"""Of what is copied at once; smaller pieces are new memory each time."""
+_LEAST_WITH_ARENA_BYTES: Final = 32 << 20
+"""Of a loader's memory: up to a page is held beside what is stated."""
 _MOST_BATCH_BYTES: Final = 1 << 40
 """Of address space."""
 _LUMP_SHARE: Final = 1 / 64
@@ -120,7 +124,7 @@ class Plant:
 
         Thread-safe. Contents are undefined.
         """
-        if nbytes < LEAST_REUSED_BYTES:
+        if nbytes < LEAST_REUSED_BYTES or self.memory_bytes < _LEAST_WITH_ARENA_BYTES:
             return np.empty(nbytes, np.uint8)
         if self._batches is None:
             self._batches = Arena(_MOST_BATCH_BYTES, owner="batches")
