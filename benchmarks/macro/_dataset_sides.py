@@ -216,29 +216,44 @@ def measure(folder, side, size, seconds, memory):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
     name, _, order = side.partition(":")
-    numbers, first_s = [], 0.0
+    numbers, epochs, first_s = [], [], 0.0
     with Memory() as held:
         started = time.perf_counter()
-        made = Ours(folder, size, 7, order, memory) if order else PEERS[name](folder, size, 7)
-        for batch in made:
-            took = time.perf_counter() - started
-            first_s = first_s or took
-            numbers.append(batch[:, :8].copy().view(np.int64)[:, 0])
-            if took > seconds:
-                break
+        ours = Ours(folder, size, 7, order, memory) if order else None
+        while sum(epoch["took_s"] for epoch in epochs) < seconds:
+            made = PEERS[name](folder, size, 7 + len(epochs)) if ours is None else ours
+            numbers.append([])
+            begun = time.perf_counter()
+            for count, batch in enumerate(made):
+                now = time.perf_counter()
+                first_s = first_s or now - started
+                if not count:
+                    first, begun_after = len(batch), now
+                numbers[-1].append(batch[:, :8].copy().view(np.int64)[:, 0])
+                if now - started > seconds:
+                    break
+            ended = time.perf_counter()
+            delivered = sum(map(len, numbers[-1]))
+            rest = {"samples": delivered - first, "rest_s": ended - begun_after}
+            epochs.append({"took_s": ended - begun, **rest})
         took = time.perf_counter() - started
         cached = cached_bytes(files)
-    delivered = np.concatenate(numbers)
+    numbers = [np.concatenate(each) for each in numbers]
+    delivered = numbers[0]
+    samples, rest_s = (sum(epoch[name] for epoch in epochs) for name in ("samples", "rest_s"))
+    every = sum(map(len, numbers))
     total = (folder / "rows.bin").stat().st_size // size
     result = {
-        "samples_per_s": round(len(delivered) / took),
-        "gb_per_s": round(len(delivered) * size / took / 1e9, 4),
-        "delivered_bytes": len(delivered) * size,
+        "samples_per_s": round(every / took),
+        "gb_per_s": round(every * size / took / 1e9, 4),
+        "steady_gb_per_s": round(samples * size / max(rest_s, 1e-9) / 1e9, 3) if samples else 0.0,
+        "epochs": len(epochs),
+        "delivered_bytes": every * size,
         "first_batch_s": round(first_s, 3),
         "anonymous_mib": round(held.most / 2**20, 1),
         "page_cache_mib": round(cached / 2**20, 1),
         "delivered_share": round(len(delivered) / total, 3),
-        "each_once": len(np.unique(delivered)) == len(delivered),
+        "each_once": all(len(np.unique(each)) == len(each) for each in numbers),
         "spread": round(spread(delivered, total, batch_of(size)), 3),
     }
     if order:

@@ -25,6 +25,7 @@ from penstock.hooks.protected import ProtectedStorages
 from penstock.hooks.recipe_calls import RecipeCalls
 from penstock.hooks.recompute import Recompute, left_alone
 from penstock.hooks.saved_tensors import SavedTensorHooks
+from penstock.io.engine import Engine
 from penstock.jobs.space import Space
 from penstock.jobs.suspend import Suspended, resume
 from penstock.observe.counters import SESSION
@@ -38,6 +39,7 @@ from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
 from penstock.runtime import given
 from penstock.runtime.executor import Executor
+from penstock.runtime.loaders import Loaders, Reads
 from penstock.runtime.planner import Planner
 from penstock.runtime.repeats import Repeats
 from penstock.runtime.stores import Stores
@@ -91,6 +93,7 @@ class Session:
         self._steps = 0
         self._warnings: list[str] = []
         self._stores: Stores | None = None
+        self._loaders = Loaders()
         self._rss: RssSampler | None = None
         self._device = _device_of(model)
         log = None if config.event_log is None else EventLog(config.event_log)
@@ -173,6 +176,7 @@ class Session:
             recompute=config.recompute or config.policy == "recompute",
             plan=self._given,
             slack_bytes=stores.slack_bytes(config.device_bytes),
+            loaders=self._loaders,
         )
         self.executor = Executor(
             budget=self.budget,
@@ -369,6 +373,27 @@ class Session:
             raise ClosedError("summary: the session has not been entered")
         return summarize(self.recorder.snapshot(), self._facts(), self.recorder.steps())
 
+    # -- for data loaders that share its flash (penstock.data) --------------------------------
+
+    @property
+    def engine(self) -> Engine | None:
+        """What moves its bytes to flash and back; None: there is no flash, or it is GPU-direct.
+
+        Raises:
+            ClosedError: The session is not open.
+        """
+        if self._state != "open" or self._stores is None:
+            raise ClosedError(f"the session is {self._state}: its engine is lent while it is open")
+        return self._stores.engine
+
+    def add_loader(self, loader: Reads) -> None:
+        """Leave this loader what it needs of flash, from the next plan on; ``FlashLoader`` calls it."""
+        self._loaders.add(loader)
+
+    def discard_loader(self, loader: Reads) -> None:
+        """It reads no more."""
+        self._loaders.discard(loader)
+
     # -- as a job that can be suspended (penstock.suspend) ------------------------------------
 
     @property
@@ -421,6 +446,8 @@ class Session:
             saved_bytes_per_step=self._saved_bytes(),
             tbw_bytes=config.tbw_bytes,
             foreseen=self.planner.foreseen,
+            loaders_bytes_per_s=self._loaders.demand_bytes_per_s,
+            loaders_planned_bytes_per_s=self._loaders.planned_bytes_per_s,
             warnings=(*self._notes(), *self.planner.notes),
         )
 

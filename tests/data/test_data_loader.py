@@ -30,6 +30,7 @@ from penstock.core.errors import (
     WorkerError,
 )
 from penstock.data import FlashDataset, FlashIterable, FlashLoader, Order, open_index, pack
+from penstock.io.engine import EngineSpec
 from penstock.io.threads import Syscalls, ThreadEngine
 
 WINDOW = Order(kind="window", chunk_samples=8, window_chunks=16, seed=3)
@@ -129,6 +130,25 @@ def test_worlds_that_come_and_go_deliver_each_sample_once(tmp_path_factory, data
         if state["epoch"]:
             break
     assert sorted(seen) == list(range(211))
+
+
+def test_who_counts_batches_and_does_not_ask_for_more_has_the_next_epoch(rows):
+    """As Lightning does: the last batch ends the epoch, for the next pass and for the state."""
+    path, _ = rows(40)
+    with FlashLoader(FlashDataset(path), 8, order="full", seed=1) as loader:
+        expected = [epoch_of(loader) for _ in range(3)]
+        loader.set_epoch(0)
+        for epoch in range(2):
+            batches = iter(loader)
+            counted = [numbers(next(batches)) for _ in range(len(loader))]
+            assert flat(counted) == expected[epoch]
+        state = loader.state_dict()
+        assert (state["epoch"], state["consumed"]) == (2, 0)
+        loader.load_state_dict(state)
+        assert epoch_of(loader) == expected[2]
+    stream = FlashIterable(FlashDataset(path), 8)
+    assert stream.state_after(5)["epoch"] == 1
+    assert stream.state_after(4)["consumed"] == 32
 
 
 def test_a_state_of_another_data_set_is_refused(rows):
@@ -358,6 +378,35 @@ def test_pinned_memory_without_a_device_is_told(rows):
         FlashLoader(FlashDataset(path), 2, pin_memory=True).close()
 
 
+def test_a_driver_that_pins_no_more_is_told_once(rows, monkeypatch):
+    """TRAPS rule 16: a failed pin degrades, with a warning."""
+    path, array = rows(40)
+
+    def refuse(value):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr("penstock.data.loader.pinned", refuse)
+    with FlashLoader(FlashDataset(path), 8) as loader:
+        loader._pin = True
+        with pytest.warns(PenstockWarning, match="plain memory from now on") as told:
+            found = list(loader)
+        assert len(told) == 1
+    assert np.array_equal(np.concatenate(found), array[flat(map(numbers, found))])
+
+
+def test_a_gpu_direct_engine_is_refused(rows):
+    """It takes addresses of device memory, and samples are decoded in host memory."""
+    path, _ = rows(4)
+
+    class Direct(ThreadEngine):
+        spec = EngineSpec(name="direct", workers=1, piece_bytes=4096, gpu_direct=True)
+
+    engine = Direct(1, 4096)
+    with pytest.raises(ConfigError, match="device memory"):
+        FlashLoader(FlashDataset(path, engine=engine), 2)
+    engine.close()
+
+
 @pytest.mark.gpu
 def test_pinned_memory(rows):
     path, array = rows(40)
@@ -467,3 +516,35 @@ def test_an_unknown_policy_is_refused(rows):
     path, _ = rows(4)
     with pytest.raises(ConfigError, match="on_error is 'ignore'"):
         FlashDataset(path, on_error="ignore")
+
+
+# -- large batches --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["sequential", "window", "full"])
+def test_batches_that_are_kept_keep_their_bytes(rows, order):
+    """Their memory is used again only when they are dropped; also after the loader is closed."""
+    path, array = rows(96, 65536)
+    with FlashLoader(FlashDataset(path, memory="32MiB"), 16, order=order) as loader:
+        kept = list(loader)
+        dropped = [numbers(batch) for batch in loader]
+        reused = loader._plant._batches
+        assert reused.used_bytes == 96 * 65536
+    for batch in kept:
+        assert np.array_equal(batch.numpy(), array[numbers(batch)])
+    assert sorted(flat(dropped)) == sorted(flat(map(numbers, kept))) == list(range(96))
+    del batch, kept
+    gc.collect()
+    assert reused.used_bytes == reused.touched_bytes == 0
+
+
+def test_small_batches_are_made_together(rows):
+    """Each is a tensor of its own: of its own length, and written to without touching others."""
+    path, array = rows(400, 1024)
+    with FlashLoader(FlashDataset(path, memory="4MiB"), 8, order="window") as loader:
+        assert loader._lump == 8
+        batches = list(loader)
+    for batch in batches:
+        assert batch.untyped_storage().nbytes() == 8 * 1024
+        assert np.array_equal(batch.numpy(), array[numbers(batch)])
+        batch[:, 4:] = 0

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.errors import ConfigError
-from penstock.data import Epoch, Order, Share, quality_of
+from penstock.data import Epoch, FlashDataset, FlashLoader, Order, Share, quality_of, rates
 from penstock.data.permutation import Permutation
 
 
@@ -174,3 +174,37 @@ def test_quality_is_1_for_a_true_shuffle_and_0_for_none():
 def test_what_makes_no_sense_is_refused(make, says):
     with pytest.raises(ConfigError, match=says):
         make()
+
+
+# -- what "auto" is -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("random", "kind"), [(0.3e9, "window"), (2.9e9, "full")])
+def test_auto_is_decided_by_what_was_measured(rows, monkeypatch, random, kind):
+    """Kept beside the index: the next time the order is the same, and nothing is measured."""
+    path, _ = rows(800, 1024)
+    times = iter([1 / random, 1 / 3e9] * 2)
+    monkeypatch.setattr(rates, "LEAST_BYTES", 0)
+    monkeypatch.setattr(rates, "_time", lambda reader, samples: len(samples) * 1024 * next(times))
+    for _ in range(2):
+        with FlashLoader(FlashDataset(path, memory="512KiB"), 8) as loader:
+            if not loader._plant.reader.is_direct:
+                pytest.skip("no direct I/O in the directory for temporary files")
+            assert loader.order.kind == kind
+            assert loader.rates.random_bytes_per_s == pytest.approx(random)
+            assert loader.stats()["order"]["kind"] == kind
+    with FlashLoader(FlashDataset(path, memory="512KiB"), 8, rank=1, world=2) as loader:
+        assert loader.rates is None  # another rank may measure otherwise
+        assert loader.order.kind == "window"
+    opened = FlashDataset(path, rebuild=True).opened
+    assert rates.known_rates(opened) is None
+
+
+def test_the_probe_reads_and_frees(rows, monkeypatch):
+    path, _ = rows(800, 1024)
+    monkeypatch.setattr(rates, "LEAST_BYTES", 0)
+    with FlashLoader(FlashDataset(path, memory="512KiB"), 8) as loader:
+        found = loader.rates
+        assert found is None or min(found.random_bytes_per_s, found.sequential_bytes_per_s) > 0
+        assert loader._plant.ring.used_bytes == 0
+        assert sum(len(batch) for batch in loader) == 800

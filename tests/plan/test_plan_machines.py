@@ -189,3 +189,18 @@ def test_a_machine_takes_a_curve_before_a_bandwidth():
 def test_a_curve_that_makes_no_sense_is_refused(fields, says):
     with pytest.raises(ConfigError, match=says):
         Service(*fields)
+
+
+def test_what_something_else_reads_of_flash_is_not_there():
+    machine = replace(Machine.preset(Machine.presets()[0]), flash_shared=False)
+    read, write = machine.flash_read_bytes_per_s, machine.flash_write_bytes_per_s
+    less = machine.less_read(0.25 * read)
+    assert less.flash_read_bytes_per_s == 0.75 * read
+    assert less.flash_write_bytes_per_s == write
+    assert machine.less_read(5 * read).flash_read_bytes_per_s == pytest.approx(0.1 * read)
+    shared = replace(machine, flash_shared=True).less_read(0.25 * read)
+    assert shared.flash_write_bytes_per_s == 0.75 * write
+    curve = Service((4096, 1 << 20), (1e-5, 1e-3), (1e-5, 1e-3))
+    curved = replace(machine, flash_service=curve).less_read(0.5 * read)
+    assert curved.flash_service == Service((4096, 1 << 20), (1e-5, 1e-3), (2e-5, 2e-3))
+    assert machine.less_read(0) == machine

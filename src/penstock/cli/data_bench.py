@@ -22,7 +22,7 @@ from penstock.data.assemble import Assembler
 from penstock.data.build import Opened
 from penstock.data.depth import Depth
 from penstock.data.order import Epoch, Share
-from penstock.data.plant import Plant, choose_order
+from penstock.data.plant import Plant, choose_order, lump_of
 from penstock.data.quality import quality_of
 from penstock.data.stream import Stream, Tally
 from penstock.observe.summary_text import add_row, grid
@@ -102,7 +102,8 @@ def measure(
     """One order, by a loader and by the engine alone."""
     how = "auto" if decode else "raw"
     values = Assembler(opened.index, opened.root, how, collate=list)  # type: ignore[arg-type]
-    plant = Plant(opened, memory, waiting_bytes=3 * batch * values.decoded_bytes())
+    waiting = 3 * lump_of(values, batch, memory) * batch * values.decoded_bytes()
+    plant = Plant(opened, memory, waiting_bytes=waiting)
     room = plant.ring.limit_bytes
     order = choose_order(kind, opened.index, room, seed=0, batch_size=batch, world=1)
     epoch = Epoch(order, opened.index.samples, 0)
@@ -135,7 +136,8 @@ def _loader(
     took = 0.0
     while took < seconds:
         steps = Share(batch_size=batch).steps(epoch.samples, 0)
-        stream = Stream(plant.reader, epoch, steps, values, depth=Depth(), tally=tally)
+        lump = lump_of(values, batch, plant.memory_bytes)
+        stream = Stream(plant.reader, epoch, steps, values, depth=Depth(), tally=tally, lump=lump)
         while took < seconds and stream.take() is not None:
             took = time.perf_counter() - started
             first_s = first_s or took

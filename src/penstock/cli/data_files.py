@@ -21,6 +21,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.units import format_bandwidth, format_bytes, parse_bytes
 from penstock.data.build import Opened, open_index
 from penstock.data.packing import pack
+from penstock.data.rates import known_rates
 from penstock.data.verify import verify
 from penstock.observe.summary_text import add_row, grid
 
@@ -124,6 +125,7 @@ def facts_of(opened: Opened) -> dict[str, Any]:
     """What is known of a data set: the JSON document of ``info``."""
     index = opened.index
     longest, nbytes = index.longest()
+    rates = known_rates(opened)
     return {
         "schema": 1,
         "penstock": __version__,
@@ -143,6 +145,8 @@ def facts_of(opened: Opened) -> dict[str, Any]:
         "index_bytes": index.nbytes,
         "index_built": opened.built,
         "options": dict(index.options),
+        "rates": None if rates is None else asdict(rates),
+        "full_shuffle_is_quick": None if rates is None else rates.full_is_quick,
     }
 
 
@@ -157,6 +161,10 @@ def _info_text(facts: dict[str, Any]) -> RenderableType:
     if facts["classes"]:
         add_row(table, "classes", str(facts["classes"]))
     add_row(table, "checksums", "yes" if facts["checksums"] else "no")
+    if facts["rates"] is not None:
+        random, sequence = map(format_bandwidth, facts["rates"].values())
+        order = "full shuffle" if facts["full_shuffle_is_quick"] else "window"
+        add_row(table, "measured", f"{random} at random, {sequence} in sequence; auto: {order}")
     built = "built now" if facts["index_built"] else "was there"
     add_row(table, "index", f"{format_bytes(facts['index_bytes'])}, {built}: {facts['index_path']}")
     return table

@@ -12,11 +12,13 @@ from functools import partial
 from typing import Any, Final, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.core.errors import ConfigError, DatasetError, WorkerError
 from penstock.data.decode import (
     Column,
     Decode,
+    Room,
     Sample,
     columns_of,
     decoder_of,
@@ -37,6 +39,8 @@ class Assembler:
 
     Attributes:
         columns: Where batches are arrays, of what; None: samples are decoded one by one.
+        alike: Whether any samples make arrays of the same shape.
+        room: Where arrays of batches go; new memory each time if not set.
     """
 
     def __init__(
@@ -74,6 +78,9 @@ class Assembler:
             self._decode = None if self.columns is not None else decoder_of(index)
         else:
             self._decode = how
+        kinds = [each.kind for each in self.columns or ()]
+        self.alike = bool(kinds) and set(kinds) == {"array"} and index.alike
+        self.room: Room = _new_room
         self._lanes = processes or threads
         self._remote = processes > 0
         self._pool: Executor | None = None
@@ -92,12 +99,25 @@ class Assembler:
             where = slice(rows.start, rows.stop)  # views in place of copies
         labels = self._index.labels
         values = {
-            column.name: column.batch(group, where, i) for i, column in enumerate(self.columns)
+            column.name: column.batch(group, where, i, self.room)
+            for i, column in enumerate(self.columns)
         }
         value = values if len(values) > 1 else next(iter(values.values()))
         if not len(labels):
             return value
         return value, labels[group.samples[where]].astype(np.int64)
+
+    def batches(self, group: Group, spans: Sequence[range]) -> list[Any]:
+        """Several batches, of rows that follow each other, at once; as each by itself would be.
+
+        Where samples are arrays of one length they are copied together: what one of the batches refers
+        to is then in memory until none of them is needed.
+        """
+        if len(spans) == 1 or not self.alike:
+            return [self(group, rows) for rows in spans]
+        start = spans[0].start
+        whole = self(group, range(start, spans[-1].stop))
+        return [_part_of(whole, slice(rows.start - start, rows.stop - start)) for rows in spans]
 
     def samples(self, group: Group, rows: Sequence[int]) -> list[Any]:
         """Some rows, each by itself."""
@@ -116,10 +136,7 @@ class Assembler:
         """Of a sample, on average; 0 if that is not known before one is decoded."""
         if self.columns is None:
             return 0
-        ratio = max(
-            np.dtype(each.cast or each.stored).itemsize / each.stored.itemsize
-            for each in self.columns
-        )
+        ratio = max(each.loaded.itemsize / each.stored.itemsize for each in self.columns)
         return int(self._index.data_bytes / self._index.samples * ratio)
 
     def close(self) -> None:
@@ -193,6 +210,18 @@ def _let_go(sample: Sample) -> None:
                 f"decoding sample {sample.index} of {sample.path!r} gave something that refers to the"
                 " sample's bytes, which are overwritten soon: return a copy"
             )
+
+
+def _new_room(nbytes: int) -> NDArray[np.uint8]:
+    return np.empty(nbytes, np.uint8)
+
+
+def _part_of(value: Any, rows: slice) -> Any:
+    if isinstance(value, dict):
+        return {name: each[rows] for name, each in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_part_of(each, rows) for each in value)
+    return value[rows]
 
 
 def _copy(data: memoryview | None) -> bytes | None:

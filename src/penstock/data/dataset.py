@@ -148,13 +148,13 @@ class FlashDataset(torch_data.Dataset[Any]):
             processes=processes,
         )
 
-    def plant(self, waiting_bytes: int = 0) -> Plant:
-        """What reads in this process. For the loaders."""
+    def plant(self, waiting_bytes: int = 0, engine: Engine | None = None) -> Plant:
+        """What reads in this process, by this engine if there is one. For the loaders."""
         info = torch_data.get_worker_info()
         return Plant(
             self.opened,
             self.memory_bytes,
-            engine=self._engine if info is None else None,
+            engine=(engine or self._engine) if info is None else None,
             verify=self.verify,
             waiting_bytes=waiting_bytes,
             sharers=1 if info is None else info.num_workers,
@@ -254,8 +254,13 @@ class FlashIterable(torch_data.IterableDataset[Any]):
 
     def state_after(self, steps: int) -> dict[str, Any]:
         """The state when so many batches of this pass have been trained on."""
-        consumed = self.consumed + steps * self.share.batch_size * self.share.world
-        return _state(self.order, self.epoch, min(consumed, len(self.dataset)), len(self.dataset))
+        consumed, samples = (
+            self.consumed + steps * self.share.batch_size * self.share.world,
+            len(self.dataset),
+        )
+        if not self.share.count(samples, consumed):
+            return _state(self.order, self.epoch + 1, 0, samples)
+        return _state(self.order, self.epoch, consumed, samples)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next pass goes on from there, in any world. Raises ConfigError: of another data set."""

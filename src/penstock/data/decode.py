@@ -1,6 +1,11 @@
 """From bytes in the ring to values: whole batches of arrays at once, or sample by sample.
 
 What is decoded never refers to the ring: it is a copy, or something made from the bytes.
+
+[Note: copies and the lock]
+    NumPy lets go of the interpreter's lock while it copies from one range to another, and not while it
+    picks a few items by number. Whoever held it for half a millisecond would hold up the thread of the
+    engine, and flash would have nothing to do meanwhile. So what is long is copied range by range.
 """
 
 from __future__ import annotations
@@ -21,6 +26,8 @@ from penstock.data.index import Index
 from penstock.data.permutation import Numbers
 from penstock.data.reader import Group
 
+LONG_BYTES: Final = 16 << 10
+"""Pieces that are copied one by one."""
 _IMAGES: Final = frozenset(
     {"bmp", "gif", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp"}
 )
@@ -49,6 +56,8 @@ class Sample:
 
 
 Decode = Callable[[Sample], Any]
+Room = Callable[[int], NDArray[np.uint8]]
+"""Memory for so many bytes, contents undefined."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +78,11 @@ class Column:
         """As what NumPy sees it."""
         return np.dtype("<u2" if self.dtype == "bfloat16" else self.dtype)
 
+    @property
+    def loaded(self) -> np.dtype[Any]:
+        """As what it is delivered."""
+        return self.stored if self.cast is None else np.dtype(self.cast)
+
     def value(self, data: memoryview) -> Any:
         """One value."""
         if self.kind == "str":
@@ -79,26 +93,56 @@ class Column:
         array = array if self.shape is None else array.reshape(self.shape)
         return array if self.cast is None else array.astype(self.cast)
 
-    def batch(self, group: Group, rows: Any, column: int) -> Any:
-        """The values of some rows, numbers or a slice: one array if they are alike, else a list."""
+    def batch(self, group: Group, rows: Any, column: int, room: Room) -> Any:
+        """The values of some rows, numbers or a slice: one array if they are alike, else a list.
+
+        Args:
+            group: Has their bytes.
+            rows: Numbers, or a slice.
+            column: The number of the field.
+            room: Where an array goes.
+        """
         nbytes = group.nbytes[rows, column]
         if self.kind != "array" or not len(nbytes) or nbytes[0] < 0 or (nbytes != nbytes[0]).any():
             numbers = np.arange(len(group.samples))[rows].tolist()
             views = [_view(group, row, column) for row in numbers]
             return [None if view is None else self.value(view) for view in views]
-        array = gather(group.ring.bytes, group.offset[rows, column], int(nbytes[0]))
-        values = array.view(self.stored)
-        shape = (values.shape[1],) if self.shape is None else self.shape
-        values = values.reshape(len(nbytes), *shape)
-        return values if self.cast is None else values.astype(self.cast)
+        count, length, dtype = len(nbytes), int(nbytes[0]) // self.stored.itemsize, self.loaded
+        found = room(count * length * dtype.itemsize).view(dtype).reshape(count, length)
+        gather(group.ring.bytes, group.offset[rows, column], self.stored, found)
+        return found if self.shape is None else found.reshape(count, *self.shape)
 
 
-def gather(memory: NDArray[np.uint8], offsets: Numbers, nbytes: int) -> NDArray[np.uint8]:
-    """Copy pieces of equal length: ``[pieces, nbytes]``."""
-    if not nbytes:
-        return np.zeros((len(offsets), 0), np.uint8)
-    pieces = np.ndarray((len(memory) - nbytes + 1,), f"V{nbytes}", memory.data, strides=(1,))
-    return pieces[offsets].view(np.uint8).reshape(len(offsets), nbytes)
+def gather(
+    memory: NDArray[np.uint8], offsets: Numbers, stored: np.dtype[Any], found: NDArray[Any]
+) -> None:
+    """Copy pieces of equal length, one for each row of ``found``; see [Note: copies and the lock].
+
+    Args:
+        memory: Has the pieces.
+        offsets: Where they begin.
+        stored: Of what they are.
+        found: ``[pieces, length]`` of the same or another dtype, in C order.
+    """
+    nbytes = found.shape[1] * stored.itemsize
+    if not nbytes or not len(offsets):
+        return
+    start, steps = int(offsets[0]), np.diff(offsets)
+    if (steps == nbytes).all():
+        found[...] = (
+            memory[start : start + found.shape[0] * nbytes].view(stored).reshape(found.shape)
+        )
+    elif found.dtype == stored and not (steps % nbytes).any():
+        phase = start % nbytes
+        rows = memory[phase : len(memory) - (len(memory) - phase) % nbytes].reshape(-1, nbytes)
+        out = found.view(np.uint8)
+        np.take(rows, offsets // nbytes, axis=0, out=out, mode="clip")  # "raise" would copy twice
+    elif nbytes >= LONG_BYTES:
+        for row, offset in zip(found, offsets.tolist(), strict=True):
+            row[...] = memory[offset : offset + nbytes].view(stored)
+    else:
+        pieces = np.ndarray((len(memory) - nbytes + 1,), f"V{nbytes}", memory.data, strides=(1,))
+        found[...] = pieces[offsets].view(stored).reshape(found.shape)
 
 
 def samples_of(index: Index, root: str, group: Group, rows: Sequence[int]) -> list[Sample]:
@@ -167,7 +211,7 @@ def decoder_of(index: Index) -> Decode:
 
 
 def _decoder(name: str, meta: Mapping[str, Any]) -> Decode:
-    if name == "packed":
+    if name == "packed" and meta["source"] != "parquet":
         return _decoder(meta["source"], meta["meta"])
     if name == "webdataset":
         return _webdataset

@@ -110,9 +110,15 @@ class Index:
             top = int(totals.argmax())
             if totals[top] > best[1]:
                 best = (start + top, int(totals[top]))
-            if len(self.runs) == 1 and (self.columns["row"] < 0).all():
-                break  # they are all alike
+            if self.alike:
+                break
         return best
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether each field is equally long in all samples."""
+        lengths = self.columns["nbytes"]
+        return bool((self.columns["row"] < 0).all() and (lengths == lengths[0]).all())
 
     @cached_property
     def data_bytes(self) -> int:

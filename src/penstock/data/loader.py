@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,29 @@ from torch.utils.data import default_collate
 from penstock.core.errors import ClosedError, PenstockWarning
 from penstock.data.dataset import FlashDataset, _from_state, _state
 from penstock.data.depth import Depth
-from penstock.data.order import Epoch, Order, Share, Tail
-from penstock.data.plant import Plant, choose_order
+from penstock.data.order import BatchNumbers, Epoch, Order, Share, Tail
+from penstock.data.plant import Plant, choose_order, lump_of
+from penstock.data.rates import rates_of
 from penstock.data.stream import Stream, Tally
 from penstock.data.values import nbytes_of, pinned, to_torch
+from penstock.io.engine import Engine
+
+_SETTLED: Final = 8
+"""Batches after which the measured demand counts: first steps are slow."""
+
+
+class Lender(Protocol):
+    """A session, as a loader sees it: see :class:`penstock.Session`."""
+
+    @property
+    def engine(self) -> Engine | None:
+        """To be shared; None: it has none that reads into host memory."""
+
+    def add_loader(self, loader: FlashLoader, /) -> None:
+        """This loader reads from now on."""
+
+    def discard_loader(self, loader: FlashLoader, /) -> None:
+        """It reads no more."""
 
 
 class FlashLoader:
@@ -30,7 +49,11 @@ class FlashLoader:
     Attributes:
         epoch: Of the pass that is under way, or of the next.
         order: In which samples are delivered.
+        rates: What ``order="auto"`` was decided by; None: by the length of samples.
     """
+
+    sampler: None = None  # Accelerate asks for these two, as torch's loader has them
+    prefetch_factor: None = None
 
     def __init__(
         self,
@@ -47,13 +70,16 @@ class FlashLoader:
         decode_processes: int = 0,
         pin_memory: bool = False,
         ready: int = 2,
+        session: Lender | None = None,
+        demand: float = 0.0,
     ) -> None:
-        """Say what to deliver; nothing is read yet.
+        """Say what to deliver; nothing is read yet, but what ``order="auto"`` may measure.
 
         Args:
             dataset: The data set, with its memory.
             batch_size: Samples in a batch of one rank.
-            order: ``auto``: a full shuffle where flash delivers it at full speed, else windows; ``full``,
+            order: ``auto``: a full shuffle where flash delivers it at full speed (that is measured once,
+                and kept beside the index), else windows; ``full``,
                 ``window``, ``sequential``; or an :class:`Order`.
             seed: Of the order.
             rank: Which of the world's processes this is; torch.distributed's if None.
@@ -63,32 +89,52 @@ class FlashLoader:
             decode_threads: That decode a batch together.
             decode_processes: The same in processes, for functions that hold the interpreter's lock.
             pin_memory: Batches in page-locked memory, for CUDA.
-            ready: Most decoded batches to have waiting.
+            ready: Most decoded batches to have waiting; of small ones some more, a MiB each time.
+            session: An open session of :func:`penstock.offload`, whose engine reads for this loader, too:
+                what the session needs goes first, but for what the training waits for; and its plans
+                leave to the loader what that needs of flash. Close the loader before it.
+            demand: Bytes per second that the training will take, if they are known before they have been
+                measured; for those plans.
 
         Raises:
             ConfigError: Something makes no sense.
             BudgetError: There is too little memory.
+            ClosedError: The session is not open.
         """
         if rank is None or world is None:
             inside = dist.is_available() and dist.is_initialized()
             rank = (dist.get_rank() if inside else 0) if rank is None else rank
             world = (dist.get_world_size() if inside else 1) if world is None else world
-        self.dataset = dataset
+        self.dataset, self.collate_fn = dataset, collate_fn
         self.share = Share(batch_size=batch_size, rank=rank, world=world, tail=tail)
         self._assembler = dataset.assembler(
             collate_fn, threads=decode_threads, processes=decode_processes
         )
         self._bfloat16 = dataset.bfloat16_fields(self._assembler)
         self._ready = max(1, ready)
-        self._waiting = self._ready + 1  # one is being made
+        self._lump = lump_of(self._assembler, batch_size, dataset.memory_bytes)
+        self._waiting = (self._ready + 1) * self._lump  # one lump is being made
         known_bytes = self._assembler.decoded_bytes() * batch_size
-        self._plant: Plant | None = dataset.plant(known_bytes * self._waiting)
+        self._session = session
+        self._demand_bytes_per_s = demand
+        engine = None if session is None else session.engine
+        self._plant: Plant | None = dataset.plant(known_bytes * self._waiting, engine)
+        self._assembler.room = self._plant.batch_room
         ring_bytes = self._plant.ring.limit_bytes
+        # ranks must agree: where there are several, the length of samples decides
+        alone = order == "auto" and world == 1
+        self.rates = rates_of(dataset.opened, self._plant.reader) if alone else None
         self.order = (
             order
             if isinstance(order, Order)
             else choose_order(
-                order, dataset.index, ring_bytes, seed=seed, batch_size=batch_size, world=world
+                order,
+                dataset.index,
+                ring_bytes,
+                seed=seed,
+                batch_size=batch_size,
+                world=world,
+                rates=self.rates,
             )
         )
         self.epoch = 0
@@ -104,6 +150,8 @@ class FlashLoader:
         self._depth = Depth()
         self._tally = Tally()
         self._stream: Stream | None = None
+        if session is not None:
+            session.add_loader(self)
 
     def __len__(self) -> int:
         """Batches of this rank in an epoch."""
@@ -121,8 +169,8 @@ class FlashLoader:
             ClosedError: The loader is closed.
         """
         self._end_stream()
-        if not self._resume:
-            self._consumed = 0
+        if not self._resume:  # who counts batches does not come back to hear that there are no more
+            self.epoch, self._consumed = self.epoch + self._is_over(), 0
         self._resume = False
         stream = self._stream = self._begin()
         return self._batches(stream)
@@ -131,9 +179,19 @@ class FlashLoader:
         """The next pass is of this epoch, from its beginning; else epochs are counted."""
         self.epoch, self._consumed, self._resume = epoch, 0, False
 
+    @property
+    def batch_sampler(self) -> BatchNumbers:
+        """Which samples the batches of this epoch have, for torch's loader.
+
+        Accelerate, and with it Hugging Face's Trainer, skips by it what a resumed run has trained on.
+        """
+        return BatchNumbers(self.order, self.share, len(self.dataset), self.epoch)
+
     def state_dict(self) -> dict[str, Any]:
         """How far the training has come: a few numbers. Batches that only wait do not count."""
-        return _state(self.order, self.epoch, self._consumed, len(self.dataset))
+        over = self._is_over()
+        consumed = 0 if over else self._consumed
+        return _state(self.order, self.epoch + over, consumed, len(self.dataset))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next pass goes on from there, in any world, with the order of the state.
@@ -153,6 +211,16 @@ class FlashLoader:
         return self._tally.data_bytes / self._tally.batches / self._depth.step_s
 
     @property
+    def read_demand_bytes_per_s(self) -> float:
+        """The same in what is read of flash: blocks and gaps included; what was declared, at first."""
+        if self._tally.batches < _SETTLED:
+            return self._demand_bytes_per_s
+        reader = None if self._plant is None else self._plant.reader
+        if reader is None or not reader.wanted_bytes:
+            return 0.0
+        return self.demand_bytes_per_s * reader.read_bytes / reader.wanted_bytes
+
+    @property
     def held_bytes(self) -> int:
         """Bytes that are held now, in index, ring, and batches that wait."""
         return self._plant.held_bytes if self._plant is not None else 0
@@ -165,6 +233,8 @@ class FlashLoader:
             "held_bytes": self.held_bytes,
             "memory_bytes": self.dataset.memory_bytes,
             "demand_bytes_per_s": self.demand_bytes_per_s,
+            "order": self.order.to_json(),
+            "rates": None if self.rates is None else asdict(self.rates),
             "batches_ahead": self._depth.batches,
             "step_s": self._depth.step_s,
             "waits": self._depth.waits,
@@ -173,6 +243,8 @@ class FlashLoader:
     def close(self) -> None:
         """End the thread, and give back memory and files. Idempotent."""
         self._end_stream()
+        if self._session is not None:
+            self._session.discard_loader(self)
         self._assembler.close()
         plant, self._plant = self._plant, None
         if plant is not None:
@@ -183,6 +255,10 @@ class FlashLoader:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _is_over(self) -> bool:
+        """Whether the last batch of the epoch was delivered."""
+        return self._consumed > 0 and not self.share.count(len(self.dataset), self._consumed)
 
     def _begin(self) -> Stream:
         if self._plant is None:
@@ -197,6 +273,7 @@ class FlashLoader:
             tally=self._tally,
             policy=self.dataset.on_error,
             ready=self._ready,
+            lump=self._lump,
             on_value=self._finish,
         )
 
@@ -204,9 +281,21 @@ class FlashLoader:
         assert self._plant is not None, "the stream ends before the plant"
         value = to_torch(value, self._bfloat16)
         if self._pin:
-            value = pinned(value)
+            value = self._pinned(value)
         self._plant.set_aside(nbytes_of(value) * self._waiting)
         return value
+
+    def _pinned(self, value: Any) -> Any:
+        try:
+            return pinned(value)
+        except RuntimeError as error:  # the driver refuses: plain memory does, and is slower
+            self._pin = False
+            warnings.warn(
+                f"no page-locked memory for batches ({error}): they are in plain memory from now on",
+                PenstockWarning,
+                stacklevel=2,
+            )
+            return value
 
     def _batches(self, stream: Stream) -> Iterator[Any]:
         try:

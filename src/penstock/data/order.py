@@ -150,11 +150,20 @@ class Epoch:
         short = self.samples - (count - 1) * size
         if short == size:
             chunk, inside = np.divmod(places, size)
-            return self._chunks(chunk) * size + inside
+            return self._chunk_at(chunk) * size + inside
         at = self._place_of_last(count)
         later = places >= at * size + short
         chunk, inside = np.divmod(places + np.where(later, size - short, 0), size)
-        return self._chunks(chunk) * size + inside
+        return self._chunk_at(chunk) * size + inside
+
+    def _chunk_at(self, places: Numbers) -> Numbers:
+        """Samples of a window are of few chunks: each is computed once."""
+        if not len(places):
+            return places
+        low, high = int(places.min()), int(places.max())
+        if high - low >= len(places):
+            return self._chunks(places)
+        return self._chunks(np.arange(low, high + 1))[places - low]
 
     def _place_of_last(self, count: int) -> int:
         """Where the permutation of chunks has the last one."""
@@ -239,3 +248,31 @@ class Step:
     def positions(self, samples: int) -> Numbers:
         """The positions, all of them inside the epoch."""
         return np.arange(self.start, self.stop) % max(1, samples)
+
+
+class BatchNumbers:
+    """Which samples each batch of a rank has: the ``batch_sampler`` of torch's loader, without torch.
+
+    Attributes:
+        epoch: Of the next pass; it does not count on by itself.
+    """
+
+    def __init__(self, order: Order, share: Share, samples: int, epoch: int = 0) -> None:
+        """Of an epoch from its beginning."""
+        self.epoch = epoch
+        self._order, self._share, self._samples = order, share, samples
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass is of this epoch."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        """Batches of the rank in an epoch."""
+        return self._share.count(self._samples)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Numbers of samples, batch by batch; empty ones, which ``uneven`` may have, are left out."""
+        epoch = Epoch(self._order, self._samples, self.epoch)
+        for step in self._share.steps(self._samples, 0):
+            if step.stop > step.start:
+                yield epoch.at(step.positions(self._samples)).tolist()

@@ -57,7 +57,7 @@ def pack(
         progress: Told the share that is done.
 
     Raises:
-        ConfigError: The path or the alignment makes no sense.
+        ConfigError: The path or the alignment makes no sense, or the set is Parquet.
         NoSpaceError: The file system is full; nothing is left behind.
         TransferError: A sample cannot be read, or the file not be written.
         ChecksumError: A sample is damaged.
@@ -65,6 +65,11 @@ def pack(
     where = os.path.abspath(path)
     if not where.endswith(SUFFIX) or os.path.exists(where):
         raise ConfigError(f"{where!r} must end in {SUFFIX} and not exist yet")
+    if "parquet" in (opened.index.format, opened.index.meta.get("source")):
+        raise ConfigError(
+            f"{opened.root!r} is Parquet: a row group decodes by the footer of its file, which a packed"
+            " file has not; train from it as it is, or write its rows in another format first"
+        )
     align = _alignment(opened.index) if align_bytes is None else align_bytes
     if align < 1 or align & (align - 1):
         raise ConfigError(f"records cannot be aligned to {align} bytes: it is no power of two")

@@ -1,4 +1,11 @@
-"""What reads for one process: an engine, a ring and a reader, within the memory that the user gave."""
+"""What reads for one process: an engine, a ring and a reader, within the memory that the user gave.
+
+[Note: batch memory]
+    A batch that is new memory each time costs a fault for each of its pages; and where a virtual machine
+    returns pages that nobody uses to its host, taking them again costs fifty times as much. So large ones
+    are blocks of an arena, which are free when the last tensor that refers to them dies. Of what is free,
+    no more is kept than is set aside for batches that wait.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +13,20 @@ import math
 import os
 from typing import Final
 
-from penstock.core.errors import BudgetError
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.errors import BudgetError, ConfigError
 from penstock.core.units import format_bytes, round_down
+from penstock.data.assemble import Assembler
 from penstock.data.build import Opened
 from penstock.data.index import Index
 from penstock.data.order import Kind, Order
+from penstock.data.rates import Rates
 from penstock.data.reader import Reader
 from penstock.data.ring import Ring
 from penstock.io.aio import default_engine
+from penstock.io.arena import Arena
 from penstock.io.engine import Engine
 from penstock.io.mapping import PAGE_BYTES
 
@@ -21,7 +34,20 @@ CHUNK_BYTES: Final = 128 << 10
 """Random reads of this length are about as fast as sequential ones."""
 _WINDOW_SHARE: Final = 0.45
 """Of the ring: the next window arrives while one is used."""
-_DEPTH: Final = 4
+_DEPTH: Final = 6
+"""Slices of reads that the kernel has at once. Less ends before the engine's thread, which waits for the
+interpreter's lock for up to 5 ms, has handed over more. With more, two windows are read together and end
+together, and then nothing is read while they are decoded."""
+LUMP_BYTES: Final = 1 << 20
+"""Of small batches that are decoded together."""
+LEAST_REUSED_BYTES: Final = 1 << 20
+"""Of what is copied at once; smaller pieces are new memory each time."""
+_LEAST_WITH_ARENA_BYTES: Final = 32 << 20
+"""Of a loader's memory: up to a page is held beside what is stated."""
+_MOST_BATCH_BYTES: Final = 1 << 40
+"""Of address space."""
+_LUMP_SHARE: Final = 1 / 64
+"""Of the memory: less, where there is little."""
 _WORKINGS_SHARE: Final = 1 / 16
 """Of the memory: for plans, the kernel's blocks, and what the allocator does not reuse at once."""
 
@@ -58,7 +84,13 @@ class Plant:
 
         Raises:
             BudgetError: There is nothing left for the ring.
+            ConfigError: The engine is GPU-direct.
         """
+        if engine is not None and engine.spec.gpu_direct:
+            raise ConfigError(
+                f"the engine {engine.spec.name!r} moves bytes to and from device memory, and samples are"
+                " decoded in host memory: leave engine= out, the loader has one of its own then"
+            )
         self.memory_bytes = memory_bytes // sharers
         self.waiting_bytes = waiting_bytes
         self._index = opened.index
@@ -70,6 +102,7 @@ class Plant:
         self.reader = Reader(
             opened, self.ring, self.engine, verify=verify, memory_bytes=self.memory_bytes
         )
+        self._batches: Arena | None = None
         self.pid = os.getpid()
 
     @property
@@ -86,10 +119,30 @@ class Plant:
         self._check()
         self.ring.limit_bytes = min(self.ring.limit_bytes, round_down(self._room(), PAGE_BYTES))
 
+    def batch_room(self, nbytes: int) -> NDArray[np.uint8]:
+        """Memory for a batch, used again when the batch is dropped; see [Note: batch memory].
+
+        Thread-safe. Contents are undefined.
+        """
+        if nbytes < LEAST_REUSED_BYTES or self.memory_bytes < _LEAST_WITH_ARENA_BYTES:
+            return np.empty(nbytes, np.uint8)
+        if self._batches is None:
+            self._batches = Arena(_MOST_BATCH_BYTES, owner="batches")
+        idle = self._batches.touched_bytes - self._batches.used_bytes
+        if idle > max(self.waiting_bytes, nbytes):
+            self._batches.trim(idle - self.waiting_bytes)
+        block = self._batches.allocate(nbytes)
+        return np.empty(nbytes, np.uint8) if block is None else block.lend(0, nbytes)
+
     def close(self) -> None:
-        """End the engine, if it is our own, and give the memory back. Nothing may be under way."""
+        """End the engine, if it is our own, and give the memory back. Nothing may be under way.
+
+        Batches that were handed over stay what they are.
+        """
         if os.getpid() != self.pid:
             return
+        if self._batches is not None:
+            self._batches.close()
         self.reader.close()
         if self._own is not None:
             self._own.close()
@@ -116,18 +169,34 @@ class Plant:
             )
 
 
+def lump_of(values: Assembler, batch_size: int, memory_bytes: int) -> int:
+    """How many batches are decoded and handed over together: so many as make a MiB."""
+    if not values.alike:
+        return 1
+    most_bytes = min(LUMP_BYTES, int(memory_bytes * _LUMP_SHARE))
+    return max(1, most_bytes // max(1, values.decoded_bytes() * batch_size))
+
+
 def choose_order(
-    kind: Kind | str, index: Index, ring_bytes: int, *, seed: int, batch_size: int, world: int
+    kind: Kind | str,
+    index: Index,
+    ring_bytes: int,
+    *,
+    seed: int,
+    batch_size: int,
+    world: int,
+    rates: Rates | None = None,
 ) -> Order:
     """An order for so much memory.
 
-    ``auto`` is a full shuffle where samples are so long that random reads cost nothing, or where all
-    of them fit in memory; else a window. A window has as many chunks as fit in memory twice; with
-    several ranks each has a lane of its own.
+    ``auto`` is a full shuffle where random reads cost nothing, or where all samples fit in memory; else a
+    window. Whether they do, ``rates`` tell; if there are none, it is so for samples of 128 KiB and more.
+    A window has as many chunks as fit in memory twice; with several ranks each has a lane of its own.
     """
     mean = max(1, index.data_bytes // index.samples)
     if kind == "auto":
-        kind = "full" if mean >= CHUNK_BYTES else "window"
+        quick = mean >= CHUNK_BYTES if rates is None else rates.full_is_quick
+        kind = "full" if quick else "window"
     if kind == "window":
         room = int(ring_bytes * _WINDOW_SHARE)
         found = _window(index, room, mean, seed=seed, batch_size=batch_size, world=world)

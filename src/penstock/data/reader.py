@@ -90,6 +90,7 @@ class Reader:
     Attributes:
         opened: The data set.
         read_bytes: What was asked of the device.
+        wanted_bytes: What of that are samples: reads are of whole blocks, and neighbours' gaps are read.
         memory_bytes: What the user gave.
     """
 
@@ -100,7 +101,7 @@ class Reader:
         engine: Engine,
         *,
         verify: bool = True,
-        priority: Priority = Priority.PREFETCH,
+        priority: Priority = Priority.READ_AHEAD,
         memory_bytes: int | None = None,
     ) -> None:
         """Read by an engine, which is not closed here.
@@ -115,7 +116,7 @@ class Reader:
         """
         self.opened = opened
         self.ring = ring
-        self.read_bytes = 0
+        self.read_bytes = self.wanted_bytes = 0
         self.memory_bytes = ring.capacity_bytes if memory_bytes is None else memory_bytes
         self._engine = engine
         self._verify = verify and len(opened.index.sums) > 0
@@ -123,6 +124,11 @@ class Reader:
         self._lock = Lock()
         self._files = OrderedDict[int, DirectFile]()
         self._pid = os.getpid()
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the first file is read past the page cache. Raises as ``start``."""
+        return self._open(0).direct
 
     def plan(self, samples: Numbers) -> Plan:
         """Which extents some samples need."""
@@ -160,6 +166,7 @@ class Reader:
                     raise self.too_small(plan)
                 return None
             self.read_bytes += plan.total_bytes
+            self.wanted_bytes += int(np.maximum(plan.ranges.nbytes, 0).sum())
         try:
             return self._start(plan, *places)
         except BaseException:
@@ -327,16 +334,24 @@ class Pending:
         else:
             self._transfer.add_done_callback(lambda _: action())
 
-    def wait(self, policy: Policy) -> Group:
-        """Wait until all has arrived, ahead of reads that nobody waits for.
+    def urge(self) -> None:
+        """The training waits for it: from now on it goes before all that nobody waits for."""
+        if self._transfer is not None:
+            self._transfer.promote(Priority.DEMAND)
+
+    def wait(self, policy: Policy, *, urgent: bool = True) -> Group:
+        """Wait until all has arrived.
 
         Args:
             policy: What to do about a sample that cannot be read: ``raise``, or leave it in ``bad``.
+            urgent: Go before all that nobody waits for.
 
         Raises:
             TransferError: A sample cannot be read; with a note that names it.
             ChecksumError: A sample is damaged.
         """
+        if urgent:
+            self.urge()
         try:
             self._wait()
         except BaseException:
@@ -349,8 +364,6 @@ class Pending:
 
     def _wait(self) -> None:
         if self._transfer is not None and self._batch is not None:
-            if not self._transfer.done:
-                self._transfer.promote(Priority.DEMAND)
             self._transfer.wait()
             if self._batch.errors:
                 self._reader._ask_again(self.plan, self._group, self._batch)

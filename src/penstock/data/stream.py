@@ -2,18 +2,20 @@
 
 [Note: groups]
     Batches are read in *groups*, whose samples are planned together, so that neighbours are read at
-    once: as
-    many batches as make some MiB, or all of a window. A group's memory is given back when its last batch
-    is
-    decoded. Groups begin, in order, as long as fewer batches than :class:`Depth` says are under way or
-    ready, and the ring has room.
+    once: as many batches as make some MiB, or all of a window. A group's memory is given back when its
+    last batch is decoded. Groups begin, in order, as long as fewer batches than :class:`Depth` says are
+    under way or ready, and the ring has room.
+
+[Note: lumps]
+    To hand over a batch costs two threads a tenth of a millisecond, in which flash delivers more than a
+    batch of a few hundred KiB. So batches that are small are decoded and handed over several at once.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -26,7 +28,7 @@ from penstock.data.order import Epoch, Step
 from penstock.data.reader import Group, Pending, Plan, Policy, Reader
 from penstock.observe.clock import Clock, RealClock
 
-GROUP_BYTES: Final = 4 << 20
+GROUP_BYTES: Final = 8 << 20
 _MOST_FILES: Final = 256
 
 
@@ -83,6 +85,7 @@ class Stream:
         tally: Tally,
         policy: Policy = "raise",
         ready: int = 2,
+        lump: int = 1,
         on_value: Callable[[Any], Any] = lambda value: value,
         clock: Clock | None = None,
     ) -> None:
@@ -96,13 +99,15 @@ class Stream:
             depth: How far ahead; kept by the caller from stream to stream.
             tally: Where counts go.
             policy: What to do about a sample that cannot be read.
-            ready: Most decoded batches to have waiting.
+            ready: Most lumps of decoded batches to have waiting.
+            lump: Batches to decode together, see [Note: lumps].
             on_value: Applied to each batch, in the thread of the stream.
             clock: Tells the time.
         """
         self._reader, self._epoch, self._steps = reader, epoch, steps
         self._assemble, self._depth, self._tally = assemble, depth, tally
-        self._policy, self._most_ready, self._on_value = policy, ready, on_value
+        self._policy, self._lump, self._on_value = policy, lump, on_value
+        self._most_before = (ready - 1) * lump  # that wait already, for a lump to join them
         self._clock = RealClock() if clock is None else clock
         self._changed = condition()
         self._ready = deque[Delivery]()
@@ -112,6 +117,8 @@ class Stream:
         self._next_step: Step | None = next(steps, None)
         self._candidate: tuple[list[Step], Plan] | None = None
         self._under_way = 0
+        self._awaited: Pending | None = None  # by the thread of the stream
+        self._waiting = False  # whoever takes, for a batch
         self._full = False  # the ring, until a group is freed
         self._arrived_ns = 0
         self._taken_ns = 0
@@ -123,7 +130,11 @@ class Stream:
         asked_ns = self._clock.now_ns()
         with self._changed:
             while not self._ready and not self._over:
+                self._waiting = True
+                if self._awaited is not None:
+                    self._awaited.urge()
                 self._changed.wait()
+            self._waiting = False
             found = self._ready.popleft() if self._ready else None
             self._changed.notify_all()
         if found is None:
@@ -170,7 +181,10 @@ class Stream:
             self._changed.notify_all()
 
     def _deliver(self, fetch: _Fetch) -> None:
-        group = fetch.pending.wait(self._policy)
+        with self._changed:
+            self._awaited, urgent = fetch.pending, self._waiting
+        group = fetch.pending.wait(self._policy, urgent=urgent)
+        self._awaited = None
         try:
             since = max(fetch.begun_ns, self._arrived_ns)
             self._arrived_ns = max(self._arrived_ns, fetch.arrived_ns)
@@ -181,26 +195,44 @@ class Stream:
             firsts = np.cumsum([0, *counts[:-1]])
             sizes = np.maximum(group.nbytes, 0).sum(axis=1)
             nbytes = np.add.reduceat(sizes, firsts)  # no step is empty
-            facts = zip(fetch.steps, firsts.tolist(), counts, nbytes.tolist(), strict=True)
-            for step, first, count, size in facts:
-                if not self._deliver_step(group, step, range(first, first + count), size):
+            rows = [range(a, a + n) for a, n in zip(firsts.tolist(), counts, strict=True)]
+            facts = list(zip(fetch.steps, rows, nbytes.tolist(), strict=True))
+            for start in range(0, len(facts), self._lump):
+                if not self._deliver_lump(group, facts[start : start + self._lump]):
                     return
                 self._fill()
         finally:
             group.free()
             self._full = False
 
-    def _deliver_step(self, group: Group, step: Step, rows: range, nbytes: int) -> bool:
-        good = [row for row in rows if row not in group.bad] if group.bad else rows
-        value = self._on_value(self._assemble(group, good)) if good else None
-        delivery = Delivery(step, value, len(good), nbytes)
+    def _deliver_lump(self, group: Group, facts: Sequence[tuple[Step, range, int]]) -> bool:
+        made = [
+            Delivery(step, value, count, nbytes)
+            for (step, _, nbytes), (value, count) in zip(
+                facts, self._values(group, [rows for _, rows, _ in facts]), strict=True
+            )
+        ]
         with self._changed:
-            while len(self._ready) >= self._most_ready and not self._stopping:
+            while len(self._ready) > self._most_before and not self._stopping:
                 self._changed.wait()
-            self._under_way -= 1
-            self._ready.append(delivery)
+            self._under_way -= len(made)
+            self._ready.extend(made)
             self._changed.notify_all()
             return not self._stopping
+
+    def _values(self, group: Group, spans: Sequence[range]) -> list[tuple[Any, int]]:
+        """(value, samples) of each; the value is None where there is no sample."""
+        if not group.bad:
+            values = self._assemble.batches(group, spans)
+            return [
+                (self._on_value(value), len(rows))
+                for value, rows in zip(values, spans, strict=True)
+            ]
+        good = [[row for row in rows if row not in group.bad] for rows in spans]
+        return [
+            (self._on_value(self._assemble(group, rows)) if rows else None, len(rows))
+            for rows in good
+        ]
 
     def _fill(self) -> None:
         """Begin groups, as far ahead as it pays."""

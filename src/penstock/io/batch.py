@@ -6,9 +6,10 @@ one entry is done for a whole slice of them: 1 µs each.
 
 [Note: slices]
     A batch stands in the engine's line among the requests, by priority. Its pieces are *slices* of up to
-    64 entries, and a slice takes one of the engine's places, as a piece of a request does; so whoever
-    waits for a demand waits for no more than the slices under way. An entry that was refused, failed or
-    came back short is asked for again as a request of its own, which knows how to go on, and what to say.
+    64 entries and 4 MiB, and a slice takes one of the engine's places, as a piece of a request does; so
+    whoever waits for a demand waits for no more than the slices under way. An entry that was refused,
+    failed or came back short is asked for again as a request of its own, which knows how to go on, and
+    what to say.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from penstock.io.engine import Batch, Op, Priority, Transfer
 from penstock.io.jobs import Job, Piece
 
 SLICE_ENTRIES: Final = 64
+SLICE_BYTES: Final = 4 << 20
+"""The longest slice, but for one entry that is longer: a demand waits for as many as are under way."""
 _TOGETHER: Final = 16
 """Events to wait for, a little while, so that the thread does not wake up for each."""
 _LITTLE_WHILE_NS: Final = 200_000
@@ -63,7 +66,7 @@ class BatchJob(Job):
         self.keep_alive = batch.keep_alive
         self.priority = batch.priority
         self.nbytes = len(batch)
-        fit = piece_bytes // int(batch.nbytes.max())
+        fit = min(piece_bytes, SLICE_BYTES) // int(batch.nbytes.max())
         self.piece_bytes = min(SLICE_ENTRIES, max(1, fit))
         self.next_bytes = self.running = 0
         self.error: BaseException | None = None

@@ -41,6 +41,8 @@ class Priority(enum.IntEnum):
     """Somebody will need them soon."""
     WRITE_BEHIND = 2
     """Memory is freed when they are gone."""
+    READ_AHEAD = 3
+    """Batches of data for steps to come: a training that has to wait for one makes it a demand."""
 
 
 class File(Protocol):

@@ -83,6 +83,10 @@ class RunFacts:
     """Tiers whose bytes wear an SSD."""
     foreseen: Foreseen | None = None
     """What the plan in force was expected to cost, if that is known."""
+    loaders_bytes_per_s: float = 0.0
+    """What data loaders that share its flash need."""
+    loaders_planned_bytes_per_s: float = 0.0
+    """What the plan in force leaves to them."""
     warnings: tuple[str, ...] = ()
 
 
@@ -153,7 +157,8 @@ class ReplanLine:
 
     reason: str
     """``"first"``; ``"drift"``: other slots were saved; ``"held"``: offloading freed nothing;
-    ``"sampled"``: codecs were measured; ``"observed"``: it became known what can be made again."""
+    ``"sampled"``: codecs were measured; ``"observed"``: it became known what can be made again;
+    ``"demand"``: data loaders need more of flash, or less."""
     count: int
 
 
@@ -206,6 +211,10 @@ class Summary:
     """Steps that write a whole TBW at this rate; ``None`` where unknown, or nothing is written."""
     prediction: Prediction | None
     """The plan in force, replayed, beside the steps that ran under it; ``None`` before there are any."""
+    loaders_bytes_per_s: float
+    """What data loaders that share its flash need of it."""
+    loaders_planned_bytes_per_s: float
+    """What the plan in force leaves to them."""
     warnings: tuple[str, ...]
 
     @property
@@ -261,6 +270,8 @@ def summarize(totals: Totals, facts: RunFacts, steps: Iterable[StepTotals] = ())
         tbw_share=None if facts.tbw_bytes is None else written / facts.tbw_bytes,
         steps_to_wear_out=_steps_to_wear_out(written, facts),
         prediction=None if facts.foreseen is None else compare(facts.foreseen, steps),
+        loaders_bytes_per_s=facts.loaders_bytes_per_s,
+        loaders_planned_bytes_per_s=facts.loaders_planned_bytes_per_s,
         warnings=facts.warnings,
     )
 

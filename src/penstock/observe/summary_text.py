@@ -254,6 +254,10 @@ def _notes(summary: Summary) -> Iterable[Text]:
         yield Text(plans)
     if summary.recomputed.count:
         yield Text(_recomputed(summary))
+    if summary.loaders_bytes_per_s or summary.loaders_planned_bytes_per_s:
+        needed = format_bandwidth(summary.loaders_bytes_per_s)
+        left = format_bandwidth(summary.loaders_planned_bytes_per_s)
+        yield Text(f"data loaders need {needed} of flash; the plan leaves them {left}")
     if plain := {name: n for name, n in summary.counters.items() if not _in_table(name)}:
         counted = ", ".join(f"{name} {number}" for name, number in plain.items())
         yield Text(f"counted: {counted}")

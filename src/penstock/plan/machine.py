@@ -6,7 +6,7 @@ import json
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Final
@@ -142,6 +142,27 @@ class Machine:
         if tier == "host":
             return nbytes / self.host_read_bytes_per_s
         return self.flash_latency_s + self.flash_busy_s(nbytes, writing=False)
+
+    def less_read(self, bytes_per_s: float) -> Machine:
+        """This machine, of which something else reads so much of flash all the time.
+
+        A tenth of what there is stays. Where reads and writes share a bandwidth, writes have less, too.
+        """
+        left = max(0.1, 1 - max(0.0, bytes_per_s) / self.flash_read_bytes_per_s)
+        writes = left if self.flash_shared else 1.0
+        service = self.flash_service
+        if service is not None:
+            service = Service(
+                service.sizes_bytes,
+                tuple(each / writes for each in service.write_s),
+                tuple(each / left for each in service.read_s),
+            )
+        return replace(
+            self,
+            flash_read_bytes_per_s=self.flash_read_bytes_per_s * left,
+            flash_write_bytes_per_s=self.flash_write_bytes_per_s * writes,
+            flash_service=service,
+        )
 
     def flash_busy_s(self, nbytes: int, *, writing: bool) -> float:
         """For how long a transfer keeps flash from the next; its latency comes beside that."""

@@ -38,10 +38,13 @@ from penstock.runtime.given import check_slot, check_tiers, note_on_budget
 from penstock.runtime.guesses import Guesses
 from penstock.runtime.in_force import InForce
 from penstock.runtime.known_passes import KnownPasses, is_known
+from penstock.runtime.loaders import Loaders
 from penstock.runtime.movers import Encoding
 from penstock.runtime.passes import INPUT, Pass
 from penstock.runtime.residency import SlotRecord
 
+DEMAND: Final = "demand"
+"""Why there is a new plan: data loaders read more of flash, or less, than the one before left them."""
 FREE_REPLANS: Final = 5
 """Plans made at once; after these, ever longer waits, so that drift for ever stays cheap."""
 
@@ -55,7 +58,7 @@ class Planner:
         plan: The plan in force, or ``None`` before the first pass is over.
         profile: What it was made from.
         floor_bytes: Storages smaller than this always stay.
-        machine: The bandwidths that plans are made for.
+        machine: The bandwidths that plans are made for: the machine's, less what data loaders need.
         ranks: The plan's order of need by match key, for prefetching.
         replans: Plans made so far.
         wants_samples: Whether what is saved now is to be sampled.
@@ -87,6 +90,7 @@ class Planner:
         recompute: bool = False,
         plan: Plan | None = None,
         slack_bytes: int = 0,
+        loaders: Loaders | None = None,
     ) -> None:
         """Know nothing yet, but for a ``plan`` that is given. Raises ConfigError: no such policy.
 
@@ -95,10 +99,12 @@ class Planner:
         scratch memory from the budget and says how much that is, 0 if there was no room.
         ``recompute`` is whether modules may be run again. A given plan stays in force as it is, and
         ``policy`` is then only a name; what differs from it in the first pass is a PlanError. Plans of a
-        policy leave ``slack_bytes`` of the device budget out, if they can.
+        policy leave ``slack_bytes`` of the device budget out, if they can, and of flash what ``loaders``
+        need.
         """
         self.floor_bytes = floor_bytes
-        self.machine = machine
+        self.machine = self._whole = machine
+        self._loaders = Loaders() if loaders is None else loaders
         self.plan: Plan | None = None
         self.profile: Profile | None = None
         self.foreseen: Foreseen | None = None
@@ -269,6 +275,8 @@ class Planner:
             self._attention.record(finished, missed=bool(reason))
             if finished.kept_bytes:
                 reason = ""  # it has no records of all its slots: the next ones will
+            if not reason and self._crowded_out():
+                reason = DEMAND
             if reason and finished.index >= self._next_replan:
                 self._replan(finished, reason)
             else:
@@ -293,6 +301,7 @@ class Planner:
         """Replay a given plan on the passes that it has met; each kind is told of once."""
         if self._known.like(finished) is None:
             self._known.remember(finished, self._in_force)
+            self.machine = self._loaders.left_of(self._whole)
             self._foresee(self._known.profile(self.unrepeatable))
 
     def _why_replan(self, finished: Pass) -> str:
@@ -310,13 +319,18 @@ class Planner:
         like = self._known.like(finished) if finished.observed else None
         return "observed" if like is not None and not like.observed else ""
 
+    def _crowded_out(self) -> bool:
+        """Whether the plan in force leaves data loaders too little of flash, or too much."""
+        return self.plan is not None and not self.moves_nothing and self._loaders.moved(self._whole)
+
     def _tells_all(self, finished: Pass) -> bool:
         """Whether a plan could be made of a pass: nothing was dropped, or it was observed."""
         return finished.observed or not (self.plan and self.plan.recomputed)
 
     def _replan(self, finished: Pass, reason: str) -> None:
-        if self._tells_all(finished):
+        if reason != DEMAND and self._tells_all(finished):
             self._known.remember(finished, self._in_force)
+        self.machine = self._loaders.left_of(self._whole)
         start_ns = self._recorder.clock.now_ns()
         self.profile = self._known.profile(self.unrepeatable)
         self._adopt(self._make_plan(self.profile))

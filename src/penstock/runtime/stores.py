@@ -102,6 +102,12 @@ class Stores:
         assert self._mover is not None, "stores that could not be opened have no mover"
         return self._mover
 
+    @property
+    def engine(self) -> Engine | None:
+        """What moves bytes of the flash tier; None: there is none, or it is for device memory."""
+        engine = self._engine
+        return None if engine is None or engine.spec.gpu_direct else engine
+
     def open_codecs(self, budget: Budget, device_bytes: int) -> int:
         """Let the mover encode, from now on.
 

@@ -229,12 +229,16 @@ class EngineTests:
     # -- order ------------------------------------------------------------------------------------
 
     def test_priorities_go_first_and_equals_in_order(self, build: Build, file: File) -> None:
-        """Demand, then prefetch, then write-behind; first in, first out within each."""
-        gate, order = GatedSyscalls(), [*range(8)]
+        """Demand, prefetch, write-behind, read-ahead; first in, first out within each."""
+        gate, order = GatedSyscalls(), [*range(10)]
         engine = build(threads=1, syscalls=gate)
         blocker = move(engine, "write", file, 0, aligned(PIECE_BYTES))
         gate.wait_for_call()
-        wanted = [Priority.WRITE_BEHIND, Priority.PREFETCH, Priority.DEMAND, Priority.PREFETCH] * 2
+        early, late = (
+            [Priority.DEMAND, Priority.PREFETCH],
+            [Priority.READ_AHEAD, Priority.WRITE_BEHIND],
+        )
+        wanted = [*late, Priority.PREFETCH, *early] * 2
         transfers = [
             move(
                 engine,

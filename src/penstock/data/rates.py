@@ -1,0 +1,112 @@
+"""How fast flash delivers samples at random, beside the same bytes in sequence: a short probe, once.
+
+What was measured is kept beside the index, so that the same set has the same order the next time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Final
+
+import numpy as np
+
+from penstock.data.build import Opened
+from penstock.data.permutation import Numbers
+from penstock.data.reader import Reader
+
+FULL_SHARE: Final = 0.8
+"""Of the sequential rate: a full shuffle that is no slower costs nothing worth a window."""
+LEAST_BYTES: Final = 64 << 20
+"""Smaller sets are not probed."""
+_PROBE_BYTES: Final = 8 << 20
+_MOST_SAMPLES: Final = 2048
+_ROUNDS: Final = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """Of one data set on one device, in bytes of samples."""
+
+    random_bytes_per_s: float
+    sequential_bytes_per_s: float
+
+    @property
+    def full_is_quick(self) -> bool:
+        """Whether samples may as well be read one by one."""
+        return self.random_bytes_per_s >= FULL_SHARE * self.sequential_bytes_per_s
+
+
+def known_rates(opened: Opened) -> Rates | None:
+    """What was measured before; None: nothing, or it is of another index, or damaged."""
+    try:
+        with open(_path(opened), encoding="utf-8") as file:
+            found = json.load(file)
+        if found.pop("index") != _stamp(opened):
+            return None
+        return Rates(**{name: float(value) for name, value in found.items()})
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        return None
+
+
+def rates_of(opened: Opened, reader: Reader) -> Rates | None:
+    """What was measured before, or is measured now; some 50 ms.
+
+    Nothing may be under way. None: the set is small, or its file system has no direct I/O, so that memory
+    would be measured.
+
+    Raises:
+        TransferError: A sample cannot be read.
+        DatasetError: A file is missing.
+    """
+    known = known_rates(opened)
+    if known is not None or opened.index.data_bytes < LEAST_BYTES or not reader.is_direct:
+        return known
+    samples, mean = opened.index.samples, max(1, opened.index.data_bytes // opened.index.samples)
+    room = min(_PROBE_BYTES, reader.ring.limit_bytes // 4)
+    count = min(samples, _MOST_SAMPLES, room // (mean + 8192))
+    if count < 2:
+        return None
+    random = np.random.default_rng(samples)
+    times = {"random": list[float](), "sequential": list[float]()}
+    for _ in range(_ROUNDS):
+        start = int(random.integers(0, samples - count + 1))
+        times["random"].append(_time(reader, np.sort(random.integers(0, samples, count))))
+        times["sequential"].append(_time(reader, np.arange(start, start + count)))
+    found = Rates(
+        random_bytes_per_s=count * mean / min(times["random"]),
+        sequential_bytes_per_s=count * mean / min(times["sequential"]),
+    )
+    _keep(opened, found)
+    return found
+
+
+def _time(reader: Reader, samples: Numbers) -> float:
+    plan = reader.plan(samples)
+    started = time.perf_counter()
+    pending = reader.start(plan)
+    assert pending is not None, "a quarter of the ring is enough"
+    pending.wait("skip").free()
+    return time.perf_counter() - started
+
+
+def _path(opened: Opened) -> str:
+    return f"{opened.index_path}.rates"
+
+
+def _stamp(opened: Opened) -> str:
+    facts = os.stat(opened.index_path)
+    return f"{facts.st_size} {facts.st_mtime_ns}"
+
+
+def _keep(opened: Opened, rates: Rates) -> None:
+    """Whole, or not at all; a cache that cannot be written costs a probe each time."""
+    temporary = f"{_path(opened)}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    with suppress(OSError):
+        with open(temporary, "x", encoding="utf-8") as file:
+            json.dump({"index": _stamp(opened), **asdict(rates)}, file)
+        os.replace(temporary, _path(opened))
