@@ -22,6 +22,7 @@ _COMMANDS: Final = {
     "plan": "tell what training will take, before a step of it is run",
     "checkpoint": "look at checkpoints, and prove them",
     "data": "look at data sets on flash, check them, pack them, measure them",
+    "characterize": "train the poster's nine networks here: what checkpoints and neighbours cost",
     "ssd": "simulate an SSD: time, energy and wear",
     "report": "tell what a run did, and what was predicted of it",
     "doctor": "check what Penstock needs, and say what to do about what is missing",
