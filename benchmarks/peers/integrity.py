@@ -1,18 +1,17 @@
-"""What one flipped bit does to a checkpoint, and what is left if its writer is killed while it overwrites.
+"""What one flipped bit does to a checkpoint, and what a writer leaves that is killed while overwriting.
 
 For each way to save, in processes of their own:
 
 * ``flips``: a state is saved; then one bit of each of its files is flipped, at several places, one at a
   time, and the checkpoint is loaded: ``noticed`` (an error), ``harmless`` (the bytes of all tensors are
   right), or ``silently wrong``;
-* ``kills``: a state is saved, another one over it, under the same name, and the process is killed (-9) at
-  several points of that; what then loads is ``previous`` or ``new``, whole, or it is ``lost`` (an error) or
-  ``mixed`` (no error, and bytes of neither, or of both).
+* ``kills``: a state is saved, another one over it, under the same name, and the process is killed (-9)
+  at several points of that; what then loads is ``previous`` or ``new``, whole, or it is ``lost`` (an
+  error) or ``mixed`` (no error, and bytes of neither, or of both).
 
-The state has random bits; it is held page by page, so that a killed writer leaves what had reached the
-kernel, which is the milder fault: a machine that loses power leaves less. Peers that are not installed are
-left out. A save that replaces what is there is what most scripts do (``latest.pt``); who writes to new
-names each time loses less.
+The state has random bits. A killed writer leaves what had reached the kernel, which is the milder fault:
+a machine that loses power leaves less. Who writes to new names each time loses less than who replaces
+what is there, as most scripts do (``latest.pt``). Peers that are not installed are left out.
 
     python benchmarks/peers/integrity.py --dir /nvme/scratch
 """
@@ -343,9 +342,12 @@ def counts(bits, left):
     }
 
 
+COLUMNS = ("Saved by", "Bits flipped", "Noticed", "Changed nothing", "Silently wrong",
+           "Killed while overwriting", "Neither state loads", "Mixed")  # fmt: skip
+
+
 def table(figures):
-    lines = ["| Saved by | Bits flipped | Noticed | Changed nothing | Silently wrong | Killed while overwriting"
-             " | Neither state loads | Mixed |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     for way, one in figures.items():
         name = "**Penstock**" if way == "penstock" else way
         label = f"{name} {one['version']}" if way != "penstock" else name
