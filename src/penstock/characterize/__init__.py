@@ -8,7 +8,7 @@ Read in this order:
   they do; ``parallel``, ``halves``: how several share a job;
 - ``beside``, ``neighbours``: what runs beside a job; ``energy``, ``machine``: what the machine tells;
 - ``scratch``, ``orphans``: nothing is left behind;
-- ``table``, ``figures``: the results to look at.
+- ``tables``, ``figures``: the results to look at.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.characterize.experiment import characterize, merge
     from penstock.characterize.figures import plot
     from penstock.characterize.settings import Settings
-    from penstock.characterize.table import table
+    from penstock.characterize.tables import table
 
 __all__ = ["Settings", "characterize", "merge", "plot", "table"]
 _HOMES: Final = {
@@ -28,7 +28,7 @@ _HOMES: Final = {
     "characterize": "experiment",
     "merge": "experiment",
     "plot": "figures",
-    "table": "table",
+    "table": "tables",
 }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.characterize.claims import rows
-from penstock.characterize.table import scale_words
+from penstock.characterize.tables import scale_words
 from penstock.core.errors import ConfigError
 from penstock.core.units import GIB, MIB
 from penstock.report.look import BUDGET_COLOUR, COLOURS, INK, STYLE, dress, matplotlib

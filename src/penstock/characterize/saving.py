@@ -52,18 +52,17 @@ def save(
     return made
 
 
-def restore(training: Training, way: str, folder: Path) -> dict[str, Any]:
-    """Restore what ``save`` has left, cold; ``restore_s`` and whether the weights are those bits."""
+def restore(training: Training, way: str, folder: Path, *, wanted: int) -> dict[str, Any]:
+    """Restore what ``save`` has left, cold; ``restore_s``, and whether the weights are those wanted."""
     if not training.saves:
         return {}
-    before = training.fingerprint()
     with torch.no_grad():
         next(iter(training.module.parameters())).zero_()
     _drop(folder)
     start = time.perf_counter()
     _LOADS[way](training, folder)
     seconds = time.perf_counter() - start
-    return {"restore_s": seconds, "same": training.fingerprint() == before}
+    return {"restore_s": seconds, "same": training.fingerprint() == wanted}
 
 
 def _torch_save(training: Training, folder: Path, steps: int) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class Worker:
             told["network"], scale=told["scale"], parallel=told["parallel"], device=device
         )
         self._session: penstock.Session | None = None
+        self._saved: dict[str, int] = {}
 
     def facts(self) -> dict[str, Any]:
         """What is trained."""
@@ -63,11 +64,13 @@ class Worker:
 
     def save(self, way: str, steps: int, step_s: float) -> dict[str, Any]:
         """See :func:`.saving.save`."""
+        self._saved[way] = self._training.fingerprint()
         return saving.save(self._training, way, self._folder / way, steps=steps, step_s=step_s)
 
     def restore(self, way: str) -> dict[str, Any]:
         """See :func:`.saving.restore`."""
-        return saving.restore(self._training, way, self._folder / way)
+        folder, wanted = self._folder / way, self._saved[way]
+        return saving.restore(self._training, way, folder, wanted=wanted)
 
     def suspend(self) -> dict[str, Any]:
         """Between two steps, right after a checkpoint was made: only what it has not is written."""

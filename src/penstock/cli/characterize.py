@@ -74,7 +74,7 @@ def execute(options: argparse.Namespace) -> int:
     if options.json:
         write_json(document, sys.stdout)
     else:
-        from penstock.characterize.table import table  # noqa: PLC0415  (loads torch)
+        from penstock.characterize.tables import table  # noqa: PLC0415  (loads torch)
 
         show(table(document), sys.stdout)
     return 0
