@@ -303,3 +303,13 @@ def test_the_front_door(disk_path):
     assert done.nbytes == checkpoint.verify(disk_path / "a").nbytes
     assert_same(checkpoint.load(disk_path / "a"), state(1))
     assert checkpoint.unchanged(disk_path / "a", state(1))
+
+
+def test_many_small_parts_share_a_file_and_what_is_frozen_lies_apart(disk_path):
+    layers = {f"layer{index}": torch.randn(1 << 19) for index in range(12)}  # 2 MiB each
+    model = torch.nn.ModuleDict({"base": torch.nn.Linear(900, 900), "head": torch.nn.Linear(9, 9)})
+    model["base"].requires_grad_(False)
+    checkpoint.save(disk_path / "flat", layers)
+    checkpoint.save(disk_path / "tuned", {"model": model})
+    assert len(list((disk_path / "flat").glob("*.safetensors"))) == 1
+    assert len(list((disk_path / "tuned").glob("*.safetensors"))) == 2

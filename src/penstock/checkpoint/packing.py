@@ -2,8 +2,8 @@
 
 [Note: packing]
     A part of the state (a key of its top level) has files of its own, so that a part that did not change
-    can be kept as it is; what training leaves as it is lies apart for the same reason; parts of little
-    tensors share. In a file, tensors whose length is a multiple of 64 bytes come first, then the
+    can be kept as it is; what training leaves as it is lies apart for the same reason; small parts
+    share. In a file, tensors whose length is a multiple of 64 bytes come first, then the
     others, the longest elements first: so all are aligned, though the format allows no gap between two
     tensors. The header is filled up with spaces, as the format allows, so that tensors begin at a
     multiple of 4096.
@@ -24,8 +24,8 @@ from penstock.core.units import MIB, round_up
 
 FILE_BYTES: Final = 256 * MIB
 """A file is closed once it is as long as this."""
-_SMALL_BYTES: Final = MIB
-"""Parts of a state that are smaller than this share a file."""
+_SMALL_BYTES: Final = 32 * MIB
+"""Smaller parts of a state share a file: each file costs some round trips to the device."""
 _ALIGNMENT_BYTES: Final = 64
 _HEADER_BYTES: Final = 4096
 
@@ -95,14 +95,13 @@ def _parts(leaves: Sequence[Leaf]) -> Iterator[list[int]]:
     for index, leaf in enumerate(leaves):
         if leaf.owner < 0:
             parts.setdefault((leaf.top, leaf.frozen), []).append(index)
-    small: list[int] = []
-    for members in parts.values():
+    small: dict[bool, list[int]] = {}
+    for (_, frozen), members in parts.items():
         if sum(leaves[index].nbytes for index in members) < _SMALL_BYTES:
-            small += members
+            small.setdefault(frozen, []).extend(members)
         else:
             yield members
-    if small:
-        yield small
+    yield from small.values()
 
 
 def _rank(leaf: Leaf) -> int:

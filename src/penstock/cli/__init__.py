@@ -23,6 +23,7 @@ _COMMANDS: Final = {
     "jobs": "let several scripts share a machine: one computes, the others sleep on flash",
     "checkpoint": "look at checkpoints, and prove them",
     "data": "look at data sets on flash, check them, pack them, measure them",
+    "characterize": "train the poster's nine networks here: what checkpoints and neighbours cost",
     "ssd": "simulate an SSD: time, energy and wear",
     "report": "tell what a run did, and what was predicted of it",
     "doctor": "check what Penstock needs, and say what to do about what is missing",

@@ -179,9 +179,14 @@ class GPTNeo(CausalTransformer):
 
     def window(self, tokens: Tensor) -> Tensor | None:
         """True where a token may see another: not later, and less than a window earlier."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        distance = positions[:, None] - positions
-        return (distance >= 0) & (distance < self._window)
+        return local_window(tokens, self._window)
+
+
+def local_window(tokens: Tensor, window: int) -> Tensor:
+    """What local blocks may see of ``[batch, length, ...]``: bool ``[length, length]``."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    distance = positions[:, None] - positions
+    return (distance >= 0) & (distance < window)
 
 
 _TINY = {"vocab_size": 320, "sequence_length": 64, "depth": 2, "width": 64, "heads": 4}

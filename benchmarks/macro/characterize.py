@@ -1,0 +1,69 @@
+"""The poster's experiment, twice: its nine networks at full size, and scaled down beside neighbours.
+
+``full``: the published networks, saved in three ways, with nothing beside them: what a checkpoint every
+100 steps holds training up. ``scaled``: a quarter of depths and widths, three epochs, with copies and
+programs beside each job. Each network is a part (``--parts``), so that several sittings, each ended by
+``--limit``, make one result; the parts are put together as ``penstock characterize --merge`` does.
+
+    python benchmarks/macro/characterize.py --dir /nvme/scratch --parts parts.jsonl --limit 200
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import _results
+from _parts import OutOfTimeError, Parts
+from penstock.characterize import Settings, characterize, merge, plot, table
+from penstock.characterize.networks import NETWORKS
+from penstock.report.table import to_text
+
+ASKED = {
+    "full": {"scale": 1.0, "epochs": 1, "steps": 3, "colocate": 0},
+    "scaled": {"scale": 0.25, "epochs": 3, "colocate": 1},
+}
+LAST = "bert-large"
+"""It takes longest, and is measured when the others are."""
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--what", choices=ASKED, nargs="+", default=list(ASKED))
+    parser.add_argument("--dir", default=tempfile.gettempdir())
+    parser.add_argument(
+        "--parts", help="a file with what earlier sittings measured; it is added to"
+    )
+    parser.add_argument("--limit", type=float, help="seconds of this sitting")
+    parser.add_argument("--into", default=str(_results.RESULTS))
+    options = parser.parse_args()
+    parts = Parts(options.parts, options.limit)
+    for what in options.what:
+        try:
+            found = [
+                parts.get(
+                    f"{what} {name}", lambda name=name, what=what: measure(what, name, options)
+                )
+                for name in sorted(NETWORKS, key=lambda name: name == LAST)
+            ]
+        except OutOfTimeError:
+            print(f"{what}: time is up; go on with the same --parts")
+            return
+        made = merge(found)
+        name = f"characterize_{what}"
+        _results.write(name, made, ASKED[what], directory=options.dir, into=options.into)
+        plot(made, Path(options.into) / f"{name}.svg")
+        print(to_text(table(made)), end="\n\n")
+
+
+def measure(what, name, options):
+    print(f"{what}: {name}", flush=True)
+    return characterize(Settings(networks=(name,), directory=options.dir, **ASKED[what]))
+
+
+if __name__ == "__main__":
+    main()

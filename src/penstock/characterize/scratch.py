@@ -1,0 +1,84 @@
+"""The directory of one run: made, locked, big enough, and removed; also what a killed run has left."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from penstock.core.errors import ConfigError, NoSpaceError, free_space_bytes
+from penstock.core.units import MIB
+from penstock.io.files import filesystem_of
+
+PREFIX: Final = ".penstock-characterize-"
+SLACK_BYTES: Final = 256 * MIB
+"""Beside checkpoints: the neighbours' files and the file system's own."""
+
+
+@contextmanager
+def scratch(directory: str) -> Iterator[Path]:
+    """A new directory in ``directory``, removed afterwards whatever happens.
+
+    Raises:
+        ConfigError: It is in memory, or nothing can be made there.
+    """
+    where = os.path.abspath(directory)
+    system = filesystem_of(where)
+    if system.is_memory:
+        raise ConfigError(
+            f"directory {where!r} is on {system.kind}: its files are in memory, and checkpoints there"
+            " would tell nothing of flash; name a directory on a disk"
+        )
+    _remove_left(where)
+    try:
+        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=where))
+    except OSError as error:
+        raise ConfigError(f"directory {where!r} cannot be written to: {error.strerror}") from error
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(fd)
+
+
+def check_space(folder: Path, nbytes: int) -> None:
+    """Raise NoSpaceError unless so many bytes, and some slack, are free."""
+    free = free_space_bytes(str(folder))
+    if 0 <= free < nbytes + SLACK_BYTES:
+        raise NoSpaceError(
+            errno=errno.ENOSPC,
+            op="save",
+            path=str(folder.parent),
+            offset_bytes=0,
+            nbytes=nbytes + SLACK_BYTES,
+            free_bytes=free,
+            advice="checkpoints of every kind stand side by side: free some space, name another"
+            " directory, or take a smaller scale",
+        )
+
+
+def _remove_left(where: str) -> None:
+    """What a run left that was killed: nobody holds its lock."""
+    for name in os.listdir(where):
+        if not name.startswith(PREFIX):
+            continue
+        path = os.path.join(where, name)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        except BlockingIOError:
+            pass  # of a run that goes on
+        finally:
+            os.close(fd)

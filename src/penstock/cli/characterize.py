@@ -1,0 +1,140 @@
+"""``penstock characterize``: the poster's experiment on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from penstock.characterize.networks import NETWORKS, SCALE_MEANS
+from penstock.characterize.settings import Settings
+from penstock.cli.command import add_common, formatter
+from penstock.cli.output import say, show, write_json
+from penstock.core.errors import ConfigError
+
+_DESCRIPTION = """\
+Train the nine networks of the poster "How to Exploit Flash Memory for DNN Training" here, and tell what
+checkpoints cost them, what stands beside them costs them, and what DRAM they hold while they wait.
+
+networks: """
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of ``penstock characterize``."""
+    made = argparse.ArgumentParser(
+        prog="penstock characterize",
+        description=f"{_DESCRIPTION}{', '.join(NETWORKS)}",
+        epilog=f"A scale: {SCALE_MEANS}.",
+        formatter_class=formatter,
+        allow_abbrev=False,
+    )
+    defaults = Settings()
+    made.add_argument(
+        "--networks", nargs="+", default=list(defaults.networks), metavar="NAME", help="(all nine)"
+    )
+    made.add_argument("--epochs", type=int, default=defaults.epochs, help="(3, as the poster)")
+    made.add_argument("--steps", type=int, help="steps of an epoch (100 times the scale)")
+    made.add_argument(
+        "--parallel", default=defaults.parallel, metavar="HOW", help="none, ddp or pipeline (none)"
+    )
+    made.add_argument(
+        "--colocate",
+        type=int,
+        default=defaults.colocate,
+        metavar="N",
+        help="copies, and programs of each kind, beside a job; 0: none (1)",
+    )
+    made.add_argument(
+        "--scale", type=float, default=defaults.scale, help="of the networks' size, up to 1 (0.25)"
+    )
+    made.add_argument("--dir", default=".", help="where checkpoints go for a while (here)")
+    made.add_argument(
+        "--out", metavar="DIR", help="write characterize.json and characterize.svg there"
+    )
+    made.add_argument(
+        "--merge",
+        nargs="+",
+        metavar="FILE",
+        help="measure nothing: put results of some networks each together",
+    )
+    add_common(made, json_help="print one JSON document on standard output")
+    return made
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Measure, or put results together; show them."""
+    out = None if options.out is None else _directory(options.out)
+    document = _merged(options.merge) if options.merge else _measured(options)
+    if out is not None:
+        _write(document, out)
+    if options.json:
+        write_json(document, sys.stdout)
+    else:
+        from penstock.characterize.tables import table  # noqa: PLC0415  (loads torch)
+
+        show(table(document), sys.stdout)
+    return 0
+
+
+def _measured(options: argparse.Namespace) -> dict[str, Any]:
+    settings = Settings(
+        networks=tuple(options.networks),
+        epochs=options.epochs,
+        steps=options.steps,
+        parallel=options.parallel,
+        colocate=options.colocate,
+        scale=options.scale,
+        directory=options.dir,
+    )
+    from penstock.characterize.experiment import characterize  # noqa: PLC0415  (loads torch)
+
+    before = signal.signal(signal.SIGTERM, _interrupt)  # processes and files must go
+    try:
+        return characterize(settings, say=say)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _merged(names: list[str]) -> dict[str, Any]:
+    from penstock.characterize.experiment import merge  # noqa: PLC0415  (loads torch)
+
+    return merge([_document(name) for name in names])
+
+
+def _document(name: str) -> dict[str, Any]:
+    try:
+        found = json.loads(Path(name).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--merge: {name!r} cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict) or found.get("schema") != 1 or "networks" not in found:
+        raise ConfigError(f"--merge: {name!r} is no result of penstock characterize, schema 1")
+    return found
+
+
+def _directory(name: str) -> Path:
+    try:
+        os.makedirs(name, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out: {name!r} cannot be made: {error.strerror}") from error
+    if not os.access(name, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out: {name!r} cannot be written to")
+    return Path(name)
+
+
+def _write(document: dict[str, Any], out: Path) -> None:
+    from penstock.characterize.figures import plot  # noqa: PLC0415  (loads torch)
+
+    with (out / "characterize.json").open("w", encoding="utf-8") as file:
+        write_json(document, file)
+    try:
+        plot(document, out / "characterize.svg")
+    except ConfigError as error:  # matplotlib is an extra
+        say(f"no picture: {error}")
