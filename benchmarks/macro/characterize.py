@@ -15,6 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from rich.table import Table
+
 import _results
 from _parts import OutOfTimeError, Parts
 from penstock.characterize import Settings, characterize, merge, plot, table
@@ -27,6 +29,16 @@ ASKED = {
 }
 LAST = "bert-large"
 """It takes longest, and is measured when the others are."""
+
+
+HEAD = """---
+orphan: true
+---
+
+<!-- Written by benchmarks/macro/characterize.py; do not edit. -->
+<!-- table -->
+
+"""
 
 
 def main():
@@ -57,7 +69,23 @@ def main():
         name = f"characterize_{what}"
         _results.write(name, made, ASKED[what], directory=options.dir, into=options.into)
         plot(made, Path(options.into) / f"{name}.svg")
+        page = _results.ROOT / "docs" / f"{name}_table.md"
+        page.write_text(HEAD + markdown(table(made)), encoding="utf-8")
         print(to_text(table(made)), end="\n\n")
+
+
+def markdown(page):
+    """The tables and the words of ``penstock.characterize.table``."""
+    lines = []
+    for part in page.renderables:
+        if isinstance(part, Table):
+            columns = [list(map(str, column.cells)) for column in part.columns]
+            heads = [str(column.header) for column in part.columns]
+            rows = [heads, ["---"] * len(heads), *zip(*columns, strict=True)]
+            lines += [f"**{part.title}**", "", *(f"| {' | '.join(row)} |" for row in rows), ""]
+        elif str(part):
+            lines += [str(part), ""]
+    return "\n".join(lines)
 
 
 def measure(what, name, options):

@@ -1,4 +1,8 @@
-"""How much longer a job's steps take with something beside it, and what that gets done."""
+"""How much longer a job's steps take with something beside it, and what that gets done.
+
+What is beside it is compared with the job alone just before and just after, the quicker of the two: what
+else disturbs a machine for a second or two makes one of them slower, and never quicker.
+"""
 
 from __future__ import annotations
 
@@ -67,10 +71,11 @@ def beside_copies(
         told = [each.end() for each in teams]
         seconds = time.perf_counter() - start
     together = median_step(told[0])
+    by_itself = min(before, alone.step_s())
     return {
         "count": count,
-        "slowdown": together / before,
-        "all_slowdown": seconds / (len(teams) * alone.steps * before),
+        "slowdown": together / by_itself,
+        "all_slowdown": seconds / (len(teams) * alone.steps * by_itself),
     }
 
 
@@ -87,9 +92,10 @@ def beside_programs(alone: Alone, count: int, folder: Path) -> dict[str, Any]:
             beside = median_step(alone.team.ask("train", steps=alone.steps))
             third = _counts(programs)
         undisturbed, disturbed = _rate(first, second), _rate(second, third)
+        by_itself = min(before, alone.step_s())
         made[kind] = {
             "count": count,
-            "slowdown": beside / before,
+            "slowdown": beside / by_itself,
             "neighbour_slowdown": undisturbed / disturbed if disturbed else None,
         }
     return made
