@@ -227,6 +227,19 @@ def test_a_parameter_that_was_changed_before_backward_is_named(session_for, disk
     followed(session_for, disk, model, steps)
 
 
+def test_other_parameters_than_in_forward_are_refused(session_for, disk):
+    model = Layers(nn.LayerNorm(WIDTH))
+    others = {name: each.detach().clone() + 1 for name, each in model.named_parameters()}
+    others = {name: each.requires_grad_() for name, each in others.items()}
+
+    def steps(features):
+        loss = torch.func.functional_call(model, others, features).square().mean()
+        with pytest.raises(HookError, match=r"between\.0 .* has other parameters"):
+            loss.backward()
+
+    followed(session_for, disk, model, steps)
+
+
 def test_a_setting_that_was_changed_before_backward_is_named(session_for, disk):
     model = Layers(nn.GELU())
 

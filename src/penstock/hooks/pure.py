@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from penstock.core.errors import InPlaceError
+from penstock.core.errors import HookError, InPlaceError
 
 _BATCH_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _PURE: Final = frozenset(
@@ -84,7 +84,7 @@ class PureCall:
         path: What the module is called.
     """
 
-    __slots__ = ("_autocast", "_module", "_settings", "_versions", "path")
+    __slots__ = ("_autocast", "_module", "_parameters", "_settings", "path")
 
     def __init__(self, module: nn.Module, path: str, device_type: str) -> None:
         """Note what the call that has just ended depended on.
@@ -97,8 +97,8 @@ class PureCall:
         self._module = module
         self.path = path
         self._settings = _settings(module)
-        self._versions = [
-            None if one is None else one._version for one in module._parameters.values()
+        self._parameters = [
+            (each, 0 if each is None else each._version) for each in module._parameters.values()
         ]
         enabled = torch.is_autocast_enabled(device_type)
         self._autocast = (device_type, torch.get_autocast_dtype(device_type), enabled)
@@ -108,6 +108,7 @@ class PureCall:
 
         Raises:
             InPlaceError: A parameter or a setting of the module has changed since.
+            HookError: It has other parameters.
         """
         module: Any = self._module
         self._check()
@@ -124,7 +125,13 @@ class PureCall:
     def _check(self) -> None:
         module = self._module
         advice = "do that after the backward, or give recompute=False"
-        for parameter, version in zip(module._parameters.values(), self._versions, strict=True):
+        now = list(module._parameters.values())
+        if [id(each) for each in now] != [id(each) for each, _ in self._parameters]:
+            raise HookError(
+                f"{self.path} is to be called again for a backward, but has other parameters than in"
+                " its forward, as under torch.func.functional_call: give recompute=False"
+            )
+        for parameter, version in self._parameters:
             if parameter is not None and parameter._version != version:
                 raise InPlaceError(
                     f"{self.path} is to be called again for a backward, but a parameter of it of"
