@@ -170,13 +170,14 @@ def status(**job):
 
 
 def test_the_table_says_who_sleeps_where_and_why():
-    told = to_text(table(status()))
+    told = to_text(table(status()), width=140)
     assert "1.00 GiB held, 2.00 GiB charged of 8.00 GiB" in told
     assert "flash 3.00 GiB of 20.00 GiB in /nvme" in told.replace("\n", " ")
     assert "2.50 GB/s" in told
     for what in ("bert", "asleep", "256.00 MiB", "120", "2.00", "waits for its turn"):
         assert what in told
-    over = to_text(table(status(phase="over", outcome="failed", note="", told="killed by SIGKILL")))
+    over = status(phase="over", outcome="failed", note="", told="killed by SIGKILL")
+    over = to_text(table(over), width=140)
     assert "failed" in over
     assert "killed by SIGKILL" in over
 
