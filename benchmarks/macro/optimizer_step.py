@@ -106,12 +106,13 @@ def record(args, figures):
         "environment": _memory.KEEPS,
     }
     earlier = _results.RESULTS / "optimizer_step.json"
-    for found in figures.values():
-        for one in found.values():
-            one["commit"] = _results.commit()
+    measured = {what: dict.fromkeys(found, _results.commit()) for what, found in figures.items()}
     if earlier.exists():  # other sizes may be of other commits
         known = json.loads(earlier.read_text())["figures"]
         figures = {what: known[what] | found for what, found in figures.items()}
+        before = known.get("commits", {})
+        measured = {what: before.get(what, {}) | found for what, found in measured.items()}
+    figures["commits"] = measured
     _results.write("optimizer_step", figures, config, directory=args.dir)
     TABLE.write_text(table(figures), encoding="utf-8")
 
