@@ -8,6 +8,7 @@ then. Whoever changes it afterwards, as ``out += identity`` does, ends its recip
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +44,7 @@ class _Open:
     version: int
 
 
-class PureCalls(Generic[Member, Source]):
+class PureCalls(ABC, Generic[Member, Source]):
     """Follows one thread. What members and sources are, subclasses say."""
 
     def __init__(self, storage_of: StorageOf) -> None:
@@ -52,13 +53,13 @@ class PureCalls(Generic[Member, Source]):
         self._open: list[_Open | None] = []
         self._made: dict[int, Made[Member, Source]] = {}
 
+    @abstractmethod
     def source_of(self, given: torch.Tensor, storage: torch.UntypedStorage) -> Source | None:
         """How to come by ``given`` again; ``None``: that is not sure."""
-        raise NotImplementedError
 
+    @abstractmethod
     def on_made(self, storage: torch.UntypedStorage, made: Made[Member, Source]) -> None:
         """A call has made a storage, or changed it in place."""
-        raise NotImplementedError
 
     @property
     def under_way(self) -> bool:
