@@ -84,7 +84,7 @@ def _throughputs(axis: Any, networks: dict[str, Any]) -> None:
 
 
 def _batch(row: dict[str, Any]) -> str:
-    return f"{row['at_multiple']['auto']['batch']} for {row['batch_memory_only']}"
+    return f"{row['at_multiple']['auto']['batch']}\nfor {row['batch_memory_only']}"
 
 
 def _shares(axis: Any, networks: dict[str, Any]) -> None:
