@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from penstock.core.budget import Budget
 from penstock.core.config import UNLIMITED, OffloadConfig
-from penstock.core.errors import ClosedError, ConfigError, HookError, PenstockWarning
-from penstock.hooks import proofs
-from penstock.hooks.aside import StepAside
-from penstock.hooks.boundaries import Boundaries
-from penstock.hooks.modules import ModuleTracker
-from penstock.hooks.observer import Observer
-from penstock.hooks.protected import ProtectedStorages
-from penstock.hooks.recipe_calls import RecipeCalls
-from penstock.hooks.recompute import Recompute, left_alone
+from penstock.core.errors import ClosedError, ConfigError, HookError
+from penstock.hooks.attachment import Attachment
 from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.io.engine import Engine
 from penstock.jobs.space import Space
@@ -41,7 +33,6 @@ from penstock.runtime import given
 from penstock.runtime.executor import Executor
 from penstock.runtime.loaders import Loaders, Reads
 from penstock.runtime.planner import Planner
-from penstock.runtime.repeats import Repeats
 from penstock.runtime.stores import Stores
 from penstock.tier.base import Tier
 
@@ -88,10 +79,8 @@ class Session:
         self.suspended: Suspended | None = None
         self.space: Space | None = None
         self.on_step: Callable[[], None] | None = None
-        self._observer: Observer | None = None
         self._state = "new"
         self._steps = 0
-        self._warnings: list[str] = []
         self._stores: Stores | None = None
         self._loaders = Loaders()
         self._rss: RssSampler | None = None
@@ -207,48 +196,19 @@ class Session:
         return scratch_bytes
 
     def _attach(self) -> None:
-        self._protected = ProtectedStorages()
-        self._modules = ModuleTracker(
-            on_root=self._met,
-            on_missed_thread=self._missed_thread,
-            on_watched=self._module_ran,
-            watch=proofs.KINDS if self._codec() == "auto" else (),
-        )
-        self._boundaries = Boundaries(on_backward_end=self._backward_ended, on_step=self._stepped)
-        self.hooks = SavedTensorHooks(
+        self._attachment = Attachment(
             executor=self.executor,
-            protected=self._protected,
-            modules=self._modules,
-            boundaries=self._boundaries,
+            planner=self.planner,
             recorder=self.recorder,
-            device_type=self._device.type,
-            floor_bytes=self.config.floor_bytes,
-        )
-        self._recompute = Recompute(
-            hooks=self.hooks,
-            modules=self._modules,
-            repeats=Repeats(self.executor),
             device=self._device,
             floor_bytes=self.config.floor_bytes,
+            prove_signs=self._codec() == "auto",
+            given_plan=self._given,
+            on_step=self.step,
         )
-        self._recipes = RecipeCalls(
-            hooks=self.hooks,
-            modules=self._modules,
-            remakes=self.executor.remakes,
-            device=self._device,
-        )
+        self._attachment.attach(self._model, self._optimizer)
         if self._model is not None:
-            self._modules.register(self._model)
             _hooked.add(self._model)
-        if self._optimizer is not None:
-            self._protected.add_optimizer(self._optimizer)
-        self._context = torch.autograd.graph.saved_tensors_hooks(self.hooks.pack, self.hooks.unpack)
-        self._aside = StepAside(self.hooks.pack, self.hooks.unpack, on_aside=self._stepped_aside)
-        self._modules.attach()
-        self._follow()
-        self._boundaries.attach()
-        self._aside.attach()
-        self._context.__enter__()
         _active.append(weakref.ref(self))
         self.recorder.mark(
             SESSION,
@@ -260,64 +220,8 @@ class Session:
         )
         self.recorder.begin_step(0)
 
-    def _met(self, root: torch.nn.Module) -> None:
-        """A root has been named."""
-        self._protected.add_module(root)
-        if self._given is None:
-            return
-        place = self._modules.place_of(root)
-        if place is not None:
-            given.check_paths(self._given, self._modules.known(), place.path)
-        self._follow()
-
-    def _follow(self) -> None:
-        """Do, from now on, what the planner wants beside moving: observe, and run modules again."""
-        planner = self.planner
-        plan = planner.plan
-        recomputed = () if plan is None else plan.recomputed
-        self._recompute.follow(recomputed)
-        self._recompute.suspended = planner.observing
-        self._recipes.follow(() if planner.observing else recomputed)
-        if self._observer is not None:
-            self._observer.detach()
-            self.hooks.observer = self._observer = None
-        if planner.observing:
-            self._observer = self.hooks.observer = Observer(
-                modules=self._modules,
-                compute_ns=self.executor.compute_ns,
-                storage_of=self.hooks.storage_of,
-            )
-            self._observer.attach()
-
-    def _stepped_aside(self) -> None:
-        if self._observer is not None:
-            self._observer.refuse_running()
-
-    def _backward_ended(self) -> None:
-        self._modules.forget_watched()
-        observer = self._observer
-        if observer is not None:
-            self.executor.observed(observer.finish)
-            self.planner.unrepeatable |= observer.unrepeatable
-            self.planner.unrepeatable |= left_alone(self._modules.known())
-        planned = self.executor.end_backward()
-        if observer is not None and self.plan is None:
-            self.planner.observing = False  # nothing that is saved here could be planned
-        if planned or observer is not None or self.planner.observing:
-            self._follow()
-
-    def _module_ran(self, kind: str, output: Any, packed: list[Any]) -> None:
-        self.hooks.prove(kind, output, packed)
-
     def _detach(self) -> None:
-        self._context.__exit__()
-        self._recompute.follow(())
-        self._recipes.follow(())
-        if self._observer is not None:
-            self._observer.detach()
-        self._aside.detach()
-        self._boundaries.detach()
-        self._modules.detach()
+        self._attachment.detach()
         _active[:] = [ref for ref in _active if ref() not in (None, self)]
         if self._model is not None:
             _hooked.discard(self._model)
@@ -340,18 +244,23 @@ class Session:
         if self._model is not None and self._model in _hooked:
             raise HookError(f"this {type(self._model).__name__} is offloaded by another session")
 
+    @property
+    def hooks(self) -> SavedTensorHooks:
+        """What packs and unpacks."""
+        return self._attachment.hooks
+
     # -- while it is open ---------------------------------------------------------------------
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Within, this thread saves tensors as if there were no session."""
-        with self._aside.aside():
+        with self._attachment.aside():
             yield
 
     def step(self) -> None:
         """A step has ended. Called by every ``torch.optim`` optimizer; call it if you have none."""
         self._steps += 1
-        self._protected.refresh()
+        self._attachment.protected.refresh()
         self.recorder.end_step()
         if self.on_step is not None:
             self.on_step()
@@ -404,13 +313,12 @@ class Session:
     @property
     def modules(self) -> list[tuple[str, torch.nn.Module]]:
         """The outermost modules that it knows, by name."""
-        places = [(self._modules.place_of(each), each) for each in self._protected.modules]
-        return [("module" if place is None else place.path, each) for place, each in places]
+        return self._attachment.roots
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Those that were given, or have stepped."""
-        return self._protected.optimizers
+        return self._attachment.protected.optimizers
 
     def give_back_idle(self) -> None:
         """Give the system what is held in reserve for what comes back."""
@@ -448,7 +356,7 @@ class Session:
             foreseen=self.planner.foreseen,
             loaders_bytes_per_s=self._loaders.demand_bytes_per_s,
             loaders_planned_bytes_per_s=self._loaders.planned_bytes_per_s,
-            warnings=(*self._notes(), *self.planner.notes),
+            warnings=(*self._attachment.notes, *self.planner.notes),
         )
 
     @property
@@ -465,29 +373,6 @@ class Session:
         if self.profile is not None:
             return self.profile.peak_saved_bytes
         return sum(each.key.nbytes for each in self.plan.decisions) if self.plan else 0
-
-    def _notes(self) -> list[str]:
-        times = self._aside.times
-        if not times:
-            return self._warnings
-        return [
-            *self._warnings,
-            f"torch.func, which refuses saved-tensor hooks, ran {times} times: what it saved meanwhile"
-            " stayed in memory and was not counted",
-        ]
-
-    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        self._protected.add_optimizer(optimizer)
-        self.step()
-
-    def _missed_thread(self, thread: str) -> None:
-        message = (
-            f"thread {thread!r} runs modules outside this session: saved-tensor hooks are per thread,"
-            " so what it saves stays in memory and is not counted"
-        )
-        if message not in self._warnings:
-            self._warnings.append(message)
-            warnings.warn(message, PenstockWarning, stacklevel=2)
 
 
 def _device_of(model: torch.nn.Module | None) -> torch.device:

@@ -22,7 +22,7 @@ def profile_of(session_for):
         with session_for(model, policy="keep") as session:
             run(model).backward()
             assert not session.planner.observing
-            assert session._modules.observer is None
+            assert session._attachment.modules.observer is None
             return session.profile
 
     return measure
@@ -252,7 +252,7 @@ def test_only_the_first_pass_is_observed_where_nothing_changes(session_for):
     with session_for(model, policy="auto", device_memory="1MiB") as session:
         observed = []
         for _ in range(4):
-            observed.append(session._modules.observer is not None)
+            observed.append(session._attachment.modules.observer is not None)
             model(features()).square().mean().backward()
         assert observed == [True, False, False, False]
         assert session.executor._pass.operators == ()
@@ -263,7 +263,7 @@ def test_a_program_that_saves_nothing_above_the_floor_is_not_observed_for_ever(s
     with session_for(model, policy="keep", floor=512 * KIB) as session:
         for _ in range(2):
             model(features()).square().mean().backward()
-        assert session._modules.observer is None
+        assert session._attachment.modules.observer is None
         F.gelu(model(features(8192))).square().mean().backward()
         assert session.profile is not None
         assert session.profile.operators == ()

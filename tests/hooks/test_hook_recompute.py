@@ -706,7 +706,7 @@ def test_a_new_plan_runs_others_again(session_for, disk):
     with following(disk, plan, model) as session:
         once(model, 0)
         assert runs_again(session) == 2
-        session._recompute.follow(("Sequential.1", "Sequential.2"))
+        session._attachment._recompute.follow(("Sequential.1", "Sequential.2"))
         wrapped = [each for each in model if "_compiled_call_impl" in each.__dict__]
         assert wrapped == [model[1], model[2]]
     assert not [each for each in model if "_compiled_call_impl" in each.__dict__]
