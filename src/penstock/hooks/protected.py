@@ -107,9 +107,9 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 def leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:  # noqa: PLR0911  (each rules one kind out)
     """The leaf that requires gradients of which ``tensor`` is a view or a cast, or itself if it is."""
-    if tensor.is_leaf:
-        return tensor if tensor.requires_grad else None
     node = tensor.grad_fn
+    if node is None:
+        return tensor if tensor.requires_grad else None
     if not tensor._is_view():
         if type(node) in _OPAQUE:  # most tensors: hot
             return None

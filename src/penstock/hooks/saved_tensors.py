@@ -42,6 +42,21 @@ COMPACT_SHARE: Final = 8
 CACHE_LINE_BYTES: Final = 64
 """BLAS rounds otherwise where a vector begins elsewhere modulo this; allocations of torch begin at 0."""
 _STRIDED: Final = torch.strided
+_PLAIN: Final = frozenset(
+    {
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+    }
+)
+"""Types whose tensors are neither quantized nor conjugated: to look one up is quicker than to ask."""
 _EMPTY: Final[dict[tuple[torch.dtype, torch.device], torch.Tensor]] = {}
 
 
@@ -297,7 +312,7 @@ class SavedTensorHooks:
         nbytes = storage.nbytes()
         if (
             nbytes <= TINY_BYTES
-            or tensor.numel() == 0
+            or not tensor.nbytes
             or not self._is_here(tensor)  # rule 14: it returns to where it came from
             or self._protected.holds(storage)
         ):
@@ -422,9 +437,11 @@ def _base_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def strided_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """Its storage, if its values are just strided bytes of one."""
-    if tensor.layout is not _STRIDED or tensor.is_quantized or tensor.is_nested:
+    if tensor.layout is not _STRIDED or tensor.is_nested:
         return None
-    if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+    if tensor.dtype not in _PLAIN and (tensor.is_quantized or tensor.is_conj()):
+        return None
+    if tensor.is_neg() or tensor._is_zerotensor():
         return None
     try:
         return tensor.untyped_storage()
