@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import _papers_flash
+import _papers_kernels
 import _papers_plot
 import _papers_vdnn
 
@@ -63,10 +64,20 @@ def parse() -> argparse.Namespace:
 
 
 def measure(*, quick: bool) -> dict[str, Any]:
+    kernels = _papers_kernels.measure(quick=quick)
     vdnn = _papers_vdnn.measure(quick=quick)
     flash = _papers_flash.measure(quick=quick)
-    lines = [*_papers_vdnn.lines(vdnn), *_papers_flash.lines(flash)]
-    return {"lines": [line.as_json() for line in lines], "vdnn": vdnn, "flashneuron": flash}
+    lines = [
+        *_papers_kernels.lines(kernels),
+        *_papers_vdnn.lines(vdnn),
+        *_papers_flash.lines(flash),
+    ]
+    return {
+        "lines": [line.as_json() for line in lines],
+        "kernels": kernels,
+        "vdnn": vdnn,
+        "flashneuron": flash,
+    }
 
 
 def draw(figures: dict[str, Any], args: argparse.Namespace) -> None:
