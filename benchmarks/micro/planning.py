@@ -4,7 +4,8 @@ Planning stands between two training steps, so it must be quick. Profiles are st
 one slot each: one that hides behind the network; one that keeps both tiers busy for longer than the
 network, so that all policies are replayed; the same with codecs to choose from; and blocks of layers with
 operators, which may be recomputed, half of them convolutions of a whole device, of 32 shapes, which have
-algorithms to choose; those of 6000 and 8000 slots as well, for more is tried where there is time for it.
+algorithms to choose; those of 6000 and 8000 slots as well, for more is tried where there is time for it;
+and the same blocks where each output can be made again by one call of its module.
 A profile is new in each round: nothing is known of it but what a shape takes. The figure that counts is
 the time against the second that the planner is allowed.
 """
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import _results
 from penstock.plan import (
+    Action,
     Budgets,
     CodecSample,
     Compute,
@@ -62,6 +64,7 @@ def main():
         ("the same, with codecs", lambda: stack(count, step_ms=1, codecs=CODECS), SLOW, 0.2),
         ("convolutions in blocks, a whole device", lambda: blocks(count), CARD, 0.2),
         *((f"the same, of {few} slots", partial(blocks, few), CARD, 0.2) for few in fewer),
+        ("outputs that can be made again", partial(blocks, count, again=True), CARD, 0.2),
     ):
         figures[name] = measured(make, machine, host_share, options.rounds)
         print(
@@ -105,6 +108,7 @@ def measured(make, machine, host_share, rounds):
         "of_budget": round(median / BUDGET_S, 3),
         "offloaded": sum(bool(decision.tier) for decision in plan.decisions),
         "encoded": sum(bool(decision.codec) for decision in plan.decisions),
+        "recomputed": sum(decision.action is Action.RECOMPUTE for decision in plan.decisions),
     }
 
 
@@ -126,7 +130,7 @@ def stack(count, *, step_ms, codecs=()):
     return Profile("cpu", slots, (PassProfile(0, 0, count * step, 2 * count * step),))
 
 
-def blocks(count):
+def blocks(count, *, again=False):
     """Blocks of layers that save their inputs; every other one is a convolution."""
     step, slots, operators = MS, [], []
     paths = [f"block.{i // BLOCK}.{i % BLOCK}" for i in range(count)]
@@ -144,6 +148,8 @@ def blocks(count):
                 dtype="float32",
                 small_bytes=12 * MB,
                 producer=paths[i - 1] if i else None,
+                recipe=(paths[i - 1],) if again and i else (),
+                source=i - 1 if again and i else None,
             )
         )
         for backward, start in ((False, i * step), (True, needed)):
