@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +50,17 @@ def _averages(axis: Any, averages: dict[str, Any]) -> None:
 def _step_times(axis: Any, vgg: dict[str, Any]) -> None:
     rows = vgg["policies"]
     names = [name for name, row in rows.items() if row["feasible"]]
+    ticks = [textwrap.fill(name, 18, break_on_hyphens=False) for name in names]
     left = [0.0] * len(names)
     for part, (label, colour) in PARTS.items():
         values = [rows[name][part] for name in names]
-        axis.barh(names, values, left=left, color=colour, label=label)
+        axis.barh(ticks, values, left=left, color=colour, label=label)
         left = [a + b for a, b in zip(left, values, strict=True)]
     ideal = next(iter(rows.values()))["ideal_s"]
     label = f"the paper's loss, {_papers_vdnn.LOSS:.0%}"
     axis.axvline(ideal / (1 - _papers_vdnn.LOSS), color="black", linestyle=":", label=label)
     axis.set(title="VGG-16, batch 256, in 12 GB: policies that fit", xlabel="s a step")
+    axis.tick_params(axis="y", labelsize=9)
     axis.invert_yaxis()
     axis.legend(fontsize=8, frameon=False, loc="lower right")
 
