@@ -168,8 +168,8 @@ def _head(request: Request) -> Text:
     if request.data_bytes_per_s:
         left = format_bandwidth(request.machine.flash_read_bytes_per_s)
         line.append(
-            f"\ndata loaders read {format_bandwidth(request.data_bytes_per_s)} of flash all the time, which"
-            f" leaves reads of {left}",
+            f"\ndata loaders read {format_bandwidth(request.data_bytes_per_s)} of flash all the time,"
+            f" which leaves reads of {left}",
             style="not bold",
         )
     if request.whole_device and request.search is not None:
