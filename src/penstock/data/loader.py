@@ -292,7 +292,7 @@ class FlashLoader:
         return self._reads if self._plant is None else self._reads.and_of(self._plant.reader)
 
     def _set_aside(self, batch_bytes: int) -> None:
-        """Have room for batches that wait beside the ring; where most are of it, for those that are not."""
+        """Have room for batches that wait beside the ring; where most are of it, for one that is not."""
         plant = self._have_plant()
         self._lends = plant.reader.lends and not self._pin and self._lends_mostly(plant)
         plant.set_aside(batch_bytes * (self._lump if self._lends else self._waiting))
