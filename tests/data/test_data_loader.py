@@ -587,6 +587,15 @@ def test_who_keeps_batches_has_their_memory(blocks):
         assert old() is None
 
 
+@pytest.mark.parametrize("memory", range(2200 << 10, 2600 << 10, 48 << 10))
+def test_who_keeps_an_epoch_has_the_next_one(blocks, memory):
+    """Also where what is left of the ring is too little to begin with."""
+    dataset, _ = blocks
+    with FlashLoader(dataset(memory=memory), 16, order="sequential") as loader:
+        kept = list(loader)
+        assert epoch_of(loader) == flat(map(numbers, kept)) == list(range(512))
+
+
 def test_a_batch_outlives_its_loader(blocks):
     dataset, array = blocks
     with FlashLoader(dataset(memory="2MiB"), 16, order="sequential") as loader:

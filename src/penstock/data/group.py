@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from dataclasses import dataclass, field
 from typing import Final
@@ -63,5 +64,7 @@ class Group:
 
 
 def _give_back(lock: Lock, ring: Ring, taken: Taken, span: Span) -> None:
+    if os.getpid() != ring.pid:
+        return  # the memory is the parent's, and another thread may have held the lock
     with lock:
         ring.give_back(taken, span)

@@ -35,7 +35,7 @@ ENTRY_BYTES: Final = 1 << 20
 _SURCHARGE: Final = 1.1
 """What is given more is not all for the ring."""
 _MOST_OPEN: Final = 256
-GROUP_PART: Final = 8
+GROUP_PART: Final = 7
 """Of the ring: a group that is asked for is no more, if one batch is not. A batch that is in use keeps
 its group, and others are to be read meanwhile."""
 LENT_PART: Final = 6

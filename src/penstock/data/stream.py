@@ -174,14 +174,10 @@ class Stream:
 
     def _run(self) -> None:
         try:
-            self._fill()
+            self._go_on()
             while self._fetches and not self._stopping:
                 self._deliver(self._fetches.popleft())
-                self._fill()
-                if self._full and not self._fetches:  # all that is taken is with whoever takes
-                    self._reader.renew()
-                    self._full = False
-                    self._fill()
+                self._go_on()
         except BaseException as error:  # noqa: BLE001  (whoever takes the next batch gets it)
             self._error = error
         for fetch in self._fetches:
@@ -189,6 +185,14 @@ class Stream:
         with self._changed:
             self._over = True
             self._changed.notify_all()
+
+    def _go_on(self) -> None:
+        """Begin groups; if none is under way, and whoever takes batches has all the ring, in another."""
+        self._fill()
+        if self._full and not (self._fetches or self._stopping):
+            self._reader.renew()
+            self._full = False
+            self._fill()
 
     def _deliver(self, fetch: _Fetch) -> None:
         with self._changed:
