@@ -178,6 +178,42 @@ def test_what_is_held_is_what_was_given(rows, order):
         assert loader.stats()["read_bytes"] >= 4000 * 4096
 
 
+RESIDENT = """
+import sys
+from penstock.data import FlashDataset, FlashLoader
+
+def resident_bytes():
+    with open("/proc/self/status") as status:
+        found = dict(line.split(":", 1) for line in status)
+    return 1024 * int(found["RssAnon"].split()[0])
+
+path, size, order, memory = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+settings = {"format": "tokens", "decode": "raw", "dtype": "uint8", "extra": 0, "context": size}
+batch = max(4, min(64, (1 << 20) // size))
+with FlashLoader(FlashDataset(path, memory="4MiB", **{**settings, "context": 4096}), 4) as small:
+    next(iter(small))  # code is not what a loader holds
+before, most = resident_bytes(), 0
+with FlashLoader(FlashDataset(path, memory=memory, **settings), batch, order=order) as loader:
+    for epoch in range(2):
+        for held in loader:
+            most = max(most, resident_bytes() - before)
+print(most)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["sequential", "window", "full"])
+@pytest.mark.parametrize("size", [4096, 102400, 1 << 20])
+def test_what_is_resident_is_what_was_given(disk_path, size, order):
+    """The system's figure, batches in use included: no more than was given, to within a twentieth."""
+    memory = 64 << 20
+    path = disk_path / "rows.bin"
+    np.random.default_rng(0).integers(0, 256, 2 * memory, np.uint8).tofile(path)
+    command = [sys.executable, "-c", RESIDENT, *map(str, (path, size, order, memory))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert 0.5 * memory < int(done.stdout) <= 1.05 * memory
+
+
 def test_nothing_stays_in_the_page_cache(rows):
     path, _ = rows(2000, 4096)
     with FlashLoader(FlashDataset(path, memory="1MiB"), 16, order="window") as loader:

@@ -301,6 +301,7 @@ class FlashLoader:
         return lends_mostly(
             *(self._assembler, self.dataset.index, self.order, self.share),
             lump=self._lump,
+            waiting=self._waiting,
             ring_bytes=plant.ring.limit_bytes,
         )
 

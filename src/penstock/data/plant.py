@@ -178,19 +178,30 @@ def lump_of(values: Assembler, batch_size: int, memory_bytes: int) -> int:
 
 
 def lends_mostly(
-    values: Assembler, index: Index, order: Order, share: Share, *, lump: int, ring_bytes: int
+    values: Assembler,
+    index: Index,
+    order: Order,
+    share: Share,
+    *,
+    lump: int,
+    waiting: int,
+    ring_bytes: int,
 ) -> bool:
     """Whether batches of this order are memory of the ring, but for one now and then.
 
-    They are where the samples of a batch lie side by side in the ring, which begins at whole blocks.
+    They are where the samples of a batch lie side by side in the ring, where reads begin at whole blocks;
+    and where the ring has as much room again as all the batches that wait.
     """
     columns = values.columns or ()
     if not values.alike or len(columns) != 1 or columns[0].cast is not None:
         return False
     first = index.locate(np.zeros(1, np.int64))
     start, nbytes = int(first.offset[0, 0]), int(first.nbytes[0, 0])
-    lump_bytes = share.batch_size * nbytes * lump
+    batch_bytes = share.batch_size * nbytes
+    lump_bytes, waiting_bytes = batch_bytes * lump, batch_bytes * waiting
     if lump_bytes < LEAST_LENT_BYTES or lump_bytes > ring_bytes // GROUP_PART:
+        return False
+    if waiting_bytes > ring_bytes // 2:
         return False
     if order.kind == "sequential":
         return not (start % ALIGNED_BYTES or nbytes % ALIGNED_BYTES) and 1 in (share.world, lump)
