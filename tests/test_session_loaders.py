@@ -1,11 +1,13 @@
 """Data loaders that share the engine of a session: who goes first, and what plans leave to them."""
 
 import threading
+import weakref
 
 import numpy as np
 import pytest
 import torch
 
+import penstock
 from offload_runs import MACHINE, Trace, counted, wait_until
 from penstock.core.errors import ClosedError
 from penstock.data import FlashDataset, FlashLoader
@@ -22,6 +24,9 @@ class Feeds:
 
     def __init__(self, bytes_per_s):
         self.read_demand_bytes_per_s = bytes_per_s
+
+    def rest(self):
+        pass
 
 
 def network():
@@ -79,6 +84,48 @@ def test_a_session_lends_its_engine(session_for, floats):
         assert session._loaders.demand_bytes_per_s == 0
     plain.assert_same_bits(shared)
     assert priorities == {Priority.READ_AHEAD}
+
+
+@pytest.mark.parametrize("order", ["sequential", "full"])
+def test_a_loader_rests_while_its_session_is_suspended(session_for, floats, order):
+    """Its memory goes, too; then the epoch goes on at the same sample, and training to the same bits."""
+    path, rows = floats
+    settings = {"order": order, "seed": 2}
+    dataset = FlashDataset(path, memory="2MiB")
+    plain, slept, maps = Trace(), Trace(), []
+    with FlashLoader(dataset, 64, **settings) as loader:
+        train(network(), loader, plain)
+    net = network()
+    with (
+        session_for(net, device_memory="256KiB", codec="none") as session,
+        FlashLoader(dataset, 64, session=session, **settings) as loader,
+    ):
+
+        def with_rests(*after):
+            for number, batch in enumerate(loader, 1):
+                yield batch
+                if number not in after:
+                    continue
+                state, stats, kept = loader.state_dict(), loader.stats(), batch.clone()
+                maps.append(weakref.ref(loader._plant.ring._mapping))
+                assert penstock.suspend(session).nbytes > 0
+                assert loader.held_bytes == 0
+                assert loader._plant is loader._stream is None
+                assert loader.stats()["read_bytes"] == stats["read_bytes"]
+                assert torch.equal(batch, kept)
+                penstock.resume(session)
+                assert loader.state_dict() == state
+
+        train(net, with_rests(3, 7), slept)
+        assert loader.epoch == 1
+        penstock.suspend(session)  # between two epochs
+        penstock.resume(session)
+        assert sum(len(batch) for batch in loader) == len(rows)
+        assert loader.epoch == 2
+        assert [each() for each in maps] == [None, None]
+    plain.assert_same_bits(slept)
+    with pytest.raises(ClosedError, match="loader is closed"):
+        next(iter(loader))
 
 
 def test_plans_leave_loaders_what_they_need(session_for, floats):

@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 
 BATCH_BYTES = 1 << 20
+MOST_BYTES_PER_S = 8e9
+"""That any side may deliver."""
 PEER = json.loads(sys.argv[1])["side"] if len(sys.argv) > 1 else ""
 """The folder of this side's own form."""
 
@@ -204,6 +206,25 @@ def cached_bytes(files):
     return total
 
 
+class Notes:
+    """Which samples were delivered, in memory that is there before any is measured."""
+
+    def __init__(self, seconds, size):
+        self._all = np.full(int(seconds * MOST_BYTES_PER_S / size), -1, np.int32)
+        self._count, self._begins = 0, []
+
+    def begin_epoch(self):
+        self._begins.append(self._count)
+
+    def add(self, batch):
+        after = self._count + len(batch)
+        self._all[self._count : after] = batch[:, :8].copy().view(np.int64)[:, 0]
+        self._count = after
+
+    def epochs(self):
+        return np.split(self._all[: self._count], self._begins[1:])
+
+
 def measure(folder, side, size, seconds, memory):
     import torch  # noqa: F401  (in every process, so that none has an advantage)
 
@@ -216,29 +237,30 @@ def measure(folder, side, size, seconds, memory):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
     name, _, order = side.partition(":")
-    numbers, epochs, first_s = [], [], 0.0
+    notes, epochs, first_s = Notes(seconds, size), [], 0.0
     with Memory() as held:
         started = time.perf_counter()
         ours = Ours(folder, size, 7, order, memory) if order else None
         while sum(epoch["took_s"] for epoch in epochs) < seconds:
             made = PEERS[name](folder, size, 7 + len(epochs)) if ours is None else ours
-            numbers.append([])
+            notes.begin_epoch()
+            epoch_samples = 0
             begun = time.perf_counter()
             for count, batch in enumerate(made):
                 now = time.perf_counter()
                 first_s = first_s or now - started
                 if not count:
                     first, begun_after = len(batch), now
-                numbers[-1].append(batch[:, :8].copy().view(np.int64)[:, 0])
+                notes.add(batch)
+                epoch_samples += len(batch)
                 if now - started > seconds:
                     break
             ended = time.perf_counter()
-            delivered = sum(map(len, numbers[-1]))
-            rest = {"samples": delivered - first, "rest_s": ended - begun_after}
+            rest = {"samples": epoch_samples - first, "rest_s": ended - begun_after}
             epochs.append({"took_s": ended - begun, **rest})
         took = time.perf_counter() - started
         cached = cached_bytes(files)
-    numbers = [np.concatenate(each) for each in numbers]
+    numbers = notes.epochs()
     delivered = numbers[0]
     samples, rest_s = (sum(epoch[name] for epoch in epochs) for name in ("samples", "rest_s"))
     every = sum(map(len, numbers))

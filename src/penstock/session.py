@@ -321,8 +321,9 @@ class Session:
         return self._attachment.protected.optimizers
 
     def give_back_idle(self) -> None:
-        """Give the system what is held in reserve for what comes back."""
+        """Give the system what is held in reserve for what comes back, and what data loaders hold."""
         assert self._stores is not None
+        self._loaders.rest()
         self._stores.give_back_idle()
 
     # -- inside -------------------------------------------------------------------------------

@@ -210,17 +210,45 @@ def test_a_function_that_will_not_do(own, capsys):
     assert "name a function in it" in refused(capsys, own, "--batch", "2", *ON_CPU)
 
 
-def test_a_profile_in_a_file_is_of_its_own_batch(tmp_path, capsys):
+def four_slots(path, unit_ns):
+    """A file with the profile of a step of 11 units that saves 16 MiB; the profile."""
     slots = tuple(
         SlotProfile(
-            key=SlotKey("net.layer", place, 4 * MIB), pass_index=0, saved_at_ns=place * 10**8,
-            needed_at_ns=(10 - place) * 10**8, kind="Linear", held_elsewhere=False, dtype="float32",
+            key=SlotKey("net.layer", place, 4 * MIB), pass_index=0, saved_at_ns=place * unit_ns,
+            needed_at_ns=(10 - place) * unit_ns, kind="Linear", held_elsewhere=False, dtype="float32",
         )
         for place in range(4)
     )  # fmt: skip
-    profile = Profile("cpu", slots, (PassProfile(0, 0, 5 * 10**8, 11 * 10**8),))
-    path = tmp_path / "step.json"
+    profile = Profile("cpu", slots, (PassProfile(0, 0, 5 * unit_ns, 11 * unit_ns),))
     path.write_text(profile.to_json())
+    return profile
+
+
+def test_data_loaders_have_their_part_of_flash(tmp_path, capsys):
+    """What they read, the plan cannot: it is told, and the step waits longer."""
+    path = tmp_path / "step.json"
+    four_slots(path, unit_ns=10**6)
+    words = [path, *ON_CPU, "--device-memory", "8MiB"]
+    alone, beside = told(capsys, *words), told(capsys, *words, "--data-rate", "2500MB/s")
+    machine = Machine.preset("cpu")
+    assert alone["data_bytes_per_s"] == 0
+    assert alone["flash_read_bytes_per_s"] == machine.flash_read_bytes_per_s
+    assert beside["data_bytes_per_s"] == 2_500_000_000
+    assert beside["flash_read_bytes_per_s"] == pytest.approx(machine.flash_read_bytes_per_s - 2.5e9)
+    assert beside["flash_write_bytes_per_s"] < machine.flash_write_bytes_per_s  # shared
+    assert beside["policies"][0]["step_ns"] > alone["policies"][0]["step_ns"]
+    assert main(["plan", *map(str, words), "--data-rate", "2500MB/s"]) == 0
+    for_people = capsys.readouterr().out
+    assert "data loaders read 2.50 GB/s of flash all the time, which leaves" in for_people
+    assert "--data-rate is 3.00 GB/s, and the flash" in refused(
+        capsys, *words, "--data-rate", "3GB/s"
+    )
+    assert "--data-rate" in refused(capsys, *words, "--data-rate", "3")
+
+
+def test_a_profile_in_a_file_is_of_its_own_batch(tmp_path, capsys):
+    path = tmp_path / "step.json"
+    profile = four_slots(path, unit_ns=10**8)
     saved = tmp_path / "plan.json"
     words = [path, *ON_CPU, "--device-memory", "12MiB", "--save-plan", saved]
     facts = told(capsys, *words)

@@ -15,12 +15,13 @@ class RingMachine(RuleBasedStateMachine):
         super().__init__()
         self.ring = Ring(CAPACITY)
         self.live = []  # (taken, [(start, stop)]), oldest first
+        self.lent = []  # (taken, span, array, what is in it)
 
     @rule(sizes=st.lists(st.integers(1, CAPACITY // 3), min_size=1, max_size=5))
     def take(self, sizes):
         places = self.ring.take(np.array(sizes))
         if places is None:
-            assert self.live or sum(sizes) > self.ring.limit_bytes
+            assert self.live or self.lent or sum(sizes) > self.ring.limit_bytes
             return
         offsets, taken = places
         spans = [(int(o), int(o) + n) for o, n in zip(offsets, sizes, strict=True)]
@@ -30,6 +31,8 @@ class RingMachine(RuleBasedStateMachine):
             assert all(stop <= low or start >= high for low, high in others)
             others.append((start, stop))
         self.live.append((taken, spans))
+        for start, stop in spans:
+            self.ring.bytes[start:stop] = np.random.default_rng(start).integers(256)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -37,7 +40,32 @@ class RingMachine(RuleBasedStateMachine):
         taken, _ = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
         self.ring.free(taken)
 
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def lend(self, data):
+        taken, spans = data.draw(st.sampled_from(self.live))
+        span = data.draw(st.sampled_from(spans))
+        if span not in [other for each, other, *_ in self.lent if each is taken]:
+            array = self.ring.lend(taken, span)
+            self.lent.append((taken, span, array, array.copy()))
+
+    @precondition(lambda self: self.lent)
+    @rule(data=st.data())
+    def give_back(self, data):
+        taken, span, *_ = self.lent.pop(data.draw(st.integers(0, len(self.lent) - 1)))
+        self.ring.give_back(taken, span)
+
     @precondition(lambda self: not self.live)
+    @rule()
+    def renew(self):
+        self.ring.renew()
+
+    @invariant()
+    def what_is_lent_is_not_written_to(self):
+        for _, _, array, expected in self.lent:
+            assert np.array_equal(array, expected)
+
+    @precondition(lambda self: not self.live and not self.lent)
     @rule(limit=st.integers(1, CAPACITY))
     def lower(self, limit):
         self.ring.limit_bytes = limit
@@ -47,11 +75,12 @@ class RingMachine(RuleBasedStateMachine):
         held = [stop for _, spans in self.live for _, stop in spans]
         assert self.ring.held_bytes >= max(held, default=0)
         assert self.ring.held_bytes <= CAPACITY
-        if not self.live:
+        if not self.live and not self.lent:
             assert self.ring.used_bytes == 0
 
     def teardown(self):
         self.ring.close()
+        self.what_is_lent_is_not_written_to()
 
 
 TestRing = RingMachine.TestCase

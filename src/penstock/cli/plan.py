@@ -18,7 +18,7 @@ from penstock.cli.output import say, show, write_json
 from penstock.cli.plan_network import OPTIMIZER_COPIES
 from penstock.cli.plan_request import ALL, Request, check
 from penstock.core.errors import ConfigError
-from penstock.core.units import format_bytes, format_duration
+from penstock.core.units import format_bandwidth, format_bytes, format_duration
 from penstock.plan import machines, policies
 from penstock.plan.plan import INFEASIBLE
 from penstock.plan.serial import encode_fields
@@ -64,6 +64,10 @@ def parser() -> argparse.ArgumentParser:
         ("--tbw", "bytes written that the SSD is rated for, as 600TB"),
     ):
         made.add_argument(name, metavar="SIZE", type=size, help=text)
+    made.add_argument(
+        "--data-rate", metavar="RATE", help="what data loaders read of flash all the time, as 500MB/s:"
+        " the plan has what is left (default: nothing)",
+    )  # fmt: skip
     made.add_argument(
         "--policy", metavar="NAME", default="auto",
         help=f"{', '.join(n for n in policies.names() if n != ALL)}; or {ALL}, to compare every one"
@@ -161,6 +165,13 @@ def _head(request: Request) -> Text:
         f" {format_bytes(budgets.host_bytes)}, flash {format_bytes(budgets.flash_bytes)}",
         style="not bold",
     )
+    if request.data_bytes_per_s:
+        left = format_bandwidth(request.machine.flash_read_bytes_per_s)
+        line.append(
+            f"\ndata loaders read {format_bandwidth(request.data_bytes_per_s)} of flash all the time,"
+            f" which leaves reads of {left}",
+            style="not bold",
+        )
     if request.whole_device and request.search is not None:
         line.append(
             f"\nparameters, gradients and the state of {request.training.optimizer}:"
@@ -207,6 +218,9 @@ def document(
         "whole_device": request.whole_device,
         "budgets": asdict(request.budgets),
         "tbw_bytes": request.tbw_bytes,
+        "data_bytes_per_s": request.data_bytes_per_s,
+        "flash_read_bytes_per_s": request.machine.flash_read_bytes_per_s,
+        "flash_write_bytes_per_s": request.machine.flash_write_bytes_per_s,
         "profile": {
             "slots": len(profile.slots),
             "saved_bytes": profile.saved_bytes,

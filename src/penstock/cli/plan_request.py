@@ -11,13 +11,15 @@ from penstock.cli.paths import file_to_write
 from penstock.cli.plan_batches import LargestBatch
 from penstock.cli.plan_network import Subject, Training, parse_settings, subject
 from penstock.core.errors import ConfigError
-from penstock.core.units import parse_bytes
+from penstock.core.units import format_bandwidth, parse_bandwidth, parse_bytes
 from penstock.plan import machines, policies
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.profile import Profile
 
 ALL: Final = "all"
 """For ``--policy`` every policy, and not only the one of this name."""
+MOST_DATA_SHARE: Final = 0.9
+"""Of what flash reads: ``Machine.less_read`` leaves a tenth in any case."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,13 @@ class Request:
     subject: Subject
     batch_size: int | None
     machine: Machine
+    """Of whose flash data loaders have had their part."""
     training: Training
     budgets: Budgets
     policies: tuple[str, ...]
     tbw_bytes: int | None
+    data_bytes_per_s: int
+    """What data loaders read of flash all the time."""
     profile: Profile
     search: LargestBatch | None
 
@@ -54,6 +59,8 @@ def check(options: argparse.Namespace) -> Request:
         host_bytes=_bytes(options, "host_memory", machine.host_bytes if device == "cuda" else 0),
         flash_bytes=_bytes(options, "flash_memory", machine.flash_bytes),
     )
+    data_bytes_per_s = _data_rate(options.data_rate, machine)
+    machine = machine.less_read(data_bytes_per_s) if data_bytes_per_s else machine
     tbw_bytes = None if options.tbw is None else _bytes(options, "tbw", 0, least=1)
     every = options.policy == ALL
     if not every:
@@ -79,6 +86,7 @@ def check(options: argparse.Namespace) -> Request:
         budgets=budgets,
         policies=policies.names() if every else (options.policy,),
         tbw_bytes=tbw_bytes,
+        data_bytes_per_s=data_bytes_per_s,
         profile=profile,
         search=search,
     )
@@ -88,6 +96,20 @@ def _device_of(machine: Machine) -> str:
     """A machine whose device's memory is the host's computes on its CPU."""
     same = machine.device_bytes == machine.host_bytes and not machine.flash_over_link
     return "cpu" if same else "cuda"
+
+
+def _data_rate(given: str | None, machine: Machine) -> int:
+    """Bytes per second, of which flash must have some left."""
+    if given is None:
+        return 0
+    rate, flash = parse_bandwidth(given, what="--data-rate"), machine.flash_read_bytes_per_s
+    if rate > MOST_DATA_SHARE * flash:
+        raise ConfigError(
+            f"--data-rate is {format_bandwidth(rate)}, and the flash of {machine.name!r} reads"
+            f" {format_bandwidth(flash)}: give at most {MOST_DATA_SHARE:.0%} of that, or keep the data"
+            " set on another device"
+        )
+    return rate
 
 
 def _bytes(options: argparse.Namespace, name: str, default: int, *, least: int = 0) -> int:

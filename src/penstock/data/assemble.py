@@ -25,8 +25,8 @@ from penstock.data.decode import (
     raw_columns,
     samples_of,
 )
+from penstock.data.group import Group
 from penstock.data.index import Index
-from penstock.data.reader import Group
 
 _OWN_REFERENCES: Final = 2
 """To the memory of a field: a name's, and that of the call that counts them."""
@@ -86,7 +86,7 @@ class Assembler:
         self._pool: Executor | None = None
 
     def __call__(self, group: Group, rows: Sequence[int]) -> Any:
-        """A batch of some rows of a group; the result does not refer to the group.
+        """A batch of some rows of a group, which may be freed then.
 
         Raises:
             DatasetError: A sample does not decode.

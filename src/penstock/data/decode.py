@@ -1,6 +1,6 @@
 """From bytes in the ring to values: whole batches of arrays at once, or sample by sample.
 
-What is decoded never refers to the ring: it is a copy, or something made from the bytes.
+What is decoded is a copy, or something made from the bytes; or memory of the ring that was lent for it.
 
 [Note: copies and the lock]
     NumPy lets go of the interpreter's lock while it copies from one range to another, and not while it
@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from penstock.core.errors import ConfigError, DatasetError
 from penstock.data.formats.base import need
+from penstock.data.group import Group
 from penstock.data.index import Index
 from penstock.data.permutation import Numbers
-from penstock.data.reader import Group
 
 LONG_BYTES: Final = 16 << 10
 """Pieces that are copied one by one."""
@@ -108,8 +108,14 @@ class Column:
             views = [_view(group, row, column) for row in numbers]
             return [None if view is None else self.value(view) for view in views]
         count, length, dtype = len(nbytes), int(nbytes[0]) // self.stored.itemsize, self.loaded
-        found = room(count * length * dtype.itemsize).view(dtype).reshape(count, length)
-        gather(group.ring.bytes, group.offset[rows, column], self.stored, found)
+        offsets, whole = group.offset[rows, column], None
+        if dtype == self.stored and (np.diff(offsets) == nbytes[0]).all():
+            whole = group.lend(int(offsets[0]), count * int(nbytes[0]))
+        if whole is not None:
+            found = whole.view(dtype).reshape(count, length)
+        else:
+            found = room(count * length * dtype.itemsize).view(dtype).reshape(count, length)
+            gather(group.ring.bytes, offsets, self.stored, found)
         return found if self.shape is None else found.reshape(count, *self.shape)
 
 

@@ -15,8 +15,9 @@ from penstock.core.errors import ClosedError, PenstockWarning
 from penstock.data.dataset import FlashDataset, _from_state, _state
 from penstock.data.depth import Depth
 from penstock.data.order import BatchNumbers, Epoch, Order, Share, Tail
-from penstock.data.plant import Plant, choose_order, lump_of
+from penstock.data.plant import Plant, choose_order, lends_mostly, lump_of
 from penstock.data.rates import rates_of
+from penstock.data.reader import ReadSoFar
 from penstock.data.stream import Stream, Tally
 from penstock.data.values import nbytes_of, pinned, to_torch
 from penstock.io.engine import Engine
@@ -114,16 +115,18 @@ class FlashLoader:
         self._ready = max(1, ready)
         self._lump = lump_of(self._assembler, batch_size, dataset.memory_bytes)
         self._waiting = (self._ready + 1) * self._lump  # one lump is being made
-        known_bytes = self._assembler.decoded_bytes() * batch_size
+        self._waiting_bytes = 0
         self._session = session
         self._demand_bytes_per_s = demand
-        engine = None if session is None else session.engine
-        self._plant: Plant | None = dataset.plant(known_bytes * self._waiting, engine)
-        self._assembler.room = self._plant.batch_room
-        ring_bytes = self._plant.ring.limit_bytes
+        self._reads = ReadSoFar()
+        self._closed = False
+        self._plant: Plant | None = None
+        plant = self._have_plant()
+        self._batch_bytes = self._assembler.decoded_bytes() * batch_size
+        ring_bytes = plant.room_beside(self._batch_bytes * self._waiting)
         # ranks must agree: where there are several, the length of samples decides
         alone = order == "auto" and world == 1
-        self.rates = rates_of(dataset.opened, self._plant.reader) if alone else None
+        self.rates = rates_of(dataset.opened, plant.reader) if alone else None
         self.order = (
             order
             if isinstance(order, Order)
@@ -147,9 +150,12 @@ class FlashLoader:
                 PenstockWarning,
                 stacklevel=2,
             )
+        self._lends = False
+        self._set_aside(self._batch_bytes)
         self._depth = Depth()
         self._tally = Tally()
         self._stream: Stream | None = None
+        self._rested: Stream | None = None  # of a pass that goes on after a rest
         if session is not None:
             session.add_loader(self)
 
@@ -215,21 +221,21 @@ class FlashLoader:
         """The same in what is read of flash: blocks and gaps included; what was declared, at first."""
         if self._tally.batches < _SETTLED:
             return self._demand_bytes_per_s
-        reader = None if self._plant is None else self._plant.reader
-        if reader is None or not reader.wanted_bytes:
+        reads = self._all_reads()
+        if not reads.wanted_bytes:
             return 0.0
-        return self.demand_bytes_per_s * reader.read_bytes / reader.wanted_bytes
+        return self.demand_bytes_per_s * reads.read_bytes / reads.wanted_bytes
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are held now, in index, ring, and batches that wait."""
+        """Bytes that are held now, in index, ring, and batches that wait; 0 while it rests."""
         return self._plant.held_bytes if self._plant is not None else 0
 
     def stats(self) -> dict[str, Any]:
         """What it has done so far; figures are of this rank."""
         return {
             **asdict(self._tally),
-            "read_bytes": self._plant.reader.read_bytes if self._plant is not None else 0,
+            "read_bytes": self._all_reads().read_bytes,
             "held_bytes": self.held_bytes,
             "memory_bytes": self.dataset.memory_bytes,
             "demand_bytes_per_s": self.demand_bytes_per_s,
@@ -240,15 +246,27 @@ class FlashLoader:
             "waits": self._depth.waits,
         }
 
-    def close(self) -> None:
-        """End the thread, and give back memory and files. Idempotent."""
-        self._end_stream()
-        if self._session is not None:
-            self._session.discard_loader(self)
+    def rest(self) -> None:
+        """Give back memory, files and threads until the next batch is asked for: the same as ever.
+
+        Not to be called while another thread takes a batch. A session that is suspended calls it; batches
+        that were handed over stay what they are.
+        """
+        self._end_stream(keep=True)
         self._assembler.close()
         plant, self._plant = self._plant, None
         if plant is not None:
+            self._reads = self._reads.and_of(plant.reader)
+            self._waiting_bytes = plant.waiting_bytes
             plant.close()
+
+    def close(self) -> None:
+        """End the thread, and give back memory and files. Idempotent."""
+        self._closed = True
+        self._end_stream()
+        if self._session is not None:
+            self._session.discard_loader(self)
+        self.rest()
 
     def __enter__(self) -> FlashLoader:
         return self
@@ -260,12 +278,38 @@ class FlashLoader:
         """Whether the last batch of the epoch was delivered."""
         return self._consumed > 0 and not self.share.count(len(self.dataset), self._consumed)
 
-    def _begin(self) -> Stream:
-        if self._plant is None:
+    def _have_plant(self) -> Plant:
+        """What reads: it is made anew after a rest."""
+        if self._closed:
             raise ClosedError("this loader is closed; make another")
+        if self._plant is None:
+            engine = None if self._session is None else self._session.engine
+            self._plant = self.dataset.plant(self._waiting_bytes, engine)
+            self._assembler.room = self._plant.batch_room
+        return self._plant
+
+    def _all_reads(self) -> ReadSoFar:
+        return self._reads if self._plant is None else self._reads.and_of(self._plant.reader)
+
+    def _set_aside(self, batch_bytes: int) -> None:
+        """Have room for batches that wait beside the ring; where most are of it, for one that is not."""
+        plant = self._have_plant()
+        self._lends = plant.reader.lends and not self._pin and self._lends_mostly(plant)
+        plant.set_aside(batch_bytes * (self._lump if self._lends else self._waiting))
+
+    def _lends_mostly(self, plant: Plant) -> bool:
+        return lends_mostly(
+            *(self._assembler, self.dataset.index, self.order, self.share),
+            lump=self._lump,
+            waiting=self._waiting,
+            ring_bytes=plant.ring.limit_bytes,
+        )
+
+    def _begin(self) -> Stream:
+        self._set_aside(self._batch_bytes)
         samples = len(self.dataset)
         return Stream(
-            self._plant.reader,
+            self._have_plant().reader,
             Epoch(self.order, samples, self.epoch),
             self.share.steps(samples, self._consumed),
             self._assembler,
@@ -282,7 +326,10 @@ class FlashLoader:
         value = to_torch(value, self._bfloat16)
         if self._pin:
             value = self._pinned(value)
-        self._plant.set_aside(nbytes_of(value) * self._waiting)
+        nbytes = nbytes_of(value)
+        if nbytes > self._batch_bytes or (self._lends and not self._plant.reader.lends):
+            self._batch_bytes = max(nbytes, self._batch_bytes)
+            self._set_aside(self._batch_bytes)
         return value
 
     def _pinned(self, value: Any) -> Any:
@@ -299,17 +346,30 @@ class FlashLoader:
 
     def _batches(self, stream: Stream) -> Iterator[Any]:
         try:
-            while (delivery := stream.take()) is not None:
+            while True:
+                if stream is self._rested:
+                    stream, self._rested = self._begin(), None
+                    self._stream = stream
+                delivery = stream.take()
+                if delivery is None:
+                    break
                 self._consumed = delivery.step.consumed
-                if delivery.value is not None:
-                    yield delivery.value
+                values = [delivery.value]
+                del delivery  # only whoever takes a batch keeps it
+                if values[0] is not None:
+                    yield values.pop()
         except BaseException:
             self._end_stream(stream)
             raise
-        self._end_stream(stream)
-        self.epoch, self._consumed = self.epoch + 1, 0
+        if stream is self._stream:  # and not one of a pass that was given up
+            self._end_stream(stream)
+            self.epoch, self._consumed = self.epoch + 1, 0
 
-    def _end_stream(self, stream: Stream | None = None) -> None:
+    def _end_stream(self, stream: Stream | None = None, *, keep: bool = False) -> None:
+        """End the one that is under way, or this one; ``keep``: its pass goes on with another."""
         if self._stream is not None and stream in (None, self._stream):
             ended, self._stream = self._stream, None
             ended.close()
+            self._rested = ended if keep else None
+        elif not keep and stream in (None, self._rested):
+            self._rested = None

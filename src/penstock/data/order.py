@@ -121,14 +121,15 @@ class Epoch:
     def _place(self, positions: Numbers) -> Numbers:
         """Shuffled within windows: numbers in the sequence of shuffled chunks."""
         places = np.empty_like(positions)
-        for window in np.unique(np.minimum(positions, self._whole) // self.order.window_samples):
-            start = int(window) * self.order.window_samples
+        windows = np.minimum(positions, self._whole) // self.order.window_samples
+        for window in set(windows.tolist()):
+            start = window * self.order.window_samples
             if start >= self._whole:
                 here = positions >= self._whole
                 places[here] = self._whole + self._tail(positions[here] - self._whole)
                 continue
             here = (positions >= start) & (positions < start + self.order.window_samples)
-            places[here] = start + self._within(int(window), positions[here] - start)
+            places[here] = start + self._within(window, positions[here] - start)
         return places
 
     def _within(self, window: int, inside: Numbers) -> Numbers:
@@ -137,9 +138,9 @@ class Epoch:
         turn, lane = np.divmod(stripe, order.lanes)
         inside = turn * order.stripe_samples + rest
         found = np.empty_like(inside)
-        for each in np.unique(lane):
+        for each in set(lane.tolist()):
             here = lane == each
-            key = (order.seed, self.epoch, "window", window, int(each))
+            key = (order.seed, self.epoch, "window", window, each)
             shuffled = Permutation(self._lane_samples, *key)(inside[here])
             found[here] = each * self._lane_samples + shuffled
         return found

@@ -17,8 +17,8 @@ from penstock.core.units import round_up
 from penstock.data.build import Opened
 from penstock.data.formats import Progress
 from penstock.data.formats.packed import HEADER_BYTES, SUFFIX, Tables, encode_header
+from penstock.data.group import Group
 from penstock.data.index import ABSENT, Index
-from penstock.data.reader import Group
 from penstock.data.scan import scan
 from penstock.io.aio import default_engine
 from penstock.io.arena import Arena

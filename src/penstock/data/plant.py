@@ -20,10 +20,12 @@ from penstock.core.errors import BudgetError, ConfigError
 from penstock.core.units import format_bytes, round_down
 from penstock.data.assemble import Assembler
 from penstock.data.build import Opened
+from penstock.data.extents import GRANULE, LONG_BYTES
+from penstock.data.group import ALIGNED_BYTES, LEAST_LENT_BYTES
 from penstock.data.index import Index
-from penstock.data.order import Kind, Order
+from penstock.data.order import Kind, Order, Share
 from penstock.data.rates import Rates
-from penstock.data.reader import Reader
+from penstock.data.reader import GROUP_PART, Reader
 from penstock.data.ring import Ring
 from penstock.io.aio import default_engine
 from penstock.io.arena import Arena
@@ -94,8 +96,7 @@ class Plant:
         self.memory_bytes = memory_bytes // sharers
         self.waiting_bytes = waiting_bytes
         self._index = opened.index
-        self._check()
-        self.ring = Ring(self._room())
+        self.ring = Ring(self.room_beside(waiting_bytes))
         self._own = default_engine(_DEPTH) if engine is None else None
         self.engine = engine if self._own is None else self._own
         assert self.engine is not None
@@ -115,9 +116,8 @@ class Plant:
         """Batches turned out to be so large: the ring makes room. Raises BudgetError: it cannot."""
         if waiting_bytes <= self.waiting_bytes:
             return
+        self.ring.limit_bytes = min(self.ring.limit_bytes, self.room_beside(waiting_bytes))
         self.waiting_bytes = waiting_bytes
-        self._check()
-        self.ring.limit_bytes = min(self.ring.limit_bytes, round_down(self._room(), PAGE_BYTES))
 
     def batch_room(self, nbytes: int) -> NDArray[np.uint8]:
         """Memory for a batch, used again when the batch is dropped; see [Note: batch memory].
@@ -148,25 +148,25 @@ class Plant:
             self._own.close()
         self.ring.close()
 
-    def _room(self) -> int:
+    def room_beside(self, waiting_bytes: int) -> int:
+        """What the ring has beside batches of so many bytes. Raises BudgetError: nothing."""
         workings = int(self.memory_bytes * _WORKINGS_SHARE)
-        return self.memory_bytes - workings - self._index.nbytes - self.waiting_bytes
-
-    def _check(self) -> None:
-        if self._room() < PAGE_BYTES:
-            needs = self._index.nbytes + self.waiting_bytes
+        needs = self._index.nbytes + waiting_bytes
+        room = round_down(self.memory_bytes - workings - needs, PAGE_BYTES)
+        if room < PAGE_BYTES:
             least = int((needs + 2 * PAGE_BYTES) / (1 - _WORKINGS_SHARE))
             longest, nbytes = self._index.longest()
             raise BudgetError(
                 f"a loader with {format_bytes(self.memory_bytes)} of memory: its index takes"
                 f" {format_bytes(self._index.nbytes)}, batches that wait"
-                f" {format_bytes(self.waiting_bytes)}, and nothing is left to read into (the longest"
+                f" {format_bytes(waiting_bytes)}, and nothing is left to read into (the longest"
                 f" sample is {longest}, of {nbytes} bytes); give it at least {least} bytes, or make"
                 " batches smaller",
                 slot="index",
                 limit_bytes=self.memory_bytes,
                 least_bytes=least,
             )
+        return room
 
 
 def lump_of(values: Assembler, batch_size: int, memory_bytes: int) -> int:
@@ -175,6 +175,38 @@ def lump_of(values: Assembler, batch_size: int, memory_bytes: int) -> int:
         return 1
     most_bytes = min(LUMP_BYTES, int(memory_bytes * _LUMP_SHARE))
     return max(1, most_bytes // max(1, values.decoded_bytes() * batch_size))
+
+
+def lends_mostly(
+    values: Assembler,
+    index: Index,
+    order: Order,
+    share: Share,
+    *,
+    lump: int,
+    waiting: int,
+    ring_bytes: int,
+) -> bool:
+    """Whether batches of this order are memory of the ring, but for one now and then.
+
+    They are where the samples of a batch lie side by side in the ring, where reads begin at whole blocks;
+    and where the ring has as much room again as all the batches that wait.
+    """
+    columns = values.columns or ()
+    if not values.alike or len(columns) != 1 or columns[0].cast is not None:
+        return False
+    first = index.locate(np.zeros(1, np.int64))
+    start, nbytes = int(first.offset[0, 0]), int(first.nbytes[0, 0])
+    batch_bytes = share.batch_size * nbytes
+    lump_bytes, waiting_bytes = batch_bytes * lump, batch_bytes * waiting
+    if lump_bytes < LEAST_LENT_BYTES or lump_bytes > ring_bytes // GROUP_PART:
+        return False
+    if waiting_bytes > ring_bytes // 2:
+        return False
+    if order.kind == "sequential":
+        return not (start % ALIGNED_BYTES or nbytes % ALIGNED_BYTES) and 1 in (share.world, lump)
+    alone = order.kind == "full" or order.chunk_samples == 1
+    return alone and nbytes >= LONG_BYTES and not (start % GRANULE or nbytes % GRANULE)
 
 
 def choose_order(

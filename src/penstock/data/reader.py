@@ -1,6 +1,6 @@
 """Samples to memory: where they lie becomes extents, extents become one batch of the engine's.
 
-1. :meth:`Reader.plan`: aligned ranges, those near each other joined: pure.
+1. :meth:`Reader.plan`: which extents (:mod:`.extents`): pure.
 2. :meth:`Reader.start`: memory of the ring is taken, and the reads begin; None if there is no room now.
 3. :meth:`Pending.wait`: the samples have arrived; those that could not be read are in ``bad``.
 4. :meth:`Group.free`: whoever used the group has copied, or decoded, what it needs.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
@@ -20,68 +20,40 @@ from penstock.core.errors import BudgetError, ChecksumError, ClosedError, Datase
 from penstock.core.locks import Lock
 from penstock.core.units import format_bytes, round_up
 from penstock.data.build import Opened
-from penstock.data.index import Ranges
+from penstock.data.extents import GRANULE, Plan, distinct, plan_of
+from penstock.data.group import Group
 from penstock.data.permutation import Numbers
 from penstock.data.ring import Ring, Taken
 from penstock.io.engine import Batch, Engine, Priority, Transfer
-from penstock.io.files import MAX_GRANULE_BYTES, DirectFile, open_path
+from penstock.io.files import DirectFile, open_path
 from penstock.tier import checksums
 
 Policy = Literal["raise", "skip"]
 
-GAP_BYTES: Final = 16384
-"""Reads that are no farther apart are joined: a read more costs as much time as so many bytes."""
 ENTRY_BYTES: Final = 1 << 20
 """Longer reads are cut: several at once fill the device's queue."""
 _SURCHARGE: Final = 1.1
 """What is given more is not all for the ring."""
 _MOST_OPEN: Final = 256
-_GRANULE: Final = MAX_GRANULE_BYTES
+GROUP_PART: Final = 7
+"""Of the ring: a group that is asked for is no more, if one batch is not. A batch that is in use keeps
+its group, and others are to be read meanwhile."""
+LENT_PART: Final = 6
+"""Of larger groups nothing is lent: the same, with blocks and gaps."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Plan:
-    """What is to be read for some samples."""
+@dataclass(frozen=True, slots=True)
+class ReadSoFar:
+    """What was read, and what of it was wanted, by readers that are gone."""
 
-    samples: Numbers
-    ranges: Ranges
-    file: Numbers
-    """Of each extent, as the next two."""
-    begin: Numbers
-    nbytes: Numbers
-    extent: Numbers
-    """``[samples, fields]``: the extent that has it."""
+    read_bytes: int = 0
+    wanted_bytes: int = 0
 
-    @property
-    def total_bytes(self) -> int:
-        """What it takes of the ring."""
-        return int(self.nbytes.sum())
-
-    def file_of(self, row: int) -> int:
-        """The file of a sample, by its row."""
-        return int(self.ranges.file[row])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Group:
-    """Samples in memory, until ``free``."""
-
-    samples: Numbers
-    offset: Numbers
-    """``[samples, fields]``: where in ``ring.bytes``."""
-    nbytes: Numbers
-    """``[samples, fields]``; -1: the sample lacks the field."""
-    file: Numbers
-    ring: Ring
-    taken: Taken
-    lock: Lock
-    bad: dict[int, Exception] = field(default_factory=dict)
-    """By row: why it could not be read."""
-
-    def free(self) -> None:
-        """Give the memory back; once."""
-        with self.lock:
-            self.ring.free(self.taken)
+    def and_of(self, reader: Reader) -> ReadSoFar:
+        """With what this one has read."""
+        return ReadSoFar(
+            self.read_bytes + reader.read_bytes, self.wanted_bytes + reader.wanted_bytes
+        )
 
 
 class Reader:
@@ -92,6 +64,7 @@ class Reader:
         read_bytes: What was asked of the device.
         wanted_bytes: What of that are samples: reads are of whole blocks, and neighbours' gaps are read.
         memory_bytes: What the user gave.
+        lends: Whether batches may be memory of the ring, until ``renew``.
     """
 
     def __init__(
@@ -118,6 +91,7 @@ class Reader:
         self.ring = ring
         self.read_bytes = self.wanted_bytes = 0
         self.memory_bytes = ring.capacity_bytes if memory_bytes is None else memory_bytes
+        self.lends = True
         self._engine = engine
         self._verify = verify and len(opened.index.sums) > 0
         self._priority = priority
@@ -132,18 +106,7 @@ class Reader:
 
     def plan(self, samples: Numbers) -> Plan:
         """Which extents some samples need."""
-        ranges = self.opened.index.locate(samples)
-        present = ranges.nbytes > 0
-        rows, _ = np.nonzero(present)
-        starts, lengths = ranges.offset[present], ranges.nbytes[present]
-        begins = starts // _GRANULE * _GRANULE
-        ends = -(-(starts + lengths) // _GRANULE) * _GRANULE
-        file, begin, nbytes, of = _coalesce(ranges.file[rows], begins, ends)
-        extent = np.full(present.shape, -1, np.int64)
-        extent[present] = of
-        return Plan(
-            samples=samples, ranges=ranges, file=file, begin=begin, nbytes=nbytes, extent=extent
-        )
+        return plan_of(self.opened.index, samples)
 
     def start(self, plan: Plan) -> Pending | None:
         """Begin to read; None: the ring has no room now.
@@ -180,12 +143,21 @@ class Reader:
         assert pending is not None, "who reads one group at a time finds the ring empty"
         return pending.wait(policy)
 
+    def renew(self) -> None:
+        """Whoever takes batches keeps them: leave them that memory, and lend no more.
+
+        Nothing may be under way. See [Note: lent memory] of the ring.
+        """
+        with self._lock:
+            self.lends = False
+            self.ring.renew()
+
     def too_small(self, plan: Plan) -> BudgetError:
         """The error that these samples do not fit."""
         totals = np.maximum(plan.ranges.nbytes, 0).sum(axis=1)
         row = int(totals.argmax())
         room, needed = self.ring.limit_bytes, plan.total_bytes
-        least = self.memory_bytes + round_up(int((needed - room) * _SURCHARGE), _GRANULE)
+        least = self.memory_bytes + round_up(int((needed - room) * _SURCHARGE), GRANULE)
         where = self._where(int(plan.samples[row]), int(plan.ranges.file[row]))
         return BudgetError(
             f"{len(plan.samples)} samples that are needed together take {needed} bytes of memory, and"
@@ -212,6 +184,9 @@ class Reader:
             ring=self.ring,
             taken=taken,
             lock=self._lock,
+            lends=self.lends
+            and plan.apart
+            and plan.total_bytes <= self.ring.limit_bytes // LENT_PART,
         )
         if not len(plan.nbytes):
             return Pending(self, plan, group, None, None)
@@ -225,7 +200,7 @@ class Reader:
         first = np.cumsum(pieces) - pieces
         skip = (np.arange(len(of)) - first[of]) * ENTRY_BYTES
         length = np.minimum(nbytes[of] - skip, ENTRY_BYTES)
-        numbers, which = np.unique(file, return_inverse=True)
+        numbers, which = distinct(file)
         sizes = self.opened.index.files.sizes[file[of]]
         return Batch(
             files=[self._open(int(number)) for number in numbers],
@@ -271,8 +246,8 @@ class Reader:
 
     def _ask_for(self, plan: Plan, group: Group, row: int, column: int) -> None:
         offset, nbytes = int(plan.ranges.offset[row, column]), int(group.nbytes[row, column])
-        begin = offset // _GRANULE * _GRANULE
-        length = -(-(offset + nbytes) // _GRANULE) * _GRANULE - begin
+        begin = offset // GRANULE * GRANULE
+        length = -(-(offset + nbytes) // GRANULE) * GRANULE - begin
         address = self.ring.address + int(group.offset[row, column]) - (offset - begin)
         batch = self._batch(*(np.array([n]) for n in (plan.file_of(row), begin, length, address)))
         self._engine.submit_batch(batch).wait()
@@ -374,26 +349,6 @@ class Pending:
         if self._transfer is not None:
             self._transfer.wait()
         self._group.free()
-
-
-def _coalesce(
-    file: Numbers, begin: Numbers, end: Numbers
-) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-    """Extents (file, begin, nbytes), and for each range the extent that has it."""
-    if not len(file):
-        return file, begin, end, file
-    _, rank = np.unique(file, return_inverse=True)
-    lift = rank * (int(end.max()) + GAP_BYTES + 1)  # ranges of two files never meet
-    low, high = begin + lift, end + lift
-    order = np.argsort(low, kind="stable")
-    reach = np.maximum.accumulate(high[order])
-    fresh = np.ones(len(order), bool)
-    fresh[1:] = low[order][1:] > reach[:-1] + GAP_BYTES
-    of = np.empty(len(order), np.int64)
-    of[order] = np.cumsum(fresh) - 1
-    heads = order[fresh]
-    last = np.append(np.flatnonzero(fresh)[1:] - 1, len(order) - 1)
-    return file[heads], begin[heads], reach[last] - low[heads], of
 
 
 def _open(path: str) -> DirectFile:

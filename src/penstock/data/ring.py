@@ -1,10 +1,17 @@
 """The memory that samples are read into: taken at the head, given back at the tail.
 
 Not thread-safe: its owner has a lock.
+
+[Note: lent memory]
+    What is taken may be lent as arrays: a batch that lies there in one piece need not be copied. Its
+    memory is in the ring again when the last array that refers to it has died. Whoever keeps batches
+    stops the tail; then the ring has other memory (``renew``), and what is lent is its holders', as any
+    batch is that was handed over: the rest of the old memory is given back to the system.
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
 
 import numpy as np
@@ -15,17 +22,20 @@ from penstock.data.permutation import Numbers
 from penstock.io.mapping import HUGE_PAGE_BYTES, PAGE_BYTES, Mapping
 
 Places = tuple[Numbers, "Taken"]
+Span = tuple[int, int]
+"""Where something begins and ends."""
 
 
 class Taken:
-    """What one ``take`` has, until ``free``."""
+    """What one ``take`` has, until ``free`` and the death of all that was lent of it."""
 
-    __slots__ = ("freed", "pieces")
+    __slots__ = ("holds", "mapping", "pieces")
 
-    def __init__(self, pieces: list[tuple[int, int]]) -> None:
-        """(start, stop) of one or two pieces."""
+    def __init__(self, pieces: list[Span], mapping: Mapping) -> None:
+        """One or two pieces of this memory, which lives as long as this does."""
         self.pieces = pieces
-        self.freed = False
+        self.mapping = mapping
+        self.holds = 1
 
 
 class Ring:
@@ -35,17 +45,17 @@ class Ring:
         capacity_bytes: All there can be.
         limit_bytes: What is used of it: less, where less is needed.
         held_bytes: What is resident: the most that was used since the limit was last lowered.
+        given_back: How often something was; who found no room looks again when it is more.
+        pid: Of the process whose memory it is.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
         """Reserve address space; nothing is resident yet."""
         self.capacity_bytes = self.limit_bytes = round_down(capacity_bytes, PAGE_BYTES)
-        self._mapping = Mapping(self.capacity_bytes)
-        self.address = self._mapping.address
-        self.bytes: NDArray[np.uint8] = self._mapping.array(0, self.capacity_bytes)
-        self.held_bytes = 0
-        self._taken: deque[Taken] = deque()
-        self._head = 0
+        self.pid = os.getpid()
+        self.given_back = 0
+        self._closed = False
+        self._begin()
 
     def take(self, sizes: Numbers) -> Places | None:
         """Places for some extents, each in one piece; None: they do not fit now.
@@ -53,7 +63,7 @@ class Ring:
         Whoever waits frees something first; if everything is free and they still do not fit, they
         never will.
         """
-        pieces = list[tuple[int, int]]()
+        pieces = list[Span]()
         offsets = np.empty(len(sizes), np.int64)
         rest = 0
         for start, stop in self._free():
@@ -67,7 +77,7 @@ class Ring:
                 break
         else:
             return None
-        taken = Taken(pieces)
+        taken = Taken(pieces, self._mapping)
         self._taken.append(taken)
         self._head = pieces[-1][1]
         self._touch(max(stop for _, stop in pieces))
@@ -75,13 +85,35 @@ class Ring:
 
     def free(self, taken: Taken) -> None:
         """Give back what was taken; it can be used again when all before it is free, too."""
-        taken.freed = True
-        while self._taken and self._taken[0].freed:
+        taken.holds -= 1
+        self.given_back += 1
+        if not self._has(taken):
+            return
+        while self._taken and not self._taken[0].holds:
             self._taken.popleft()
         if not self._taken:
             self._head = 0
         if self.limit_bytes < self.held_bytes:
             self._trim()
+
+    def lend(self, taken: Taken, span: Span) -> NDArray[np.uint8]:
+        """An array of what is taken; ``give_back`` is for when it has died. See [Note: lent memory]."""
+        taken.holds += 1
+        self._lent.add(span)
+        return taken.mapping.array(span[0], span[1] - span[0])
+
+    def give_back(self, taken: Taken, span: Span) -> None:
+        """An array that was lent has died."""
+        if self._has(taken):
+            self._lent.discard(span)
+        else:
+            _drop(taken.mapping, *span)
+        self.free(taken)
+
+    def renew(self) -> None:
+        """Have other memory. Nothing may be under way, nor anything taken but what is lent."""
+        self._give_up()
+        self._begin()
 
     @property
     def used_bytes(self) -> int:
@@ -89,11 +121,35 @@ class Ring:
         return sum(stop - start for taken in self._taken for start, stop in taken.pieces)
 
     def close(self) -> None:
-        """Unmap. Nothing may be under way, and nobody use ``bytes``."""
-        self.bytes = np.zeros(0, np.uint8)
-        self._mapping.unmap()
+        """Unmap, now or when the last array dies. Nothing may be under way, and nobody use ``bytes``."""
+        if not self._closed:
+            self._closed = True
+            self._give_up()
 
-    def _free(self) -> list[tuple[int, int]]:
+    def _has(self, taken: Taken) -> bool:
+        return taken.mapping is self._mapping and not self._closed
+
+    def _begin(self) -> None:
+        self._mapping = Mapping(self.capacity_bytes)
+        self.address = self._mapping.address
+        self.bytes: NDArray[np.uint8] = self._mapping.array(0, self.capacity_bytes)
+        self.held_bytes = 0
+        self._taken = deque[Taken]()
+        self._lent = set[Span]()
+        self._head = 0
+
+    def _give_up(self) -> None:
+        self.bytes = np.zeros(0, np.uint8)
+        if not self._lent:
+            self._mapping.unmap()
+            return
+        free = 0
+        for start, stop in sorted(self._lent):
+            _drop(self._mapping, free, start)
+            free = stop
+        _drop(self._mapping, free, self.held_bytes)
+
+    def _free(self) -> list[Span]:
         """Free pieces in the order in which they are to be used."""
         if not self._taken:
             return [(0, self.limit_bytes)]
@@ -115,3 +171,10 @@ class Ring:
         end = round_up(max([self.limit_bytes, *tops]), PAGE_BYTES)
         if end < self.held_bytes and self._mapping.drop(end, self.held_bytes - end):
             self.held_bytes = end
+
+
+def _drop(mapping: Mapping, start: int, stop: int) -> None:
+    """Give the system what lies in whole pages."""
+    start, stop = round_up(start, PAGE_BYTES), round_down(stop, PAGE_BYTES)
+    if start < stop:
+        mapping.drop(start, stop - start)

@@ -9,8 +9,9 @@ from typing import Final
 import numpy as np
 
 from penstock.data.build import Opened
+from penstock.data.group import Group
 from penstock.data.plant import Plant
-from penstock.data.reader import Group, Pending
+from penstock.data.reader import Pending
 
 _AHEAD: Final = 4
 _GROUP_BYTES: Final = 8 << 20

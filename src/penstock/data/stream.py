@@ -3,8 +3,8 @@
 [Note: groups]
     Batches are read in *groups*, whose samples are planned together, so that neighbours are read at
     once: as many batches as make some MiB, or all of a window. A group's memory is given back when its
-    last batch is decoded. Groups begin, in order, as long as fewer batches than :class:`Depth` says are
-    under way or ready, and the ring has room.
+    last batch is decoded, or, where batches are that very memory, dropped. Groups begin, in order, as
+    long as fewer batches than :class:`Depth` says are under way or ready, and the ring has room.
 
 [Note: lumps]
     To hand over a batch costs two threads a tenth of a millisecond, in which flash delivers more than a
@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -24,11 +25,14 @@ import numpy as np
 from penstock.core.locks import condition
 from penstock.data.assemble import Assembler
 from penstock.data.depth import Depth
+from penstock.data.extents import Plan, distinct
+from penstock.data.group import Group
 from penstock.data.order import Epoch, Step
-from penstock.data.reader import Group, Pending, Plan, Policy, Reader
+from penstock.data.reader import GROUP_PART, Pending, Policy, Reader
 from penstock.observe.clock import Clock, RealClock
 
 GROUP_BYTES: Final = 8 << 20
+"""Of a group that is no window, where there is memory enough."""
 _MOST_FILES: Final = 256
 
 
@@ -119,7 +123,8 @@ class Stream:
         self._under_way = 0
         self._awaited: Pending | None = None  # by the thread of the stream
         self._waiting = False  # whoever takes, for a batch
-        self._full = False  # the ring, until a group is freed
+        self._full = False  # the ring, when something was to begin last; and what was free by then
+        self._given_back = 0
         self._arrived_ns = 0
         self._taken_ns = 0
         self._thread = threading.Thread(target=self._run, name="penstock-data", daemon=True)
@@ -163,15 +168,16 @@ class Stream:
         self.stop()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        self._ready.clear()
 
     # -- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            self._fill()
+            self._go_on()
             while self._fetches and not self._stopping:
                 self._deliver(self._fetches.popleft())
-                self._fill()
+                self._go_on()
         except BaseException as error:  # noqa: BLE001  (whoever takes the next batch gets it)
             self._error = error
         for fetch in self._fetches:
@@ -179,6 +185,14 @@ class Stream:
         with self._changed:
             self._over = True
             self._changed.notify_all()
+
+    def _go_on(self) -> None:
+        """Begin groups; if none is under way, and whoever takes batches has all the ring, in another."""
+        self._fill()
+        if self._full and not (self._fetches or self._stopping):
+            self._reader.renew()
+            self._full = False
+            self._fill()
 
     def _deliver(self, fetch: _Fetch) -> None:
         with self._changed:
@@ -203,7 +217,6 @@ class Stream:
                 self._fill()
         finally:
             group.free()
-            self._full = False
 
     def _deliver_lump(self, group: Group, facts: Sequence[tuple[Step, range, int]]) -> bool:
         made = [
@@ -236,7 +249,11 @@ class Stream:
 
     def _fill(self) -> None:
         """Begin groups, as far ahead as it pays."""
-        while not (self._stopping or self._full):
+        given_back = self._reader.ring.given_back
+        if self._full and given_back == self._given_back:
+            return
+        self._full, self._given_back = False, given_back
+        while not self._stopping:
             ahead = self._under_way + len(self._ready)
             if self._under_way and ahead >= self._depth.batches:
                 return
@@ -278,8 +295,8 @@ class Stream:
         index, ring = self._reader.opened.index, self._reader.ring
         mean = max(1, index.data_bytes // index.samples)
         edge = self._epoch.edge(self._next_step.start) if self._next_step is not None else 0
-        window = self._epoch.order.kind == "window"
-        room = ring.limit_bytes if window else min(GROUP_BYTES, ring.limit_bytes // 4)
+        window = self._epoch.order.kind == "window" and self._epoch.order.chunk_samples > 1
+        room = ring.limit_bytes if window else min(GROUP_BYTES, ring.limit_bytes // GROUP_PART)
         steps = list[Step]()
         while (step := self._next_step) is not None:
             length = max(1, step.stop - step.start) * mean
@@ -292,12 +309,18 @@ class Stream:
         return steps
 
     def _plan(self, steps: list[Step]) -> Plan:
-        positions = np.concatenate([step.positions(self._epoch.samples) for step in steps])
+        samples = self._epoch.samples
+        if all(each.stop == after.start for each, after in pairwise(steps)):
+            positions = np.arange(steps[0].start, steps[-1].stop) % samples  # as each by itself
+        else:
+            positions = np.concatenate([step.positions(samples) for step in steps])
         return self._reader.plan(self._epoch.at(positions))
 
     def _too_much(self, plan: Plan) -> bool:
         limit = self._reader.ring.limit_bytes
-        return plan.total_bytes > limit // 2 or len(np.unique(plan.file)) > _MOST_FILES
+        return plan.total_bytes > limit // 2 or (
+            len(plan.file) > _MOST_FILES and len(distinct(plan.file)[0]) > _MOST_FILES
+        )
 
 
 def _chain(first: list[Step], second: Step | None, rest: Iterator[Step]) -> Iterator[Step]:

@@ -26,6 +26,9 @@ class Reads(Protocol):
     def read_demand_bytes_per_s(self) -> float:
         """What it reads from flash, or will have to read; 0 if that is not known yet."""
 
+    def rest(self) -> None:
+        """Give its memory back until it is asked for the next batch."""
+
 
 class Loaders:
     """The loaders of one session. Added to between steps, asked between passes.
@@ -46,6 +49,11 @@ class Loaders:
     def discard(self, loader: Reads) -> None:
         """It reads no more."""
         self._sources.discard(loader)
+
+    def rest(self) -> None:
+        """Have all of them give their memory back, between two steps."""
+        for each in list(self._sources):
+            each.rest()
 
     @property
     def demand_bytes_per_s(self) -> float:
