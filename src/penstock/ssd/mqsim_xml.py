@@ -24,8 +24,8 @@ _ALWAYS: Final = {
     "Enabled_Preconditioning": "false",
     "Initial_Occupancy_Percentage": "0",
     "Device_Level_Data_Caching_Mode": "TURNED_OFF",
-    "Synthetic_Generator_Type": "QUEUE_DEPTH",
-    "Request_Size_Distribution": "FIXED",
+    "Percentage_of_Hot_Region": "0",
+    "Variance_Request_Size": "0",
     "Time_Unit": "NANOSECOND",
 }
 """What there is one value of, here: with another the key is named as ignored, with this it is not."""
