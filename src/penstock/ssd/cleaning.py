@@ -139,7 +139,9 @@ class Cleaner:
         block, page = ftl.place(op.lpn, cleaning=True)
         ops: list[Op] = []
         if ftl.gc_when_filled and page + 1 == ftl.pages_per_block:
-            self.clean(block.plane, ops)  # MQSim looks then as well: what is moved has filled a block
+            self.clean(
+                block.plane, ops
+            )  # MQSim looks then as well: what is moved has filled a block
         ops.append(Op(GC_PROGRAM, block, page, op.lpn, self._whole, op.owner, self._moved))
         self._flash.submit(ops)
 

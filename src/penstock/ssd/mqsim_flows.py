@@ -63,7 +63,9 @@ class Flow:
         if not self.stop_ps:
             return requests
         if clock is None:
-            raise ConfigError("a flow with a Stop_Time needs the clock of the drive that it runs on")
+            raise ConfigError(
+                "a flow with a Stop_Time needs the clock of the drive that it runs on"
+            )
         return _until(requests, clock, self.stop_ps)
 
 
