@@ -1,9 +1,9 @@
 """How fast the engines of the simulated SSD are, on one core.
 
 Event engine: requests on MQSim's default device, events a second. Fast path: an Adam step of 6.7 B
-parameters on OptimStore's SSD in three placements, page operations a second; the same for 100 devices. The
-figures that count are the ratios to what was asked for: 500 000 events a second, 10 M page operations a
-second, 10 s, a minute.
+parameters on OptimStore's SSD in three placements, page operations a second; the same for 100 devices.
+The figures that count are the ratios to what was asked for: 500 000 events a second, 10 M page operations
+a second, 10 s, a minute.
 """
 
 import argparse
