@@ -260,6 +260,13 @@ def test_files_are_run_and_what_they_say_in_vain_is_named(tmp_path, capsys):
         ({"Page_Capacity": "many"}, {}, "Page_Capacity is 'many', not a whole number"),
         ({"Flash_Channel_Count": 0}, {}, "geometry.channels is 0"),
         ({}, {"Stop_Time": -1}, "where Stop_Time is 0, Total_Requests_To_Generate must be 1"),
+        ({}, {"Read_Percentage": "nan"}, "Read_Percentage is 'nan', not a number"),
+        ({}, {"Working_Set_Percentage": "inf"}, "Working_Set_Percentage is 'inf', not a number"),
+        (
+            {},
+            {"Synthetic_Generator_Type": "BANDWIDTH", "Bandwidth": 10**14},
+            "or more than one in a nanosecond",
+        ),
         ({}, {"Address_Distribution": "NEAR"}, "known here are RANDOM_UNIFORM, RANDOM_HOTCOLD"),
         ({}, {"Address_Distribution": "RANDOM_HOTCOLD"}, "has no Percentage_of_Hot_Region"),
         (

@@ -25,6 +25,7 @@ from penstock.ssd.traces import Format, parsed
 _WORKLOAD: Final = "MQSim_IO_Scenarios"
 _SYNTHETIC: Final = "IO_Flow_Parameter_Set_Synthetic"
 _ADDRESSES: Final = ("RANDOM_UNIFORM", "RANDOM_HOTCOLD", "STREAMING")
+_NS_PER_S: Final = 10**9
 _TRACE: Final = "IO_Flow_Parameter_Set_Trace_Based"
 
 
@@ -161,11 +162,12 @@ def _gap_ns(name: str, keys: Keys, sectors: int) -> float:
     """Between two requests, on average; MQSim reckons it in whole numbers, so this does."""
     rate = keys.whole("Bandwidth")
     a_second = rate // SECTOR_BYTES // max(1, sectors)
-    if a_second < 1:
+    if not 1 <= a_second <= _NS_PER_S:
         raise ConfigError(
-            f"MQSim file {name!r}: Bandwidth is {rate} bytes a second, less than one request"
+            f"MQSim file {name!r}: Bandwidth is {rate} bytes a second, less than one request, or more than"
+            " one in a nanosecond"
         )
-    return float(10**9 // a_second)
+    return float(_NS_PER_S // a_second)
 
 
 @dataclass(frozen=True, slots=True)

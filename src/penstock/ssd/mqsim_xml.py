@@ -79,8 +79,10 @@ class Keys:
     def _number(self, key: str, kind: Callable[[str], float], what: str) -> int:
         text = self.text(key)
         try:
-            return kind(text)  # type: ignore[return-value]
-        except ValueError as error:
+            value = kind(text)
+            int(value)  # which infinity has not, nor what is no number
+            return value  # type: ignore[return-value]
+        except (ValueError, OverflowError) as error:
             raise ConfigError(
                 f"MQSim file {self._path!r}: {key} is {text!r}, not {what}"
             ) from error
