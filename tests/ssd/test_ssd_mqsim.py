@@ -265,7 +265,7 @@ def test_files_are_run_and_what_they_say_in_vain_is_named(tmp_path, capsys):
         (
             {},
             {"Synthetic_Generator_Type": "BANDWIDTH", "Bandwidth": 10**14},
-            "or more than one in a nanosecond",
+            "less than one request, or more than one in a nanosecond",
         ),
         ({}, {"Address_Distribution": "NEAR"}, "known here are RANDOM_UNIFORM, RANDOM_HOTCOLD"),
         ({}, {"Address_Distribution": "RANDOM_HOTCOLD"}, "has no Percentage_of_Hot_Region"),

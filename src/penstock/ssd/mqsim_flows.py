@@ -164,8 +164,8 @@ def _gap_ns(name: str, keys: Keys, sectors: int) -> float:
     a_second = rate // SECTOR_BYTES // max(1, sectors)
     if not 1 <= a_second <= _NS_PER_S:
         raise ConfigError(
-            f"MQSim file {name!r}: Bandwidth is {rate} bytes a second, less than one request, or more than"
-            " one in a nanosecond"
+            f"MQSim file {name!r}: Bandwidth is {rate} bytes a second, less than one request, or more"
+            " than one in a nanosecond"
         )
     return float(_NS_PER_S // a_second)
 
