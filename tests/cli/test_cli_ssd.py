@@ -69,6 +69,18 @@ def test_a_weight_update_is_drawn(tmp_path, capsys):
     assert len(list(ElementTree.parse(path).iter())) > 200
 
 
+def test_states_that_do_not_fit_are_told(capsys):
+    large = ["ssd", "weight-update", "--device", "optimstore", "--parameters", "1e12"]
+    assert "The drive is too small: these states take" in output(large, capsys)
+    assert json.loads(output([*large, "--json"], capsys))["room"]["fits"] is False
+    swept = [*SWEEP, "--field", "geometry.blocks_per_plane=16,2048", "--placement", "host"]
+    assert "2 devices, of which 1 are too small" in output(swept, capsys)
+    fits = [
+        point["room"]["fits"] for point in json.loads(output([*swept, "--json"], capsys))["points"]
+    ]
+    assert fits == [False, True]
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [
@@ -154,6 +166,7 @@ def test_a_trace_is_run(tmp_path, capsys):
         ([*RUN, "randreed"], "did you mean 'randread'"),
         ([*RUN, "randread", "--read-share", "0.5"], "is for randrw"),
         ([*RUN, "randread", "--request-size", "100"], "no multiple of 512"),
+        ([*RUN, "randread", "--request-size", "0B"], "it must be 512 or more"),
         ([*RUN, "randread", "--requests", "0"], "1 or more"),
         ([*RUN, "randread", "--hot", "0.9"], "not two shares"),
         ([*RUN, "randread", "--hot", "2,0.1"], "hot_share is 2"),
@@ -209,3 +222,8 @@ def test_a_sweep_over_words_and_an_engine(capsys):
 )
 def test_sweeps_that_make_no_sense_are_refused(field, says, capsys):
     assert says in refusal([*SWEEP, "--field", field], capsys)
+
+
+def test_a_field_is_swept_once(capsys):
+    twice = ["--field", "unit.divider=1,2", "--field", "unit.divider=4"]
+    assert "unit.divider more than once" in refusal([*SWEEP, *twice], capsys)

@@ -26,8 +26,8 @@ def serve(made, *requests, queue_depth=1):
 
 # -- by hand, on MQSim's default device: 4 GB/s each way, 3 ns a byte on a channel ------------------
 
-ENTRY_PS = 7_500 + 8_000 + 23_000
-"""Doorbell of 2 bytes, a request for the entry, the entry of 64; each with 28 beside it."""
+ENTRY_PS = 8_000 + 8_000 + 25_000
+"""Doorbell of 2 bytes, a request for the entry, the entry of 72; each with 28 beside it, in whole ns."""
 DATA_PS = 64 * 156 * 250
 """A page in packets of 128 and 28 bytes."""
 DONE_PS = 11_000

@@ -12,7 +12,7 @@ from penstock.ssd.drive import Drive
 from penstock.ssd.requests import Request, Workload
 
 PAGE = 8192
-ENTRY_PS, DATA_PS, DONE_PS = 38_500, 64 * 156 * 250, 11_000
+ENTRY_PS, DATA_PS, DONE_PS = 41_000, 64 * 156 * 250, 11_000
 """On MQSim's device: the entry of a request, the data of a page, the completion; see test_ssd_engine."""
 MEMORY_PS = 26_000 + PAGE * 10**12 // 6_400_000_000
 BUS_PS = PAGE * 3_000
@@ -40,7 +40,7 @@ def test_a_read_of_it_comes_from_memory_and_of_a_half_the_rest_from_flash():
     drive = Drive(cached(8))
     one = serve(drive, Request(False, 0, PAGE), Request(True, 0, PAGE))
     # behind the doorbell of the first's completion
-    assert one.read_latency.least_ps == 7_500 + ENTRY_PS + MEMORY_PS + DATA_PS + DONE_PS
+    assert one.read_latency.least_ps == 8_000 + ENTRY_PS + MEMORY_PS + DATA_PS + DONE_PS
     assert (one.flash_reads, one.cache_use.read_hits) == (0, 1)
     half = Drive(cached(8))
     fill(half.ftl, 4)
@@ -210,7 +210,7 @@ def test_a_read_of_the_map_comes_before_that_of_the_page():
     one = serve(drive, Request(True, 0, PAGE), Request(True, 0, PAGE))
     each = 290_000 + 75_020_000 + BUS_PS
     # the second behind the doorbell of the first's completion
-    assert one.latency.least_ps == 7_500 + ENTRY_PS + each + DATA_PS + DONE_PS
+    assert one.latency.least_ps == 8_000 + ENTRY_PS + each + DATA_PS + DONE_PS
     assert one.latency.most_ps == ENTRY_PS + 2 * each + DATA_PS + DONE_PS
 
 

@@ -1,6 +1,7 @@
 """MQSim's files as input, and MQSim's own figures: the same addresses, so nearly the same picoseconds."""
 
 import pytest
+from mqsim_files import files, xml
 
 from penstock.cli import main
 from penstock.core.errors import ConfigError
@@ -10,54 +11,11 @@ from penstock.ssd.mqsim import read_device
 from penstock.ssd.mqsim_flows import read_workload
 from penstock.ssd.mqsim_random import MqsimRandom
 
-HOST = {"PCIe_Lane_Bandwidth": "1.00000", "PCIe_Lane_Count": 4, "SATA_Processing_Delay": 400000}
-DEVICE = {
-    "Seed": 321, "Memory_Type": "FLASH", "HostInterface_Type": "NVME", "Queue_Fetch_Size": 512,
-    "Caching_Mechanism": "ADVANCED", "Ideal_Mapping_Table": "true", "Plane_Allocation_Scheme": "CWDP",
-    "Overprovisioning_Ratio": 0.07, "GC_Exec_Threshold": "0.05000", "GC_Block_Selection_Policy": "RGA",
-    "Flash_Channel_Count": 8, "Channel_Transfer_Rate": 333, "Chip_No_Per_Channel": 4,
-}  # fmt: skip
-FLASH = {
-    "Flash_Technology": "MLC", "Page_Read_Latency_LSB": 75000, "Page_Read_Latency_CSB": 75000,
-    "Page_Read_Latency_MSB": 75000, "Page_Program_Latency_LSB": 750000,
-    "Page_Program_Latency_CSB": 750000, "Page_Program_Latency_MSB": 750000,
-    "Block_Erase_Latency": 3800000, "Block_PE_Cycles_Limit": 10000, "Die_No_Per_Chip": 2,
-    "Plane_No_Per_Die": 2, "Block_No_Per_Plane": 256, "Page_No_Per_Block": 256, "Page_Capacity": 8192,
-    "Page_Metadat_Capacity": 448,
-}  # fmt: skip
-FLOW = {
-    "Device_Level_Data_Caching_Mode": "TURNED_OFF", "Initial_Occupancy_Percentage": 0,
-    "Working_Set_Percentage": 50, "Synthetic_Generator_Type": "QUEUE_DEPTH",
-    "Read_Percentage": 100, "Address_Distribution": "RANDOM_UNIFORM",
-    "Generated_Aligned_Addresses": "true", "Address_Alignment_Unit": 16,
-    "Request_Size_Distribution": "FIXED", "Average_Request_Size": 16, "Seed": 798,
-    "Average_No_of_Reqs_in_Queue": 16, "Stop_Time": 0, "Total_Requests_To_Generate": 100,
-}  # fmt: skip
 TLC = {
     "Flash_Technology": "TLC", "Page_Read_Latency_LSB": 50000, "Page_Read_Latency_MSB": 100000,
     "Page_Program_Latency_LSB": 500000, "Page_Program_Latency_CSB": 900000,
     "Page_Program_Latency_MSB": 1500000, "Plane_No_Per_Die": 4, "Die_No_Per_Chip": 1,
 }  # fmt: skip
-
-
-def xml(keys):
-    return "".join(f"<{key}>{value}</{key}>" for key, value in keys.items())
-
-
-def files(tmp_path, device=None, flows=None):
-    told = {**HOST, **DEVICE, **FLASH, **(device or {})}
-    host, drive, flash = ({key: told.pop(key) for key in part} for part in (HOST, DEVICE, FLASH))
-    config, work = tmp_path / "ssdconfig.xml", tmp_path / "workload.xml"
-    config.write_text(
-        f"<Execution_Parameter_Set><Host_Parameter_Set>{xml(host)}</Host_Parameter_Set>"
-        f"<Device_Parameter_Set>{xml({**drive, **told})}"
-        f"<Flash_Parameter_Set>{xml(flash)}</Flash_Parameter_Set></Device_Parameter_Set>"
-        "</Execution_Parameter_Set>"
-    )
-    tag = "IO_Flow_Parameter_Set_Synthetic"
-    each = "".join(f"<{tag}>{xml({**FLOW, **flow})}</{tag}>" for flow in flows or [{}])
-    work.write_text(f"<MQSim_IO_Scenarios><IO_Scenario>{each}</IO_Scenario></MQSim_IO_Scenarios>")
-    return config, work
 
 
 def run(tmp_path, device=None, flows=None):
@@ -264,6 +222,27 @@ def test_flows_have_parts_of_the_drive_and_run_at_once(tmp_path):
     assert max(low) < min(high)
 
 
+def test_a_scenario_of_several_is_chosen(tmp_path, capsys):
+    config, work = files(tmp_path, flows=[{"Total_Requests_To_Generate": 20}])
+    scenario = work.read_text().partition("<IO_Scenario>")[2].partition("</IO_Scenario>")[0]
+    two = f"<IO_Scenario>{scenario}</IO_Scenario>" * 2
+    work.write_text(f"<MQSim_IO_Scenarios>{two}</MQSim_IO_Scenarios>")
+    assert main(["ssd", "run", str(config), str(work)]) != 0
+    assert "has 2 scenarios, each for a new drive; say which" in capsys.readouterr().err
+    assert main(["ssd", "run", str(config), str(work), "--scenario", "2"]) == 0
+    assert "20 in" in capsys.readouterr().out
+    assert main(["ssd", "run", str(config), "read", "--scenario", "2"]) != 0
+    assert "--scenario is for MQSim's workloads" in capsys.readouterr().err
+
+
+def test_a_flow_that_ends_at_a_moment_needs_the_time(tmp_path):
+    config, work = files(tmp_path, flows=[{"Stop_Time": 1_000_000}])
+    made, _ = read_device(config)
+    (scenario,) = read_workload(work)
+    with pytest.raises(ConfigError, match="needs the clock"):
+        scenario.flows[0].stream(made)
+
+
 def test_files_are_run_and_what_they_say_in_vain_is_named(tmp_path, capsys):
     config, work = files(tmp_path, flows=[{"Priority_Class": "HIGH"}])
     assert main(["ssd", "run", str(config), str(work)]) == 0
@@ -280,8 +259,21 @@ def test_files_are_run_and_what_they_say_in_vain_is_named(tmp_path, capsys):
         ({"Flash_Technology": "QLC"}, {}, "known here are SLC, MLC, TLC"),
         ({"Page_Capacity": "many"}, {}, "Page_Capacity is 'many', not a whole number"),
         ({"Flash_Channel_Count": 0}, {}, "geometry.channels is 0"),
-        ({}, {"Stop_Time": 100}, "set that to 0"),
-        ({}, {"Address_Distribution": "RANDOM_HOTCOLD"}, "known here are RANDOM_UNIFORM"),
+        ({}, {"Stop_Time": -1}, "where Stop_Time is 0, Total_Requests_To_Generate must be 1"),
+        ({}, {"Read_Percentage": "nan"}, "Read_Percentage is 'nan', not a number"),
+        ({}, {"Working_Set_Percentage": "inf"}, "Working_Set_Percentage is 'inf', not a number"),
+        (
+            {},
+            {"Synthetic_Generator_Type": "BANDWIDTH", "Bandwidth": 10**14},
+            "less than one request, or more than one in a nanosecond",
+        ),
+        ({}, {"Address_Distribution": "NEAR"}, "known here are RANDOM_UNIFORM, RANDOM_HOTCOLD"),
+        ({}, {"Address_Distribution": "RANDOM_HOTCOLD"}, "has no Percentage_of_Hot_Region"),
+        (
+            {},
+            {"Synthetic_Generator_Type": "BANDWIDTH", "Bandwidth": 100},
+            "Bandwidth is 100 bytes a second, less than one request",
+        ),
         ({}, {"Total_Requests_To_Generate": 0}, "must be 1 or more"),
     ],
 )

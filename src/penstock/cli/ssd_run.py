@@ -80,6 +80,9 @@ def add_parser(what: Any) -> None:
         choices=tuple(map(str, Format)),
         help="of the trace (default: what it looks like)",
     )
+    made.add_argument(
+        "--scenario", metavar="N", type=int, help="which of MQSim's workload, where it has several"
+    )
     made.add_argument("--requests", metavar="N", default="1e4", help="how many (default: 1e4)")
     made.add_argument(
         "--read-share", metavar="X", type=float, help="share of reads in randrw (0.5)"
@@ -142,7 +145,7 @@ def _execute(options: argparse.Namespace) -> int:
         ConfigError: The device, the workload or the trace makes no sense, or the drive is full.
     """
     device = device_of(options.device, options.set)
-    scenario = _scenario(options.workload)
+    scenario = _scenario(options.workload, options.scenario)
     if scenario is not None and len(scenario.flows) > device.ftl.streams:
         # in MQSim every flow has blocks of its own
         device = with_field(device, "ftl.streams", len(scenario.flows))
@@ -170,8 +173,10 @@ def _run(options: argparse.Namespace, drive: Drive, scenario: Scenario | None) -
             f"workload {options.workload!r} is no file, and none of {', '.join(_SYNTHETIC)}{near}"
         )
     if scenario is not None:
-        flows = scenario.flows
-        return drive.serve_flows([(flow.stream(drive.device), flow.queue_depth) for flow in flows])
+        flows = [
+            (flow.stream(drive.device, drive.events), flow.queue_depth) for flow in scenario.flows
+        ]
+        return drive.serve_flows(flows)
     if not 0 <= options.filled <= 1:
         raise ConfigError(f"--filled is {options.filled}, it is a share, 0 to 1")
     fill(drive.ftl, int(drive.ftl.user_pages * options.filled))
@@ -180,17 +185,23 @@ def _run(options: argparse.Namespace, drive: Drive, scenario: Scenario | None) -
     return drive.serve(requests, queue_depth=options.queue_depth, skip=options.skip)
 
 
-def _scenario(workload: str) -> Scenario | None:
-    """The one scenario of a workload of MQSim; None: it is another kind of workload."""
+def _scenario(workload: str, number: int | None) -> Scenario | None:
+    """The scenario of a workload of MQSim that is to be run; None: it is another kind of workload."""
     if not is_mqsim(workload) or not Path(workload).is_file():
+        if number is not None:
+            raise ConfigError(f"--scenario is for MQSim's workloads, and {workload!r} is none")
         return None
     scenarios = read_workload(workload)
-    if len(scenarios) != 1:
+    if number is None and len(scenarios) == 1:
+        number = 1
+    if number is None or not 1 <= number <= len(scenarios):
         raise ConfigError(
-            f"{workload!r} has {len(scenarios)} scenarios, each for a new drive; leave one"
+            f"{workload!r} has {len(scenarios)} scenarios, each for a new drive; say which, as"
+            " --scenario 1"
         )
-    name_ignored(workload, scenarios[0].ignored)
-    return scenarios[0]
+    scenario = scenarios[number - 1]
+    name_ignored(workload, scenario.ignored)
+    return scenario
 
 
 def _synthetic(options: argparse.Namespace) -> Workload:

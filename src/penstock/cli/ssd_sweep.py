@@ -41,6 +41,8 @@ class Point:
 
     fields: tuple[tuple[str, Any], ...]
     """(``table.field``, value) of what is swept."""
+    room: dict[str, Any]
+    """Whether the states fit."""
     steps: tuple[Step, ...]
 
 
@@ -100,12 +102,20 @@ def sweep(
     if count > _MOST:
         raise ConfigError(f"--field makes {count} devices, more than {_MOST}")
     names = [name for name, _ in fields]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"--field names {name} more than once; give it all its values at once"
+            )
     for values in itertools.product(*(values for _, values in fields)):
         chosen = tuple(zip(names, values, strict=True))
         made = device
         for name, value in chosen:
             made = with_field(made, name, value)
-        yield Point(chosen, tuple(simulate(made, update, each, engine) for each in placements))
+        room = ssd_update.room(made, update)
+        yield Point(
+            chosen, room, tuple(simulate(made, update, each, engine) for each in placements)
+        )
 
 
 def _field(text: str) -> tuple[str, list[Any]]:
@@ -128,6 +138,7 @@ def document(device: Device, update: Update, points: Sequence[Point]) -> dict[st
         "points": [
             {
                 "fields": dict(point.fields),
+                "room": point.room,
                 "placements": [ssd_update.placed(one, point.steps[0]) for one in point.steps],
             }
             for point in points
@@ -149,4 +160,8 @@ def text(device: Device, update: Update, points: Sequence[Point]) -> RenderableT
             *(format_duration(one.time_s) for one in point.steps),
             *(f"{first / one.time_s:.2f} x" for one in point.steps[1:]),
         )
-    return Group(table, Text(), Text(f"{len(points)} devices"))
+    told = f"{len(points)} devices"
+    small = sum(not point.room["fits"] for point in points)
+    if small:
+        told += f", of which {small} are too small for the states; their figures are as if they were not"
+    return Group(table, Text(), Text(told))

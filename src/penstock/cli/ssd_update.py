@@ -17,7 +17,7 @@ from penstock.cli.output import show, write_json
 from penstock.cli.paths import file_to_write
 from penstock.cli.ssd_options import add_fields, count, device_of, known_devices, list_of
 from penstock.core.errors import ConfigError
-from penstock.core.units import format_duration
+from penstock.core.units import format_bytes, format_duration
 from penstock.observe.summary_text import percent
 from penstock.report.ssd_plot import plot_steps
 from penstock.report.table import Row, side_by_side
@@ -152,8 +152,16 @@ def document(
         "engine": engine,
         "device": asdict(device),
         "update": {**asdict(update), "state_bytes": update.sizes, "passes": update.rule.passes},
+        "room": room(device, update),
         "placements": [placed(one, done[0]) for one in done],
     }
+
+
+def room(device: Device, update: Update) -> dict[str, Any]:
+    """Whether the states fit the drive, for JSON."""
+    needed = update.parameters * update.states_bytes
+    there = device.user_pages * device.geometry.page_bytes
+    return {"states_bytes": needed, "drive_bytes": there, "fits": needed <= there}
 
 
 def placed(one: Step, first: Step) -> dict[str, Any]:
@@ -203,6 +211,13 @@ def text(device: Device, update: Update, done: Sequence[Step], engine: Engine) -
         f" {len(update.rule.passes)} passes; {_HOW[engine]}. What is inferred or assumed of a device is"
         " said in its file."
     )
+    its = room(device, update)
+    if not its["fits"]:
+        told += (
+            f"\n\nThe drive is too small: these states take {format_bytes(its['states_bytes'])}, it holds"
+            f" {format_bytes(its['drive_bytes'])}. The figures are of one that holds them and is else the"
+            " same."
+        )
     return Group(side_by_side(title, [one.placement for one in done], rows), Text(), Text(told))
 
 

@@ -135,10 +135,15 @@ class Cleaner:
             self._finished(op.owner, 1)  # overwritten by the host meanwhile
             return
         self._tell_map(op.owner, op.lpn)
-        block, page = self._ftl.place(op.lpn, cleaning=True)
-        self._flash.submit(
-            [Op(GC_PROGRAM, block, page, op.lpn, self._whole, op.owner, self._moved)]
-        )
+        ftl = self._ftl
+        block, page = ftl.place(op.lpn, cleaning=True)
+        ops: list[Op] = []
+        if ftl.gc_when_filled and page + 1 == ftl.pages_per_block:
+            self.clean(
+                block.plane, ops
+            )  # MQSim looks then as well: what is moved has filled a block
+        ops.append(Op(GC_PROGRAM, block, page, op.lpn, self._whole, op.owner, self._moved))
+        self._flash.submit(ops)
 
     def _row_read(self, op: Op) -> None:
         """When all pages of a super-page have been read they are moved together."""

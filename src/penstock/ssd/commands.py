@@ -131,7 +131,7 @@ class Channel:
 def take(
     planes: list[deque[Op]], kind: int, die_planes: int, *, anywhere: bool, any_order: bool
 ) -> list[Op]:
-    """Operations for one command: the one that came first, and those that can go with it.
+    """Operations for one command: the one that came first, and those that can go with it, as they came.
 
     Args:
         planes: Operations of one queue that wait, by plane of the target.
@@ -159,7 +159,13 @@ def take(
             ops.append(plane.popleft())
         elif (kind == READ or any_order) and len(plane) > 1:
             _take_later(plane, first.page, ops)
+    if len(ops) > 2:
+        ops.sort(key=_order)  # their pages are sent in that order
     return ops
+
+
+def _order(op: Op) -> int:
+    return op.order
 
 
 def _take_later(plane: deque[Op], page: int, ops: list[Op]) -> None:

@@ -51,9 +51,10 @@ class Ftl:
     gc_victims: int
     """Blocks of a plane that are cleaned at the same time, at most."""
     gc_when_filled: bool = False
-    """Whether garbage collection looks for one victim when a block has been filled, and only then; the
-    next block to fill is open already, and one for the map as well. As in MQSim; else it looks for
-    victims with every page, and blocks are opened when they are wanted."""
+    """Whether garbage collection looks for one victim when a block has been filled, by the host or with
+    what is moved, and only then, and draws random victims from the erased blocks as well; the next block
+    to fill is open already, and one for the map. As in MQSim; else it looks for victims with every page,
+    and blocks are opened when they are wanted."""
     least_worn_first: bool = False
     """Dynamic wear levelling: of the erased blocks the one with the fewest erases is filled next."""
     wear_gap: int = 0

@@ -18,6 +18,7 @@ from penstock.ssd.control import Ftl, WriteCache
 
 PS_PER_NS: Final = 1000
 PS_PER_S: Final = 10**12
+_NS_PER_S: Final = 10**9
 WORD_BYTES: Final = 4
 """Of FP32, in which processing elements compute."""
 
@@ -83,6 +84,9 @@ class Link:
     read_firmware_ns: int
     """What the controller's firmware takes for a read before flash is asked."""
     write_firmware_ns: int
+    lanes: int = 0
+    """As MQSim reckons: each of so many lanes carries its share of a message's bytes, rounded up, for a
+    time in whole nanoseconds, rounded down; 0: nothing is rounded, but to a picosecond."""
 
     def __post_init__(self) -> None:
         rate("link.up_bytes_per_s", self.up_bytes_per_s)
@@ -91,12 +95,20 @@ class Link:
             whole(f"link.{name}", getattr(self, name), 1)
         for name in ("overhead", "command", "completion", "doorbell"):
             whole(f"link.{name}_bytes", getattr(self, f"{name}_bytes"), 0)
-        for name in ("read_firmware_ns", "write_firmware_ns"):
+        for name in ("read_firmware_ns", "write_firmware_ns", "lanes"):
             whole(f"link.{name}", getattr(self, name), 0)
 
     def wire_bytes(self, payload_bytes: int) -> int:
         """With the overhead of every packet that has been started."""
         return payload_bytes + -(-payload_bytes // self.payload_bytes) * self.overhead_bytes
+
+    def message_ps(self, payload_bytes: int, bytes_per_s: int) -> int:
+        """For how long a message occupies its direction of that rate."""
+        nbytes = self.wire_bytes(payload_bytes)
+        if not self.lanes:
+            return duration_ps(nbytes, bytes_per_s)
+        share = -(-nbytes // self.lanes) * self.lanes
+        return share * _NS_PER_S // bytes_per_s * PS_PER_NS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -188,13 +188,28 @@ class Flash:
                 continue
             array = target.array
             if array is None or (self._cache_program and array == PROGRAM):
-                started = self._start(target, reads_only)
-            else:
-                started = False
-            if started or (self._suspends and array is not None and self._interrupt(target)):
+                queue = 0
+                for waiting in target.counts:
+                    if waiting:
+                        break
+                    queue += 1
+                idle = array is None and not target.outgoing and not reads_only
+                if idle or self._can_take(target, KIND[queue], reads_only):
+                    self._command(target, queue)
+                    channel.turn = turn
+                    return True
+            if self._suspends and array is not None and self._interrupt(target):
                 channel.turn = turn
                 return True
         return False
+
+    def _can_take(self, target: Target, kind: int, reads_only: bool) -> bool:
+        """Whether a target takes the command that goes first of those that wait for it."""
+        if reads_only and kind != READ:
+            return False
+        if target.array is not None and (kind != PROGRAM or target.loaded):
+            return False
+        return not target.outgoing or (kind == READ and self._cache_read)
 
     def _interrupt(self, target: Target) -> bool:
         """Send a read to a target that programs or erases, if that may be suspended for it."""
@@ -211,34 +226,22 @@ class Flash:
         self._command(target, queue)
         return True
 
-    def _start(self, target: Target, reads_only: bool) -> bool:
-        """Send a target its next command, if it can take one; whether it did."""
-        queue = 0
-        for waiting in target.counts:
-            if waiting:
-                break
-            queue += 1
-        kind = KIND[queue]
-        if reads_only and kind != READ:
-            return False
-        if target.array is not None and (kind != PROGRAM or target.loaded):
-            return False
-        if target.outgoing and not (kind == READ and self._cache_read):
-            return False
-        self._command(target, queue)
-        return True
-
     def _command(self, target: Target, queue: int) -> None:
         """Send what is next in a queue of a target."""
         kind = KIND[queue]
-        ops = take(
-            target.queues[queue],
-            kind,
-            self._die_planes,
-            anywhere=kind == ERASE or (kind == READ and self._independent),
-            any_order=self._any_order,
-        )
-        many = len(ops)
+        planes = target.queues[queue]
+        if target.counts[queue] == 1:
+            ops = [next(filter(None, planes)).popleft()]
+            many = 1
+        else:
+            ops = take(
+                planes,
+                kind,
+                self._die_planes,
+                anywhere=kind == ERASE or (kind == READ and self._independent),
+                any_order=self._any_order,
+            )
+            many = len(ops)
         channel = target.channel
         target.counts[queue] -= many
         target.waiting -= many
@@ -302,8 +305,8 @@ class Flash:
         else:
             times = self._read_ps if kind == READ else self._program_ps
             took = times[ops[0].page]
-            for op in ops[1:]:
-                took = max(took, times[op.page])
+            if len(ops) > 1:
+                took = max(times[op.page] for op in ops)
         if self.usage is not None:
             self.usage.worked(self._events.now_ps, took, kind, len(ops))
         target.resumed = False

@@ -247,11 +247,25 @@ class Ftl:
         if not closed:
             return None
         if self._policy is Victim.RANDOM_GREEDY:
-            few = self._random.sample(closed, min(self._few, len(closed)))
-            return min(few, key=_valid)
+            return min(self._drawn(plane, closed), key=_valid, default=None)
         if self._policy is Victim.COST_BENEFIT:
             return max(closed, key=self._benefit)
         return min(closed, key=_valid)
+
+    def _drawn(self, plane: Plane, closed: list[Block]) -> list[Block]:
+        """A random few of the full ones; as MQSim draws them, from the erased ones as well.
+
+        It takes none then that is all valid. Nothing would go on if none is found and none is under way:
+        so another few are drawn, of the full ones alone.
+        """
+        if self.gc_when_filled:
+            places = range(len(closed) + plane.free)
+            drawn = self._random.sample(places, min(self._few, len(places)))
+            found = [closed[place] for place in drawn if place < len(closed)]
+            useful = [block for block in found if block.valid < self.pages_per_block]
+            if useful or plane.cleaning:
+                return useful
+        return self._random.sample(closed, min(self._few, len(closed)))
 
     def _benefit(self, block: Block) -> float:
         """What cleaning a block frees, for what it takes, times its age."""

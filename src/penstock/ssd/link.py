@@ -5,7 +5,7 @@ from __future__ import annotations
 from heapq import heappush
 from typing import Any
 
-from penstock.ssd.device import Link, duration_ps
+from penstock.ssd.device import Link
 from penstock.ssd.events import Action, Events
 
 REQUEST_BYTES = 4
@@ -47,6 +47,5 @@ class _Times(dict[int, int]):
         self._link, self._rate = link, bytes_per_s
 
     def __missing__(self, payload_bytes: int) -> int:
-        took = duration_ps(self._link.wire_bytes(payload_bytes), self._rate)
-        self[payload_bytes] = took
+        took = self[payload_bytes] = self._link.message_ps(payload_bytes, self._rate)
         return took

@@ -42,6 +42,18 @@ class Latencies:
         place = shift * 128 + (took_ps >> shift) if shift > 0 else took_ps
         self._counts[place] += 1
 
+    def with_those_of(self, other: Latencies) -> Latencies:
+        """Of both, as if one had been told all."""
+        both = Latencies()
+        for each in (self, other):
+            both.count += each.count
+            both.sum_ps += each.sum_ps
+            both.most_ps = max(both.most_ps, each.most_ps)
+            for place, times in each._counts.items():
+                both._counts[place] += times
+        both.least_ps = min((one.least_ps for one in (self, other) if one.count), default=-1)
+        return both
+
     def percentile_ps(self, share: float) -> int:
         """The shortest that so many did not exceed, rounded up to a part of its octave; 0 of none."""
         need, seen = math.ceil(share * self.count), 0
@@ -188,7 +200,7 @@ class Meter:
         self._area = self._since_ps = self._start_ps = self._end_ps = 0
         self.outstanding = 0
         self._read_bytes = self._written_bytes = 0
-        self._reading, self._writing, self._all = Latencies(), Latencies(), Latencies()
+        self._reading, self._writing = Latencies(), Latencies()
         self._before = _Counts(*[0] * 17)
 
     def asked(self) -> None:
@@ -206,7 +218,6 @@ class Meter:
             return
         self._end_ps = now
         took = now - request.began_ps
-        self._all.add(took)
         if request.is_read:
             self._read_bytes += request.nbytes
             self._reading.add(took)
@@ -224,15 +235,16 @@ class Meter:
         erases = drive.ftl.erases()
         blocks = geometry.planes * geometry.blocks_per_plane
         user = done.user_writes
+        latency = self._reading.with_those_of(self._writing)
         return Run(
             device=device.name,
-            requests=self._all.count,
+            requests=latency.count,
             reads=self._reading.count,
             writes=self._writing.count,
             time_ps=time_ps,
             read_bytes=self._read_bytes,
             written_bytes=self._written_bytes,
-            latency=self._all,
+            latency=latency,
             read_latency=self._reading,
             write_latency=self._writing,
             outstanding=self._area / time_ps,

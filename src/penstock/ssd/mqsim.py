@@ -79,6 +79,7 @@ def read_device(path: str | Path) -> tuple[Device, tuple[Ignored, ...]]:
             base.link,
             up_bytes_per_s=link,
             down_bytes_per_s=link,
+            lanes=host.whole("PCIe_Lane_Count"),
             fetch_depth=device.whole("Queue_Fetch_Size"),
         ),
         ftl=dataclasses.replace(

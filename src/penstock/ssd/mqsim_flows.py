@@ -5,6 +5,8 @@ Synthetic flows ask for MQSim's own addresses, from the same seeds (:mod:`.mqsim
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,8 @@ from xml.etree import ElementTree
 
 from penstock.core.errors import ConfigError
 from penstock.ssd.cells import SECTOR_BYTES
-from penstock.ssd.device import Device
+from penstock.ssd.device import PS_PER_NS, Device
+from penstock.ssd.events import Events
 from penstock.ssd.mqsim_random import MqsimRandom
 from penstock.ssd.mqsim_xml import Ignored, Keys, parse
 from penstock.ssd.requests import Request
@@ -21,6 +24,8 @@ from penstock.ssd.traces import Format, parsed
 
 _WORKLOAD: Final = "MQSim_IO_Scenarios"
 _SYNTHETIC: Final = "IO_Flow_Parameter_Set_Synthetic"
+_ADDRESSES: Final = ("RANDOM_UNIFORM", "RANDOM_HOTCOLD", "STREAMING")
+_NS_PER_S: Final = 10**9
 _TRACE: Final = "IO_Flow_Parameter_Set_Trace_Based"
 
 
@@ -33,14 +38,36 @@ class Flow:
     """Which part of the drive's addresses is its own, of how many."""
     requests: Callable[[int, int], Iterator[Request]]
     """Its requests, given the first of its sectors and how many there are."""
+    stop_ps: int = 0
+    """When it asks for no more; 0: when it has no more."""
 
-    def stream(self, device: Device) -> Iterator[Request]:
-        """Its requests, for a drive of which it has its part of the addresses."""
+    def stream(self, device: Device, clock: Events | None = None) -> Iterator[Request]:
+        """Its requests, for a drive of which it has its part of the addresses.
+
+        Args:
+            device: The drive.
+            clock: Its time, which a flow that ends at a moment looks at.
+
+        Raises:
+            ConfigError: It ends at a moment, and nobody tells the time.
+        """
         geometry = device.geometry
         number, count = self.share
         room = geometry.pages_per_plane * (geometry.page_bytes // SECTOR_BYTES)
         sectors = geometry.planes * int(room * (1.0 - device.ftl.overprovisioning) / count)
-        return self.requests(number * sectors, sectors)
+        first = number * sectors
+        requests = self.requests(first, sectors)
+        # MQSim counts the pages of a flow from its part's first, which so lies on the first plane
+        moved = first % (geometry.planes * (geometry.page_bytes // SECTOR_BYTES))
+        if moved:
+            requests = _moved(requests, moved * SECTOR_BYTES)
+        if not self.stop_ps:
+            return requests
+        if clock is None:
+            raise ConfigError(
+                "a flow with a Stop_Time needs the clock of the drive that it runs on"
+            )
+        return _until(requests, clock, self.stop_ps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,61 +113,115 @@ def _scenario(name: str, scenario: ElementTree.Element) -> Scenario:
     return Scenario(tuple(flows), tuple(dict.fromkeys(ignored)))
 
 
+def _moved(requests: Iterator[Request], nbytes: int) -> Iterator[Request]:
+    for request in requests:
+        request.offset_bytes -= nbytes
+        yield request
+
+
+def _until(requests: Iterator[Request], clock: Events, stop_ps: int) -> Iterator[Request]:
+    """MQSim's flow begins at its first nanosecond."""
+    while clock.now_ps + PS_PER_NS <= stop_ps:
+        request = next(requests, None)
+        if request is None or (request.arrival_ps or 0) > stop_ps:
+            return
+        yield request
+
+
 def _synthetic(name: str, keys: Keys, part: tuple[int, int]) -> Flow:
-    address = keys.one_of("Address_Distribution", {"RANDOM_UNIFORM": "", "STREAMING": ""})
+    address = keys.one_of("Address_Distribution", dict.fromkeys(_ADDRESSES, ""))
+    kind = keys.one_of("Synthetic_Generator_Type", {"QUEUE_DEPTH": "", "BANDWIDTH": ""})
+    size = keys.one_of("Request_Size_Distribution", {"FIXED": "", "NORMAL": ""})
+    stop_ns = keys.whole("Stop_Time")
+    count = keys.whole("Total_Requests_To_Generate")
+    sectors = keys.whole("Average_Request_Size")
     settings = _Synthetic(
         reads=keys.real("Read_Percentage") / 100,
-        streaming=address == "STREAMING",
-        sectors=keys.whole("Average_Request_Size"),
+        address=address,
+        hot=keys.real("Percentage_of_Hot_Region") / 100 if address == "RANDOM_HOTCOLD" else 0.0,
+        sectors=sectors,
+        deviation=keys.real("Variance_Request_Size") if size == "NORMAL" else None,
+        gap_ns=_gap_ns(name, keys, sectors) if kind == "BANDWIDTH" else None,
         align=keys.whole("Address_Alignment_Unit")
         if keys.text("Generated_Aligned_Addresses") == "true"
         else 1,
         working_set=keys.real("Working_Set_Percentage") / 100,
         seed=keys.whole("Seed"),
-        count=keys.whole("Total_Requests_To_Generate"),
+        count=None if stop_ns else count,
     )
-    if keys.whole("Stop_Time"):
+    if stop_ns < 0 or (not stop_ns and count < 1) or settings.sectors < 1 or settings.align < 1:
         raise ConfigError(
-            f"MQSim file {name!r}: a flow has Stop_Time; set that to 0 and Total_Requests_To_Generate"
+            f"MQSim file {name!r}: Average_Request_Size, Address_Alignment_Unit and, where Stop_Time is"
+            " 0, Total_Requests_To_Generate must be 1 or more"
         )
-    if settings.count < 1 or settings.sectors < 1 or settings.align < 1:
+    depth = 1 if kind == "BANDWIDTH" else keys.whole("Average_No_of_Reqs_in_Queue")
+    return Flow(max(1, depth), part, settings.stream, stop_ns * PS_PER_NS)
+
+
+def _gap_ns(name: str, keys: Keys, sectors: int) -> float:
+    """Between two requests, on average; MQSim reckons it in whole numbers, so this does."""
+    rate = keys.whole("Bandwidth")
+    a_second = rate // SECTOR_BYTES // max(1, sectors)
+    if not 1 <= a_second <= _NS_PER_S:
         raise ConfigError(
-            f"MQSim file {name!r}: Total_Requests_To_Generate, Average_Request_Size and"
-            " Address_Alignment_Unit must be 1 or more"
+            f"MQSim file {name!r}: Bandwidth is {rate} bytes a second, less than one request, or more"
+            " than one in a nanosecond"
         )
-    depth = keys.whole("Average_No_of_Reqs_in_Queue")
-    return Flow(max(1, depth), part, settings.stream)
+    return float(_NS_PER_S // a_second)
 
 
 @dataclass(frozen=True, slots=True)
 class _Synthetic:
     reads: float
-    streaming: bool
+    address: str
+    hot: float
+    """Share of the working set that is hot, and of the requests that are not for it."""
     sectors: int
+    deviation: float | None
+    """Of sizes, in sectors; None: all are as large."""
+    gap_ns: float | None
+    """Between two requests on average, whoever is done; None: one follows another."""
     align: int
     working_set: float
     seed: int
-    count: int
+    count: int | None
 
     def stream(self, first: int, sectors: int) -> Iterator[Request]:
-        """As MQSim makes them, from the second stream of its seed."""
+        """As MQSim makes them, each of its choices from a stream of its own, by seeds that follow."""
         last = first + int((sectors - 1) * self.working_set)
-        kinds, places = MqsimRandom(self.seed), MqsimRandom(self.seed + 1)
-        following = places.between(first, last) // self.align * self.align if self.streaming else 0
-        for _ in range(self.count):
+        seeds = itertools.count(self.seed)
+        kinds, places = MqsimRandom(next(seeds)), MqsimRandom(next(seeds))
+        hot = self.address == "RANDOM_HOTCOLD"
+        in_regions, regions = (MqsimRandom(next(seeds) if hot else 0) for _ in range(2))
+        sizes = MqsimRandom(next(seeds) if self.deviation is not None else 0)
+        gaps = MqsimRandom(next(seeds) if self.gap_ns is not None else 0)
+        streaming = self.address == "STREAMING"
+        following = places.between(first, last) // self.align * self.align if streaming else 0
+        hot_last = first + int((last - first) * self.hot)
+        arrival_ns = 0
+        for _ in itertools.count() if self.count is None else range(self.count):
+            if self.gap_ns is not None:
+                arrival_ns += int(gaps.exponential(self.gap_ns))
             is_read = kinds.next() <= self.reads
-            if self.streaming:
-                place = first if following + self.sectors > last else following
-                following += self.sectors
+            size = self.sectors
+            if self.deviation is not None:
+                size = max(1, math.ceil(sizes.normal(size, self.deviation)))
+            if streaming:
+                place = first if following + size > last else following
+                following += size
                 if following > last:
                     following = first
                 following = -(-following // self.align) * self.align
+            elif hot:
+                within = (hot_last + 1, last) if regions.next() < self.hot else (first, hot_last)
+                place = min(in_regions.between(*within), first + sectors - size)
             else:
                 place = places.between(first, last)
-                if place + self.sectors > last:
+                if place + size > last:
                     place = first
             place -= place % self.align
-            yield Request(is_read, place * SECTOR_BYTES, self.sectors * SECTOR_BYTES)
+            arrival_ps = None if self.gap_ns is None else arrival_ns * PS_PER_NS
+            yield Request(is_read, place * SECTOR_BYTES, size * SECTOR_BYTES, arrival_ps)
 
 
 def _traced(name: str, keys: Keys, part: tuple[int, int]) -> Flow:

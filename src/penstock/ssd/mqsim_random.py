@@ -7,6 +7,7 @@ does this, or its streams would be others.
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 _M: Final = (4_294_967_087, 4_294_944_443)
@@ -31,6 +32,7 @@ class MqsimRandom:
             [float(value) for value in _jumped(step, modulus, jumps, doublings)]
             for step, modulus in zip(steps, _M, strict=True)
         )
+        self._left = 0.0
 
     def next(self) -> float:
         """Over 0 and at most 1, evenly."""
@@ -44,6 +46,23 @@ class MqsimRandom:
     def between(self, least: int, most: int) -> int:
         """A whole number, both ends included."""
         return least + int(float(most - least + 1) * self.next())
+
+    def exponential(self, mean: float) -> float:
+        """Of that mean, 0 or more."""
+        return -mean * math.log(self.next())
+
+    def normal(self, mean: float, deviation: float) -> float:
+        """Around that mean, by Marsaglia's polar method; every second is left from the one before."""
+        if self._left:
+            drawn, self._left = self._left, 0.0
+            return mean + drawn * deviation
+        square = 1.0
+        while square >= 1.0:
+            one, two = 2 * self.next() - 1, 2 * self.next() - 1
+            square = one * one + two * two
+        scale = math.sqrt(-2 * math.log(square) / square)
+        self._left = two * scale
+        return mean + one * scale * deviation
 
 
 def _jumped(step: _Matrix, modulus: int, jumps: int, doublings: int) -> list[int]:

@@ -24,8 +24,8 @@ _ALWAYS: Final = {
     "Enabled_Preconditioning": "false",
     "Initial_Occupancy_Percentage": "0",
     "Device_Level_Data_Caching_Mode": "TURNED_OFF",
-    "Synthetic_Generator_Type": "QUEUE_DEPTH",
-    "Request_Size_Distribution": "FIXED",
+    "Percentage_of_Hot_Region": "0",
+    "Variance_Request_Size": "0",
     "Time_Unit": "NANOSECOND",
 }
 """What there is one value of, here: with another the key is named as ignored, with this it is not."""
@@ -79,8 +79,10 @@ class Keys:
     def _number(self, key: str, kind: Callable[[str], float], what: str) -> int:
         text = self.text(key)
         try:
-            return kind(text)  # type: ignore[return-value]
-        except ValueError as error:
+            value = kind(text)
+            int(value)  # which infinity has not, nor what is no number
+            return value  # type: ignore[return-value]
+        except (ValueError, OverflowError) as error:
             raise ConfigError(
                 f"MQSim file {self._path!r}: {key} is {text!r}, not {what}"
             ) from error

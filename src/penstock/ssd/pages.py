@@ -161,7 +161,8 @@ class Pages:
         else:
             read.owner, read.done = op, self._rest_read
             ops.append(read)
-            op.order = self._flash.next_order()
+            for each in (*ops, op):  # its place is behind those of the pages before it
+                each.order = each.order or self._flash.next_order()
         if not ftl.gc_when_filled or page == self._last:
             self.cleaner.clean(plane, ops)
 

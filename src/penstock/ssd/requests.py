@@ -81,7 +81,11 @@ class Workload:
                 )
         if not 0 <= self.skip < self.requests:
             raise ConfigError(f"workload: skip is {self.skip}, of {self.requests} requests")
-        if self.request_bytes < SECTOR_BYTES or self.request_bytes % SECTOR_BYTES:
+        if self.request_bytes < 1:
+            raise ConfigError(
+                f"workload: request_bytes is {self.request_bytes}, it must be {SECTOR_BYTES} or more"
+            )
+        if self.request_bytes % SECTOR_BYTES:
             raise ConfigError(
                 f"workload: request_bytes is {self.request_bytes}, no multiple of {SECTOR_BYTES}"
             )
