@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from penstock.cli import main
+from penstock.cli import main, ssd_sweep
 
 UPDATE = ["ssd", "weight-update", "--device", "optimstore", "--parameters", "6.7e9"]
 
@@ -96,7 +96,7 @@ def test_states_that_do_not_fit_are_told(capsys):
         (["--set", "geometry.channels=0"], "geometry.channels is 0"),
         (["--state-bytes", "4,x,2"], "not whole numbers"),
         (["--plot", "/nowhere/a.svg"], "cannot be written"),
-        (["--plot", "a.nonsense"], "cannot be written"),
+        (["--plot", "a.nonsense"], "does not end with .svg"),
     ],
 )
 def test_what_makes_no_sense_is_refused(more, says, capsys, tmp_path, monkeypatch):
@@ -222,6 +222,23 @@ def test_a_sweep_over_words_and_an_engine(capsys):
 )
 def test_sweeps_that_make_no_sense_are_refused(field, says, capsys):
     assert says in refusal([*SWEEP, "--field", field], capsys)
+
+
+@pytest.mark.parametrize(
+    ("plot", "says"),
+    [
+        ("many.svg", "18 lines are too many"),
+        ("x.gif", "does not end with .svg"),
+        ("no/x.svg", "cannot be written"),
+    ],
+)
+def test_a_picture_that_cannot_be_drawn_is_refused_before_any_work(
+    plot, says, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ssd_sweep, "simulate", None)
+    fields = ["--field", "geometry.channels=4,8", "--field", "unit.divider=1,2,3,4,5,6"]
+    assert says in refusal([*SWEEP, *fields, "--plot", plot], capsys)
 
 
 def test_a_field_is_swept_once(capsys):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from typing import Final
 
 from penstock.core.errors import ConfigError, TransferError
 from penstock.io.files import filesystem_of, open_unlinked
+
+_PICTURES: Final = (".svg", ".png", ".pdf")
 
 
 def spill_directory(name: str | os.PathLike[str]) -> str:
@@ -29,6 +32,14 @@ def spill_directory(name: str | os.PathLike[str]) -> str:
             f"directory {path!r} cannot be spilled to: {reason}; create it, change its mode, or name"
             " another"
         ) from error
+    return path
+
+
+def picture_to_write(name: str | os.PathLike[str], option: str) -> str:
+    """The absolute path of a picture that can be drawn. Raises ConfigError, naming the option."""
+    path = file_to_write(name, option)
+    if os.path.splitext(path)[1] not in _PICTURES:
+        raise ConfigError(f"{option}: {os.fspath(name)!r} does not end with .svg, .png or .pdf")
     return path
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from penstock.cli.paths import file_to_write
+from penstock.cli.paths import file_to_write, picture_to_write
 from penstock.cli.plan_batches import LargestBatch
 from penstock.cli.plan_network import Subject, Training, parse_settings, subject
 from penstock.core.errors import ConfigError
@@ -124,10 +124,9 @@ def _bytes(options: argparse.Namespace, name: str, default: int, *, least: int =
 
 def _check_paths(options: argparse.Namespace) -> None:
     """Before any work is done."""
-    for name in ("plot", "save_plan"):
-        if getattr(options, name) is not None:
-            file_to_write(getattr(options, name), f"--{name.replace('_', '-')}")
-    if options.plot is not None and Path(options.plot).suffix not in (".svg", ".png", ".pdf"):
-        raise ConfigError(f"--plot: {options.plot!r} does not end with .svg, .png or .pdf")
-    if options.save_plan is not None and Path(options.save_plan).suffix != ".json":
-        raise ConfigError(f"--save-plan: {options.save_plan!r} does not end with .json")
+    if options.plot is not None:
+        picture_to_write(options.plot, "--plot")
+    if options.save_plan is not None:
+        file_to_write(options.save_plan, "--save-plan")
+        if Path(options.save_plan).suffix != ".json":
+            raise ConfigError(f"--save-plan: {options.save_plan!r} does not end with .json")

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from penstock.cli.command import add_common, formatter
 from penstock.cli.machine_file import answer
-from penstock.cli.paths import file_to_write
+from penstock.cli.paths import file_to_write, picture_to_write
 from penstock.cli.ssd_options import add_fields, device_of, known_devices
 from penstock.plan import machines
 from penstock.plan.machine import Machine
@@ -52,7 +52,7 @@ def _execute(options: argparse.Namespace) -> int:
     """Measure, print, write. Raises ConfigError for what makes no sense or cannot be written."""
     if options.output is not None:
         file_to_write(options.output, "--output")
-    plot = None if options.plot is None else file_to_write(options.plot, "--plot")
+    plot = None if options.plot is None else picture_to_write(options.plot, "--plot")
     device = device_of(options.device, options.set)
     measured = measure(device)
     machine = machine_with(machines.find(options.machine), device, measured)

@@ -17,7 +17,7 @@ from rich.text import Text
 from penstock import __version__
 from penstock.cli.command import add_common, formatter, size
 from penstock.cli.output import show, write_json
-from penstock.cli.paths import file_to_write
+from penstock.cli.paths import picture_to_write
 from penstock.cli.ssd_options import (
     add_fields,
     count,
@@ -149,7 +149,7 @@ def _execute(options: argparse.Namespace) -> int:
     if scenario is not None and len(scenario.flows) > device.ftl.streams:
         # in MQSim every flow has blocks of its own
         device = with_field(device, "ftl.streams", len(scenario.flows))
-    plot = None if options.plot is None else file_to_write(options.plot, "--plot")
+    plot = None if options.plot is None else picture_to_write(options.plot, "--plot")
     drive = Drive(device, seed=options.seed, watch=plot is not None, power_cap_w=options.power_cap)
     with _progress(f"{options.workload} on {options.device}"):
         run = _run(options, drive, scenario)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -16,12 +17,12 @@ from penstock import __version__
 from penstock.cli import ssd_update
 from penstock.cli.command import add_common, formatter
 from penstock.cli.output import show, write_json
-from penstock.cli.paths import file_to_write
+from penstock.cli.paths import picture_to_write
 from penstock.cli.ssd_options import device_of, toml_value
 from penstock.core.errors import ConfigError
 from penstock.core.units import format_duration
 from penstock.observe.summary_text import add_row, grid
-from penstock.report.ssd_plot import plot_sweep
+from penstock.report.ssd_plot import check_lines, plot_sweep
 from penstock.ssd import Device, Placement, Step, Update, with_field
 from penstock.ssd.simulated import Engine, simulate
 
@@ -73,10 +74,13 @@ def _execute(options: argparse.Namespace) -> int:
     device, update = device_of(options.device, options.set), ssd_update.update_of(options)
     placements = ssd_update.placements_of(options.placement)
     fields = [_field(text) for text in options.field]
+    plot = None if options.plot is None else picture_to_write(options.plot, "--plot")
+    if plot is not None:
+        lines = math.prod(len(values) for _, values in fields[1:])
+        check_lines(len(placements) * lines)
     points = list(sweep(device, update, placements, fields, Engine(options.engine)))
-    if options.plot is not None:
-        drawn = [(point.fields, point.steps) for point in points]
-        plot_sweep(device, update, drawn, file_to_write(options.plot, "--plot"))
+    if plot is not None:
+        plot_sweep(device, update, [(point.fields, point.steps) for point in points], plot)
     if options.json:
         write_json(document(device, update, points), sys.stdout)
     else:

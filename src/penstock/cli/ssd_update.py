@@ -14,7 +14,7 @@ from rich.text import Text
 from penstock import __version__
 from penstock.cli.command import add_common, formatter
 from penstock.cli.output import show, write_json
-from penstock.cli.paths import file_to_write
+from penstock.cli.paths import picture_to_write
 from penstock.cli.ssd_options import add_fields, count, device_of, known_devices, list_of
 from penstock.core.errors import ConfigError
 from penstock.core.units import format_bytes, format_duration
@@ -103,9 +103,10 @@ def _execute(options: argparse.Namespace) -> int:
     """
     device, update = device_of(options.device, options.set), update_of(options)
     engine = Engine(options.engine)
+    plot = None if options.plot is None else picture_to_write(options.plot, "--plot")
     done = [simulate(device, update, each, engine) for each in placements_of(options.placement)]
-    if options.plot is not None:
-        plot_steps(device, update, done, file_to_write(options.plot, "--plot"))
+    if plot is not None:
+        plot_steps(device, update, done, plot)
     if options.json:
         write_json(document(device, update, done, engine), sys.stdout)
     else:

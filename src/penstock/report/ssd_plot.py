@@ -142,6 +142,14 @@ def _with_dies(device: Device, dies: int) -> Device:
     return with_field(one, "geometry.chips_per_channel", dies)
 
 
+def check_lines(count: int) -> None:
+    """Raise ConfigError if so many lines of one picture cannot be told apart."""
+    if count > _MOST_LINES:
+        raise ConfigError(
+            f"--plot: {count} lines are too many to be told apart, {_MOST_LINES} are not; sweep less"
+        )
+
+
 def plot_sweep(
     device: Device, update: Update, points: Sequence[SweepPoint], path: str | os.PathLike[str]
 ) -> None:
@@ -157,8 +165,7 @@ def plot_sweep(
         for one in steps:
             label = f"{one.placement}{rest}"
             lines.setdefault(label, []).append((str(fields[0][1]), one.time_s, one.placement))
-    if len(lines) > _MOST_LINES:
-        raise ConfigError(f"--plot: {len(lines)} lines are too many to be told apart; sweep less")
+    check_lines(len(lines))
     figure_module, style, _ = matplotlib()
     with style.context(STYLE):
         figure = figure_module.Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
