@@ -30,8 +30,10 @@ from penstock.optim.device import ready_event
 from penstock.optim.formats import Form, form_of, stepped_dtype
 from penstock.optim.layout import Tile, make_tiles
 from penstock.optim.params import Param, fresh_scalars
-from penstock.optim.pipeline import Buffer, Pipeline
+from penstock.optim.pipeline import Pipeline
 from penstock.optim.probe import Kept, probe
+from penstock.optim.ring import Buffer
+from penstock.optim.slots import Slots
 from penstock.optim.squeeze import Squeezer, slack_bytes
 from penstock.optim.store import Store, named_file
 from penstock.optim.update import Pass, Updater
@@ -50,6 +52,7 @@ class FlashStates:
         forms: The forms of each group's records.
         steps: How many steps were made.
         last_norm: The gradients' 2-norm in the last step that had to know it.
+        slots: Where each tile's newest record is.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class FlashStates:
         self.forms: list[list[Form]] = []
         self.steps = 0
         self.last_norm: Tensor | None = None
+        self.slots = Slots()
         self._optimizer = optimizer
         self._cls = cls
         self._with_master = with_master if config.master is None else config.master
@@ -103,7 +107,6 @@ class FlashStates:
         )
         self._squeezer = Squeezer(config.squeeze)
         self._pipeline: Pipeline | None = None
-        self._inherited: Pipeline | None = None
         self._pool: ThreadPoolExecutor | None = None
 
     # -- groups -----------------------------------------------------------------------------------
@@ -409,15 +412,13 @@ class FlashStates:
             wanted = self.config.host_bytes // max(longest, 1)
             self._pipeline = Pipeline(
                 self.store,
+                slots=self.slots,
                 count=max(1, min(max(ring, wanted), len(self.tiles))),
                 buffer_bytes=room,
                 write_through=self.config.durable,
                 names=self.where_of,
                 squeezer=self._squeezer,
             )
-            if self._inherited is not None:
-                self._pipeline.inherit(self._inherited)
-                self._inherited = None
         return self._pipeline
 
     def rest(self) -> None:
@@ -436,7 +437,6 @@ class FlashStates:
         self._pipeline.flush()
         retired, self._pipeline = self._pipeline, None
         retired.close()
-        self._inherited = retired
 
     def wrap_engine(self, wrap: Callable[[Engine], Engine]) -> None:
         """Have what moves from now on go through ``wrap(engine)``, which owns the present engine."""

@@ -33,8 +33,8 @@ from penstock.optim.device import copy_across
 from penstock.optim.formats import MASTER, UNIT, Array
 from penstock.optim.layout import Piece, Tile
 from penstock.optim.params import Param, fresh_scalars
-from penstock.optim.pipeline import Buffer
 from penstock.optim.probe import Kept, raw_step, workhorse
+from penstock.optim.ring import Buffer
 
 CHUNK: Final = 1 << 18
 """Elements brought at a time."""
