@@ -114,6 +114,14 @@ class Gradients:
         """What waits in memory, and is not about to leave it."""
         return sum(_bytes_in_memory(param.tensor.grad) for param in self._params)
 
+    def rest(self) -> None:
+        """Hold no memory but for gradients."""
+        self._shelf.trim()
+
+    def engine_changed(self) -> None:
+        """What leaves from now on is moved by the present engine, if nothing is on flash."""
+        self._shelf.reopen()
+
     def close(self) -> None:
         """What is on flash is gone. Idempotent."""
         for handle in self._listening.values():
@@ -145,7 +153,8 @@ class Gradients:
         """
         param, real = self._params[rest.param], rest.real
         if real is None:
-            flat = torch.empty(param.count, dtype=rest.dtype)
+            nbytes = param.count * rest.dtype.itemsize
+            flat = torch.from_numpy(self._shelf.memory(nbytes)).view(rest.dtype)
             for piece, found in self._read_all(rest):
                 flat[piece.start : piece.stop] = found
             real = param.in_shape(flat)
@@ -222,7 +231,6 @@ class Gradients:
 
     def begin(self, order: Sequence[Tile], grads: Mapping[int, Tensor]) -> None:
         """A step is about to use gradients, by parameter, tile by tile in this order."""
-        self._failure = None  # try again
         self.listen()  # to parameters that were frozen before
         with self._lock:
             self._begun.clear()
@@ -232,6 +240,7 @@ class Gradients:
 
     def end(self) -> None:
         """The step is over, or was given up."""
+        self._failure = None  # what could not be written before is tried again
         with self._lock:
             self._begun.clear()
             self._ahead.clear()

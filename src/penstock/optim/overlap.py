@@ -300,6 +300,8 @@ class Overlap:
 
     def _clear(self) -> None:
         self._step = None
+        if self._states.gradients is not None:
+            self._states.gradients.end()
         self._times.clear()
         self._used.clear()
         self._missing.clear()

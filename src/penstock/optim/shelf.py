@@ -115,10 +115,11 @@ class Shelf:
                     name="gradients",
                     allow_memory_filesystem=self._allow_memory_filesystem,
                 )
-                longest = max((tile.elements for tile in self._tiles), default=0)
-                self._arena = Arena(
-                    2 * TILES_AHEAD * (round_up(4 * longest, MIB) + MIB), owner="gradients"
-                )
+            if self._arena is None:
+                longest = max(each.count * each.tensor.element_size() for each in self._params)
+                tile = max(tile.elements for tile in self._tiles)
+                room = 2 * TILES_AHEAD * (round_up(4 * tile, MIB) + MIB)
+                self._arena = Arena(room + FLYING_BYTES + 2 * longest, owner="gradients")
             return self._tier
 
     def write(self, param: Param, flat: Tensor) -> list[Ticket]:
@@ -145,9 +146,21 @@ class Shelf:
     def begin_read(self, tickets: Sequence[Ticket], piece: Piece) -> Reading:
         """Begin to read a piece of what ``write`` has made."""
         ticket = tickets[self.pieces(piece.param).index(piece)]
-        memory = self._memory(ticket.window.nbytes)
+        memory = self.memory(ticket.window.nbytes)
         transfer = self.open().read(ticket, memory.ctypes.data, keep_alive=memory)
         return Reading(memory, ticket, transfer)
+
+    def trim(self) -> None:
+        """Give memory back that nothing comes back to now."""
+        if self._arena is not None:
+            self._arena.trim()
+
+    def reopen(self) -> None:
+        """Open another tier for the next gradient, if nothing is on this one."""
+        with self._lock:
+            if self._tier is not None and not self._tier.held_bytes:
+                self._tier.close()
+                self._tier = None
 
     def close(self) -> None:
         """What is on flash is gone. Idempotent."""
@@ -156,13 +169,17 @@ class Shelf:
         if self._arena is not None:
             self._arena.close()
 
-    def _memory(self, nbytes: int) -> NDArray[np.uint8]:
-        """For one read: of large pages as long as there are any, which is twice as fast."""
+    def memory(self, nbytes: int) -> NDArray[np.uint8]:
+        """Aligned memory for what is read; free when nobody has that array.
+
+        As long as there is room for it, of large pages, which is twice as fast, and not of the heap, of
+        which what is freed by turns of several threads is not given back.
+        """
+        granule = self.open().spec.granule_bytes
         assert self._arena is not None
         block = self._arena.allocate(nbytes)
         if block is not None:
             return block.lend(0, nbytes)
-        granule = self.open().spec.granule_bytes
         memory = np.empty(nbytes + granule, np.uint8)
         skip = -memory.ctypes.data % granule
         return memory[skip : skip + nbytes]

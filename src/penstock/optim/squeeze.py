@@ -6,8 +6,13 @@
    buffer, shorter; ``Squeezer.expand``, in the thread that is about to update it, puts it back.
 3. ``Squeezer.judge``, after each pass, says whether the next one squeezes.
 
-Where it is done, and why: [Note: squeezing in place]; what is stored: [Note: squeezed floats], both in
-:mod:`squeeze_kernels`.
+[Note: squeezing in place]
+    A record is squeezed in the memory that it lies in, from its last block to its first, towards the end
+    of its buffer, and expanded from its first block to its last. A block is first made beside it. The
+    buffer is longer than the record by a head for each block, so that a block is never written over one
+    that is still to be read, however little they shrink.
+
+What is stored: [Note: squeezed floats] in :mod:`squeeze_kernels`.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def load(states: FlashStates, document: Mapping[str, Any]) -> None:
         states.tear(error)
         raise
     more = document.get("penstock", {})
-    states.steps = int(more.get("steps", states.highest_step()))
+    states.steps = int(more.get("steps", _highest_step(states)))
     states.last_norm = more.get("norm")
     states.mend()
 
@@ -266,3 +266,8 @@ def _is_copy(array: Array, param: Param) -> bool:
 
 def _halves(values: Tensor) -> Any:
     return values.view(torch.int16).numpy().view(np.uint16)
+
+
+def _highest_step(states: FlashStates) -> int:
+    """The most that a parameter was updated, as torch counts it."""
+    return max((int(p.scalars["step"]) for p in states.params if "step" in p.scalars), default=0)

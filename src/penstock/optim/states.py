@@ -293,10 +293,6 @@ class FlashStates:
         """Of the class whose step is run on tiles."""
         return self._cls.__name__
 
-    def highest_step(self) -> int:
-        """The most that a parameter was updated, as torch counts it."""
-        return max((int(p.scalars["step"]) for p in self.params if "step" in p.scalars), default=0)
-
     # -- others -----------------------------------------------------------------------------------
 
     @contextmanager
@@ -323,11 +319,6 @@ class FlashStates:
         names = [self.params[piece.param].name for piece in tile.pieces]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return "parameters " + ", ".join(names[:3]) + more
-
-    @property
-    def record_bytes(self) -> int:
-        """What the states take, once."""
-        return sum(tile.record_bytes for tile in self.tiles)
 
     @property
     def threads(self) -> int:
@@ -371,6 +362,8 @@ class FlashStates:
         """
         self.check_usable()
         self._retire_pipeline()
+        if self.gradients is not None:
+            self.gradients.rest()
 
     def _retire_pipeline(self) -> None:
         """Let the buffers go; the next ones may be more, or longer."""
@@ -383,6 +376,8 @@ class FlashStates:
     def wrap_engine(self, wrap: Callable[[Engine], Engine]) -> None:
         """Have what moves from now on go through ``wrap(engine)``, which owns the present engine."""
         self._engine = self.store.engine = wrap(self._engine)
+        if self.gradients is not None:
+            self.gradients.engine_changed()
 
     def close(self) -> None:
         """Wait for what is in flight; the states are gone. Idempotent."""
