@@ -21,6 +21,7 @@ at work. ``step`` updates what is left and waits.
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
@@ -106,7 +107,7 @@ class Overlap:
 
     def finish(self) -> None:
         """``step`` was called: update what is left, and wait for everything. Raises as ``step``."""
-        states = self._states
+        states, begun = self._states, time.perf_counter()
         states.check_can_step()
         step = self._step
         if step is None:
@@ -124,7 +125,7 @@ class Overlap:
             raise
         if states.config.clip_norm is not None:
             states.note_norm(step, self._norms)
-        states.end_pass(step)
+        states.end_pass(step, begun)
         self._order = [states.tiles[index] for index in self._futures]
         self._clear()
         self._read_ahead()

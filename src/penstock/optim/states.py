@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -142,6 +143,7 @@ class FlashStates:
             ChecksumError: A record is not what was written.
             ClosedError: The states are closed, or an earlier step failed in the middle.
         """
+        begun = time.perf_counter()
         step = self.begin_pass()
         order = self.order(step.grads)
         rank = {tile.index: -place for place, tile in enumerate(order)}
@@ -155,7 +157,7 @@ class FlashStates:
             if self.gradients is not None:
                 self.gradients.end()
         self._backward = not self._backward
-        self.end_pass(step)
+        self.end_pass(step, begun)
 
     def begin_pass(self) -> Pass:
         """Check everything that can be checked before anything is touched."""
@@ -202,15 +204,15 @@ class FlashStates:
         params = (piece.param for piece in tile.pieces)
         return nullcontext({p: (step.grads[p], 0) for p in params if p in step.grads})
 
-    def end_pass(self, step: Pass) -> None:
-        """All tiles were visited: the step counts."""
+    def end_pass(self, step: Pass, begun_s: float) -> None:
+        """All tiles were visited: the step counts. ``begun_s``: since when it was waited for."""
         for index, scalars in step.scalars.items():
             self.params[index].scalars = scalars
             self.params[index].has_state = True
             self.params[index].note()
         self.steps = step.number
         waited, self.pipeline.waited_s = self.pipeline.waited_s, 0.0
-        self._squeezer.judge(waited)
+        self._squeezer.judge(took_s=time.perf_counter() - begun_s, waited_s=waited)
         failure = self.pipeline.write_failure
         if failure is not None and not self.config.durable:
             warnings.warn(
