@@ -12,7 +12,7 @@ from torch import nn
 
 from penstock import ChecksumError, ClosedError, PenstockWarning, TransferError
 from penstock.io.threads import ThreadEngine
-from penstock.optim import FlashAdamW, FlashSGD, gradients, on_flash, states
+from penstock.optim import FlashAdamW, FlashSGD, gradients, on_flash, store
 from penstock.optim.away import Away
 from penstock.testing.faults import Fail, FaultySyscalls
 
@@ -26,7 +26,7 @@ def none_is_too_short(monkeypatch):
 def faulty(monkeypatch):
     """System calls of the engine of the next optimizer; a test sets ``_every``."""
     calls = FaultySyscalls()
-    monkeypatch.setattr(states, "ThreadEngine", lambda _: ThreadEngine(syscalls=calls))
+    monkeypatch.setattr(store, "ThreadEngine", lambda *_: ThreadEngine(syscalls=calls))
     return calls
 
 

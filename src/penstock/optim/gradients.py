@@ -127,7 +127,7 @@ class Gradients:
         for handle in self._listening.values():
             handle.remove()
         self._listening.clear()
-        self.end()
+        self._forget_readings()
         self._shelf.close()
 
     # -- where a gradient rests -------------------------------------------------------------------
@@ -240,7 +240,12 @@ class Gradients:
 
     def end(self) -> None:
         """The step is over, or was given up."""
-        self._failure = None  # what could not be written before is tried again
+        if self._failure is not None:
+            self._could_not(self._failure)
+            self._failure = None  # the next ones are tried again
+        self._forget_readings()
+
+    def _forget_readings(self) -> None:
         with self._lock:
             self._begun.clear()
             self._ahead.clear()

@@ -200,8 +200,10 @@ class Overlap:
                     gradients.settle(param)
                 return
             states.pipeline.is_awaited = True
-            wait(under_way, return_when="FIRST_COMPLETED")
-            states.pipeline.is_awaited = False
+            try:
+                wait(under_way, return_when="FIRST_COMPLETED")
+            finally:
+                states.pipeline.is_awaited = False
 
     def _begin(self) -> Pass:
         if self._step is None:

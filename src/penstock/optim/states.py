@@ -20,10 +20,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from penstock.core import knobs
 from penstock.core.errors import ClosedError, ConfigError, PenstockWarning
 from penstock.io.engine import Engine
-from penstock.io.threads import ThreadEngine
 from penstock.optim.config import RING, RING_BYTES, StatesConfig
 from penstock.optim.crew import make_pool, wait_for_all
 from penstock.optim.device import ready_event
@@ -35,7 +33,7 @@ from penstock.optim.pipeline import Pipeline
 from penstock.optim.ring import Buffer
 from penstock.optim.slots import Slots
 from penstock.optim.squeeze import Squeezer, slack_bytes
-from penstock.optim.store import Store, named_file
+from penstock.optim.store import Store, engine_for_records, named_file
 from penstock.optim.update import Pass, Updater
 
 _THREADS: Final = 2
@@ -91,9 +89,7 @@ class FlashStates:
         self._closed = False
         self._pid = os.getpid()
         self._updater = Updater(optimizer, cls, params=self.params, seed=config.seed)
-        # half as many again as elsewhere: between transfers they wait for the interpreter, which the
-        # threads that update tiles use
-        self._engine = ThreadEngine(knobs.io_threads() * 3 // 2) if engine is None else engine
+        self._engine = engine_for_records() if engine is None else engine
         self.store = Store(
             config.directories,
             self._engine,
