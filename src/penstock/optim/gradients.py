@@ -21,7 +21,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from typing import Any, Final
@@ -32,6 +32,7 @@ from torch import Tensor
 from penstock.core.errors import PenstockWarning, TransferError
 from penstock.core.locks import Lock
 from penstock.io.engine import Engine, Transfer
+from penstock.io.pages import trim_heap
 from penstock.optim.away import Away, Rest, discard_all
 from penstock.optim.layout import Piece, Tile
 from penstock.optim.params import Param, flat_like
@@ -94,6 +95,7 @@ class Gradients:
         self._flying: deque[Ticket] = deque()
         self._failure: BaseException | None = None
         self._is_told = False
+        self._freed = 0  # bytes, since the heap was trimmed
         self._ahead: deque[Tile] = deque()
         self._grads: Mapping[int, Tensor] = {}
         self._begun: dict[int, dict[int, Reading]] = {}  # by tile and parameter
@@ -141,7 +143,10 @@ class Gradients:
         assert flat is not None
         rest = Rest(param.index, param.in_shape(flat))
         if self._leave(rest):
+            nbytes = grad.nbytes
             param.tensor.grad = Away(rest, self, param.tensor)
+            del grad, flat
+            self._free_heap(nbytes)
 
     def bring(self, rest: Rest) -> Tensor:
         """See ``Keeper``. What was read is the caller's own.
@@ -153,8 +158,7 @@ class Gradients:
         """
         param, real = self._params[rest.param], rest.real
         if real is None:
-            nbytes = param.count * rest.dtype.itemsize
-            flat = torch.from_numpy(self._shelf.memory(nbytes)).view(rest.dtype)
+            flat = self._shelf.empty(param.count, rest.dtype)
             for piece, found in self._read_all(rest):
                 flat[piece.start : piece.stop] = found
             real = param.in_shape(flat)
@@ -168,6 +172,17 @@ class Gradients:
         is_wanted = rest.stays or self.is_used_now(param)
         if not is_wanted and self._must_leave(real):
             self._leave(rest)
+
+    def _free_heap(self, nbytes: int) -> None:
+        """So much was freed: now and then, have it given back to the system.
+
+        glibc would keep it, and a gradient of the same length does not fit in its place: what aligned
+        memory needs beside it is not free.
+        """
+        self._freed += nbytes
+        if self._freed >= FLYING_BYTES:
+            self._freed = 0
+            trim_heap()
 
     def _must_leave(self, grad: Tensor) -> bool:
         return (
@@ -184,9 +199,10 @@ class Gradients:
         flat = flat_like(rest.real, param.tensor)
         if self._wants_norms:
             rest.norm = torch.linalg.vector_norm(flat)
-        flat = flat.cpu()
-        rest.real = param.in_shape(flat)
+        self._let_land(flat.nbytes)
         try:
+            flat = self._shelf.take(flat)
+            rest.real = param.in_shape(flat)
             tickets = self._shelf.write(param, flat)
         except TransferError as error:
             self._could_not(error)
@@ -196,15 +212,15 @@ class Gradients:
         me, it = weakref.ref(self), weakref.ref(rest)
         for ticket in tuple(tickets):
             ticket.written.add_done_callback(lambda done: _was_written(me, it, tickets, done))
-        self._let_land(tickets)
+        self._flying.extend(tickets)
         return True
 
-    def _let_land(self, tickets: Iterable[Ticket]) -> None:
-        """Wait until not too much is on its way out; tell of what could not be written."""
-        self._flying.extend(tickets)
+    def _let_land(self, nbytes: int) -> None:
+        """Wait until so much can go on its way out, too; tell of what could not be written."""
         while self._flying and self._flying[0].written.done:
             self._flying.popleft()
-        while sum(ticket.nbytes for ticket in self._flying) > FLYING_BYTES:
+        most = max(0, FLYING_BYTES - nbytes)
+        while sum(ticket.nbytes for ticket in self._flying) > most:
             with suppress(TransferError, CancelledError):
                 self._flying.popleft().written.wait()
         if self._failure is not None:

@@ -122,8 +122,24 @@ class Shelf:
                 self._arena = Arena(room + FLYING_BYTES + 2 * longest, owner="gradients")
             return self._tier
 
+    def take(self, flat: Tensor) -> Tensor:
+        """The values of a gradient in memory that is not the heap's, which is not to be torn to pieces.
+
+        A copy, unless they are there already. Raises as ``open``.
+        """
+        self.open()
+        assert self._arena is not None
+        first = self._arena.address
+        if flat.device.type == "cpu" and 0 <= flat.data_ptr() - first < self._arena.capacity_bytes:
+            return flat
+        return self.empty(flat.numel(), flat.dtype).copy_(flat)
+
+    def empty(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Memory for a gradient, of any contents."""
+        return torch.from_numpy(self._memory(elements * dtype.itemsize)).view(dtype)
+
     def write(self, param: Param, flat: Tensor) -> list[Ticket]:
-        """Begin to write a gradient in host memory, a ticket for each piece. Raises as ``open``."""
+        """Begin to write what ``take`` has given, a ticket for each piece. Raises as ``open``."""
         tier = self.open()
         tickets: list[Ticket] = []
         try:
@@ -146,7 +162,7 @@ class Shelf:
     def begin_read(self, tickets: Sequence[Ticket], piece: Piece) -> Reading:
         """Begin to read a piece of what ``write`` has made."""
         ticket = tickets[self.pieces(piece.param).index(piece)]
-        memory = self.memory(ticket.window.nbytes)
+        memory = self._memory(ticket.window.nbytes)
         transfer = self.open().read(ticket, memory.ctypes.data, keep_alive=memory)
         return Reading(memory, ticket, transfer)
 
@@ -169,12 +185,8 @@ class Shelf:
         if self._arena is not None:
             self._arena.close()
 
-    def memory(self, nbytes: int) -> NDArray[np.uint8]:
-        """Aligned memory for what is read; free when nobody has that array.
-
-        As long as there is room for it, of large pages, which is twice as fast, and not of the heap, of
-        which what is freed by turns of several threads is not given back.
-        """
+    def _memory(self, nbytes: int) -> NDArray[np.uint8]:
+        """Aligned memory, of large pages as long as there are any; free when nobody has the array."""
         granule = self.open().spec.granule_bytes
         assert self._arena is not None
         block = self._arena.allocate(nbytes)
