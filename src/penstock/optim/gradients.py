@@ -217,12 +217,13 @@ class Gradients:
 
     def _let_land(self, nbytes: int) -> None:
         """Wait until so much can go on its way out, too; tell of what could not be written."""
-        while self._flying and self._flying[0].written.done:
-            self._flying.popleft()
         most = max(0, FLYING_BYTES - nbytes)
-        while sum(ticket.nbytes for ticket in self._flying) > most:
-            with suppress(TransferError, CancelledError):
-                self._flying.popleft().written.wait()
+        with suppress(IndexError):  # another thread was quicker
+            while self._flying[0].written.done:
+                self._flying.popleft()
+            while sum(ticket.nbytes for ticket in tuple(self._flying)) > most:
+                with suppress(TransferError, CancelledError):
+                    self._flying.popleft().written.wait()
         if self._failure is not None:
             self._could_not(self._failure)
 
