@@ -78,7 +78,7 @@ import os, signal, sys, torch
 sys.path.insert(0, {tests!r})
 from optim_runs import parameters, train
 from penstock.io.threads import Syscalls, ThreadEngine
-from penstock.optim import FlashAdamW, durable, states
+from penstock.optim import FlashAdamW, durable, store
 
 left = int(sys.argv[2])
 def tick():
@@ -92,7 +92,7 @@ class Deadly(Syscalls):
         tick()
         return super().write(file, address, nbytes, offset)
 
-states.ThreadEngine = lambda _: ThreadEngine(syscalls=Deadly())
+store.ThreadEngine = lambda *_: ThreadEngine(syscalls=Deadly())
 for name in ("ftruncate", "pwrite", "fsync", "fdatasync"):
     def wrapped(*args, _call=getattr(os, name)):
         tick()

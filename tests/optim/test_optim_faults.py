@@ -18,7 +18,7 @@ from penstock import (
     TransferError,
 )
 from penstock.io.threads import ThreadEngine
-from penstock.optim import FlashAdamW, on_flash, states, store
+from penstock.optim import FlashAdamW, on_flash, store
 from penstock.testing.faults import Fail, FaultySyscalls
 
 
@@ -26,7 +26,7 @@ from penstock.testing.faults import Fail, FaultySyscalls
 def faulty(monkeypatch):
     """System calls of the engine of the next optimizer; a test sets ``_every`` or ``_faults``."""
     calls = FaultySyscalls()
-    monkeypatch.setattr(states, "ThreadEngine", lambda _: ThreadEngine(syscalls=calls))
+    monkeypatch.setattr(store, "ThreadEngine", lambda *_: ThreadEngine(syscalls=calls))
     return calls
 
 

@@ -198,24 +198,39 @@ def test_a_length_that_cannot_be_is_refused():
 # -- when it pays -------------------------------------------------------------------------------------
 
 
-def passes(squeezer, waits, spent=1.0, share=0.85):
-    """Whether it was on in each pass; ``waits``: with squeezing, and without."""
+def passes(squeezer, waits, took=(1.0, 1.0), share=0.85, count=12):
+    """Whether it was on in each pass; ``waits``, ``took``: with squeezing, and without."""
     found = []
-    for _ in range(12):
+    for _ in range(count):
         found.append(squeezer.is_on)
+        way = 0 if squeezer.is_on else 1
         if squeezer.is_on:
-            squeezer._spent_s, squeezer._whole, squeezer._squeezed = spent, 100, int(100 * share)
-        squeezer.judge(waits[0] if squeezer.is_on else waits[1])
+            squeezer._spent_s, squeezer._whole, squeezer._squeezed = 1.0, 100, int(100 * share)
+        squeezer.judge(took_s=took[way], waited_s=waits[way])
     return found
 
 
-def test_it_goes_on_while_threads_wait_for_flash_and_stops_where_it_costs_more_than_it_saves():
-    assert all(passes(Squeezer(None), (0.9, 9)))
-    assert all(passes(Squeezer(True), (0, 0)))
+def test_it_goes_on_while_threads_wait_for_flash():
+    assert all(passes(Squeezer(None), (0.9, 9), (9.0, 1.0)))
+    assert all(passes(Squeezer(True), (0, 0), (9.0, 1.0)))
     assert not any(passes(Squeezer(False), (9, 9)))
-    assert passes(Squeezer(None), (0.0, 0.5)) == [True] * 3 + [False] * 9
-    assert passes(Squeezer(None), (0.0, 1.5)) == [True] * 3 + [False] * 3 + [True] * 6
     assert passes(Squeezer(None), (9, 9), share=0.99) == [True] * 3 + [False] * 9
+
+
+def test_where_they_do_not_wait_a_trial_decides_for_long():
+    first = [True] * 5 + [False] * 3  # three hints; then one pass that does not count, and two
+    faster_without = passes(Squeezer(None), (0.0, 9.0), (1.0, 0.8), count=90)
+    assert faster_without[:72] == first + [False] * 64
+    assert faster_without[72:76] == [True] * 3 + [False]  # tried again, and left again
+    slower_without = passes(Squeezer(None), (0.0, 9.0), (0.8, 1.0), count=70)
+    assert slower_without == first + [True] * 62
+
+
+def test_a_moment_without_waiting_is_no_reason_for_a_trial():
+    squeezer = Squeezer(None)
+    for turn in range(30):
+        passes(squeezer, (0.0 if turn % 3 else 0.9, 9), (9.0, 1.0), count=1)
+        assert squeezer.is_on
 
 
 # -- optimizers ---------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ class Conductor:
                 )
         try:
             self._overlap = Overlap(states) if states.config.overlap else None
+            self._listen()
         except BaseException:
             if self._journal is not None:
                 self._journal.close()
@@ -93,6 +94,7 @@ class Conductor:
         """Groups were added."""
         if self._overlap is not None:
             self._overlap.listen()
+        self._listen()
 
     def close(self) -> None:
         """Stop everything. Idempotent."""
@@ -101,6 +103,11 @@ class Conductor:
         self.states.close()
         if self._journal is not None:
             self._journal.close()
+
+    def _listen(self) -> None:
+        gradients = self.states.gradients
+        if self._overlap is None and gradients is not None:
+            gradients.listen()
 
     def _tell(self) -> None:
         self._is_told = True

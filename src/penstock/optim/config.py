@@ -30,6 +30,10 @@ class StatesConfig:
     """Memory for tiles that stay, and for the ring that others pass through; the ring alone, of
     ``RING_BYTES`` for each parameter of a tile (96 MiB), is there even if this is less."""
 
+    gradient_memory: int | str | None = None
+    """Memory for gradients that wait for their tile. Those beyond it are written to flash, in their own
+    dtype, and come back when they are added to or used. ``None``: all stay in memory."""
+
     format: str = "exact"
     """How states are kept, where a parameter group does not say it itself by its key ``"format"``: one
     of ``FORMATS``."""
@@ -77,7 +81,7 @@ class StatesConfig:
         """Turn sizes into bytes and directories into a tuple; check them together."""
         paths = (self.flash,) if isinstance(self.flash, str | Path) else tuple(self.flash)
         object.__setattr__(self, "flash", tuple(os.fspath(path) for path in paths))
-        for name in ("host_memory", "tbw"):
+        for name in ("host_memory", "gradient_memory", "tbw"):
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, parse_bytes(value, what=name))
@@ -101,6 +105,12 @@ class StatesConfig:
         """``flash`` as strings."""
         assert isinstance(self.flash, tuple)
         return tuple(str(path) for path in self.flash)
+
+    @property
+    def gradient_bytes(self) -> int | None:
+        """``gradient_memory`` in bytes."""
+        assert not isinstance(self.gradient_memory, str)
+        return self.gradient_memory
 
     @property
     def host_bytes(self) -> int:

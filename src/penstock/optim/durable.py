@@ -202,7 +202,7 @@ def commit(states: FlashStates, journal: Journal) -> None:
     pipeline.flush()
     states.store.sync()
     tiles = {}
-    for index, slot in pipeline.slots.items():
+    for index, slot in states.slots.newest.items():
         tile = states.tiles[index]
         length = states.store.squeezed_bytes(tile, slot)
         tiles[index] = Place(slot, states.store.sum_of(tile, slot), length)
@@ -221,7 +221,7 @@ def make_way(states: FlashStates, journal: Journal) -> None:
     if last is None:
         return
     if last.layout == layout_of(states):
-        states.pipeline.keep({index: place.slot for index, place in last.tiles.items()})
+        states.slots.keep({index: place.slot for index, place in last.tiles.items()})
     else:
         journal.clear()
 

@@ -11,16 +11,22 @@ at work. ``step`` updates what is left and waits.
     autograd refuses such a use, as it does after any change in place. A gradient that comes once more
     after it was used, or that is changed before ``step`` (clipping, unscaling), is an error: what was
     done cannot be undone.
+
+[Note: gradients that are used up]
+    Where there is a budget for gradients, a gradient is given up as soon as all tiles of its parameter
+    are updated: ``.grad`` is None then, and must be in ``step``. Backward waits where too many of them
+    wait for their tiles.
 """
 
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -29,13 +35,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from penstock.core.errors import ConfigError
 from penstock.core.locks import Lock
 from penstock.optim.config import RING
+from penstock.optim.crew import wait_for_all
 from penstock.optim.device import ready_event
 from penstock.optim.layout import Tile
 from penstock.optim.params import Param
 from penstock.optim.states import FlashStates
 from penstock.optim.update import Pass
-from penstock.optim.waiting import wait_for_all
 
+_NOTHING: Final = torch.empty(0)
 _listeners: Any = WeakIdKeyDictionary()  # parameter: a weak reference to its Overlap
 
 
@@ -55,6 +62,11 @@ class Overlap:
         self._used: dict[int, tuple[Tensor, int]] = {}  # gradients, and their versions then
         self._missing: dict[int, int] = {}  # by tile: parameters whose gradient is not final
         self._futures: dict[int, Future[None]] = {}
+        self._left: dict[int, int] = {}  # by parameter: tiles that are not updated yet
+        self._freed: set[int] = set()  # parameters whose gradient was used up
+        self._norms: dict[int, Tensor] = {}  # of gradients that will be used up
+        if states.gradients is not None:
+            states.gradients.is_used_now = self._is_used_now
         self.listen()
 
     @property
@@ -95,7 +107,7 @@ class Overlap:
 
     def finish(self) -> None:
         """``step`` was called: update what is left, and wait for everything. Raises as ``step``."""
-        states = self._states
+        states, begun = self._states, time.perf_counter()
         states.check_can_step()
         step = self._step
         if step is None:
@@ -112,8 +124,8 @@ class Overlap:
             self._give_up()
             raise
         if states.config.clip_norm is not None:
-            states.note_norm(step)
-        states.end_pass(step)
+            states.note_norm(step, self._norms)
+        states.end_pass(step, begun)
         self._order = [states.tiles[index] for index in self._futures]
         self._clear()
         self._read_ahead()
@@ -126,8 +138,10 @@ class Overlap:
         def accumulated(_: Tensor) -> None:
             overlap = me()
             if overlap is not None:
+                param = overlap._states.params[index]
                 with overlap._lock:
-                    overlap._accumulated(overlap._states.params[index])
+                    overlap._accumulated(param)
+                overlap._make_room(param)
 
         return accumulated
 
@@ -150,6 +164,8 @@ class Overlap:
         step.ready[param.index] = ready_event(grad)
         assert param.tensor.grad is not None
         self._used[param.index] = param.tensor.grad, param.tensor.grad._version
+        if self._states.gradients is not None and self._states.config.clip_norm is not None:
+            self._norms[param.index] = torch.linalg.vector_norm(grad)
         torch.autograd.graph.increment_version(param.tensor)
         for tile in self._tiles_of.get(param.index, ()):
             self._missing[tile.index] -= 1
@@ -157,9 +173,37 @@ class Overlap:
                 self._submit(tile, step)
 
     def _may_begin(self) -> bool:
-        states = self._states
-        states.check_can_step()
-        return states.config.clip_norm is None or states.last_norm is not None
+        self._states.check_can_step()
+        return self._knows_norm
+
+    @property
+    def _knows_norm(self) -> bool:
+        return self._states.config.clip_norm is None or self._states.last_norm is not None
+
+    def _is_used_now(self, param: Param) -> bool:
+        """Whether what autograd is about to tell of is a gradient's last accumulation."""
+        times = self._times.get(param.index, 0) + 1
+        return times >= self._states.config.accumulation and self._knows_norm
+
+    def _make_room(self, param: Param) -> None:
+        """Keep to the budget of gradients: wait for updates that use some up, if there are any.
+
+        They are late because flash is; to write gradients to it would make it later.
+        """
+        states, gradients = self._states, self._states.gradients
+        if gradients is None:
+            return
+        while gradients.held_bytes > gradients.budget_bytes:
+            under_way = [future for future in list(self._futures.values()) if not future.done()]
+            if not under_way:
+                if param.index not in self._used:
+                    gradients.settle(param)
+                return
+            states.pipeline.is_awaited = True
+            try:
+                wait(under_way, return_when="FIRST_COMPLETED")
+            finally:
+                states.pipeline.is_awaited = False
 
     def _begin(self) -> Pass:
         if self._step is None:
@@ -167,7 +211,7 @@ class Overlap:
             factor = None
             if states.config.clip_norm is not None:
                 factor = states.factor_of(states.last_norm)
-            states.check_params()
+            states.groups.check_params()
             states.pipeline.is_awaited = False
             self._step = states.make_pass({}, factor)
             wanted = [
@@ -176,6 +220,7 @@ class Overlap:
                 if p.tensor.requires_grad or p.tensor.grad is not None
             ]
             self._missing = dict.fromkeys(range(len(states.tiles)), 0)
+            self._left = {index: len(tiles) for index, tiles in self._tiles_of.items()}
             for index in wanted:
                 for tile in self._tiles_of.get(index, ()):
                     self._missing[tile.index] += 1
@@ -183,8 +228,27 @@ class Overlap:
         return self._step
 
     def _submit(self, tile: Tile, step: Pass) -> None:
-        states = self._states
-        self._futures[tile.index] = states.pool.submit(states.update, tile, step)
+        self._futures[tile.index] = self._states.pool.submit(self._update, tile, step)
+
+    def _update(self, tile: Tile, step: Pass) -> None:
+        """In a thread of the pool."""
+        self._states.update(tile, step)
+        if self._states.gradients is not None:
+            with self._lock:
+                for piece in tile.pieces:
+                    self._use_up(piece.param, step)
+
+    def _use_up(self, index: int, step: Pass) -> None:
+        """One more tile of a parameter is updated; after the last one nobody needs its gradient."""
+        if index not in self._used:
+            return
+        self._left[index] -= 1
+        tensor, (grad, version) = self._states.params[index].tensor, self._used[index]
+        if not self._left[index] and tensor.grad is grad and grad._version == version:
+            del self._used[index]
+            self._freed.add(index)
+            step.grads[index] = _NOTHING
+            tensor.grad = None
 
     # -- the end of a pass ------------------------------------------------------------------------
 
@@ -216,8 +280,12 @@ class Overlap:
                     "an option of a parameter group was changed between backward and step, when"
                     " overlap=True had used it already; change it after step"
                 )
-        for index, (used, version) in self._used.items():
-            if states.params[index].tensor.grad is not used or used._version != version:
+        with self._lock:
+            used_up = [(index, None, 0) for index in self._freed]
+            used = [(index, grad, version) for index, (grad, version) in self._used.items()]
+        for index, expected, version in [*used_up, *used]:
+            grad = states.params[index].tensor.grad
+            if grad is not expected or (grad is not None and grad._version != version):
                 raise ConfigError(
                     f"the gradient of parameter {states.params[index].name} was changed between"
                     " backward and step (clipping, unscaling, zero_grad, DistributedDataParallel?), when"
@@ -235,10 +303,15 @@ class Overlap:
 
     def _clear(self) -> None:
         self._step = None
+        if self._states.gradients is not None:
+            self._states.gradients.end()
         self._times.clear()
         self._used.clear()
         self._missing.clear()
         self._futures.clear()
+        self._left.clear()
+        self._freed.clear()
+        self._norms.clear()
 
     def _read_ahead(self) -> None:
         """Tiles will be visited as in the last pass; in the first, from the last layer on."""

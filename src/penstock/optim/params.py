@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.errors import ConfigError
+from penstock.optim.away import Away
 
 
 class Param:
@@ -91,12 +92,14 @@ class Param:
     def flat_grad(self) -> Tensor | None:
         """Its gradient in the same order; None: it has none. A copy only if it lies otherwise.
 
+        One that is on flash is given as it is; who reads it there reads it in that order.
+
         Raises:
             ConfigError: The gradient is sparse.
         """
         grad = self.tensor.grad
-        if grad is None:
-            return None
+        if grad is None or isinstance(grad, Away):
+            return grad
         if grad.layout != torch.strided:
             raise ConfigError(
                 f"parameter {self.name} has a sparse gradient; states on flash need dense ones:"

@@ -4,10 +4,15 @@
    longer than the record its buffer must be.
 2. ``Squeezer.squeeze``, in the thread that is about to write a record, leaves it at the end of its
    buffer, shorter; ``Squeezer.expand``, in the thread that is about to update it, puts it back.
-3. ``Squeezer.judge``, after each pass, says whether the next one squeezes.
+3. ``Squeezer.judge``, after each pass, says whether the next one squeezes (:mod:`squeeze_judge`).
 
-Where it is done, and why: [Note: squeezing in place]; what is stored: [Note: squeezed floats], both in
-:mod:`squeeze_kernels`.
+[Note: squeezing in place]
+    A record is squeezed in the memory that it lies in, from its last block to its first, towards the end
+    of its buffer, and expanded from its first block to its last. A block is first made beside it. The
+    buffer is longer than the record by a head for each block, so that a block is never written over one
+    that is still to be read, however little they shrink.
+
+What is stored: [Note: squeezed floats] in :mod:`squeeze_kernels`.
 """
 
 from __future__ import annotations
@@ -26,13 +31,10 @@ from penstock.core.locks import Lock
 from penstock.core.units import round_up
 from penstock.optim.formats import RECORD_BYTES, Array
 from penstock.optim.layout import Tile
+from penstock.optim.squeeze_judge import Judge
 
 _BLOCK: Final = 512
 _HEAD_BYTES: Final = 3
-_WORTH: Final = 0.97
-"""Above this share of the bytes it is given up."""
-_TRUST: Final = 64
-"""Passes for which a measured verdict stands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +106,6 @@ def extent(tile: Tile, squeezed_bytes: int) -> tuple[int, int]:
 class Squeezer:
     """Squeezes the records of one optimizer, if that pays. Thread-safe.
 
-    [Note: when squeezing pays]
-        Threads that update tiles wait for flash, or they do not. If they wait longer than it takes to
-        squeeze and expand what they update, it is done in that time and costs nothing. So it is begun
-        with, and goes on as long as there is waiting left: flash is the limit still. If there is none, a
-        pass is made without, and shows how long they wait then: longer than squeezing took, and it is
-        taken up again. What shrinks too little is left alone.
-
     Attributes:
         is_on: Whether records are squeezed now.
     """
@@ -118,13 +113,10 @@ class Squeezer:
     def __init__(self, when: bool | None) -> None:
         """Always, never, or (None) when it pays."""
         self.is_on = when is not False
-        self._when = when
+        self._judge = Judge() if when is None else None
         self._lock = Lock()
         self._spent_s = 0.0
         self._whole = self._squeezed = 0  # bytes, in this pass
-        self._cost_s = float("inf")  # of a pass
-        self._passes = 0  # since it was begun or left off
-        self._trust = 0
 
     def squeeze(self, tile: Tile, buffer: NDArray[np.uint8]) -> int:
         """Squeeze a record.
@@ -185,29 +177,17 @@ class Squeezer:
             self._whole += whole
             self._squeezed += squeezed
 
-    def judge(self, waited_s: float) -> None:
-        """A pass is over, in which threads have waited so long for flash. See the note above."""
+    def judge(self, *, took_s: float, waited_s: float) -> None:
+        """A pass is over, for which one has waited so long, and threads for flash; see ``Judge``."""
         with self._lock:
             spent, self._spent_s = self._spent_s, 0.0
             whole, self._whole = self._whole, 0
             squeezed, self._squeezed = self._squeezed, 0
-        self._passes += 1
-        self._trust -= 1
-        if self._when is not None or self._passes < 3:  # the first has other records to read
-            return
-        if not self.is_on:
-            if waited_s > self._cost_s:
-                self._turn(True)
-                self._trust = _TRUST
-        elif whole:
-            shrinks = squeezed < _WORTH * whole
-            self._cost_s = spent if shrinks else float("inf")
-            if not shrinks or (waited_s < spent / 4 and self._trust <= 0):
-                self._turn(False)
-
-    def _turn(self, on: bool) -> None:
-        self.is_on = on
-        self._passes = 0
+        if self._judge is not None:
+            self._judge.passed(
+                took_s=took_s, waited_s=waited_s, spent_s=spent, whole=whole, squeezed=squeezed
+            )
+            self.is_on = self._judge.is_on
 
 
 @functools.cache

@@ -24,12 +24,6 @@
     A block of zeros is a head alone. A block with more exceptions than a byte can count is a head and
     its elements. In both, the other two bytes of the head MUST be 0.
 
-[Note: squeezing in place]
-    A record is squeezed in the memory that it lies in, from its last block to its first, towards the end
-    of its buffer, and expanded from its first block to its last. A block is first made beside it. The
-    buffer is longer than the record by a head for each block, so that a block is never written over one
-    that is still to be read, however little they shrink.
-
 Every loop but that over the exceptions has a length that is known, two arrays at most that are read or
 written at varying distance, and no branch, so that it is vectorised.
 """
@@ -44,10 +38,7 @@ from numba import njit
 BLOCK: Final = 512
 """Elements that share a greatest exponent."""
 HEAD_BYTES: Final = 3
-RAW: Final = 0
-SIGNED: Final = 1
-UNSIGNED: Final = 2
-ZERO: Final = 3
+RAW, SIGNED, UNSIGNED, ZERO = range(4)
 """Kinds of blocks."""
 CODES: Final = 7
 """Tops that have a code."""
@@ -59,11 +50,8 @@ _PLANES: Final = 3 * _PLANE
 _BODY: Final = 64
 """Where a block's body begins in scratch: its halves are then aligned."""
 _SCRATCH: Final = 4096
-_U8: Final = np.uint8
-_U16: Final = np.uint16
-_U64: Final = np.uint64
+_U8, _U16, _U64, _AT = np.uint8, np.uint16, np.uint64, np.uintp
 _SIGN: Final = np.uint16(0x8000)
-_AT: Final = np.uintp
 _FIVES: Final = np.uint64(0x5555555555555555)
 _THREES: Final = np.uint64(0x3333333333333333)
 _FIFTEENS: Final = np.uint64(0x0F0F0F0F0F0F0F0F)

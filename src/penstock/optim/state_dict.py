@@ -128,14 +128,14 @@ def check(
         if "param_names" in group:
             other["param_names"] = group["param_names"]
         made.append(other)
-    states.check_groups(made)
+    states.groups.check_options(made)
     return made
 
 
 def _check_param(states: FlashStates, param: Param, state: Mapping[str, Any]) -> None:
     if not state:
         return
-    kept = states.kept(param)
+    kept = states.groups.kept(param)
     arrays = {each.name for each in kept.states}
     known = arrays | set(kept.scalars)
     if known - state.keys():
@@ -185,7 +185,7 @@ def load(states: FlashStates, document: Mapping[str, Any]) -> None:
         states.tear(error)
         raise
     more = document.get("penstock", {})
-    states.steps = int(more.get("steps", states.highest_step()))
+    states.steps = int(more.get("steps", _highest_step(states)))
     states.last_norm = more.get("norm")
     states.mend()
 
@@ -193,13 +193,13 @@ def load(states: FlashStates, document: Mapping[str, Any]) -> None:
 def _fill(states: FlashStates, found: Mapping[int, Mapping[str, Any]]) -> None:
     states.pipeline.forget_all()
     for param in states.params:
-        state, kept = found[param.index], states.kept(param)
+        state, kept = found[param.index], states.groups.kept(param)
         param.has_state = bool(state) and {each.name for each in kept.states} <= state.keys()
         param.scalars = {
             key: _scalar(state[key], is_tensor=key in kept.tensors)
             for key in kept.scalars
             if key in state
-        } or states.initial_scalars(param)
+        } or states.groups.initial_scalars(param)
     tiles = [tile for tile in states.tiles if tile.arrays]
     states.begin_visits(tiles)
     for tile in tiles:
@@ -266,3 +266,8 @@ def _is_copy(array: Array, param: Param) -> bool:
 
 def _halves(values: Tensor) -> Any:
     return values.view(torch.int16).numpy().view(np.uint16)
+
+
+def _highest_step(states: FlashStates) -> int:
+    """The most that a parameter was updated, as torch counts it."""
+    return max((int(p.scalars["step"]) for p in states.params if "step" in p.scalars), default=0)

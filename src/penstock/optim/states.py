@@ -1,7 +1,7 @@
 """The states of one optimizer on flash: what is where, and how a step passes over it.
 
-1. ``add_group`` finds by trial what is kept (:mod:`probe`), lays the group's parameters into tiles
-   (:mod:`layout`) in a form (:mod:`formats`), and reserves their place (:mod:`store`).
+1. ``add_group`` has a group's parameters laid into tiles (:mod:`groups`), and reserves their place
+   (:mod:`store`).
 2. ``step`` visits every tile that has a gradient, in an order that alternates (:mod:`pipeline`), and
    has it updated (:mod:`update`).
 3. ``visit`` lets others read or fill tiles: state dicts, recovery.
@@ -9,33 +9,32 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from penstock.core import knobs
 from penstock.core.errors import ClosedError, ConfigError, PenstockWarning
 from penstock.io.engine import Engine
-from penstock.io.threads import ThreadEngine
 from penstock.optim.config import RING, RING_BYTES, StatesConfig
+from penstock.optim.crew import make_pool, wait_for_all
 from penstock.optim.device import ready_event
-from penstock.optim.formats import Form, form_of, stepped_dtype
-from penstock.optim.layout import Tile, make_tiles
-from penstock.optim.params import Param, fresh_scalars
-from penstock.optim.pipeline import Buffer, Pipeline
-from penstock.optim.probe import Kept, probe
+from penstock.optim.gradients import Gradients, Share
+from penstock.optim.groups import Groups, options_of
+from penstock.optim.layout import Tile
+from penstock.optim.params import fresh_scalars
+from penstock.optim.pipeline import Pipeline
+from penstock.optim.ring import Buffer
+from penstock.optim.slots import Slots
 from penstock.optim.squeeze import Squeezer, slack_bytes
-from penstock.optim.store import Store, named_file
+from penstock.optim.store import Store, engine_for_records, named_file
 from penstock.optim.update import Pass, Updater
-from penstock.optim.waiting import wait_for_all
 
 _THREADS: Final = 2
 
@@ -45,11 +44,13 @@ class FlashStates:
 
     Attributes:
         config: How they are kept.
+        groups: What is kept for the groups of the optimizer.
         params: All parameters, by number.
         tiles: All tiles, by number.
-        forms: The forms of each group's records.
         steps: How many steps were made.
         last_norm: The gradients' 2-norm in the last step that had to know it.
+        slots: Where each tile's newest record is.
+        gradients: Where gradients wait, if there is a budget for them.
     """
 
     def __init__(
@@ -74,26 +75,21 @@ class FlashStates:
             engine: Moves the bytes, and is closed with this; the default one if None.
         """
         self.config = config
-        self.params: list[Param] = []
-        self.tiles: list[Tile] = []
-        self.forms: list[list[Form]] = []
+        self.groups = Groups(optimizer, cls, config, with_master=with_master, initial=initial)
+        self.params = self.groups.params
+        self.tiles = self.groups.tiles
         self.steps = 0
         self.last_norm: Tensor | None = None
+        self.slots = Slots()
         self._optimizer = optimizer
         self._cls = cls
-        self._with_master = with_master if config.master is None else config.master
-        self._find_initial = initial
-        self._kept: list[dict[torch.dtype, Kept]] = []
-        self._initial: list[Mapping[str, Any]] = []
         self._backward = False  # which way the next pass goes
         self._torn: str | None = None
         self._held: str | None = None
         self._closed = False
         self._pid = os.getpid()
         self._updater = Updater(optimizer, cls, params=self.params, seed=config.seed)
-        # half as many again as elsewhere: between transfers they wait for the interpreter, which the
-        # threads that update tiles use
-        self._engine = ThreadEngine(knobs.io_threads() * 3 // 2) if engine is None else engine
+        self._engine = engine_for_records() if engine is None else engine
         self.store = Store(
             config.directories,
             self._engine,
@@ -102,8 +98,18 @@ class FlashStates:
             allow_memory_filesystem=config.allow_memory_filesystem,
         )
         self._squeezer = Squeezer(config.squeeze)
+        self.gradients: Gradients | None = None
+        if config.gradient_bytes is not None:
+            self.gradients = Gradients(
+                self.params,
+                self.tiles,
+                budget_bytes=config.gradient_bytes,
+                directories=config.directories,
+                engine=lambda: self._engine,
+                wants_norms=config.clip_norm is not None,
+                allow_memory_filesystem=config.allow_memory_filesystem,
+            )
         self._pipeline: Pipeline | None = None
-        self._inherited: Pipeline | None = None
         self._pool: ThreadPoolExecutor | None = None
 
     # -- groups -----------------------------------------------------------------------------------
@@ -115,51 +121,12 @@ class FlashStates:
             ConfigError: The optimizer is not element-wise, or the format is not for these parameters.
             NoSpaceError: The directories have no room for the states.
         """
-        number = len(self.forms)
-        group.setdefault("format", self.config.format)
-        where = f"{self._cls.__name__}, group {number}"
-        if len(set(map(id, group["params"]))) < len(group["params"]):
-            raise ConfigError(f"{where}: a parameter is named twice; name each once")
-        new = [self._param(p, group, number, i) for i, p in enumerate(group["params"])]
-        options = _options(group)
-        initial = self._find_initial(options)
-        kept: dict[torch.dtype, Kept] = {}
-        forms: list[Form] = []
-        tiles: list[Tile] = []
-        kinds: dict[tuple[torch.dtype, bool], list[tuple[int, int]]] = {}
-        for param in new:
-            on_host = param.tensor.device.type == "cpu"
-            kinds.setdefault((param.tensor.dtype, on_host), []).append((param.index, param.count))
-        for (dtype, on_host), mine in kinds.items():
-            has_master = self._with_master or group["format"] != "exact" or not on_host
-            stepped = stepped_dtype(dtype, with_master=has_master)
-            kept[dtype] = probe(self._optimizer, self._cls, options, stepped, initial, where=where)
-            form = form_of(
-                group["format"],
-                dtype,
-                kept[dtype].states,
-                with_master=has_master,
-                whole_master=self.config.durable or not on_host,
-                where=where,
-            )
-            forms.append(form)
-            first = len(self.tiles) + len(tiles)
-            tiles += make_tiles(mine, form, group=number, first=first, elements=self.config.tile)
+        laid = self.groups.lay(group)
         self._retire_pipeline()
-        self.store.add(tiles)
-        self.params += new
-        for param in new:
-            param.scalars = _scalars(initial)
-        self.tiles += tiles
-        self.forms.append(forms)
-        self._kept.append(kept)
-        self._initial.append(initial)
-
-    def _param(self, tensor: Tensor, group: Mapping[str, Any], number: int, place: int) -> Param:
-        names = group.get("param_names")
-        name = repr(names[place]) if names else f"{place} of group {number}"
-        index = len(self.params) + place
-        return Param(tensor, group=number, index=index, name=f"{name} {tuple(tensor.shape)}")
+        self.store.add(laid.tiles)
+        self.groups.add(laid)
+        if self.gradients is not None:
+            self.gradients.lay()
 
     # -- a step -----------------------------------------------------------------------------------
 
@@ -172,19 +139,26 @@ class FlashStates:
             ChecksumError: A record is not what was written.
             ClosedError: The states are closed, or an earlier step failed in the middle.
         """
+        begun = time.perf_counter()
         step = self.begin_pass()
         order = self.order(step.grads)
         rank = {tile.index: -place for place, tile in enumerate(order)}
         pipeline = self.pipeline
         pipeline.begin(order, rank, rotating=pipeline.count)
-        self._run(order, lambda tile: self.update(tile, step))
+        if self.gradients is not None:
+            self.gradients.begin(order, step.grads)
+        try:
+            self._run(order, lambda tile: self.update(tile, step))
+        finally:
+            if self.gradients is not None:
+                self.gradients.end()
         self._backward = not self._backward
-        self.end_pass(step)
+        self.end_pass(step, begun)
 
     def begin_pass(self) -> Pass:
         """Check everything that can be checked before anything is touched."""
         self.check_can_step()
-        self.check_params()
+        self.groups.check_params()
         grads: dict[int, Tensor] = {}
         for param in self.params:
             grad = param.flat_grad()
@@ -197,7 +171,7 @@ class FlashStates:
 
     def make_pass(self, grads: dict[int, Tensor], factor: Tensor | None) -> Pass:
         """A pass over these gradients, with the options that the groups have now."""
-        options = [fresh_scalars(_options(group)) for group in self._optimizer.param_groups]
+        options = [fresh_scalars(options_of(group)) for group in self._optimizer.param_groups]
         ready = {index: ready_event(grad) for index, grad in grads.items()}
         was_set = frozenset(param.index for param in self.params if param.was_set)
         return Pass(self.steps + 1, options, grads, factor, {}, ready, was_set)
@@ -212,23 +186,29 @@ class FlashStates:
         pipeline = self.pipeline
         buffer = pipeline.acquire(tile)
         try:
-            kept = self._kept[tile.group][tile.form.param_dtype]
-            initial = self._initial[tile.group]
-            self._updater.update(tile, buffer, step, kept=kept, initial=initial)
+            with self._grads_of(tile, step) as grads:
+                kept, initial = self.groups.kept_in(tile), self.groups.initial_in(tile)
+                self._updater.update(tile, buffer, step, grads=grads, kept=kept, initial=initial)
         except BaseException:
             pipeline.drop(buffer)
             raise
         pipeline.release(buffer)
 
-    def end_pass(self, step: Pass) -> None:
-        """All tiles were visited: the step counts."""
+    def _grads_of(self, tile: Tile, step: Pass) -> AbstractContextManager[Mapping[int, Share]]:
+        if self.gradients is not None:
+            return self.gradients.of_tile(tile, step.grads)
+        params = (piece.param for piece in tile.pieces)
+        return nullcontext({p: (step.grads[p], 0) for p in params if p in step.grads})
+
+    def end_pass(self, step: Pass, begun_s: float) -> None:
+        """All tiles were visited: the step counts. ``begun_s``: since when it was waited for."""
         for index, scalars in step.scalars.items():
             self.params[index].scalars = scalars
             self.params[index].has_state = True
             self.params[index].note()
         self.steps = step.number
         waited, self.pipeline.waited_s = self.pipeline.waited_s, 0.0
-        self._squeezer.judge(waited)
+        self._squeezer.judge(took_s=time.perf_counter() - begun_s, waited_s=waited)
         failure = self.pipeline.write_failure
         if failure is not None and not self.config.durable:
             warnings.warn(
@@ -253,19 +233,6 @@ class FlashStates:
         self.check_usable()
         if self._held is not None:
             raise ConfigError(self._held)
-
-    def check_params(self) -> None:
-        """Raise ConfigError if the optimizer's parameters are not what they were."""
-        now = [param for group in self._optimizer.param_groups for param in group["params"]]
-        if len(now) != len(self.params) or any(
-            tensor is not param.tensor for tensor, param in zip(now, self.params, strict=True)
-        ):
-            raise ConfigError(
-                "the parameters of a group were exchanged, taken away or added to by hand, and their"
-                " states cannot know: use add_param_group(), or make a new optimizer"
-            )
-        for param in self.params:
-            param.check()
 
     def check_usable(self) -> None:
         """Raise ClosedError if the states are not there."""
@@ -299,12 +266,15 @@ class FlashStates:
         assert norm is not None
         return torch.clamp(self.config.clip_norm / (norm + 1e-6), max=1.0)
 
-    def note_norm(self, step: Pass) -> None:
-        """Remember the norm of a pass's gradients for the next one."""
-        grads = [
-            grad for _, grad in sorted(step.grads.items())
-        ]  # summed as they are without overlap
-        self.last_norm = torch.nn.utils.get_total_norm(grads)
+    def note_norm(self, step: Pass, known: Mapping[int, Tensor]) -> None:
+        """Remember the norm of a pass's gradients for the next one; some are ``known`` already."""
+        in_order = sorted(step.grads.items())  # summed as they are without overlap
+        if not known:
+            self.last_norm = torch.nn.utils.get_total_norm([grad for _, grad in in_order])
+            return
+        norms = [known[i] if i in known else torch.linalg.vector_norm(g) for i, g in in_order]
+        together = torch.stack([norm.to(norms[0].device) for norm in norms])
+        self.last_norm = torch.linalg.vector_norm(together)
 
     def _run(self, tiles: Iterable[Tile], visit: Callable[[Tile], None]) -> None:
         futures = [self.pool.submit(visit, tile) for tile in tiles]
@@ -320,35 +290,6 @@ class FlashStates:
     def class_name(self) -> str:
         """Of the class whose step is run on tiles."""
         return self._cls.__name__
-
-    def kept(self, param: Param) -> Kept:
-        """What the optimizer keeps for a parameter."""
-        return self._kept[param.group][param.tensor.dtype]
-
-    def initial_scalars(self, param: Param) -> dict[str, Any]:
-        """A parameter's scalars before its first step."""
-        return _scalars(self._initial[param.group])
-
-    def highest_step(self) -> int:
-        """The most that a parameter was updated, as torch counts it."""
-        return max((int(p.scalars["step"]) for p in self.params if "step" in p.scalars), default=0)
-
-    def check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ConfigError if groups with these options would keep other states than there are."""
-        for number, group in enumerate(groups):
-            for dtype, kept in self._kept[number].items():
-                where = f"{self._cls.__name__}, group {number} of the state dict"
-                form = next(form for form in self.forms[number] if form.param_dtype == dtype)
-                stepped = form.master_dtype
-                initial = self._initial[number]
-                options = _options(group)
-                now = probe(self._optimizer, self._cls, options, stepped, initial, where=where)
-                if now.states != kept.states:
-                    raise ConfigError(
-                        f"{where}: with its options {[s.name for s in now.states]} would be kept, and"
-                        f" the optimizer was made to keep {[s.name for s in kept.states]}; make it"
-                        " with the same options"
-                    )
 
     # -- others -----------------------------------------------------------------------------------
 
@@ -378,11 +319,6 @@ class FlashStates:
         return "parameters " + ", ".join(names[:3]) + more
 
     @property
-    def record_bytes(self) -> int:
-        """What the states take, once."""
-        return sum(tile.record_bytes for tile in self.tiles)
-
-    @property
     def threads(self) -> int:
         """Tiles that are updated at once."""
         if self.config.threads is not None:
@@ -393,9 +329,7 @@ class FlashStates:
     def pool(self) -> ThreadPoolExecutor:
         """The threads that update tiles."""
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(
-                self.threads, thread_name_prefix="penstock-optim", initializer=_compute_alone
-            )
+            self._pool = make_pool(self.threads)
         return self._pool
 
     @property
@@ -409,15 +343,13 @@ class FlashStates:
             wanted = self.config.host_bytes // max(longest, 1)
             self._pipeline = Pipeline(
                 self.store,
+                slots=self.slots,
                 count=max(1, min(max(ring, wanted), len(self.tiles))),
                 buffer_bytes=room,
                 write_through=self.config.durable,
                 names=self.where_of,
                 squeezer=self._squeezer,
             )
-            if self._inherited is not None:
-                self._pipeline.inherit(self._inherited)
-                self._inherited = None
         return self._pipeline
 
     def rest(self) -> None:
@@ -428,6 +360,8 @@ class FlashStates:
         """
         self.check_usable()
         self._retire_pipeline()
+        if self.gradients is not None:
+            self.gradients.rest()
 
     def _retire_pipeline(self) -> None:
         """Let the buffers go; the next ones may be more, or longer."""
@@ -436,11 +370,12 @@ class FlashStates:
         self._pipeline.flush()
         retired, self._pipeline = self._pipeline, None
         retired.close()
-        self._inherited = retired
 
     def wrap_engine(self, wrap: Callable[[Engine], Engine]) -> None:
         """Have what moves from now on go through ``wrap(engine)``, which owns the present engine."""
         self._engine = self.store.engine = wrap(self._engine)
+        if self.gradients is not None:
+            self.gradients.engine_changed()
 
     def close(self) -> None:
         """Wait for what is in flight; the states are gone. Idempotent."""
@@ -453,28 +388,7 @@ class FlashStates:
             self._pool.shutdown(cancel_futures=True)
         if self._pipeline is not None:
             self._pipeline.close()
+        if self.gradients is not None:
+            self.gradients.close()
         self._engine.close()
         self.store.close()
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _scalars(initial: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v.clone() for k, v in initial.items() if isinstance(v, Tensor)}
-
-
-def _compute_alone() -> None:
-    """In a thread that updates tiles: no gradients, and torch computes in this thread only.
-
-    ``torch.set_num_threads`` would change it for all threads. What counts for an element-wise operation
-    is OpenMP's own setting, which each thread has for itself.
-    """
-    torch.set_grad_enabled(False)
-    torch.get_num_threads()  # has torch set it up in this thread, once
-    for path in (Path(torch.__file__).parent / "lib").glob("lib*omp*.so*"):
-        try:
-            ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_LAZY).omp_set_num_threads(1)
-        except (OSError, AttributeError):
-            continue

@@ -31,10 +31,11 @@ from penstock.core.units import round_up
 from penstock.optim import compact_adam, packing
 from penstock.optim.device import copy_across
 from penstock.optim.formats import MASTER, UNIT, Array
+from penstock.optim.gradients import Share
 from penstock.optim.layout import Piece, Tile
 from penstock.optim.params import Param, fresh_scalars
-from penstock.optim.pipeline import Buffer
 from penstock.optim.probe import Kept, raw_step, workhorse
+from penstock.optim.ring import Buffer
 
 CHUNK: Final = 1 << 18
 """Elements brought at a time."""
@@ -111,6 +112,7 @@ class Updater:
         buffer: Buffer,
         step: Pass,
         *,
+        grads: Mapping[int, Share],
         kept: Kept,
         initial: Mapping[str, Any],
     ) -> None:
@@ -120,15 +122,16 @@ class Updater:
             tile: The tile.
             buffer: Holds its record.
             step: What the step is.
+            grads: The gradients of the tile's pieces, by parameter; not all need have one.
             kept: What the optimizer keeps in the tile's group.
             initial: States that exist before a parameter's first step, and what they are.
         """
         arrays = {array.name: array for array in tile.arrays}
-        work = _Work(tile, buffer.memory, arrays, step, kept, initial)
+        work = _Work(tile, buffer.memory, arrays, step, grads, kept, initial)
         left = tile.pieces
         if compact_adam.is_for(self._cls, tile.form):
             left = tuple(piece for piece in tile.pieces if not self._did_at_once(piece, work))
-        for pieces in _chunks(left, step.grads):
+        for pieces in _chunks(left, grads):
             items = [self._bring(piece, at, work) for piece, at in pieces]
             self._run(items, step.options[tile.group])
             for item in items:
@@ -137,7 +140,7 @@ class Updater:
     def _did_at_once(self, piece: Piece, work: _Work) -> bool:
         """Update a piece in one pass, unless it has no states yet, or no gradient."""
         param, step = self._params[piece.param], work.step
-        if piece.param not in step.grads or not param.has_state:
+        if piece.param not in work.grads or not param.has_state:
             return False
         scalars = fresh_scalars(param.scalars)
         scalars["step"] += 1
@@ -146,15 +149,15 @@ class Updater:
             packing.random_key(self._seed, step.number, piece.param, state)
             for state in range(len(work.tile.form.states))
         ]
-        weights, grad = param.flat(), step.grads[piece.param]
+        weights, grad = param.flat(), work.grad(piece)
         is_plain = grad.dtype == torch.bfloat16 and grad.device == weights.device
         is_plain = is_plain and step.factor is None
         for part in (piece,) if is_plain else piece.cut(CHUNK):
             mine = weights[part.start : part.stop]
             if is_plain:
-                bits: NDArray[Any] = _halves(grad[part.start : part.stop])
+                bits: NDArray[Any] = _halves(grad)
             else:
-                bits = _words(self._grad(part, 0, mine.device, torch.float32, step))
+                bits = _words(self._grad(part, 0, mine.device, torch.float32, work))
             compact_adam.step(
                 work.arrays,
                 work.memory,
@@ -201,7 +204,7 @@ class Updater:
             elif array.packing != "plain":
                 packing.unpack(array, work.memory, piece.at, _words(values))
             states[state.name] = values
-        weight.grad = self._grad(piece, at, weight.device, weight.dtype, work.step)
+        weight.grad = self._grad(piece, at, weight.device, weight.dtype, work)
         return _Item(piece, param, weight, states, words)
 
     def _weight(
@@ -227,9 +230,9 @@ class Updater:
         return master, words
 
     def _grad(
-        self, piece: Piece, at: int, device: torch.device, dtype: torch.dtype, step: Pass
+        self, piece: Piece, at: int, device: torch.device, dtype: torch.dtype, work: _Work
     ) -> Tensor:
-        grad = step.grads[piece.param][piece.start : piece.stop]
+        grad, step = work.grad(piece), work.step
         if grad.device != device:
             host = self._scratch.take("brought", grad.dtype, at, grad.numel())
             grad = copy_across(grad, host, step.ready.get(piece.param))
@@ -293,12 +296,18 @@ class _Work:
     memory: NDArray[np.uint8]
     arrays: Mapping[str, Array]
     step: Pass
+    grads: Mapping[int, Share]
     kept: Kept
     initial: Mapping[str, Any]
 
+    def grad(self, piece: Piece) -> Tensor:
+        """Of a piece of the tile, or a part of one."""
+        elements, first = self.grads[piece.param]
+        return elements[piece.start - first : piece.stop - first]
+
 
 def _chunks(
-    whole_pieces: Sequence[Piece], grads: Mapping[int, Tensor]
+    whole_pieces: Sequence[Piece], grads: Mapping[int, Share]
 ) -> Iterator[list[tuple[Piece, int]]]:
     """Pieces that have gradients, with their places in scratch, up to ``CHUNK`` at a time."""
     batch: list[tuple[Piece, int]] = []

@@ -1,0 +1,49 @@
+"""The threads that update tiles, and waiting for them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+import torch
+
+
+def make_pool(threads: int) -> ThreadPoolExecutor:
+    """So many threads, each of which computes alone."""
+    return ThreadPoolExecutor(
+        threads, thread_name_prefix="penstock-optim", initializer=_compute_alone
+    )
+
+
+def wait_for_all(futures: Sequence[Future[None]]) -> None:
+    """Wait until all are over; if one fails, those that have not begun are cancelled. Raises that.
+
+    The same if the wait is interrupted: nothing goes on behind the back of who catches that.
+    """
+    try:
+        wait(futures, return_when="FIRST_EXCEPTION")
+    finally:
+        for future in futures:
+            future.cancel()
+        wait(futures)
+    for future in futures:
+        if not future.cancelled():
+            future.result()
+
+
+def _compute_alone() -> None:
+    """In a thread that updates tiles: no gradients, and torch computes in this thread only.
+
+    ``torch.set_num_threads`` would change it for all threads. What counts for an element-wise operation
+    is OpenMP's own setting, which each thread has for itself.
+    """
+    torch.set_grad_enabled(False)
+    torch.get_num_threads()  # has torch set it up in this thread, once
+    for path in (Path(torch.__file__).parent / "lib").glob("lib*omp*.so*"):
+        try:
+            ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_LAZY).omp_set_num_threads(1)
+        except (OSError, AttributeError):
+            continue

@@ -1,0 +1,172 @@
+"""The groups of an optimizer: what is kept for their parameters, and in which tiles.
+
+``lay`` finds by trial what is kept (:mod:`probe`) and lays a group's parameters into tiles
+(:mod:`layout`) in a form (:mod:`formats`); ``add`` takes that over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.core.errors import ConfigError
+from penstock.optim.config import StatesConfig
+from penstock.optim.formats import Form, form_of, stepped_dtype
+from penstock.optim.layout import Tile, make_tiles
+from penstock.optim.params import Param
+from penstock.optim.probe import Kept, probe
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """A group that was laid into tiles."""
+
+    params: list[Param]
+    tiles: list[Tile]
+    forms: list[Form]
+    kept: dict[torch.dtype, Kept]
+    initial: Mapping[str, Any]
+    """States that exist before a first step."""
+
+
+class Groups:
+    """What is kept for the groups of one optimizer.
+
+    Attributes:
+        params: All parameters, by number.
+        tiles: All tiles, by number.
+        forms: The forms of each group's records.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        cls: type[torch.optim.Optimizer],
+        config: StatesConfig,
+        *,
+        with_master: bool,
+        initial: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    ) -> None:
+        """Begin without any group; see ``FlashStates``."""
+        self.params: list[Param] = []
+        self.tiles: list[Tile] = []
+        self.forms: list[list[Form]] = []
+        self._optimizer = optimizer
+        self._cls = cls
+        self._config = config
+        self._with_master = with_master if config.master is None else config.master
+        self._find_initial = initial
+        self._laid: list[Laid] = []
+
+    def lay(self, group: dict[str, Any]) -> Laid:
+        """Lay a group of the optimizer into tiles; that is not one of these yet.
+
+        Raises:
+            ConfigError: The optimizer is not element-wise, or the format is not for these parameters.
+        """
+        number = len(self.forms)
+        group.setdefault("format", self._config.format)
+        where = f"{self._cls.__name__}, group {number}"
+        if len(set(map(id, group["params"]))) < len(group["params"]):
+            raise ConfigError(f"{where}: a parameter is named twice; name each once")
+        new = [self._param(p, group, number, i) for i, p in enumerate(group["params"])]
+        options = options_of(group)
+        initial = self._find_initial(options)
+        kept: dict[torch.dtype, Kept] = {}
+        forms: list[Form] = []
+        tiles: list[Tile] = []
+        kinds: dict[tuple[torch.dtype, bool], list[tuple[int, int]]] = {}
+        for param in new:
+            on_host = param.tensor.device.type == "cpu"
+            kinds.setdefault((param.tensor.dtype, on_host), []).append((param.index, param.count))
+        for (dtype, on_host), mine in kinds.items():
+            has_master = self._with_master or group["format"] != "exact" or not on_host
+            stepped = stepped_dtype(dtype, with_master=has_master)
+            kept[dtype] = probe(self._optimizer, self._cls, options, stepped, initial, where=where)
+            form = form_of(
+                group["format"],
+                dtype,
+                kept[dtype].states,
+                with_master=has_master,
+                whole_master=self._config.durable or not on_host,
+                where=where,
+            )
+            forms.append(form)
+            first = len(self.tiles) + len(tiles)
+            tiles += make_tiles(mine, form, group=number, first=first, elements=self._config.tile)
+        for param in new:
+            param.scalars = scalars_of(initial)
+        return Laid(new, tiles, forms, kept, initial)
+
+    def add(self, laid: Laid) -> None:
+        """What was laid is a group from now on."""
+        self.params += laid.params
+        self.tiles += laid.tiles
+        self.forms.append(laid.forms)
+        self._laid.append(laid)
+
+    def kept(self, param: Param) -> Kept:
+        """What the optimizer keeps for a parameter."""
+        return self._laid[param.group].kept[param.tensor.dtype]
+
+    def kept_in(self, tile: Tile) -> Kept:
+        """What the optimizer keeps for the parameters in a tile."""
+        return self._laid[tile.group].kept[tile.form.param_dtype]
+
+    def initial_in(self, tile: Tile) -> Mapping[str, Any]:
+        """Their states before a first step, those that exist then."""
+        return self._laid[tile.group].initial
+
+    def initial_scalars(self, param: Param) -> dict[str, Any]:
+        """A parameter's scalars before its first step."""
+        return scalars_of(self._laid[param.group].initial)
+
+    def check_params(self) -> None:
+        """Raise ConfigError if the optimizer's parameters are not what they were."""
+        now = [param for group in self._optimizer.param_groups for param in group["params"]]
+        if len(now) != len(self.params) or any(
+            tensor is not param.tensor for tensor, param in zip(now, self.params, strict=True)
+        ):
+            raise ConfigError(
+                "the parameters of a group were exchanged, taken away or added to by hand, and their"
+                " states cannot know: use add_param_group(), or make a new optimizer"
+            )
+        for param in self.params:
+            param.check()
+
+    def check_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ConfigError if groups with these options would keep other states than there are."""
+        for number, group in enumerate(groups):
+            for dtype, kept in self._laid[number].kept.items():
+                where = f"{self._cls.__name__}, group {number} of the state dict"
+                form = next(form for form in self.forms[number] if form.param_dtype == dtype)
+                stepped = form.master_dtype
+                initial = self._laid[number].initial
+                options = options_of(group)
+                now = probe(self._optimizer, self._cls, options, stepped, initial, where=where)
+                if now.states != kept.states:
+                    raise ConfigError(
+                        f"{where}: with its options {[s.name for s in now.states]} would be kept, and"
+                        f" the optimizer was made to keep {[s.name for s in kept.states]}; make it"
+                        " with the same options"
+                    )
+
+    def _param(self, tensor: Tensor, group: Mapping[str, Any], number: int, place: int) -> Param:
+        names = group.get("param_names")
+        name = repr(names[place]) if names else f"{place} of group {number}"
+        index = len(self.params) + place
+        return Param(tensor, group=number, index=index, name=f"{name} {tuple(tensor.shape)}")
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def scalars_of(initial: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies of those states that a parameter has, not each of its elements."""
+    return {k: v.clone() for k, v in initial.items() if isinstance(v, Tensor)}

@@ -1,0 +1,152 @@
+"""The memory that tiles pass through: buffers of one length, and which tile each of them holds.
+
+Nothing here waits or moves a byte. The pipeline's lock guards all of it, but for a visitor's use of the
+buffer that it was given.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.errors import BudgetError
+from penstock.core.units import format_bytes
+from penstock.io.arena import Arena
+from penstock.optim.layout import Tile
+
+
+class Phase(enum.Enum):
+    """What a buffer holds."""
+
+    FREE = "nothing"
+    READING = "a record on its way in"
+    CLEAN = "a record as it is on flash"
+    DIRTY = "a record newer than on flash, or never written"
+    BUSY = "a record that a visitor works on"
+    WRITING = "a record on its way out"
+
+
+class Buffer:
+    """Memory for one record.
+
+    Attributes:
+        memory: uint8; the record of ``tile`` is its beginning.
+        address: Where the record begins.
+        tile: Whose record it is.
+        phase: What is in it.
+        before: The phase that BUSY came after.
+        is_fresh: Whether the record was never filled, so that its contents mean nothing.
+        is_early: Whether it was read ahead, and not visited yet.
+        is_done: Whether it was visited in this pass.
+        leaves: Whether it is free when it is written.
+        squeezed_bytes: Length of the record at the end of its place, squeezed; 0: it is at the beginning.
+        unseen: Whether it was read, and not yet compared with its checksum.
+        error: Why it could not be read.
+    """
+
+    __slots__ = (
+        *("address", "memory", "tile", "phase", "before", "error"),
+        *("is_done", "is_early", "is_fresh", "leaves", "squeezed_bytes", "unseen"),
+    )
+
+    def __init__(self, address: int, memory: NDArray[np.uint8]) -> None:
+        """It holds nothing."""
+        self.address = address
+        self.memory = memory
+        self.before = Phase.FREE
+        self.is_done = False
+        self.clear()
+
+    def clear(self) -> None:
+        """It holds nothing any more."""
+        self.tile: Tile | None = None
+        self.phase = Phase.FREE
+        self.is_fresh = self.is_early = self.leaves = self.unseen = False
+        self.squeezed_bytes = 0
+        self.error: BaseException | None = None
+
+    @property
+    def rests(self) -> bool:
+        """Whether it holds a record that nobody changes."""
+        return self.phase in (Phase.CLEAN, Phase.DIRTY, Phase.WRITING)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether its record is on its way in or out."""
+        return self.phase in (Phase.READING, Phase.WRITING)
+
+
+class Ring:
+    """The buffers of a pipeline. Iterated over, it gives them all.
+
+    Attributes:
+        buffer_bytes: Length of a buffer.
+    """
+
+    def __init__(self, count: int, buffer_bytes: int) -> None:
+        """Make buffers; memory becomes resident as it is first used. Raises as ``grow``."""
+        self.buffer_bytes = buffer_bytes
+        self._arenas: list[Arena] = []
+        self._buffers: list[Buffer] = []
+        self._holding: dict[int, Buffer] = {}
+        self.grow(count)
+
+    def __len__(self) -> int:
+        """How many buffers there are."""
+        return len(self._buffers)
+
+    def __iter__(self) -> Iterator[Buffer]:
+        """All buffers, always in the same order."""
+        return iter(self._buffers)
+
+    def of(self, tile: Tile) -> Buffer | None:
+        """The buffer that holds a tile, or is about to."""
+        return self._holding.get(tile.index)
+
+    def first(self, phase: Phase) -> Buffer | None:
+        """Some buffer in that phase."""
+        return next((each for each in self._buffers if each.phase is phase), None)
+
+    def give(self, buffer: Buffer, tile: Tile) -> None:
+        """A free buffer is a tile's from now on."""
+        self._holding[tile.index] = buffer
+        buffer.tile = tile
+        buffer.is_done = buffer.leaves = buffer.unseen = False
+
+    def free(self, buffer: Buffer) -> None:
+        """Forget what a buffer holds."""
+        if buffer.tile is not None:
+            self._holding.pop(buffer.tile.index, None)
+        buffer.clear()
+
+    def grow(self, count: int) -> None:
+        """Make so many buffers more.
+
+        Raises:
+            BudgetError: There is no memory for them.
+        """
+        each = max(self.buffer_bytes, 4096)
+        arena = Arena(count * each, owner="optimizer")
+        self._arenas.append(arena)
+        block = arena.allocate(count * each)  # one: no page is left over between two buffers
+        if block is None:
+            raise BudgetError(
+                f"an optimizer's ring of {count} buffers of {format_bytes(self.buffer_bytes)}"
+                " does not fit in memory; lower host_memory or the tile",
+                slot="optimizer",
+                limit_bytes=arena.capacity_bytes,
+                least_bytes=count * self.buffer_bytes,
+            )
+        memory = block.lend(0, block.nbytes)
+        for start in range(0, block.nbytes, each):
+            self._buffers.append(Buffer(block.address + start, memory[start : start + each]))
+
+    def close(self) -> None:
+        """Give the memory back; that of each buffer is free when nobody has an array of it."""
+        self._buffers.clear()
+        self._holding.clear()
+        for arena in self._arenas:
+            arena.close()

@@ -1,0 +1,197 @@
+"""Where gradients rest on flash, and the memory that they come back to."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.core.errors import TransferError
+from penstock.core.locks import Lock
+from penstock.core.units import MIB, round_up
+from penstock.io.arena import Arena
+from penstock.io.engine import Engine, Transfer
+from penstock.observe.recorder import Recorder
+from penstock.optim.away import discard_all
+from penstock.optim.layout import Piece, Tile
+from penstock.optim.params import Param
+from penstock.tier.base import Ticket
+from penstock.tier.flash import FlashTier
+
+TILES_AHEAD: Final = 4
+"""Tiles whose gradients are on their way back, or there, besides those that are updated."""
+FLYING_BYTES: Final = 64 * MIB
+"""Of gradients on their way out, at most: their memory is not free yet."""
+
+
+class Reading:
+    """A piece of a gradient on its way back."""
+
+    def __init__(self, memory: NDArray[np.uint8], ticket: Ticket, transfer: Transfer) -> None:
+        """It comes to ``memory``, which is as long as the ticket's window."""
+        self._memory = memory
+        self._ticket = ticket
+        self._transfer = transfer
+
+    def wait(self, dtype: torch.dtype) -> Tensor:
+        """The elements. Raises TransferError or ChecksumError with the gradient's name."""
+        try:
+            self._transfer.wait()
+        except TransferError as error:
+            raise TransferError(
+                errno=error.errno or errno.EIO,
+                op=error.op,
+                path=error.path,
+                offset_bytes=error.offset_bytes,
+                nbytes=error.nbytes,
+                moved_bytes=error.moved_bytes,
+                free_bytes=error.free_bytes,
+                advice=f"they are the {self._ticket.label}, which is lost: make the step anew",
+            ) from error
+        start = self._ticket.window.skew
+        return torch.from_numpy(self._memory[start : start + self._ticket.nbytes]).view(dtype)
+
+
+class Shelf:
+    """The gradients that are on flash, cut as tiles are. Thread-safe.
+
+    Nothing is made before the first of them: a run whose gradients fit takes no space.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Param],
+        tiles: Sequence[Tile],
+        *,
+        directories: Sequence[str],
+        engine: Callable[[], Engine],
+        allow_memory_filesystem: bool,
+    ) -> None:
+        """See ``Gradients``."""
+        self._params = params
+        self._tiles = tiles
+        self._directories = directories
+        self._engine = engine
+        self._allow_memory_filesystem = allow_memory_filesystem
+        self._lock = Lock()
+        self._pieces: dict[int, list[Piece]] = {}  # by parameter
+        self._tier: FlashTier | None = None
+        self._arena: Arena | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """What is on flash, or on its way there."""
+        return 0 if self._tier is None else self._tier.held_bytes
+
+    def lay(self) -> None:
+        """Take note of the tiles that there are."""
+        self._pieces = {}
+        for tile in self._tiles:
+            for piece in tile.pieces:
+                self._pieces.setdefault(piece.param, []).append(piece)
+
+    def pieces(self, param: int) -> list[Piece]:
+        """The parts that tiles have of a parameter, in order."""
+        return self._pieces[param]
+
+    def open(self) -> FlashTier:
+        """The tier. Raises TransferError, or NoSpaceError if not all gradients would fit."""
+        with self._lock:
+            if self._tier is None:
+                # a piece may begin and end inside a page; what is given up may still be on its way
+                needed = 2 * FLYING_BYTES
+                needed += sum(each.count * each.tensor.element_size() for each in self._params)
+                needed += sum(8192 * len(tile.pieces) for tile in self._tiles)
+                self._tier = FlashTier(
+                    self._directories,
+                    capacity_bytes=needed,
+                    engine=self._engine(),
+                    recorder=Recorder(max_events=1),
+                    name="gradients",
+                    allow_memory_filesystem=self._allow_memory_filesystem,
+                )
+            if self._arena is None:
+                longest = max(each.count * each.tensor.element_size() for each in self._params)
+                tile = max(tile.elements for tile in self._tiles)
+                room = 2 * TILES_AHEAD * (round_up(4 * tile, MIB) + MIB)
+                self._arena = Arena(room + FLYING_BYTES + 2 * longest, owner="gradients")
+            return self._tier
+
+    def take(self, flat: Tensor) -> Tensor:
+        """The values of a gradient in memory that is not the heap's, which is not to be torn to pieces.
+
+        A copy, unless they are there already. Raises as ``open``.
+        """
+        self.open()
+        assert self._arena is not None
+        first = self._arena.address
+        if flat.device.type == "cpu" and 0 <= flat.data_ptr() - first < self._arena.capacity_bytes:
+            return flat
+        return self.empty(flat.numel(), flat.dtype).copy_(flat)
+
+    def empty(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Memory for a gradient, of any contents."""
+        return torch.from_numpy(self._memory(elements * dtype.itemsize)).view(dtype)
+
+    def write(self, param: Param, flat: Tensor) -> list[Ticket]:
+        """Begin to write what ``take`` has given, a ticket for each piece. Raises as ``open``."""
+        tier = self.open()
+        tickets: list[Ticket] = []
+        try:
+            for piece in self.pieces(param.index):
+                part = flat[piece.start : piece.stop]
+                what = f"elements {piece.start} to {piece.stop} of the gradient of parameter"
+                tickets.append(
+                    tier.write(
+                        part.data_ptr(),
+                        part.nbytes,
+                        keep_alive=flat,
+                        label=f"{what} {param.name}",
+                    )
+                )
+        except BaseException:
+            discard_all(tier, tickets)
+            raise
+        return tickets
+
+    def begin_read(self, tickets: Sequence[Ticket], piece: Piece) -> Reading:
+        """Begin to read a piece of what ``write`` has made."""
+        ticket = tickets[self.pieces(piece.param).index(piece)]
+        memory = self._memory(ticket.window.nbytes)
+        transfer = self.open().read(ticket, memory.ctypes.data, keep_alive=memory)
+        return Reading(memory, ticket, transfer)
+
+    def trim(self) -> None:
+        """Give memory back that nothing comes back to now."""
+        if self._arena is not None:
+            self._arena.trim()
+
+    def reopen(self) -> None:
+        """Open another tier for the next gradient, if nothing is on this one."""
+        with self._lock:
+            if self._tier is not None and not self._tier.held_bytes:
+                self._tier.close()
+                self._tier = None
+
+    def close(self) -> None:
+        """What is on flash is gone. Idempotent."""
+        if self._tier is not None:
+            self._tier.close()
+        if self._arena is not None:
+            self._arena.close()
+
+    def _memory(self, nbytes: int) -> NDArray[np.uint8]:
+        """Aligned memory, of large pages as long as there are any; free when nobody has the array."""
+        granule = self.open().spec.granule_bytes
+        assert self._arena is not None
+        block = self._arena.allocate(nbytes)
+        if block is not None:
+            return block.lend(0, nbytes)
+        memory = np.empty(nbytes + granule, np.uint8)
+        skip = -memory.ctypes.data % granule
+        return memory[skip : skip + nbytes]

@@ -1,0 +1,348 @@
+"""Gradients beyond their budget wait on flash: the same bits, and no needless byte."""
+
+import errno
+import gc
+import os
+import time
+import weakref
+
+import pytest
+import torch
+from optim_runs import assert_same
+from torch import nn
+
+from penstock import ChecksumError, ClosedError, PenstockWarning, TransferError
+from penstock.io.threads import ThreadEngine
+from penstock.optim import FlashAdamW, FlashSGD, gradients, on_flash, store
+from penstock.optim.away import Away
+from penstock.testing.faults import Fail, FaultySyscalls
+
+
+@pytest.fixture(autouse=True)
+def none_is_too_short(monkeypatch):
+    monkeypatch.setattr(gradients, "LEAST_BYTES", 0)
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    """System calls of the engine of the next optimizer; a test sets ``_every``."""
+    calls = FaultySyscalls()
+    monkeypatch.setattr(store, "ThreadEngine", lambda *_: ThreadEngine(syscalls=calls))
+    return calls
+
+
+def network(dtype=torch.float32):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 130), nn.Tanh(), nn.Linear(130, 30), nn.Linear(30, 5))
+    return model.to(dtype)
+
+
+def backward(model, seed, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    dtype = next(model.parameters()).dtype
+    inputs = torch.randn(6, 20, generator=generator).to(dtype)
+    (model(inputs).square().mean() * scale).backward()
+
+
+def land(model):
+    """Wait until no gradient is in memory any more that has left it."""
+    for grad in (p.grad for p in model.parameters()):
+        for ticket in list(grad.rest.tickets):
+            ticket.written.wait(10)
+
+
+def comes_true(condition):
+    """Soon: a thread of the engine may be about to let go of something."""
+    for _ in range(100):
+        gc.collect()
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def kept(optimizer):
+    return optimizer._penstock.states.gradients
+
+
+def gradient_bytes(model):
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def train(model, optimizer, *, steps=4, times=1, before_step=lambda _: None):
+    for step in range(steps):
+        for turn in range(times):
+            backward(model, 10 * step + turn)
+        before_step(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("budget", [0, 6000, "1GiB"])
+def test_accumulated_gradients_come_back_to_the_bit(dtype, budget, small):
+    ours, theirs = network(dtype), network(dtype)
+    # on_flash: bfloat16 weights without a master, as in torch
+    a = on_flash(torch.optim.AdamW(ours.parameters()), gradient_memory=budget, **small)
+    b = torch.optim.AdamW(theirs.parameters())
+    train(ours, a, times=3)
+    train(theirs, b, times=3)
+    assert_same(ours.parameters(), theirs.parameters())
+    assert (kept(a).written > 0) == (budget != "1GiB")
+    a.close()
+
+
+def test_each_gradient_is_written_once_in_a_backward_and_read_once_in_a_step(small, faulty):
+    model = network()
+    a = FlashSGD(model.parameters(), lr=0.1, gradient_memory=0, **small)  # no states to move
+    backward(model, 0)
+    assert kept(a).written == gradient_bytes(model)
+    assert all(isinstance(p.grad, Away) for p in model.parameters())
+    land(model)
+    a.step()
+    reads = [call for call in faulty.calls if call.op == "read"]
+    tiles = a._penstock.states.tiles
+    assert len(reads) == sum(len(tile.pieces) for tile in tiles)
+    assert kept(a).written == gradient_bytes(model)
+    a.close()
+
+
+def test_what_fits_is_not_written_and_takes_no_space(small):
+    model = network()
+    a = FlashAdamW(model.parameters(), gradient_memory=gradient_bytes(model), **small)
+    train(model, a, times=2)
+    assert not kept(a).written
+    assert kept(a)._shelf._tier is None
+    a.close()
+
+
+def test_the_budget_is_kept_to_and_the_first_gradients_of_a_backward_stay(small):
+    model = network()
+    budget = 3 * gradient_bytes(model) // 5
+    a = FlashAdamW(model.parameters(), gradient_memory=budget, **small)
+    backward(model, 0)
+    assert 0 < kept(a).held_bytes <= budget
+    written = kept(a).written
+    assert not isinstance(model[3].weight.grad, Away)
+    backward(model, 1)
+    assert kept(a).written == 2 * written
+    a.close()
+
+
+def test_clipping_needs_no_second_pass_over_flash(small, faulty):
+    ours, theirs = network(), network()
+    a = FlashSGD(ours.parameters(), lr=0.1, clip_norm=0.02, gradient_memory=0, **small)
+    b = torch.optim.SGD(theirs.parameters(), lr=0.1, fused=True)
+    for step in range(4):
+        backward(ours, step)
+        backward(theirs, step)
+        norm = nn.utils.clip_grad_norm_(theirs.parameters(), 0.02)
+        land(ours)
+        before = len(faulty.calls)
+        a.step()
+        pieces = sum(len(tile.pieces) for tile in a._penstock.states.tiles)
+        assert len(faulty.calls) - before == pieces
+        b.step()
+        assert torch.equal(a._penstock.states.last_norm, norm)
+        a.zero_grad()
+        b.zero_grad()
+    assert_same(ours.parameters(), theirs.parameters())
+    a.close()
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+def test_who_clips_or_looks_at_a_gradient_need_not_know_where_it_is(small, foreach):
+    ours, theirs = network(), network()
+    a = FlashAdamW(ours.parameters(), gradient_memory=0, **small)
+    b = torch.optim.AdamW(theirs.parameters(), fused=True)
+
+    def clip(model):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.02, foreach=foreach)
+        nn.utils.clip_grad_value_(model.parameters(), 0.01, foreach=foreach)
+
+    train(ours, a, times=2, before_step=clip)
+    train(theirs, b, times=2, before_step=clip)
+    assert_same(ours.parameters(), theirs.parameters())
+    backward(ours, 0)
+    backward(theirs, 0)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine.grad + 0, other.grad)
+        assert "gradient of parameter" in repr(mine.grad)
+    a.zero_grad(set_to_none=False)
+    assert not any(p.grad.count_nonzero() for p in ours.parameters())
+    a.close()
+
+
+def test_a_view_of_a_gradient_is_one(small):
+    model = network()
+    a = FlashAdamW(model.parameters(), gradient_memory=0, **small)
+    backward(model, 0)
+    grad = model[0].weight.grad
+    grad.view(-1)[3] = 7.0
+    assert grad[0, 3] == 7.0
+    assert grad.norm() == grad.clone().norm()
+    backward(model, 1)  # it stays, since that view may be in use
+    assert grad.rest.real is not None
+    a.close()
+
+
+def test_a_grad_scaler_unscales_what_is_on_flash(small):
+    ours, theirs = network(), network()
+    a = FlashAdamW(ours.parameters(), gradient_memory=0, **small)
+    b = torch.optim.AdamW(theirs.parameters(), fused=True)
+    for model, optimizer in ((ours, a), (theirs, b)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(4):
+            scale = float("inf") if step == 2 else float(scaler.scale(torch.ones(1)))
+            backward(model, step, scale)
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert_same(ours.parameters(), theirs.parameters())
+    a.close()
+
+
+def test_a_gradient_that_is_given_up_gives_its_place_up(small):
+    model = network()
+    a = FlashAdamW(model.parameters(), gradient_memory=0, **small)
+    train(model, a, steps=2, times=3)
+    assert comes_true(lambda: not kept(a)._shelf.held_bytes)
+    backward(model, 0)
+    assert kept(a)._shelf.held_bytes >= gradient_bytes(model)
+    land(model)
+    model.zero_grad()
+    assert not kept(a)._shelf.held_bytes
+    a.close()
+
+
+def test_parameters_that_are_thawed_or_added_later(small):
+    ours, theirs = network(), network()
+    for model in (ours, theirs):
+        model[0].weight.requires_grad_(False)
+    a = FlashAdamW(list(ours.parameters())[:4], gradient_memory=0, **small)
+    b = torch.optim.AdamW(list(theirs.parameters())[:4], fused=True)
+    for model, optimizer in ((ours, a), (theirs, b)):
+        train(model, optimizer, steps=2)
+        optimizer.add_param_group({"params": list(model.parameters())[4:]})
+        model[0].weight.requires_grad_(True)
+        train(model, optimizer, steps=3, times=2)
+    assert_same(ours.parameters(), theirs.parameters())
+    a.close()
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulation": 3}, {"accumulation": 2, "threads": 2}])
+def test_update_in_backward_uses_gradients_up(settings, small):
+    ours, theirs = network(), network()
+    a = FlashAdamW(
+        ours.parameters(), gradient_memory=0, overlap=True, **{**small, "threads": 1, **settings}
+    )
+    b = torch.optim.AdamW(theirs.parameters(), fused=True)
+    times = settings.get("accumulation", 1)
+    for step in range(4):
+        for turn in range(times):
+            backward(ours, 10 * step + turn)
+            backward(theirs, 10 * step + turn)
+        for future in list(a._penstock._overlap._futures.values()):
+            future.result(10)
+        assert all(p.grad is None for p in ours.parameters())
+        a.step()
+        b.step()
+        b.zero_grad()
+    assert_same(ours.parameters(), theirs.parameters())
+    assert kept(a).written == 4 * (times - 1) * gradient_bytes(ours)  # never the last sum
+    a.close()
+
+
+def test_update_in_backward_clips_by_the_norm_before_though_gradients_are_gone(small):
+    ours, theirs = network(), network()
+    a = FlashAdamW(ours.parameters(), gradient_memory=0, overlap=True, clip_norm=0.02, **small)
+    b = FlashAdamW(theirs.parameters(), overlap=True, clip_norm=0.02, **small)
+    for step in range(5):
+        for model, optimizer in ((ours, a), (theirs, b)):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(a._penstock.states.last_norm, b._penstock.states.last_norm)
+    assert_same(ours.parameters(), theirs.parameters())
+    a.close()
+    b.close()
+
+
+# -- faults ---------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_leaves_gradients_in_memory_with_one_warning(small, faulty):
+    ours, theirs = network(), network()
+    a = FlashSGD(ours.parameters(), lr=0.1, gradient_memory=0, **small)
+    b = torch.optim.SGD(theirs.parameters(), lr=0.1, fused=True)
+    faulty._every = Fail(errno.ENOSPC)
+    with pytest.warns(PenstockWarning, match="gradient_memory cannot be written") as told:
+        train(ours, a, steps=2, times=2)
+    assert len(told) == 1
+    faulty._every = None
+    train(theirs, b, steps=2, times=2)
+    written = kept(a).written
+    train(ours, a, steps=2, times=2)  # it is tried again
+    train(theirs, b, steps=2, times=2)
+    assert kept(a).written > written
+    assert_same(ours.parameters(), theirs.parameters())
+    a.close()
+
+
+def test_no_room_for_all_gradients_is_no_error_either(small, monkeypatch):
+    model = network()
+    a = FlashSGD(model.parameters(), lr=0.1, gradient_memory=0, **small)
+    monkeypatch.setattr("penstock.tier.flash.free_space_bytes", lambda _: 4096)
+    with pytest.warns(PenstockWarning, match="stay in memory"):
+        backward(model, 0)
+    assert not any(isinstance(p.grad, Away) for p in model.parameters())
+    a.step()
+    a.close()
+
+
+def test_a_gradient_that_cannot_be_read_is_named_in_step_and_in_backward(small, faulty):
+    model = network()
+    a = FlashSGD(model.parameters(), lr=0.1, gradient_memory=0, **small)
+    backward(model, 0)
+    land(model)
+    faulty._every = Fail(errno.EIO)
+    named = r"read of .* elements \d+ to \d+ of the gradient of parameter \d of group 0"
+    with pytest.raises(TransferError, match=named):
+        backward(model, 1)
+    with pytest.raises(TransferError, match=named):
+        a.step()
+    with pytest.raises(ClosedError, match="failed in the middle"):
+        a.step()
+    a.close()
+
+
+def test_a_gradient_that_changed_on_flash_is_found(small, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_VERIFY", "full")
+    model = network()
+    a = FlashSGD(model.parameters(), lr=0.1, gradient_memory=0, **small)
+    backward(model, 0)
+    land(model)
+    place = model[0].weight.grad.rest.tickets[0].place
+    piece = place.pieces[0]
+    descriptor = os.open(f"/proc/self/fd/{piece.file.fd}", os.O_WRONLY)
+    os.pwrite(descriptor, b"?" * 4096, piece.offset_bytes)
+    os.close(descriptor)
+    with pytest.raises(ChecksumError, match="gradient of parameter"):
+        a.step()
+    a.close()
+
+
+def test_an_optimizer_that_is_dropped_takes_its_gradients_along(small):
+    model = network()
+    a = FlashSGD(model.parameters(), lr=0.1, gradient_memory=0, **small)
+    backward(model, 0)
+    land(model)
+    gone = weakref.ref(kept(a))
+    del a
+    assert comes_true(lambda: gone() is None)
+    with pytest.raises(ClosedError, match="its optimizer is gone"):
+        model[0].weight.grad.norm()
+    model.zero_grad()
+    backward(model, 0)
+    assert not isinstance(model[0].weight.grad, Away)
