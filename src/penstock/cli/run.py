@@ -79,6 +79,12 @@ def parser() -> argparse.ArgumentParser:
         "--codec", metavar="NAME", help="auto, none, or a codec for all (default: auto, lossless)"
     )
     made.add_argument(
+        "--recompute",
+        action="store_true",
+        default=None,
+        help="have modules run again in backward where that is quicker than moving what they save",
+    )
+    made.add_argument(
         "--config", metavar="FILE", help="TOML with a table [offload]; options here overrule it"
     )
     made.add_argument(
@@ -279,6 +285,7 @@ def _config(options: argparse.Namespace) -> OffloadConfig:
         "flash_capacity",
         "policy",
         "codec",
+        "recompute",
         "floor",
         "event_log",
         "tbw",
