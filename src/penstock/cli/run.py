@@ -194,6 +194,7 @@ class _Attendant:
         self._debug = debug
         self._pid = os.getpid()
         self._session: Session | None = None
+        self._was_refused = False
 
     def start(self) -> None:
         """Torch is there: open the session.
@@ -223,6 +224,7 @@ class _Attendant:
         except PenstockError as error:
             if self._debug:
                 raise
+            self._was_refused = True
             raise SystemExit(report(error)) from None
         self._session = session
         importlib.import_module("penstock.jobs.signals").Sleeper(
@@ -261,6 +263,8 @@ class _Attendant:
             write_json({"schema": 1, "command": self._words, "summary": facts}, self.answer)
         elif sys.__stderr__ is None:
             return
+        elif self._was_refused:
+            return  # that was said
         elif summary is None:
             say("the script did not import torch: there was nothing to offload")
         else:
