@@ -1,7 +1,9 @@
 """A convolutional network learns to read digits under Lightning (`pip install lightning scikit-learn`).
 
-python examples/lightning_trainer.py
-penstock run --device-memory 24MiB --flash . examples/lightning_trainer.py
+Run it without Penstock and with it, and compare what it prints:
+
+    python examples/lightning_trainer.py
+    penstock run --device-memory 24MiB --flash . examples/lightning_trainer.py
 """
 
 from __future__ import annotations
