@@ -8,6 +8,8 @@ import zipfile
 import pytest
 from cli_processes import NOTICE, both, end, start_plain, start_under
 
+from penstock.cli import run
+
 SCRIPTS = {
     "sees what it would see": """
         import os, sys
@@ -221,3 +223,11 @@ def test_the_command_loads_neither_torch_nor_numpy(tmp_path):
         "import penstock.cli.run, sys; print([m for m in ('torch', 'numpy') if m in sys.modules])"
     )
     assert end(start_plain(tmp_path, "-c", code)).out == "[]\n"
+
+
+def test_recomputing_is_asked_for_by_an_option_or_by_the_file(tmp_path):
+    (tmp_path / "offload.toml").write_text("[offload]\nrecompute = true\n")
+    by_file = ("--config", str(tmp_path / "offload.toml"))
+    for options, wanted in (((), False), (("--recompute",), True), (by_file, True)):
+        parsed = run.parser().parse_args([*options, "script.py"])
+        assert run._config(parsed).recompute is wanted

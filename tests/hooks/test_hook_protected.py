@@ -39,6 +39,30 @@ def test_an_optimizers_parameters_and_state():
     assert holds(protected, state["exp_avg_sq"])
 
 
+def test_a_lazy_module_has_nothing_to_protect_before_it_runs(session_for):
+    """Its first forward may fall into a session, which is where it gets its weights."""
+
+    def trained():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.LazyLinear(64), nn.LazyBatchNorm1d())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.randn(256, 64)).square().mean().backward()
+            optimizer.step()
+        return model.state_dict()
+
+    without = trained()
+    with session_for():
+        within = trained()
+    assert all(torch.equal(without[name], within[name]) for name in without)
+    protected = ProtectedStorages()
+    lazy = nn.LazyLinear(4)
+    protected.add_module(lazy)
+    lazy(torch.ones(1, 4))
+    protected.refresh()
+    assert holds(protected, lazy.weight)
+
+
 def test_refresh_looks_again_and_forgets_what_is_gone():
     protected = ProtectedStorages()
     model = nn.Linear(4, 4)

@@ -22,6 +22,7 @@ from offload_runs import (
     wait_for_writes,
     written_bytes,
 )
+from penstock.core.errors import BudgetError
 from penstock.observe.recorder import Stage
 
 # -- 11: checkpointing -----------------------------------------------------------------------------
@@ -153,6 +154,16 @@ def test_trap_12_compiled_inside_the_session_as_well(session_for, dynamo):
         assert written_bytes(session) > 0
         del loss
         assert_nothing_held(session)
+
+
+@EXTRA_HOOKS
+def test_trap_12_a_budget_too_small_for_a_whole_model_says_to_compile_blocks(session_for, dynamo):
+    model = torch.compile(nn.Sequential(*blocks(2)), backend="eager")
+    with (
+        session_for(model, device_memory="16KiB"),
+        pytest.raises(BudgetError, match=r"block\.compile\(\)"),
+    ):
+        model(leaf(256, 64)).sum().backward()
 
 
 # -- 25: torch.func --------------------------------------------------------------------------------

@@ -70,6 +70,14 @@ def test_all_come_to_an_end_within_the_budget_and_nobody_waits_too_long(
     raise AssertionError([(each.name, each.entry.phase, each.left_s) for each in jobs])
 
 
+def test_who_comes_second_waits_for_its_turn_from_the_first_decision_on():
+    """And is not told of a machine that has room: who comes first is about to take it."""
+    world = World(limits(), [job("a", 60), job("b", 60)])
+    world.tick()
+    assert world.decision.wake == ("a",)
+    assert world.decision.notes["b"] == "waits for its turn"
+
+
 def test_two_small_ones_are_awake_together():
     world = World(limits(), [job("a", 45), job("b", 45), job("c", 60)])
     together = 0

@@ -214,3 +214,17 @@ def test_another_run_or_script_is_refused(disk_path, keeper_for):
     (disk_path / "kept/run.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
         keeper_for(resume=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_directory_keeps_one_run_at_a_time(tmp_path):
+    """Two runs would overwrite what the other sleeps on, and the first to end would remove it."""
+    first, second = (Record(str(tmp_path), words=[], script=None) for _ in range(2))
+    held = first.hold()
+    with pytest.raises(ConfigError, match="keeps another run, which has not ended"):
+        second.hold()
+    if not (child := os.fork()):  # a worker of the first, which may outlive it
+        os._exit(os.path.exists(f"/proc/self/fd/{held}"))
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(held)
+    os.close(second.hold())

@@ -393,3 +393,8 @@ def program(name, *arguments):
     )
     assert done.returncode == 0, done.stderr.decode()
     return json.loads(done.stdout)
+
+
+def test_a_lazy_module_that_never_ran_has_nothing_to_suspend():
+    held, stay = storages_of([("weight", torch.nn.LazyLinear(4).weight)])
+    assert (held, list(stay)) == ([], ["weight"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -201,6 +202,11 @@ def test_json_is_json_and_complete(summary):
 )
 def test_the_text_says(summary, said):
     assert said in str(summary)
+
+
+def test_what_is_not_less_is_not_called_less(recorder):
+    text = str(summarize(recorder.snapshot(), replace(FACTS, saved_bytes_per_step=60 * MIB)))
+    assert "saves 60.00 MiB a step; it was done in 64.00 MiB\n" in text
 
 
 def test_a_peak_over_the_budget_is_pointed_out(recorder):

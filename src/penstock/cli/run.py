@@ -79,6 +79,12 @@ def parser() -> argparse.ArgumentParser:
         "--codec", metavar="NAME", help="auto, none, or a codec for all (default: auto, lossless)"
     )
     made.add_argument(
+        "--recompute",
+        action="store_true",
+        default=None,
+        help="have modules run again in backward where that is quicker than moving what they save",
+    )
+    made.add_argument(
         "--config", metavar="FILE", help="TOML with a table [offload]; options here overrule it"
     )
     made.add_argument(
@@ -188,6 +194,7 @@ class _Attendant:
         self._debug = debug
         self._pid = os.getpid()
         self._session: Session | None = None
+        self._was_refused = False
 
     def start(self) -> None:
         """Torch is there: open the session.
@@ -217,6 +224,7 @@ class _Attendant:
         except PenstockError as error:
             if self._debug:
                 raise
+            self._was_refused = True
             raise SystemExit(report(error)) from None
         self._session = session
         importlib.import_module("penstock.jobs.signals").Sleeper(
@@ -255,6 +263,8 @@ class _Attendant:
             write_json({"schema": 1, "command": self._words, "summary": facts}, self.answer)
         elif sys.__stderr__ is None:
             return
+        elif self._was_refused:
+            return  # that was said
         elif summary is None:
             say("the script did not import torch: there was nothing to offload")
         else:
@@ -279,6 +289,7 @@ def _config(options: argparse.Namespace) -> OffloadConfig:
         "flash_capacity",
         "policy",
         "codec",
+        "recompute",
         "floor",
         "event_log",
         "tbw",

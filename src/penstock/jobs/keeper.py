@@ -13,11 +13,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -107,6 +109,24 @@ class Record:
                 os.close(directory)
         except OSError as error:
             raise SuspendError(f"--state: {self._path!r} cannot be written: {error}") from error
+
+    def hold(self) -> int:
+        """Keep the directory to this process, until it ends or closes what is returned.
+
+        Raises:
+            ConfigError: It is another's.
+        """
+        fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(fd)
+            raise ConfigError(
+                f"--state {self.directory!r} keeps another run, which has not ended: name a directory for"
+                " each process, also where one launcher starts several"
+            ) from error
+        os.register_at_fork(after_in_child=partial(_close, fd))  # a worker may live on
+        return fd
 
     def forget(self) -> None:
         """The run is over: there is nothing to resume."""
@@ -224,9 +244,8 @@ class Keeper:
         """Checksums of all that the job holds, by name."""
         made = []
         for name, tensor in tensors_of(job.modules, job.optimizers):
-            with suppress(
-                NotImplementedError, RuntimeError
-            ):  # a subclass without memory of its own
+            # a subclass without memory of its own, or a lazy module's that has not run
+            with suppress(NotImplementedError, RuntimeError, ValueError):
                 plain = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
                 made.append((name, xxhash.xxh3_128_hexdigest(plain.numpy().data)))
         for name, digest in _generators().items():
@@ -253,8 +272,15 @@ def opened(
     resume: bool,
     tell: Callable[[str], None],
 ) -> Keeper:
-    """A keeper of a run; see :class:`Record` and :class:`Keeper`."""
-    return Keeper(Record(directory, words=words, script=script), resume=resume, tell=tell)
+    """A keeper of a run, which has the directory to itself; see :class:`Record` and :class:`Keeper`."""
+    record = Record(directory, words=words, script=script)
+    record.hold()
+    return Keeper(record, resume=resume, tell=tell)
+
+
+def _close(fd: int) -> None:
+    with suppress(OSError):
+        os.close(fd)
 
 
 def _check_is_there(path: str) -> None:

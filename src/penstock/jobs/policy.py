@@ -179,7 +179,7 @@ def decide(entries: Sequence[Entry], turn: Turn, limits: Limits) -> Decision:
     wake = _wake_now([each for each in ranked if each.name in chosen], entries, limits)
     for each in able:
         if each.name not in chosen or each.phase in (Phase.WAITING, Phase.ASLEEP):
-            notes.setdefault(each.name, _why(each, entries, limits))
+            notes.setdefault(each.name, _why(each, entries, wake, limits))
     for name in wake:
         notes.pop(name, None)
     return Decision(turn=turn, sleep=sleep, wake=wake, notes=notes)
@@ -380,8 +380,12 @@ def _obstacle(together: Sequence[Entry], limits: Limits) -> str | None:
     return None
 
 
-def _why(each: Entry, entries: Sequence[Entry], limits: Limits) -> str:
-    up = [one for one in entries if one.name != each.name and one.phase in (*UP, Phase.SUSPENDING)]
+def _why(each: Entry, entries: Sequence[Entry], wake: Sequence[str], limits: Limits) -> str:
+    up = [
+        one
+        for one in entries
+        if one.name != each.name and (one.phase in (*UP, Phase.SUSPENDING) or one.name in wake)
+    ]
     fixed = [one.name for one in up if one.fixed]
     if fixed:
         return f"waits for {fixed[0]!r}, which cannot sleep now"

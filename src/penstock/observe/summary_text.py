@@ -125,7 +125,8 @@ def _against_budget(summary: Summary) -> str:
     if device is None or not device.peak_bytes:
         return ""
     ratio = summary.saved_bytes_per_step / device.peak_bytes
-    return f"; it was done in {format_bytes(device.peak_bytes)}, {ratio:.1f} times less"
+    less = f", {ratio:.1f} times less" if ratio >= 1.05 else ""  # 1.0 times less is not less
+    return f"; it was done in {format_bytes(device.peak_bytes)}{less}"
 
 
 def _memory(summary: Summary) -> Table | None:

@@ -11,6 +11,7 @@ import torch
 
 from penstock.core import knobs
 from penstock.core.errors import ConfigError, PenstockWarning
+from penstock.core.units import format_bytes
 from penstock.optim.optimizer import OnFlash, on_flash
 
 KNOWN: Final = tuple(
@@ -40,6 +41,7 @@ class Adoption:
             tell: Called with what each adopted optimizer costs the SSD, before its first step.
         """
         self._tell = tell
+        self._told_of_small = False
         self.adopted: list[torch.optim.Optimizer] = []
         self._settings = dict(settings)
         self._originals: dict[type[Any], Any] = {}
@@ -64,9 +66,14 @@ class Adoption:
 
     def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        if sum(p.numel() * p.element_size() for p in params) < knobs.floor_bytes():
-            return  # not worth a file
+        nbytes = sum(p.numel() * p.element_size() for p in params)
         name = type(optimizer).__name__
+        if nbytes < knobs.floor_bytes():
+            self._tell_once(
+                f"{name}: optimizer states stay in memory: {format_bytes(nbytes)} of parameters are"
+                f" below the floor of {format_bytes(knobs.floor_bytes())}, and not worth a file"
+            )
+            return
         try:
             on_flash(optimizer, **self._settings)
         except ConfigError as error:
@@ -77,3 +84,9 @@ class Adoption:
         self.adopted.append(optimizer)
         if self._tell is not None:
             self._tell(f"{name}: {cast(OnFlash, optimizer).wear()}")
+
+    def _tell_once(self, text: str) -> None:
+        """Of small optimizers a script may make thousands."""
+        if self._tell is not None and not self._told_of_small:
+            self._tell(text)
+        self._told_of_small = True

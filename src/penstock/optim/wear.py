@@ -32,6 +32,8 @@ class Wear:
         return steps is not None and self.planned_steps is not None and self.planned_steps > steps
 
     def __str__(self) -> str:
+        if not self.bytes_per_step:
+            return "optimizer states: nothing is written in a step, for they fit in its buffers"
         text = f"optimizer states: {format_bytes(self.bytes_per_step)} written in a step"
         if self.steps_until_tbw is not None and self.tbw_bytes is not None:
             text += f", {self.steps_until_tbw} steps until the {self.tbw_bytes / 1e12:g} TB rated"

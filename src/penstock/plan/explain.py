@@ -99,7 +99,10 @@ def shortages(case: Case, mask: Mask, segments: tuple[Segment, ...], need: Resid
         ]
     room = device_bytes - need.kept_bytes
     if room < least_window(returning(case.profile, mask), need.working_bytes):
-        return [f"reads cannot run ahead at first: {format_bytes(room)} are not kept"]
+        return [
+            f"only {format_bytes(room)} of the budget are not taken by what stays, too little to read"
+            " ahead in: backward waits for the first reads"
+        ]
     return []
 
 

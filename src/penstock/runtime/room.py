@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Final
 
 import torch
 
@@ -25,6 +26,13 @@ from penstock.observe.recorder import Recorder, Stage, StallCause
 from penstock.runtime.passes import Pass
 from penstock.runtime.residency import Residency, SavedStorage
 from penstock.runtime.traffic import SMALL, Traffic, strip
+
+_COMPILED: Final = "OptimizedModule"
+"""What `torch.compile(model)` is called, and so what it saves."""
+_BLOCKS: Final = (
+    "; torch.compile took the model as a whole, so that it saves everything when forward is over and"
+    " needs much of it at once: compile its blocks, as with `for block in blocks: block.compile()`"
+)
 
 
 class Room:
@@ -208,9 +216,10 @@ class Room:
             f"the {self._budget.name} budget of {limit} bytes ({format_bytes(limit)}) is too small"
             f" for {name}: it needs {nbytes} bytes beside {used} that cannot be moved away now"
             f" ({small} of them in tensors below the floor, which stay); give at least {least} bytes"
-            f" ({format_bytes(least)})"
-            + (", or a lower floor" if 4 * small > limit else "")
-            + ("" if self._traffic.tiers else ", or name a flash directory to spill to"),
+            f" ({format_bytes(least)}) to get past this point"
+            + (", or a lower `floor`, so that they can be moved" if 4 * small > limit else "")
+            + ("" if self._traffic.tiers else ", or name a flash directory to spill to")
+            + (_BLOCKS if name.startswith(_COMPILED) else ""),
             slot=name,
             limit_bytes=limit,
             least_bytes=least,
