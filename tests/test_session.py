@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
 import torch
 
+import penstock
 from offload_runs import assert_within_budget, wait_for_writes
+from penstock.core.errors import ConfigError
 from penstock.observe import Level, Mark, Span, Stage, read_events
 from penstock.report.trace import write_trace
 
@@ -115,3 +118,10 @@ def test_rss_is_sampled_when_asked(session_for):
         train(net, 2)
         memory = {line.memory: line for line in session.summary().memory}
     assert memory["rss"].peak_bytes > 50 << 20
+
+
+def test_what_is_no_model_or_optimizer_is_refused():
+    with pytest.raises(ConfigError, match="model is a str, it must be of type Module"):
+        penstock.offload("model")
+    with pytest.raises(ConfigError, match="optimizer is a list, it must be of type Optimizer"):
+        penstock.offload(None, [])

@@ -67,7 +67,12 @@ class Session:
                 :class:`penstock.tier.ThrottledTier`, for emulation and tests.
             machine: Bandwidths to plan with; measured when the session is entered if not given.
             plan: Followed as it is, in place of the configuration's policy.
+
+        Raises:
+            ConfigError: What is given as model or optimizer is none.
         """
+        _check_kind("model", model, torch.nn.Module)
+        _check_kind("optimizer", optimizer, torch.optim.Optimizer)
         self.config = config
         self._model = model
         self._optimizer = optimizer
@@ -374,6 +379,13 @@ class Session:
         if self.profile is not None:
             return self.profile.peak_saved_bytes
         return sum(each.key.nbytes for each in self.plan.decisions) if self.plan else 0
+
+
+def _check_kind(name: str, given: object, kind: type) -> None:
+    if given is not None and not isinstance(given, kind):
+        raise ConfigError(
+            f"offload: {name} is a {type(given).__name__}, it must be of type {kind.__name__}"
+        )
 
 
 def _device_of(model: torch.nn.Module | None) -> torch.device:
