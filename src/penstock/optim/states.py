@@ -290,7 +290,7 @@ class FlashStates:
         """What ``torch.nn.utils.clip_grad_norm_`` would multiply gradients with."""
         if not grads:
             return None
-        self.last_norm = torch.nn.utils.get_total_norm(grads)
+        self.last_norm = torch.nn.utils.get_total_norm(grads).cpu()
         return self.factor_of(self.last_norm)
 
     def factor_of(self, norm: Tensor | None) -> Tensor:
@@ -304,7 +304,7 @@ class FlashStates:
         grads = [
             grad for _, grad in sorted(step.grads.items())
         ]  # summed as they are without overlap
-        self.last_norm = torch.nn.utils.get_total_norm(grads)
+        self.last_norm = torch.nn.utils.get_total_norm(grads).cpu()
 
     def _run(self, tiles: Iterable[Tile], visit: Callable[[Tile], None]) -> None:
         futures = [self.pool.submit(visit, tile) for tile in tiles]
