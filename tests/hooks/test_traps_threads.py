@@ -83,7 +83,8 @@ def test_trap_10_a_thread_that_has_the_hooks_is_not_missed(session_for):
                 return gradients_of(lambda: run_through(model, features), model, features)
 
         in_thread(work)  # a warning would be an error
-        assert flow_count(session, Stage.WRITE) > 0
+        assert session.profile is not None  # what the thread saved has been seen
+        assert "outside this session" not in str(session.summary())
 
 
 def test_trap_10_a_thread_without_gradients_misses_nothing(session_for):
