@@ -1,4 +1,4 @@
-"""What else touches device memory: suspended jobs, checkpoints, and optimizers whose states are on flash."""
+"""What else touches device memory: suspended jobs, checkpoints, optimizers with states on flash."""
 
 import pytest
 import torch

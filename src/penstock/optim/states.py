@@ -290,21 +290,21 @@ class FlashStates:
         """What ``torch.nn.utils.clip_grad_norm_`` would multiply gradients with."""
         if not grads:
             return None
-        self.last_norm = torch.nn.utils.get_total_norm(grads).cpu()
+        self.last_norm = torch.nn.utils.get_total_norm(grads)
         return self.factor_of(self.last_norm)
 
     def factor_of(self, norm: Tensor | None) -> Tensor:
         """What clips gradients of this norm, as ``torch.nn.utils.clip_grads_with_norm_`` does."""
         assert self.config.clip_norm is not None
         assert norm is not None
-        return torch.clamp(self.config.clip_norm / (norm + 1e-6), max=1.0)
+        return torch.clamp(self.config.clip_norm / (norm.cpu() + 1e-6), max=1.0)
 
     def note_norm(self, step: Pass) -> None:
         """Remember the norm of a pass's gradients for the next one."""
         grads = [
             grad for _, grad in sorted(step.grads.items())
         ]  # summed as they are without overlap
-        self.last_norm = torch.nn.utils.get_total_norm(grads).cpu()
+        self.last_norm = torch.nn.utils.get_total_norm(grads)
 
     def _run(self, tiles: Iterable[Tile], visit: Callable[[Tile], None]) -> None:
         futures = [self.pool.submit(visit, tile) for tile in tiles]
