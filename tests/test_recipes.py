@@ -17,6 +17,7 @@ from penstock.plan import Action, Decision
 from penstock.plan.groups import groups_of
 from penstock.plan.recipes import recipe_name
 from penstock.plan.recomputing import Recomputing
+from penstock.runtime.movers import CpuMover
 from penstock.runtime.remade import REMADE
 from recompute_plans import FLASH, HOST, assert_nothing_unknown, following, profiled, runs_again
 from test_bitwise import SIZES, prepare, train, without_penstock
@@ -94,6 +95,15 @@ def test_from_what_is_in_memory_on_flash_and_in_host_memory(session_for, disk, f
     for tier in (FLASH, HOST):
         assert written_bytes(session, tier) > 0
         assert read_bytes(session, tier) > 0
+
+
+def test_the_mover_is_told_of_what_is_made_again(session_for, disk, monkeypatch):
+    """So that on CUDA other streams wait for it, as they do for what is copied back."""
+    made = []
+    monkeypatch.setattr(CpuMover, "made", lambda mover, storage: made.append(storage.nbytes()))
+    plan = plan_of(session_for, "gpt2")
+    session = check(disk, "gpt2", plan)
+    assert len(made) == runs_again(session)
 
 
 def test_in_a_tight_budget(session_for, disk):

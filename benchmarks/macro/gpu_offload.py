@@ -21,6 +21,7 @@ import os
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ import activation_offload as peers
 import _results
 import penstock
 from penstock import zoo
-from penstock.core.units import format_bytes, parse_bytes
+from penstock.core.units import GIB, format_bytes, parse_bytes
 from penstock.observe import Stage
 
 
@@ -59,16 +60,41 @@ def main() -> None:
         print("gpu_offload: there is no CUDA device, so there is nothing to measure")
         return
     results: dict[str, Any] = {"device": torch.cuda.get_device_name()}
-    for name in args.networks:
-        for place in args.places:
+    failed = False
+    for place in args.places:
+        for name in args.networks:
             key = f"{name}, {place}"
-            try:
-                results[key] = measure(JOBS[name], place, args)
-            except penstock.PenstockError as error:  # no disk to spill to, too little memory
-                results[key] = {"refused": str(error)}
+            results[key] = attempt(JOBS[name], place, args)
             show(key, results[key])
-            gc.collect()
-            torch.cuda.empty_cache()
+            record(results, args)
+            give_back()
+            failed |= "failed" in results[key]
+    if failed:
+        sys.exit("gpu_offload: not everything could be measured")
+
+
+def attempt(job: Job, place: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Figures, or why there are none; the others are measured all the same."""
+    if time.monotonic() > args.end_s:
+        return {"refused": "there was no time left"}
+    try:
+        return measure(job, place, args)
+    except penstock.PenstockError as error:  # no disk to spill to, too little memory
+        return {"refused": str(error)}
+    except Exception as error:  # noqa: BLE001  (a driver or a kernel may fail in any way)
+        traceback.print_exc()
+        return {"failed": f"{type(error).__name__}: {error}"}
+
+
+def give_back() -> None:
+    """The next network begins with an empty device, and without what ``save_on_cpu`` has pinned."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch._C._host_emptyCache()
+
+
+def record(results: dict[str, Any], args: argparse.Namespace) -> None:
+    """After each network, so that what was measured is not lost with the next."""
     config = {
         "rounds": args.rounds,
         "budget_share": args.budget_share,
@@ -80,6 +106,12 @@ def main() -> None:
     print(f"wrote {path.name}")
 
 
+def host_bytes() -> int:
+    """As much again may be pinned by ``save_on_cpu``, in blocks of up to twice what it needs."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(32 * GIB, physical // 4)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--networks", nargs="*", choices=JOBS, default=list(JOBS))
@@ -87,12 +119,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scale", type=float, default=1.0, help="of the batch sizes")
     parser.add_argument("--budget-share", type=float, default=0.5, help="of what autograd saves")
-    parser.add_argument("--host-memory", default="32GiB", help="pinned")
+    parser.add_argument(
+        "--host-memory", default=host_bytes(), help="pinned, in bytes or with a unit"
+    )
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds for everything")
     parser.add_argument(
         "--dir", default=os.environ.get("PENSTOCK_TEST_DIR", "/var/tmp"), help="to spill to"
     )
     args = parser.parse_args()
     args.host_memory = parse_bytes(args.host_memory, what="--host-memory")
+    args.end_s = time.monotonic() + args.limit
     return args
 
 
@@ -158,22 +194,26 @@ def compare(
         for mode, context in modes.items():
             with context():
                 samples[mode].append(step())
+        if time.monotonic() > args.end_s:
+            break
+    rounds = len(samples["plain"])
     after = session.recorder.snapshot()
     figures: dict[str, Any] = {
         mode: figures_of(times, samples["plain"]) for mode, times in samples.items()
     }
     moved = {
-        f"{stage}.{tier}": (flow.nbytes - before.flow(stage, tier).nbytes) // args.rounds
+        f"{stage}.{tier}": (flow.nbytes - before.flow(stage, tier).nbytes) // rounds
         for (stage, tier), flow in after.flows.items()
         if stage in (Stage.COPY_OUT, Stage.COPY_IN, Stage.WRITE, Stage.READ)
     }
     machine = session.planner.machine
     out, back = session._stores.mover.measure()
     figures |= {
+        "rounds": rounds,
         "budget_bytes": session.budget.limit_bytes,
         "peak_charged_bytes": session.budget.peak_bytes,
         "moved_bytes_per_step": moved,
-        "stall_s_per_step": (after.stall_ns - before.stall_ns) / 1e9 / args.rounds,
+        "stall_s_per_step": (after.stall_ns - before.stall_ns) / 1e9 / rounds,
         "link_out_bytes_per_s": out,
         "link_in_bytes_per_s": back,
         "flash_write_bytes_per_s": machine.flash_write_bytes_per_s,
@@ -209,8 +249,9 @@ def bound(figures: dict[str, Any]) -> float:
 
 
 def show(key: str, figures: dict[str, Any]) -> None:
-    if "refused" in figures:
-        print(f"{key}: {figures['refused']}")
+    reason = figures.get("refused") or figures.get("failed")
+    if reason is not None:
+        print(f"{key}: {reason}")
         return
     print(
         f"{key}, batch {figures['batch']}: autograd saves {format_bytes(figures['saved_bytes'])},"

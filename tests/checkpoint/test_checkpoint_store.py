@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import CheckpointError, ConfigError, DamagedError, MismatchError, checkpoint
-from penstock.checkpoint import values
+from penstock.checkpoint import moves, store, values
 from penstock.checkpoint.disk import Directory, lock
 from penstock.checkpoint.dtypes import DTYPES
 
@@ -21,6 +21,19 @@ STORE = small_store()
 
 def files_of(path):
     return sorted(path.glob("*.safetensors"))
+
+
+def test_devices_are_waited_for_before_other_threads_copy_from_them(disk_path, monkeypatch):
+    """The streams of those threads come after nothing that the calling thread has told the device."""
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    devices = [torch.device("cpu"), *[torch.device("cuda", index) for index in (1, 0, 1)]]
+    moves.await_devices(devices)
+    assert sorted(waited, key=str) == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    asked = []
+    monkeypatch.setattr(store, "await_devices", asked.extend)
+    STORE.save(disk_path / "a", {"x": torch.ones(8)})
+    assert asked == [torch.device("cpu")]
 
 
 def test_everything_comes_back_and_shared_memory_is_shared(disk_path):

@@ -33,6 +33,12 @@ def quick(monkeypatch):
     monkeypatch.setattr(compute, "device", lambda: torch.device("cpu"))
 
 
+def test_the_network_and_its_batch_are_on_the_device_that_is_measured(monkeypatch):
+    monkeypatch.setattr(compute, "_BATCH", {"meta": 2})
+    monkeypatch.setattr(compute, "_LOAD", {"size": "tiny"})
+    assert compute.Load(torch.device("meta")).run(0.0) > 0  # on two devices it would raise
+
+
 def bench(directory, *more):
     return main(
         ["bench", "machine", "--flash", str(directory), "--seconds", "0.02", *map(str, more)]

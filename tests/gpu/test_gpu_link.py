@@ -52,6 +52,20 @@ def mover(link, device):
     assert budget.used_bytes == 0
 
 
+@pytest.fixture
+def warm(mover, device):
+    """What is made when it is first used is there: lanes, kernels, memory of the allocator."""
+    for _ in range(2):
+        source = torch.ones(NBYTES, dtype=torch.uint8, device=device)
+        ticket = mover.write(source.untyped_storage(), HostTier, "slot")
+        ticket.written.wait(10)
+        target = mover.allocate(ticket)
+        mover.read(HostTier, ticket, target, 0).wait(10)
+        mover.use(mover.finish(target))
+        torch.cuda.synchronize()
+        mover.discard(HostTier, ticket)
+
+
 class HostTier:
     """All that the mover asks of the host tier."""
 
@@ -100,7 +114,7 @@ def test_bytes_survive_the_way_out_and_back(mover, device):
     mover.discard(HostTier, ticket)
 
 
-def test_nothing_waits_for_a_busy_device(mover, device):
+def test_nothing_waits_for_a_busy_device(mover, device, warm):
     source = torch.ones(NBYTES, dtype=torch.uint8, device=device)
     torch.cuda.synchronize()
     torch.cuda._sleep(LONG)
@@ -133,7 +147,7 @@ def test_pinned_copies_run_at_the_pace_of_the_link_and_are_recorded_so(mover, de
     mover.discard(HostTier, ticket)
 
 
-def test_a_used_target_is_free_for_its_stream_at_once(mover, device):
+def test_a_used_target_is_free_for_its_stream_at_once(mover, device, warm):
     source = torch.ones(NBYTES, dtype=torch.uint8, device=device)
     ticket = mover.write(source.untyped_storage(), HostTier, "slot")
     ticket.written.wait(10)

@@ -31,7 +31,11 @@ from penstock.runtime.cuda.link import CudaLink
 from penstock.runtime.cuda.pinned import Slab
 from penstock.tier.wrappers import FaultyTier
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*determinis")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*determinis"),
+    pytest.mark.filterwarnings("ignore:.*AccumulateGrad node's stream"),
+]
 
 
 @lru_cache

@@ -71,6 +71,22 @@ def test_trap_10_a_thread_that_is_missed_is_named(session_for):
     assert all(map(same_bits, found, expected))
 
 
+def test_trap_10_a_thread_that_has_the_hooks_is_not_missed(session_for):
+    """As the one that CUDA's backward runs in, which inherits them; a checkpoint runs modules there."""
+    model = blocks(2)
+    features = leaf(256, 64)
+    with session_for(model) as session:
+
+        def work():
+            hooks = session.hooks
+            with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+                return gradients_of(lambda: run_through(model, features), model, features)
+
+        in_thread(work)  # a warning would be an error
+        assert session.profile is not None  # what the thread saved has been seen
+        assert "outside this session" not in str(session.summary())
+
+
 def test_trap_10_a_thread_without_gradients_misses_nothing(session_for):
     """Evaluation in a thread saves nothing, so there is nothing to warn of."""
     model = blocks(1)

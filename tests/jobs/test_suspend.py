@@ -23,6 +23,7 @@ from penstock.core.errors import (
 )
 from penstock.core.units import MIB
 from penstock.io.pages import PrivateMemory, whole_pages
+from penstock.jobs import suspend
 from penstock.jobs.state import LEAST_BYTES, storages_of
 from penstock.optim import FlashAdamW
 from penstock.tier.wrappers import FaultyTier
@@ -89,6 +90,17 @@ def test_training_goes_on_to_the_same_bits(disk_path, make):
             assert suspended.is_back
         assert_same(state_of(model, optimizer), expected)
     assert list(disk_path.iterdir()) == []
+
+
+def test_devices_are_waited_for_before_their_memory_goes(disk_path, monkeypatch):
+    """Another stream may still be at work on it."""
+    asked = []
+    monkeypatch.setattr(suspend, "await_devices", asked.extend)
+    model = network()
+    with session_in(disk_path, model) as session:
+        penstock.suspend(session)
+        penstock.resume(session)
+    assert set(asked) == {torch.device("cpu")}
 
 
 def test_addresses_and_views_are_what_they_were(disk_path):

@@ -21,7 +21,7 @@ from penstock.core.errors import (
 from penstock.core.units import KIB
 from penstock.io.engine import Priority
 from penstock.observe.recorder import Stage
-from penstock.runtime.cuda import pinned
+from penstock.runtime.cuda import link, pinned
 from penstock.runtime.cuda.tickets import Where
 from penstock.runtime.movers import RESTORED
 
@@ -346,6 +346,39 @@ def test_a_read_settles_when_its_copy_is_enqueued_and_a_user_waits_on_the_device
     assert wrong == []
 
 
+def test_trap_15_what_is_made_again_on_one_stream_is_waited_for_by_another(rig):
+    """Else a backward on two streams would read a remade tensor before it is there."""
+    other = rig.link.stream("compute-1")
+    storage = rig.tensor(1, NBYTES)  # enqueued, not run
+    rig.mover.made(storage)
+    first, rig.link.current = rig.link.current, other
+    wrong = []
+    rig.check(storage, 1, wrong)
+    while other.runnable:
+        other.step()
+    assert other.queue
+    rig.link.finish()
+    assert not wrong
+    rig.link.current = first
+    waiting = len(first.queue)
+    rig.mover.use(storage)
+    assert len(first.queue) == waiting  # which made it, so need not wait
+    del storage
+    check_all_given_back(rig)
+
+
+def test_catching_up_waits_for_the_current_stream_unless_it_is_captured(rig):
+    ran = []
+    rig.link.launch(lambda: ran.append(1))
+    rig.mover.catch_up()
+    assert ran == [1]
+    rig.link.launch(lambda: ran.append(2))
+    rig.link.is_capturing = True
+    rig.mover.catch_up()
+    assert ran == [1]
+    rig.link.is_capturing = False
+
+
 def test_targets_are_charged_until_they_die():
     rig = Rig(budget=NBYTES)
     ticket = rig.spill(1, NBYTES, rig.host_tier)
@@ -509,6 +542,16 @@ def test_the_end_waits_for_what_is_under_way_and_cancels_what_is_queued():
     assert "Cancelled" in repr(queued.written.error)
     assert not rig.link.pinned
     assert not any(stream.queue for stream in rig.link.streams)
+
+
+def test_when_the_interpreter_ends_memory_is_unpinned_without_another_thread(monkeypatch):
+    """From Python 3.12 on none can be started then, and ``penstock run`` closes its session there."""
+
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert link._in_thread(lambda *args: f"called with {args}", 1, 2) == "called with (1, 2)"
 
 
 def test_a_mover_that_is_dropped_unpins_its_memory():

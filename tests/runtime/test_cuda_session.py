@@ -9,6 +9,7 @@ from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError, PenstockWarning
 from penstock.core.units import GIB, MIB
 from penstock.runtime import stores
+from penstock.runtime.cuda.mover import CudaMover
 from penstock.tier.wrappers import FaultyTier
 
 
@@ -102,6 +103,22 @@ def test_host_memory_that_cannot_do_is_refused(link, disk_path, settings, messag
 def test_host_memory_is_shared_out_as_documented(tmp_path, host_memory, flash, parts):
     config = OffloadConfig(host_memory=host_memory, flash=tmp_path if flash else ())
     assert stores._host_parts(config) == parts
+
+
+def test_profiles_are_made_of_the_time_of_the_device(link, disk_path, monkeypatch):
+    """The host's clock would tell how long it takes to enqueue kernels."""
+    caught_up = []
+    monkeypatch.setattr(CudaMover, "catch_up", lambda mover: caught_up.append(1))
+    found = []
+
+    def session_of(model, optimizer):
+        session = session_in(disk_path, model, optimizer, host_memory=HOST, device_memory=BUDGET)
+        session.on_step = lambda: found.append(len(caught_up))
+        return session
+
+    trained(session_of=session_of)
+    assert found[0] > 10  # twice for each slot
+    assert found[0] == found[1] == found[2]
 
 
 def test_without_a_tier_no_host_memory_is_taken():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Final
 
 import torch
@@ -104,6 +105,15 @@ class Elsewhere(Region):
             for low in range(start, stop, _STEP_BYTES)
             for high in (min(low + _STEP_BYTES, stop),)
         ]
+
+
+def await_devices(devices: Iterable[torch.device]) -> None:
+    """Wait until CUDA devices have done all they were told.
+
+    Other threads copy from them, and those have current streams of their own, which come after nothing.
+    """
+    for device in {each for each in devices if each.type == "cuda"}:
+        torch.cuda.synchronize(device)
 
 
 def region_of(tensor: torch.Tensor) -> Region:

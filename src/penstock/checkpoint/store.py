@@ -31,6 +31,7 @@ from penstock.checkpoint.manifest import (
     TensorEntry,
     blocks_of,
 )
+from penstock.checkpoint.moves import await_devices
 from penstock.checkpoint.packing import FILE_BYTES, FilePlan, pack
 from penstock.checkpoint.reading import Health, Opened
 from penstock.checkpoint.streams import Buffers, digest, fill
@@ -140,6 +141,7 @@ class Store:
         """
         plain = plain_state(state, [] if private is None else private)
         document, leaves = collect(plain, frozenset(each.data_ptr() for each in frozen_in(state)))
+        await_devices(each.tensor.device for each in leaves)
         plans, entries = pack(leaves, file_bytes=self.file_bytes)
         return Prepared(document, leaves, plans, entries)
 

@@ -62,7 +62,7 @@ class Load:
         """Build it: many operators, some bound by arithmetic and some by memory."""
         self._wait = _waiter(where)
         self._network = zoo.build("resnet18", **_LOAD).to(where)
-        self._batch = zoo.example_batch(self._network, _BATCH[where.type])
+        self._batch = zoo.example_batch(self._network, _BATCH[where.type], device=where)
 
     def run(self, seconds: float) -> float:
         """Train for about so long; the median seconds of a step."""

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch.nn.modules.module import (
@@ -20,6 +20,8 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 from torch.utils.hooks import RemovableHandle
+
+_autograd: Final[Any] = torch._C._autograd
 
 
 class Place(NamedTuple):
@@ -203,7 +205,7 @@ class ModuleTracker:
             self.observer.enter(module, place, args)
         if self.recipes is not None:
             self.recipes.enter(module, args)
-        if not stack.hooked and torch.is_grad_enabled():
+        if not stack.hooked and torch.is_grad_enabled() and not _has_hooks():
             self._on_missed_thread(threading.current_thread().name)
 
     def _leave(self, module: torch.nn.Module, args: Any, *rest: Any) -> None:
@@ -233,3 +235,8 @@ class ModuleTracker:
         kind = type(module).__name__
         place = self._places[module] = Place(f"{self._stack.places[-1].path}.<{kind}>", kind)
         return place
+
+
+def _has_hooks() -> bool:
+    """Whether this thread has any saved-tensor hooks. Backward's on CUDA has those of its caller."""
+    return _autograd._top_saved_tensors_default_hooks(True) is not None

@@ -24,6 +24,7 @@ from typing import Final
 
 import torch
 
+from penstock.checkpoint.moves import await_devices
 from penstock.core.errors import ClosedError, ConfigError, PenstockError, SuspendError
 from penstock.core.units import MIB, round_up
 from penstock.io import pages as memory
@@ -332,6 +333,7 @@ def suspend(
             rest()
     named = [(f"also.{place}", tensor) for place, tensor in enumerate(also)]
     held, stayed = storages_of([*tensors_of(job.modules, job.optimizers), *named])
+    await_devices(each.storage.device for each in held)
     recall = None if checkpoint is None else Recall(checkpoint, state, held)
     try:
         tier = _space_for(job, held, recall, directories).tier

@@ -31,7 +31,11 @@ def ready_event(tensor: Tensor) -> Any:
 
 
 def copy_across(source: Tensor, target: Tensor, after: Any = None) -> Tensor:
-    """Copy between host and device and wait for it; ``after``: an event to wait for first."""
+    """Copy between host and device and wait for it; ``after``: an event to wait for first.
+
+    The target's type is made on the way, behind that event: what the calling thread itself computes of
+    ``source`` would come after nothing.
+    """
     if source.device == target.device:
         return target.copy_(source)
     device = source.device if source.device.type == "cuda" else target.device

@@ -264,7 +264,7 @@ class FlashStates:
         """What clips gradients of this norm, as ``torch.nn.utils.clip_grads_with_norm_`` does."""
         assert self.config.clip_norm is not None
         assert norm is not None
-        return torch.clamp(self.config.clip_norm / (norm + 1e-6), max=1.0)
+        return torch.clamp(self.config.clip_norm / (norm.cpu() + 1e-6), max=1.0)
 
     def note_norm(self, step: Pass, known: Mapping[int, Tensor]) -> None:
         """Remember the norm of a pass's gradients for the next one; some are ``known`` already."""

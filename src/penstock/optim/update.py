@@ -216,10 +216,11 @@ class Updater:
             return mine, None
         if array.packing == "plain":
             master = packing.plain(array, work.memory, piece.at, mine.numel())
+            after = work.step.ready.get(piece.param)
             if not param.has_state:
-                copy_across(mine.to(master.dtype), master)
+                copy_across(mine, master, after)
             elif param.index in work.step.was_set:
-                _take_over(mine, master)
+                _take_over(mine, master, after)
             return master, None
         master = self._scratch.take(MASTER, torch.float32, at, mine.numel())
         words = _words(master)
@@ -333,9 +334,9 @@ def _is_copy(master: Array, weight: Tensor) -> bool:
     )
 
 
-def _take_over(weight: Tensor, master: Tensor) -> None:
+def _take_over(weight: Tensor, master: Tensor, after: Any) -> None:
     """Set the elements of a master of which the weight is not that any more."""
-    own = copy_across(weight, torch.empty_like(weight, device=master.device))
+    own = copy_across(weight, torch.empty_like(weight, device=master.device), after)
     torch.where(master.to(own.dtype) == own, master, own.to(master.dtype), out=master)
 
 

@@ -101,6 +101,12 @@ class Mover(ABC):
         Said of a storage whenever it is saved, and of what is restored just before it is handed out.
         """
 
+    def made(self, storage: torch.UntypedStorage) -> None:  # noqa: B027  (only some devices need it)
+        """The calling thread has just made ``storage`` again; others that ``use`` it come after that."""
+
+    def catch_up(self) -> None:  # noqa: B027  (only some devices need it)
+        """Wait until the device has done all that the current stream was told: its time is the host's."""
+
     @abstractmethod
     def drop(self, target: Any) -> None:
         """Give up a target that was not finished. Its transfer has settled or was never begun."""

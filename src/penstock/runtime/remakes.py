@@ -144,6 +144,7 @@ class Remakes:
                 remaking.made(storage)
             finally:
                 remaking.close()
+            self._traffic.mover.made(storage)
             with self._lock:
                 if saved.state is Residency.SPILLED:
                     saved.state = Residency.RESTORED

@@ -98,12 +98,19 @@ class Inbound:
 
     def finish(self, target: CudaTarget) -> torch.UntypedStorage:
         """The target as a storage; while its bytes are on their way, ``fill_of`` knows it."""
-        storage, fills = target.storage, self._fills
         if not target.fill.landed:
-            cdata = storage._cdata
-            known = weakref.ref(storage, lambda ref: _forget(fills, cdata, ref))
-            fills[cdata] = (known, target.fill)
-        return storage
+            self._remember(target.storage, target.fill)
+        return target.storage
+
+    def made(self, storage: torch.UntypedStorage) -> None:
+        """Kernels of the current stream make a storage again: rule 7 of the note."""
+        stream = self._link.current_stream(storage.device)
+        self._remember(storage, Fill(stream, made=self._link.record(stream)))
+
+    def _remember(self, storage: torch.UntypedStorage, fill: Fill) -> None:
+        cdata, fills = storage._cdata, self._fills
+        known = weakref.ref(storage, lambda ref: _forget(fills, cdata, ref))
+        fills[cdata] = (known, fill)
 
     def fill_of(self, storage: torch.UntypedStorage) -> Fill | None:
         """How far a restored storage is on its way; ``None`` for any other storage."""
@@ -111,11 +118,13 @@ class Inbound:
         return fill if known is not None and known() is storage else None
 
     def await_fill(self, storage: torch.UntypedStorage, fill: Fill, stream: Stream) -> None:
-        """``stream`` uses a restored storage from now on: rules 5 and 6 of the note."""
+        """``stream`` uses a restored storage from now on: rules 5 to 7 of the note."""
         copy = fill.copy
         if copy is not None:
             self._link.wait(stream, copy.end)
         if stream != fill.stream:
+            if fill.made is not None:
+                self._link.wait(stream, fill.made)
             self._link.keep(storage, stream)
         if copy is not None:
             copy.storage = None  # not before the two lines above

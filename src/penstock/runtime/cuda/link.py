@@ -174,7 +174,11 @@ def _unpin(address: int, device: torch.device) -> str:
 
 
 def _in_thread(call: Callable[..., str], *args: object) -> str:
-    """What ``call`` returns, or its error in words."""
+    """What ``call`` returns, or its error in words.
+
+    When the interpreter ends, Python 3.12 and later start no thread any more, and no kernel follows
+    that could be blamed: then it is called here.
+    """
     results: list[str] = []
 
     def work() -> None:
@@ -184,8 +188,12 @@ def _in_thread(call: Callable[..., str], *args: object) -> str:
             results.append(f"{type(error).__name__}: {error}")
 
     thread = threading.Thread(target=work, name="penstock-pin", daemon=True)
-    thread.start()
-    thread.join()
+    try:
+        thread.start()
+    except RuntimeError:
+        work()
+    else:
+        thread.join()
     return results[0]
 
 

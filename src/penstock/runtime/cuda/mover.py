@@ -20,6 +20,8 @@
        comes after the copy, and so does whatever reuses the memory. If it is another stream than the
        one it was allocated on, the allocator is told so (``record_stream``, which is otherwise
        avoided, because it makes memory come free late).
+    7. What is not copied back but made again is there when the stream that makes it has come so far.
+       An event is recorded behind that, and every other stream that uses it waits for the event.
 
     No cycle can arise: a copy waits only for events that were recorded before it was issued, and a
     stream waits for a copy only after that.
@@ -173,7 +175,7 @@ class CudaMover(Mover):
         return self._in.finish(target)
 
     def use(self, storage: torch.UntypedStorage) -> None:
-        """From now on the current stream works with ``storage``: rules 1, 5 and 6 of the note.
+        """From now on the current stream works with ``storage``: rules 1 and 5 to 7 of the note.
 
         A stream that is ever current here must live as long as the session; those of torch do.
         """
@@ -188,6 +190,16 @@ class CudaMover(Mover):
             self._in.await_fill(storage, fill, stream)
         elif len(streams) > 1:
             self._link.keep(storage, stream)
+
+    def made(self, storage: torch.UntypedStorage) -> None:
+        """The current stream has been told to make ``storage`` again: rule 7 of the note."""
+        self._in.made(storage)
+
+    def catch_up(self) -> None:
+        """Wait for the current stream, unless it is being captured."""
+        link = self._link
+        if not link.capturing():
+            link.synchronize(link.record(link.current_stream(self.device)))
 
     def drop(self, target: CudaTarget) -> None:
         """Nothing to do: it dies with its last reference, which may be a lane's until it has landed."""

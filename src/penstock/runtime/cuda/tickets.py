@@ -60,6 +60,8 @@ class Fill:
     copy: Copy | None = None
     """The copy that fills it, from its issue until it has landed."""
     landed: bool = False
+    made: Event | None = None
+    """For what was made again on ``stream``, and not copied: reached when it is there."""
 
 
 @dataclass(slots=True, eq=False)
