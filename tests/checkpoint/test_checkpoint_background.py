@@ -7,7 +7,8 @@ import torch
 from checkpoint_runs import assert_same, small_store
 
 from penstock import CheckpointError, PenstockWarning, TransferError
-from penstock.checkpoint import Checkpointer
+from penstock.checkpoint import Checkpointer, Saving
+from penstock.checkpoint.background import Source
 from penstock.io.threads import ThreadEngine
 from penstock.testing.faults import Fail, FaultySyscalls, GatedSyscalls
 
@@ -94,6 +95,7 @@ def test_a_step_waits_for_what_is_over_the_budget(budget, gate, disk_path):
         gate.open()
         thread.join()
         assert saving.copied_bytes <= (0 if budget == 0 else 3_000_000)
+        assert (saving.copied_bytes > 0) is (budget != 0)
         ours.wait()
         check(ours.load(), before)
 
@@ -134,6 +136,54 @@ def test_a_change_that_nobody_announced_fails_the_save_and_not_the_run(gate, dis
             ours.save(2, state)
         assert [each.step for each in ours.checkpoints()] == [2]
         assert (ours.stats.saves, ours.stats.failures) == (1, 1)
+
+
+def test_a_step_after_a_change_that_nobody_announced_goes_on(gate, disk_path):
+    weights, optimizer, state = trained()
+    with stored(disk_path, gate) as ours:
+        saving = ours.save(1, state, wait=False)
+        gate.wait_for_call()
+        with torch.no_grad():
+            for each in state["optimizer"].state.values():
+                each["exp_avg_sq"].add_(1)
+        step(weights, optimizer)
+        gate.open()
+        with pytest.raises(CheckpointError, match="was changed while it was being saved"):
+            saving.wait()
+        ours._saving = None
+
+
+def test_while_a_piece_is_copied_the_thread_that_writes_goes_on(disk_path, monkeypatch):
+    """Copies may be slow, for their memory is new: nobody may wait for one but who makes it."""
+    weights, optimizer, state = trained()
+    before = snapshot(state)
+    reads, copying = threading.Event(), threading.Event()
+    copied = Source.copied
+
+    def slow(self, piece, memory):
+        copying.set()
+        assert reads.wait(60), "a tensor is read meanwhile"
+        return copied(self, piece, memory)
+
+    def noted(self, source, piece):
+        if copying.is_set():
+            reads.set()
+        return asked(self, source, piece)
+
+    gate = GatedSyscalls()
+    asked = Saving.reads
+    monkeypatch.setattr(Source, "copied", slow)
+    monkeypatch.setattr(Saving, "reads", noted)
+    try:
+        with stored(disk_path, gate) as ours:
+            ours.save(1, state, wait=False)
+            gate.wait_for_call()
+            threading.Thread(target=lambda: copying.wait(60) and gate.open()).start()
+            step(weights, optimizer)
+            ours.wait()
+            check(ours.load(), before)
+    finally:
+        gate.open()
 
 
 def test_an_announced_change_is_well(gate, disk_path):

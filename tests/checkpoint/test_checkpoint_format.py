@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import CheckpointError, DamagedError
-from penstock.checkpoint.manifest import Manifest
+from penstock.checkpoint.manifest import LEAST_PART, Manifest
 from penstock.checkpoint.values import FormError
 
 STORE = small_store()
@@ -92,7 +92,7 @@ HOSTILE = {
         {"name": "v", "dtype": "float32", "shape": [2], "strides": [2**50], "owner": 0, "skip": 0}),
     "a view askew": lambda d: d["tensors"].append(
         {"name": "v", "dtype": "float32", "shape": [2], "owner": 0, "skip": 3}),
-    "another version": lambda d: d.update(penstock_checkpoint=2),
+    "another version": lambda d: d.update(penstock_checkpoint=3),
     "another checksum": lambda d: d.update(checksum="crc32"),
     "no facts": lambda d: d.update(facts=3),
     "no list": lambda d: d.update(tensors={"a": 1}),
@@ -160,11 +160,13 @@ def test_a_manifest_with_random_changes_is_refused_or_within_bounds(data):
     """Whatever is believed allocates no more than the files are long."""
     size = 1000
     base = {
-        "penstock_checkpoint": 1, "block_bytes": 4096, "checksum": "xxh3-128", "facts": {},
+        "penstock_checkpoint": 2, "block_bytes": 4096, "checksum": "xxh3-128", "facts": {},
         "files": [{"name": "a", "nbytes": size, "sums": ["0" * 32]}],
         "tensors": [{"name": "x", "dtype": "float32", "shape": [10], "file": 0, "offset": 8},
                     {"name": "y", "dtype": "uint8", "shape": [5, 8], "file": 0, "offset": 100},
-                    {"name": "z", "dtype": "uint8", "shape": [5], "owner": 0, "skip": 2}],
+                    {"name": "z", "dtype": "uint8", "shape": [5], "owner": 0, "skip": 2},
+                    {"name": "e", "dtype": "float32", "shape": [99], "file": 0, "offset": 200,
+                     "codec": "byteplane", "stored": 64}],
         "state": None,
     }  # fmt: skip
     numbers = st.one_of(
@@ -172,7 +174,11 @@ def test_a_manifest_with_random_changes_is_refused_or_within_bounds(data):
     )
     for _ in range(data.draw(st.integers(1, 3))):
         tensor = data.draw(st.sampled_from(base["tensors"]))
-        key = data.draw(st.sampled_from(["shape", "strides", "offset", "owner", "skip", "file"]))
+        key = data.draw(
+            st.sampled_from(
+                ["shape", "strides", "offset", "owner", "skip", "file", "stored", "codec"]
+            )
+        )
         tensor[key] = data.draw(
             st.lists(numbers, max_size=3) if key[-1] in "es" and key[0] == "s" else numbers
         )
@@ -181,7 +187,9 @@ def test_a_manifest_with_random_changes_is_refused_or_within_bounds(data):
     except FormError:
         return
     owners = [each for each in manifest.tensors if each.owner < 0]
-    assert sum(each.nbytes for each in owners) <= size
+    assert sum(each.file_bytes for each in owners) <= size
+    assert sum(each.nbytes for each in owners) <= size * LEAST_PART
+    assert sum(each.nbytes for each in owners if not each.codec) <= size
     for each in manifest.tensors:
         assert each.nbytes == math.prod(each.shape) * (4 if each.dtype == "float32" else 1)
         if each.owner >= 0:

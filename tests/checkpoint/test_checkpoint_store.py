@@ -3,6 +3,8 @@
 import json
 import os
 import struct
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -11,10 +13,18 @@ from checkpoint_runs import BLOCK, assert_same, small_store, state
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock import CheckpointError, ConfigError, DamagedError, MismatchError, checkpoint
+from penstock import (
+    CheckpointError,
+    ConfigError,
+    DamagedError,
+    MismatchError,
+    TransferError,
+    checkpoint,
+)
 from penstock.checkpoint import moves, store, values
 from penstock.checkpoint.disk import Directory, lock
 from penstock.checkpoint.dtypes import DTYPES
+from penstock.io.arena import Arena
 
 STORE = small_store()
 
@@ -296,6 +306,26 @@ def test_every_flipped_bit_is_found_and_named(disk_path):
     assert STORE.verify(disk_path / "a").ok
 
 
+def test_a_load_that_ends_in_the_middle_says_what_it_has_overwritten(disk_path):
+    names = [f"t{index}" for index in range(6)]
+    saved = {name: torch.full((BLOCK // 4,), 1.0) for name in names}
+    small_store(file_bytes=8 * BLOCK).save(disk_path / "a", saved)
+    (path,) = files_of(disk_path / "a")
+    data = path.read_bytes()
+    for at, count in ((len(data) - 1, 6), (3 * BLOCK + 99, 3), (99, 0)):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+        into = {name: torch.zeros(BLOCK // 4) for name in names}
+        with pytest.raises(DamagedError) as caught:
+            STORE.load(disk_path / "a", into)
+        changed = [name for name in names if into[name].any()]
+        assert list(caught.value.overwritten) == changed == names[:count]
+        assert f"{count} tensors have been" in str(caught.value) or not count
+        assert ("nothing was changed" in str(caught.value)) is (count == 0)
+        with pytest.raises(DamagedError) as caught:
+            STORE.load(disk_path / "a")
+        assert "overwritten" not in str(caught.value)
+
+
 def test_what_did_not_change_is_known_without_reading_it(disk_path):
     saved = state(6)
     STORE.save(disk_path / "a", saved)
@@ -326,3 +356,39 @@ def test_many_small_parts_share_a_file_and_what_is_frozen_lies_apart(disk_path):
     checkpoint.save(disk_path / "tuned", {"model": model})
     assert len(list((disk_path / "flat").glob("*.safetensors"))) == 1
     assert len(list((disk_path / "tuned").glob("*.safetensors"))) == 2
+
+
+@pytest.mark.parametrize("codec", [None, "byteplane"])
+def test_where_new_memory_is_slow_the_blocks_that_there_are_go_round(codec, disk_path, monkeypatch):
+    made = []
+    allocate = Arena.allocate
+
+    def slow(arena, nbytes):
+        made.append(threading.current_thread().name)
+        time.sleep(0.02)
+        return allocate(arena, nbytes)
+
+    saved = {"x": torch.randn(60 * BLOCK // 4), "y": torch.randn(3 * BLOCK)}
+    monkeypatch.setattr(Arena, "allocate", slow)
+    STORE.save(disk_path / "a", saved, codec=codec)
+    assert made[0] == "MainThread"
+    assert len(made) > 1
+    assert all(name.startswith("penstock-buffers") for name in made[1:])
+    made.clear()
+    assert_same(STORE.load(disk_path / "a"), saved)
+    assert made[0] == "MainThread"
+
+
+def test_where_there_is_no_memory_for_another_block_it_is_said(disk_path, monkeypatch):
+    allocate = Arena.allocate
+
+    def full(arena, nbytes):
+        time.sleep(0.02)
+        if threading.current_thread() is not threading.main_thread():
+            raise TransferError(errno=12, op="map", path="memory", offset_bytes=0, nbytes=nbytes)
+        return allocate(arena, nbytes)
+
+    monkeypatch.setattr(Arena, "allocate", full)
+    with pytest.raises(TransferError):
+        STORE.save(disk_path / "a", {"x": torch.randn(60 * BLOCK // 4)}, codec="byteplane")
+    assert os.listdir(disk_path) == []

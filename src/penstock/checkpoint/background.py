@@ -2,20 +2,21 @@
 
 [Note: copy at the boundary]
     Parameters and optimizer states change at one moment only: in the optimizer's step. So a save may read
-    them until then, from the tensors themselves, in another thread. A hook before the step copies what
-    has not been read yet, the last to be written first, until a budget of bytes is used up, and waits
-    for the rest to be read. Everything else in the state (buffers, generators, averages) may change at
-    any moment and is copied before ``save`` returns. A tensor that is changed all the same is noticed
-    by its version, and the save fails: a checkpoint is of one moment or is not.
+    them until then, from the tensors themselves, in another thread. A hook before the step waits until
+    all has been read, and does not wait idly: it copies pieces of what has not been read yet, the last to
+    be written first, until it meets the thread that writes from the front, or a budget of bytes is used
+    up. Nobody holds a lock while bytes are copied: a piece may be read by both, for nobody changes it
+    before the hook returns. Everything else in the state (buffers, generators, averages) may change at
+    any moment, and the same is done with it before ``save`` returns. A tensor that is changed all the
+    same is noticed by its version, and the save fails: a checkpoint is of one moment or is not.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
 
 import torch
 
@@ -25,60 +26,97 @@ from penstock.checkpoint.moves import Plain, Region
 from penstock.checkpoint.store import Prepared, Saved
 from penstock.core.errors import CheckpointError
 from penstock.core.locks import condition
+from penstock.core.units import MIB
+
+PIECE_BYTES: Final = 2 * MIB
+"""What is copied at once: a huge page, and less than a block."""
 
 Write = Callable[["Saving", list[list[tuple[int, Region]]]], Saved]
 """Writes the regions of all files, telling the first argument which bytes are not read any more."""
 
 
 class Source(Region):
-    """A tensor's bytes, until a copy takes their place."""
+    """A tensor's bytes; those of some pieces are copies of what they were."""
 
-    def __init__(self, region: Region, leaf: Leaf, file: int, end: int) -> None:
+    def __init__(self, saving: Saving, region: Region, leaf: Leaf, file: int, start: int) -> None:
         """Look at the tensor.
 
         Args:
+            saving: Knows who reads.
             region: Its bytes.
             leaf: It.
             file: Number of the file that it goes to.
-            end: Where it ends there.
+            start: Where it begins there.
         """
         self.nbytes = region.nbytes
-        self.file = file
-        self.end = end
-        self.is_copied = False
-        self._region = region
         self.storage = _storage(leaf.tensor)
-        self._leaf: Leaf | None = leaf
+        self._saving = saving
+        self._place = file, start
+        self._region = region
+        self._leaf = leaf
         self._version = leaf.tensor._version
+        self._copies: dict[int, Region] = {}
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether the tensor is not what it was."""
+        return self._leaf.tensor._version != self._version
+
+    @property
+    def pieces(self) -> int:
+        """How many."""
+        return -(-self.nbytes // PIECE_BYTES)
+
+    def piece_bytes(self, piece: int) -> int:
+        """Of one of them."""
+        return min(PIECE_BYTES, self.nbytes - piece * PIECE_BYTES)
+
+    def end(self, piece: int) -> tuple[int, int]:
+        """The file, and where in it a piece ends."""
+        file, start = self._place
+        return file, start + piece * PIECE_BYTES + self.piece_bytes(piece)
+
+    def has_copy(self, piece: int) -> bool:
+        """Whether the tensor is not needed for it."""
+        return piece in self._copies
 
     def copy_out(self, start: int, stop: int, address: int) -> None:
         """Copy some bytes to memory. Raises CheckpointError if the tensor was changed."""
-        self._region.copy_out(start, stop, address)
-        self._check()
+        for piece, low, high in _pieces(start, stop):
+            copy = self._saving.reads(self, piece)
+            if copy is not None:
+                first = piece * PIECE_BYTES
+                copy.copy_out(low - first, high - first, address + low - start)
+                continue
+            try:
+                self._region.copy_out(low, high, address + low - start)
+                was_changed = self.was_changed  # now: afterwards the optimizer's step may come
+            finally:
+                self._saving.has_read()
+            if was_changed:
+                raise CheckpointError(
+                    f"{self._leaf.name} was changed while it was being saved, not by a step of an"
+                    " optimizer in the state: this save is given up; call wait() or before_update()"
+                    " before that change"
+                )
 
     def copy_in(self, start: int, stop: int, address: int) -> None:
         """Not for what is saved."""
         raise AssertionError("what is saved is not written to")
 
-    def copy(self, memory: torch.Tensor) -> None:
-        """Take its bytes to memory of that length, and look at the tensor no more."""
-        self._region.copy_out(0, self.nbytes, memory.data_ptr())
-        self._check()
-        self._region = Plain(memory)
-        self._leaf = None
-        self.is_copied = True
+    def copy_of(self, piece: int) -> Region | None:
+        """What takes its place."""
+        return self._copies.get(piece)
 
-    def forget(self) -> None:
-        """Nobody needs it any more."""
-        self._leaf = None
-        self.is_copied = True
+    def copied(self, piece: int, memory: torch.Tensor) -> Region:
+        """Its bytes, in memory of that length."""
+        start = piece * PIECE_BYTES
+        self._region.copy_out(start, start + memory.numel(), memory.data_ptr())
+        return Plain(memory)
 
-    def _check(self) -> None:
-        if self._leaf is not None and self._leaf.tensor._version != self._version:
-            raise CheckpointError(
-                f"{self._leaf.name} was changed while it was being saved, not by a step of an optimizer"
-                " in the state: this save is given up; call wait() or before_update() before that change"
-            )
+    def take(self, piece: int, copy: Region) -> None:
+        """From now on the copy is read, and not the tensor."""
+        self._copies[piece] = copy
 
 
 class Saving:
@@ -98,7 +136,7 @@ class Saving:
         optimizers: Sequence[torch.optim.Optimizer],
         budget_bytes: int,
     ) -> None:
-        """Copy what may change at any moment, and begin to write.
+        """See to what may change at any moment, and begin to write.
 
         Args:
             prepared: What is saved.
@@ -113,10 +151,12 @@ class Saving:
         self._budget_bytes = budget_bytes
         self._changed = condition()
         self._released = (0, 0)
+        self._reading: Source | None = None
         self._over = False
         self._saved: Saved | None = None
         self._error: BaseException | None = None
         self._fresh = Fresh()
+        self._all: list[Source] = []
         regions = self._sources(prepared)
         unsteady = [each for each in self._all if each.storage not in steady]
         self._hooks = [each.register_step_pre_hook(self._before_step) for each in optimizers]
@@ -151,25 +191,47 @@ class Saving:
         self.stall_s += time.perf_counter() - start
 
     def _let_change(self, sources: Sequence[Source]) -> None:
-        """Copy what the budget allows, from the end, for the thread comes from the beginning."""
-        for source in reversed(sources):
-            with self._changed:
-                if source.is_copied or self._is_released(source):
-                    continue
-                if self.copied_bytes + source.nbytes > self._budget_bytes:
-                    break
-                self._take(source)
+        """See [Note: copy at the boundary]."""
+        needed = self._copy_from_the_end(sources)
+        mine = frozenset(map(id, sources))
         with self._changed:
-            while not self._over and any(
-                not source.is_copied and not self._is_released(source) for source in sources
-            ):
+            while not self._over and (self._released < needed or id(self._reading) in mine):
                 self._changed.wait()
+
+    def _copy_from_the_end(self, sources: Sequence[Source]) -> tuple[int, int]:
+        """Up to where the tensors must have been read by the thread that writes."""
+        for source in reversed(sources):
+            for piece in reversed(range(source.pieces)):
+                nbytes, end = source.piece_bytes(piece), source.end(piece)
+                if self._over or end <= self._released:
+                    return 0, 0
+                if source.has_copy(piece):
+                    continue
+                if self.copied_bytes + nbytes > self._budget_bytes:
+                    return end
+                if source.was_changed:
+                    return 0, 0  # the thread that writes will say so
+                copy = source.copied(piece, self._fresh.memory(nbytes))
+                self.copied_bytes += nbytes
+                with self._changed:
+                    source.take(piece, copy)
+        return 0, 0
 
     # -- for the thread that writes -------------------------------------------------------------------
 
-    def filling(self) -> AbstractContextManager[object]:
-        """Tensors are read within this."""
-        return self._changed
+    def reads(self, source: Source, piece: int) -> Region | None:
+        """A copy to be read in place of the tensor; None: the tensor is read, until ``has_read``."""
+        with self._changed:
+            copy = source.copy_of(piece)
+            if copy is None:
+                self._reading = source
+            return copy
+
+    def has_read(self) -> None:
+        """The tensor is not read any more."""
+        with self._changed:
+            self._reading = None
+            self._changed.notify_all()
 
     def released(self, file: int, end: int) -> None:
         """Of a file, by its number, the bytes before ``end`` are not read any more."""
@@ -184,8 +246,8 @@ class Saving:
             self._error = error.with_traceback(None)
         with self._changed:
             self._over = True
-            for source in self._all:
-                source.forget()
+            self._all = []
+            self._fresh = Fresh()
             self._changed.notify_all()
 
     def _before_step(self, *_: Any) -> None:
@@ -198,25 +260,25 @@ class Saving:
 
     def _sources(self, prepared: Prepared) -> list[list[tuple[int, Region]]]:
         made: list[list[tuple[int, Region]]] = []
-        self._all: list[Source] = []
         for number, plan in enumerate(prepared.plans):
             members = [i for i in plan.leaves if prepared.leaves[i].nbytes]
             header, *others = plan.regions(prepared.leaves)
             file: list[tuple[int, Region]] = [header]
             for index, (offset, region) in zip(members, others, strict=True):
-                leaf = prepared.leaves[index]
-                source = Source(region, leaf, number, offset + region.nbytes)
+                source = Source(self, region, prepared.leaves[index], number, offset)
                 self._all.append(source)
                 file.append((offset, source))
             made.append(file)
         return made
 
-    def _take(self, source: Source) -> None:
-        source.copy(self._fresh.memory(source.nbytes))
-        self.copied_bytes += source.nbytes
 
-    def _is_released(self, source: Source) -> bool:
-        return (source.file, source.end) <= self._released
+def _pieces(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Pieces that some bytes lie in, by number, and which bytes in each."""
+    while start < stop:
+        piece = start // PIECE_BYTES
+        end = min(stop, (piece + 1) * PIECE_BYTES)
+        yield piece, start, end
+        start = end
 
 
 def steady_in(

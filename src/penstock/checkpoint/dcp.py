@@ -42,10 +42,11 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from penstock.checkpoint.dtypes import DTYPES
+from penstock.checkpoint.frames import stored_in
 from penstock.checkpoint.fresh import Fresh
 from penstock.checkpoint.leaves import Leaves
 from penstock.checkpoint.manifest import FileEntry, TensorEntry
-from penstock.checkpoint.moves import Region, region_of
+from penstock.checkpoint.moves import Region
 from penstock.checkpoint.packing import pack
 from penstock.checkpoint.reading import Opened
 from penstock.checkpoint.store import Store
@@ -269,12 +270,12 @@ def _read_file(
         targets.append((item, target))
         is_whole = tuple(item.lengths) == entry.shape and target.dtype == DTYPES[entry.dtype].dtype
         if is_whole and asked[entry.offset_bytes] == 1:
-            regions.append((entry.offset_bytes, region_of(target)))
+            regions.append((entry.offset_bytes, stored_in(entry, target)))
             continue
         chunk = chunks.get(entry.offset_bytes)
         if chunk is None:
             chunk = chunks[entry.offset_bytes] = Fresh().tensor(entry)
-            regions.append((entry.offset_bytes, region_of(chunk)))
+            regions.append((entry.offset_bytes, stored_in(entry, chunk)))
         for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             chunk = chunk.narrow(dim, start, length)
         copies.append((target, chunk))

@@ -14,6 +14,7 @@ import torch
 
 from penstock.checkpoint.background import Saving, steady_in
 from penstock.checkpoint.disk import Directory, lock
+from penstock.checkpoint.frames import Encoder
 from penstock.checkpoint.interval import Interval
 from penstock.checkpoint.listeners import is_wanted, listeners
 from penstock.checkpoint.manifest import Manifest
@@ -97,7 +98,8 @@ class Checkpointer:
         every: int | None = None,
         overhead: float | None = None,
         incremental: bool = False,
-        copy_budget: int | str = "256MiB",
+        codec: str | None = None,
+        copy_budget: int | str = "64MiB",
         store: Store | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -111,7 +113,9 @@ class Checkpointer:
                 training takes.
             incremental: Files in which nothing has changed since the last checkpoint are shared with it.
                 One that is damaged later is then damaged in both.
-            copy_budget: What a save may copy so as not to hold training up, bytes or ``"256MiB"``.
+            codec: As for :func:`penstock.checkpoint.save`.
+            copy_budget: What a save in the background may copy so as not to hold training up, bytes or
+                ``"64MiB"``; that, and 50 MiB of buffers, is the most memory that it takes.
             store: How checkpoints are made; for tests.
             clock: Seconds.
 
@@ -129,6 +133,7 @@ class Checkpointer:
         self._every = every
         self._interval = None if overhead is None else Interval(overhead)
         self._incremental = incremental
+        self._encoder = None if codec is None else Encoder(codec)
         self._budget_bytes = parse_bytes(copy_budget, what="copy_budget")
         self._store = Store() if store is None else store
         self._clock = clock
@@ -216,7 +221,13 @@ class Checkpointer:
         def write(watcher: Saving | None = None, regions: Any = None) -> Saved:
             said = {"step": step, **(facts or {})}
             return self._store.write(
-                path, prepared, facts=said, base=base, watcher=watcher, regions=regions
+                path,
+                prepared,
+                facts=said,
+                base=base,
+                encoder=self._encoder,
+                watcher=watcher,
+                regions=regions,
             )
 
         try:
@@ -289,7 +300,9 @@ class Checkpointer:
                     "there is none before it" if before is None else f"before it is {before.path!r}"
                 )
                 if not fall_back or index == len(there) - 1:
-                    raise DamagedError(f"{error}; {offer}", path=error.path) from error
+                    raise DamagedError(
+                        f"{error}; {offer}", path=error.path, overwritten=error.overwritten
+                    ) from error
                 warnings.warn(f"{error}; {offer}", PenstockWarning, stacklevel=2)
         return None
 

@@ -17,6 +17,7 @@ def save(
     *,
     facts: Mapping[str, Json] | None = None,
     base: str | os.PathLike[str] | None = None,
+    codec: str | None = None,
 ) -> Saved:
     """Save a state. Returns when it is on the device; until then what was there before is there.
 
@@ -32,6 +33,9 @@ def save(
         facts: What the manifest says of it beside: a dictionary of JSON.
         base: An earlier checkpoint on the same file system: of files that have not changed since, it has
             links, and they are not written. See the note on unchanged blocks in the manual.
+        codec: Encode tensors without loss, with ``"byteplane"``, ``"zero-value"``,
+            ``"zero-value+byteplane"`` or ``"narrow"``: fewer bytes on flash, which only this library
+            reads. Those that it would not make shorter stay as they are.
 
     Returns:
         What was done.
@@ -39,11 +43,11 @@ def save(
     Raises:
         CheckpointError: Something in the state has no form in a checkpoint, named by its keys; or the
             path is that of something else.
-        ConfigError: Another writer is saving to this path.
+        ConfigError: Another writer is saving to this path; or there is no such codec.
         NoSpaceError: There is no room, seen before or met during the save; nothing is left of it.
         TransferError: The device refuses; the same.
     """
-    return Store().save(path, state, facts=facts, base=base)
+    return Store().save(path, state, facts=facts, base=base, codec=codec)
 
 
 def load(path: str | os.PathLike[str], into: object = None, *, partial: bool = False) -> Any:
@@ -62,8 +66,9 @@ def load(path: str | os.PathLike[str], into: object = None, *, partial: bool = F
     Raises:
         MismatchError: The checkpoint is of another state; names the first keys, shapes and dtypes that
             differ. Nothing was changed.
-        DamagedError: It is torn or damaged: which file, where, and which tensors. Tensors before it in
-            the files may have been set already: load another checkpoint, or ``verify`` first.
+        DamagedError: It is torn or damaged: which file, where, and which tensors. Those that lie before
+            have been set already, and are in ``overwritten``: load another checkpoint over them, or
+            ``verify`` first.
         CheckpointError: There is none.
         TransferError: The device refuses.
     """

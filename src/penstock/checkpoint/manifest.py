@@ -20,7 +20,16 @@ from penstock.checkpoint.dtypes import DTYPES
 from penstock.checkpoint.values import FormError, Json, whole
 from penstock.core.units import KIB, MIB
 
-VERSION: Final = 1
+PLAIN: Final = 1
+"""The version of a checkpoint none of whose tensors is encoded."""
+ENCODED: Final = 2
+"""The version of one that has encoded tensors."""
+CODECS: Final = ("byteplane", "zero-value", "zero-value+byteplane", "narrow")
+"""What a tensor may be encoded with: every bit comes back."""
+FRAME_BYTES: Final = MIB
+"""How much of an encoded tensor each of its frames holds; the last one what is left."""
+LEAST_PART: Final = 32
+"""A frame has at least this part of the bytes that it stands for."""
 FILE_NAME: Final = "manifest.json"
 MAX_BYTES: Final = 64 * MIB
 """Of a manifest; some 300 000 tensors, or 6 TB of data."""
@@ -60,6 +69,8 @@ class TensorEntry:
         dtype: torch's name.
         shape: Its sizes.
         strides: In elements; None: those of a contiguous tensor.
+        codec: What it is encoded with; empty: it is stored as it is.
+        stored_bytes: What an encoded one takes in its file.
         file: Number of the file; -1: it is a view.
         offset_bytes: Where in the file it begins.
         owner: Number of the tensor of which it is a view; -1: of none.
@@ -74,6 +85,13 @@ class TensorEntry:
     offset_bytes: int = 0
     owner: int = -1
     skip_bytes: int = 0
+    codec: str = ""
+    stored_bytes: int = 0
+
+    @property
+    def file_bytes(self) -> int:
+        """What it takes in its file."""
+        return self.stored_bytes if self.codec else self.nbytes
 
     @property
     def nbytes(self) -> int:
@@ -122,6 +140,11 @@ class Manifest:
         _check_places(self)
 
     @property
+    def version(self) -> int:
+        """Of the format."""
+        return ENCODED if any(each.codec for each in self.tensors) else PLAIN
+
+    @property
     def nbytes(self) -> int:
         """Of all data files."""
         return sum(each.nbytes for each in self.files)
@@ -129,7 +152,7 @@ class Manifest:
     def encode(self) -> bytes:
         """As it is in its file. Raises FormError if that would be too long."""
         document = {
-            "penstock_checkpoint": VERSION,
+            "penstock_checkpoint": self.version,
             "block_bytes": self.block_bytes,
             "checksum": "xxh3-128",
             "facts": dict(self.facts),
@@ -157,22 +180,24 @@ class Manifest:
         if tail != _TAIL % xxhash.xxh3_128_hexdigest(body).encode("ascii"):
             raise FormError("it is torn or damaged: its checksum is not that of its bytes")
         document = _parse(data)
-        if document.get("penstock_checkpoint") != VERSION:
-            raise FormError(
-                f"its version is {document.get('penstock_checkpoint')!r}, known is {VERSION}"
-            )
+        version = whole(document.get("penstock_checkpoint"))
+        if version not in (PLAIN, ENCODED):
+            raise FormError(f"its version is {version}, known are {PLAIN} and {ENCODED}")
         if document.get("checksum") != "xxh3-128":
             raise FormError(f"its checksums are {document.get('checksum')!r}, known are 'xxh3-128'")
         facts = document.get("facts")
         if not isinstance(facts, dict):
             raise FormError("it has no facts")
-        return cls(
+        made = cls(
             files=tuple(_file_from(each) for each in _objects(document, "files")),
             tensors=tuple(_tensor_from(each) for each in _objects(document, "tensors")),
             state=document.get("state"),
             facts=facts,
             block_bytes=whole(document.get("block_bytes")),
         )
+        if made.version > version:
+            raise FormError(f"it has encoded tensors, which version {version} has not")
+        return made
 
 
 def blocks_of(nbytes: int, block_bytes: int) -> range:
@@ -204,7 +229,9 @@ def _check_tensor(tensor: TensorEntry, manifest: Manifest) -> None:
     if tensor.owner < 0:
         if tensor.file >= len(manifest.files) or tensor.file < 0:
             raise FormError(f"{tensor.name!r} is in file {tensor.file}, which there is not")
-        if tensor.offset_bytes + tensor.nbytes > manifest.files[tensor.file].nbytes:
+        if tensor.codec:
+            _check_codec(tensor)
+        if tensor.offset_bytes + tensor.file_bytes > manifest.files[tensor.file].nbytes:
             raise FormError(f"{tensor.name!r} is longer than its file")
         if tensor.strides is not None and not is_dense(tensor.shape, tensor.strides):
             raise FormError(f"{tensor.name!r} has strides with holes or overlaps")
@@ -218,12 +245,24 @@ def _check_tensor(tensor: TensorEntry, manifest: Manifest) -> None:
         raise FormError(f"{tensor.name!r} does not lie within {owner.name!r}")
 
 
+def _check_codec(tensor: TensorEntry) -> None:
+    """What is allocated for it is in proportion to what its file has of it."""
+    if tensor.codec not in CODECS:
+        raise FormError(
+            f"{tensor.name!r} is encoded with {tensor.codec[:40]!r}, known are {', '.join(CODECS)}"
+        )
+    if tensor.stored_bytes * LEAST_PART < tensor.nbytes:
+        raise FormError(
+            f"{tensor.name!r}: {tensor.stored_bytes} bytes cannot stand for {tensor.nbytes}"
+        )
+
+
 def _check_places(manifest: Manifest) -> None:
-    """Owners do not overlap: what is allocated for them is no more than files are long."""
+    """Owners do not overlap: what is allocated for them is in proportion to what files are long."""
     places = sorted(
-        (each.file, each.offset_bytes, each.nbytes, each.name)
+        (each.file, each.offset_bytes, each.file_bytes, each.name)
         for each in manifest.tensors
-        if each.owner < 0 and each.nbytes
+        if each.owner < 0 and each.file_bytes
     )
     for one, other in itertools.pairwise(places):
         if one[0] == other[0] and one[1] + one[2] > other[1]:
@@ -282,6 +321,8 @@ def _tensor_to(tensor: TensorEntry) -> dict[str, Json]:
     made: dict[str, Any] = {"name": tensor.name, "dtype": tensor.dtype, "shape": [*tensor.shape]}
     if tensor.strides is not None:
         made["strides"] = [*tensor.strides]
+    if tensor.codec:
+        made |= {"codec": tensor.codec, "stored": tensor.stored_bytes}
     if tensor.owner < 0:
         return made | {"file": tensor.file, "offset": tensor.offset_bytes}
     return made | {"owner": tensor.owner, "skip": tensor.skip_bytes}
@@ -290,6 +331,9 @@ def _tensor_to(tensor: TensorEntry) -> dict[str, Json]:
 def _tensor_from(entry: Mapping[str, Json]) -> TensorEntry:
     strides = entry.get("strides")
     is_view = "owner" in entry
+    is_encoded = "codec" in entry
+    if is_encoded and (is_view or not entry["codec"]):
+        raise FormError("a tensor is encoded with nothing, or a view is, which only owners are")
     return TensorEntry(
         name=_text(entry.get("name")),
         dtype=_text(entry.get("dtype")),
@@ -299,6 +343,8 @@ def _tensor_from(entry: Mapping[str, Json]) -> TensorEntry:
         offset_bytes=0 if is_view else whole(entry.get("offset")),
         owner=whole(entry.get("owner")) if is_view else -1,
         skip_bytes=whole(entry.get("skip")) if is_view else 0,
+        codec=_text(entry.get("codec")) if is_encoded else "",
+        stored_bytes=whole(entry.get("stored")) if is_encoded else 0,
     )
 
 

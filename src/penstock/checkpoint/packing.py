@@ -66,7 +66,7 @@ def pack(
     places: dict[int, tuple[int, int]] = {}
     for members in _files(leaves, file_bytes):
         members.sort(key=lambda index: _rank(leaves[index]))
-        header = _header([leaves[index] for index in members])
+        header = header_of([leaves[index] for index in members], {})
         offset = len(header)
         for index in members:
             places[index] = len(plans), offset
@@ -110,17 +110,28 @@ def _rank(leaf: Leaf) -> int:
     return -leaf.tensor.element_size()
 
 
-def _header(leaves: Sequence[Leaf]) -> bytes:
+def header_of(leaves: Sequence[Leaf], encoded: Mapping[str, int], least_bytes: int = 0) -> bytes:
+    """The first bytes of a data file.
+
+    Args:
+        leaves: What is in it, in this order.
+        encoded: How long those are, by name, that are there as frames of a codec.
+        least_bytes: How long it is to be at least.
+    """
     entries: dict[str, Mapping[str, object]] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for leaf in leaves:
         kind = DTYPES[name_of(leaf.tensor.dtype)]
         shape = [*leaf.tensor.shape] + ([kind.parts] if kind.parts > 1 else [])
-        end = begin + leaf.nbytes
-        entries[leaf.name] = {"dtype": kind.code, "shape": shape, "data_offsets": [begin, end]}
+        code, nbytes = kind.code, leaf.nbytes
+        if leaf.name in encoded:
+            code, nbytes = "U8", encoded[leaf.name]
+            shape = [nbytes]
+        end = begin + nbytes
+        entries[leaf.name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(entries, separators=(",", ":")).encode("ascii")
-    length = round_up(8 + len(text), _HEADER_BYTES) - 8
+    length = max(round_up(8 + len(text), _HEADER_BYTES), least_bytes) - 8
     return length.to_bytes(8, "little") + text.ljust(length)
 
 

@@ -8,11 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from penstock.checkpoint.disk import Directory, Disk
+from penstock.checkpoint.frames import Decoding
 from penstock.checkpoint.manifest import FILE_NAME, MAX_BYTES, Manifest, blocks_of
 from penstock.checkpoint.moves import Region
 from penstock.checkpoint.streams import Buffers, Wanted, digest, empty, read_blocks
 from penstock.checkpoint.values import FormError
-from penstock.core.errors import CheckpointError, DamagedError, TransferError
+from penstock.core.errors import CheckpointError, CodecError, DamagedError, TransferError
 from penstock.io.engine import Engine
 from penstock.io.files import DirectFile, open_at
 
@@ -72,11 +73,13 @@ class Opened:
         targets: Mapping[int, Sequence[tuple[int, Region]]],
         *,
         engine: Engine | None = None,
+        everything: bool = False,
     ) -> None:
         """Fill some regions. A block reaches them only after its checksum was found right.
 
         Args:
             targets: By file, where in it they begin; in this order, and none over another.
+            everything: Whether blocks are proven that no region lies in.
             engine: What moves blocks; one of its own if None.
 
         Raises:
@@ -92,30 +95,45 @@ class Opened:
             self._close_before(index)  # blocks come in order: nothing of those is on its way
             entry = self.manifest.files[index]
             if digest(address, wanted.nbytes) != entry.sums[wanted.offset // size]:
-                raise self._damaged(index, wanted.offset, wanted.nbytes)
+                raise self._damaged(wanted, "their checksum differs", targets)
             end = wanted.offset + wanted.nbytes
-            empty(targets[index], starts[index], wanted.offset, end, address)
+            try:
+                empty(targets[index], starts[index], wanted.offset, end, address)
+            except CodecError as error:
+                raise self._damaged(wanted, str(error), targets) from error
 
         with Buffers(size, engine) as buffers:
-            read_blocks(buffers, self._wanted(targets), use)
+            read_blocks(buffers, self._wanted(targets, everything), use)
 
     def verify(self, *, engine: Engine | None = None) -> list[DamagedError]:
-        """Read all of it; what is damaged, a file at a time. Raises TransferError."""
+        """Read all of it, and decode what is encoded; what is damaged, a file at a time.
+
+        Raises TransferError.
+        """
         found = []
+        encoded: dict[int, list[tuple[int, Region]]] = {}
+        for each in self.manifest.tensors:
+            if each.codec and each.nbytes:
+                frames = each.offset_bytes, Decoding(each, None)
+                encoded.setdefault(each.file, []).append(frames)
         for index in range(len(self.manifest.files)):
+            regions = sorted(encoded.get(index, ()), key=lambda each: each[0])
             try:
-                self.read({index: ()}, engine=engine)
+                self.read({index: regions}, engine=engine, everything=True)
             except DamagedError as error:
                 found.append(error)
             self._close_file(index)
         return found
 
-    def _wanted(self, targets: Mapping[int, Sequence[tuple[int, Region]]]) -> Iterator[Wanted]:
+    def _wanted(
+        self, targets: Mapping[int, Sequence[tuple[int, Region]]], everything: bool
+    ) -> Iterator[Wanted]:
         size = self.manifest.block_bytes
         for index in sorted(targets):
             nbytes = self.manifest.files[index].nbytes
             blocks = blocks_of(nbytes, size)
-            for number in _touched(targets[index], size, len(blocks)):
+            numbers = range(len(blocks)) if everything else _touched(targets[index], size)
+            for number in numbers:
                 offset = blocks[number]
                 length = min(size, nbytes - offset)
                 yield Wanted(self.file(index), offset, length, index)
@@ -145,21 +163,38 @@ class Opened:
                 path=path,
             )
 
-    def _damaged(self, index: int, offset: int, nbytes: int) -> DamagedError:
+    def _damaged(
+        self, wanted: Wanted, why: str, targets: Mapping[int, Sequence[tuple[int, Region]]]
+    ) -> DamagedError:
+        index, offset, nbytes = wanted.key, wanted.offset, wanted.nbytes
+        assert isinstance(index, int)
         path = self.directory.join(self.manifest.files[index].name)
+        owners = [each for each in self.manifest.tensors if each.owner < 0 and each.nbytes]
         names = [
             each.name
-            for each in self.manifest.tensors
+            for each in owners
             if each.file == index
             and each.offset_bytes < offset + nbytes
-            and offset < each.offset_bytes + each.nbytes
+            and offset < each.offset_bytes + each.file_bytes
         ]
-        what = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        filled = {(key, start) for key, regions in targets.items() for start, _ in regions}
         return DamagedError(
-            f"{path!r}: the {nbytes} bytes at offset {offset} ({what or 'the header'}) are not what was"
-            f" written there: their checksum differs; {_ADVICE}",
+            f"{path!r}: the {nbytes} bytes at offset {offset} ({some(names) or 'the header'}) are not"
+            f" what was written there: {why}; {_ADVICE}",
             path=path,
+            overwritten=[
+                each.name
+                for each in owners
+                if (each.file, each.offset_bytes) in filled
+                and (each.file, each.offset_bytes) < (index, offset)
+            ],
         )
+
+
+def some(names: Sequence[str]) -> str:
+    """The first names of many."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 _ADVICE = "the checkpoint is torn or damaged: load another, and look at the device"
@@ -202,17 +237,15 @@ def _small_file(directory_fd: int) -> bytes:
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(FILE_NAME, flags, dir_fd=directory_fd)
     with open(fd, "rb") as file:
-        data = file.read(MAX_BYTES + 1)
+        data = file.read(min(os.fstat(fd).st_size, MAX_BYTES) + 1)
         with suppress(OSError):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     return data
 
 
-def _touched(regions: Iterable[tuple[int, Region]], block_bytes: int, count: int) -> Iterable[int]:
-    """Numbers of the blocks that some regions lie in; all, if there are none: to be proven."""
+def _touched(regions: Iterable[tuple[int, Region]], block_bytes: int) -> Iterable[int]:
+    """Numbers of the blocks that some regions lie in."""
     spans = [(start, start + region.nbytes) for start, region in regions if region.nbytes]
-    if not spans:
-        return range(count)
     wanted = set[int]()
     for start, end in spans:
         wanted.update(range(start // block_bytes, -(-end // block_bytes)))

@@ -22,6 +22,8 @@ from typing import Any, Final
 import torch
 
 from penstock.checkpoint.disk import Directory, Disk, is_still, lock
+from penstock.checkpoint.encoded import EncodedBody
+from penstock.checkpoint.frames import Encoder
 from penstock.checkpoint.leaves import Leaf, collect
 from penstock.checkpoint.manifest import (
     BLOCK_BYTES,
@@ -33,7 +35,7 @@ from penstock.checkpoint.manifest import (
 )
 from penstock.checkpoint.moves import await_devices
 from penstock.checkpoint.packing import FILE_BYTES, FilePlan, pack
-from penstock.checkpoint.reading import Health, Opened
+from penstock.checkpoint.reading import Health, Opened, some
 from penstock.checkpoint.streams import Buffers, digest, fill
 from penstock.checkpoint.targets import Targets, frozen_in, plain_state
 from penstock.checkpoint.values import FormError, Json
@@ -41,6 +43,7 @@ from penstock.checkpoint.writing import Base, FilesWriter, Watcher
 from penstock.core.errors import (
     CheckpointError,
     ConfigError,
+    DamagedError,
     NoSpaceError,
     PenstockError,
     free_space_bytes,
@@ -152,10 +155,12 @@ class Store:
         *,
         facts: Mapping[str, Json] | None = None,
         base: str | os.PathLike[str] | None = None,
+        codec: str | None = None,
     ) -> Saved:
         """See :func:`penstock.checkpoint.save`."""
+        encoder = None if codec is None else Encoder(codec)
         prepared = self.prepare(state)
-        return self.write(path, prepared, facts=facts, base=base)
+        return self.write(path, prepared, facts=facts, base=base, encoder=encoder)
 
     def write(
         self,
@@ -164,6 +169,7 @@ class Store:
         *,
         facts: Mapping[str, Json] | None = None,
         base: str | os.PathLike[str] | None = None,
+        encoder: Encoder | None = None,
         watcher: Watcher | None = None,
         regions: Sequence[Any] | None = None,
     ) -> Saved:
@@ -174,6 +180,7 @@ class Store:
             prepared: What ``prepare`` has made.
             facts: What its manifest says of it.
             base: An earlier checkpoint, whose unchanged files are kept.
+            encoder: Makes frames of tensors.
             watcher: Told which bytes are not read any more.
             regions: What is in each file; that of the plans if None.
         """
@@ -187,12 +194,18 @@ class Store:
                     _check_space(parent, prepared.nbytes)
                 if regions is None:
                     regions = [plan.regions(prepared.leaves) for plan in prepared.plans]
-                written = self._write_all(
-                    hidden, prepared, regions, facts=facts, base=old, watcher=watcher
+                nbytes, written = self._write_all(
+                    hidden,
+                    prepared,
+                    regions,
+                    facts=facts,
+                    base=old,
+                    encoder=encoder,
+                    watcher=watcher,
                 )
                 self._publish(parent, name)
         seconds = time.perf_counter() - start
-        return Saved(path=where, nbytes=prepared.nbytes, written_bytes=written, seconds=seconds)
+        return Saved(path=where, nbytes=nbytes, written_bytes=written, seconds=seconds)
 
     @contextmanager
     def _opened_base(self, base: str | os.PathLike[str] | None) -> Any:
@@ -240,38 +253,46 @@ class Store:
         *,
         facts: Mapping[str, Json] | None,
         base: Base | None,
+        encoder: Encoder | None,
         watcher: Watcher | None,
-    ) -> int:
+    ) -> tuple[int, int]:
+        """How long all files are, and how much of that went to the device."""
+        entries = list(prepared.entries)
         engine = None if self.make_engine is None else self.make_engine()
         try:
             with Buffers(self.block_bytes, engine) as buffers:
                 writer = FilesWriter(self.disk, hidden, buffers, base=base, watcher=watcher)
                 try:
-                    for plan in prepared.plans:
-                        writer.expect(plan.name, plan.nbytes)
+                    if encoder is None:
+                        for plan in prepared.plans:
+                            writer.expect(plan.name, plan.nbytes)
                     for plan, each in zip(prepared.plans, regions, strict=True):
-                        writer.add(plan.name, plan.nbytes, each)
+                        if encoder is None:
+                            writer.add(plan.name, plan.nbytes, each)
+                            continue
+                        body = EncodedBody(plan, prepared.leaves, each, encoder)
+                        writer.add_encoded(plan.name, plan.nbytes, body)
+                        body.enter(entries)
                     self.disk.write(
                         hidden,
                         FILE_NAME,
                         _manifest(
                             files=tuple(writer.entries),
-                            tensors=prepared.entries,
+                            tensors=tuple(entries),
                             state=prepared.document,
                             facts={"saved_unix_s": int(time.time()), **(facts or {})},
                             block_bytes=self.block_bytes,
                         ),
                     )
-                    writer.finish()
+                    writer.finish(lambda: self.disk.sync_file(hidden, FILE_NAME))
                 except BaseException:
                     writer.abandon()
                     raise
         finally:
             if engine is not None:
                 engine.close()
-        self.disk.sync_file(hidden, FILE_NAME)
         self.disk.sync(hidden)
-        return writer.written_bytes
+        return sum(each.nbytes for each in writer.entries), writer.written_bytes
 
     def _publish(self, parent: Directory, name: str) -> None:
         hidden_name = _SAVING.format(name)
@@ -339,7 +360,12 @@ class Store:
             made = targets.value(state, ()) if into is None else targets.bind(into, state)
             targets.check(where)
             with self._engine() as engine:
-                opened.read(targets.regions(), engine=engine)
+                try:
+                    opened.read(targets.regions(), engine=engine)
+                except DamagedError as error:
+                    if into is None:
+                        raise
+                    raise _half_set(error) from error
         targets.settle()
         return made()
 
@@ -389,6 +415,19 @@ class Store:
         finally:
             if engine is not None:
                 engine.close()
+
+
+def _half_set(error: DamagedError) -> DamagedError:
+    """A load into tensors has ended in the middle: what has become of them."""
+    names = error.overwritten
+    if not names:
+        return DamagedError(f"{error}; nothing was changed", path=error.path)
+    return DamagedError(
+        f"{error}; {len(names)} tensors have been overwritten already, wholly or in part: {some(names)};"
+        " train on with none of them before another checkpoint is loaded",
+        path=error.path,
+        overwritten=names,
+    )
 
 
 def remove_leftovers(disk: Disk, parent: Directory, names: Iterable[str]) -> None:

@@ -8,9 +8,11 @@ the same bytes, so the device never waits, and no more than the buffers is ever 
 from __future__ import annotations
 
 import ctypes
+import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Final, NamedTuple
 
@@ -29,6 +31,8 @@ BUFFERS_BYTES: Final = 48 * MIB
 """What is on its way at once."""
 _DEPTH: Final = 8
 """Blocks that the engine has at once; the others are being filled or emptied."""
+_DEVICE_BYTES_PER_S: Final = 2e9
+"""Memory that is made at less than this holds up a device."""
 _LEAST_BUFFERS: Final = 3
 _MOST_BUFFERS: Final = 64
 
@@ -37,7 +41,12 @@ Regions = Sequence[tuple[int, Region]]
 
 
 class Buffers:
-    """Blocks of memory for one save or load at a time; made at its first use, given back by ``close``."""
+    """Blocks of memory for one save or load at a time; made at its first use, given back by ``close``.
+
+    Not thread-safe. Memory that is new may take ten times as long as the device takes for as many bytes:
+    a virtual machine's host has to find it first. Once that was seen, blocks are made in another thread,
+    one at a time, while those that there are move.
+    """
 
     def __init__(self, block_bytes: int, engine: Engine | None = None) -> None:
         """Reserve nothing yet.
@@ -52,6 +61,9 @@ class Buffers:
         self._arena = Arena(self.count * block_bytes, owner="checkpoint")
         self._free: list[Block] = []
         self._made = 0
+        self._is_slow = False
+        self._maker: ThreadPoolExecutor | None = None
+        self._making: Future[Block] | None = None
 
     def __enter__(self) -> Buffers:
         return self
@@ -60,14 +72,39 @@ class Buffers:
         self.close()
 
     def take(self) -> Block | None:
-        """A block; None if all are taken."""
+        """A block; None if all are taken, or the next one is being made. Raises TransferError."""
+        if self._making is not None and self._making.done():
+            self._have_made()
         if self._free:
             return self._free.pop()
-        if self._made == self.count:
+        if self._made == self.count or self._making is not None:
             return None
+        self._made += 1
+        if not self._is_slow:
+            return self._make()
+        if self._maker is None:
+            self._maker = ThreadPoolExecutor(1, "penstock-buffers")
+        self._making = self._maker.submit(self._make)
+        return None
+
+    def need(self) -> Block:
+        """A block, when nothing is on its way: waits for the one that is being made."""
+        block = self.take()
+        if block is None:
+            self._have_made()
+            block = self._free.pop()
+        return block
+
+    def _have_made(self) -> None:
+        making, self._making = self._making, None
+        assert making is not None, "who holds all blocks waits for none"
+        self._free.append(making.result())
+
+    def _make(self) -> Block:
+        start = time.perf_counter()
         block = self._arena.allocate(self.block_bytes)
         assert block is not None, "an arena without a budget has room for what it was made for"
-        self._made += 1
+        self._is_slow = time.perf_counter() - start > self.block_bytes / _DEVICE_BYTES_PER_S
         return block
 
     def give(self, block: Block) -> None:
@@ -90,6 +127,10 @@ class Buffers:
 
     def close(self) -> None:
         """Give the memory back. Nothing may be on its way."""
+        if self._maker is not None:
+            self._maker.shutdown()
+            if self._making is not None and self._making.exception() is None:
+                self._have_made()
         for block in self._free:
             block.free()
         self._free.clear()
@@ -125,10 +166,10 @@ class Outbound:
     def room(self) -> Block:
         """A block to fill; waits for the oldest that is on its way. Raises TransferError."""
         block = self._buffers.take()
-        while block is None:
+        while block is None and self._flying:
             self._land()
             block = self._buffers.take()
-        return block
+        return self._buffers.need() if block is None else block
 
     def send(self, file: DirectFile, offset: int, nbytes: int, block: Block) -> Transfer:
         """Begin to write a block; zeros fill it up to the granule of the file."""

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from penstock.checkpoint.dtypes import DTYPES, name_of
+from penstock.checkpoint.frames import stored_in
 from penstock.checkpoint.fresh import Fresh
 from penstock.checkpoint.leaves import is_plain
 from penstock.checkpoint.manifest import Manifest, TensorEntry
-from penstock.checkpoint.moves import Region, region_of
+from penstock.checkpoint.moves import Region
 from penstock.checkpoint.values import (
     MAX_DEPTH,
     FormError,
@@ -145,7 +146,9 @@ class Targets:
             targets = self._into.get(index, [])
             first = targets[0] if targets else self._new(index, None)
             if entry.nbytes:
-                found.setdefault(entry.file, []).append((entry.offset_bytes, region_of(first)))
+                found.setdefault(entry.file, []).append(
+                    (entry.offset_bytes, stored_in(entry, first))
+                )
         for regions in found.values():
             regions.sort(key=lambda each: each[0])
         return found

@@ -10,12 +10,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Protocol
 
+from penstock.checkpoint.blocks import Blocks
 from penstock.checkpoint.disk import Directory, Disk
+from penstock.checkpoint.encoded import EncodedBody
 from penstock.checkpoint.manifest import FileEntry, Manifest, blocks_of
 from penstock.checkpoint.streams import Buffers, Outbound, Regions, digest, fill
 from penstock.core.errors import CheckpointError, TransferError
@@ -38,28 +41,26 @@ class Base:
     directory: Directory
     manifest: Manifest
 
-    def entry(self, name: str, nbytes: int) -> FileEntry | None:
-        """What it has of that name and length."""
-        for each in self.manifest.files:
-            if each.name == name and each.nbytes == nbytes:
-                return each
-        return None
+    def entry(self, name: str) -> FileEntry | None:
+        """What it has of that name."""
+        return next((each for each in self.manifest.files if each.name == name), None)
+
+    def file(self, name: str) -> DirectFile | None:
+        """Its file of that name, open; None if that cannot be."""
+        try:
+            return open_at(self.directory.fd, name, "r", path=self.directory.join(name))
+        except TransferError:
+            return None
 
 
 class Watcher(Protocol):
     """Who wants to know what may change now."""
-
-    def filling(self) -> AbstractContextManager[object]:
-        """Tensors are read within this."""
 
     def released(self, file: int, end: int) -> None:
         """Of a file, by its number, the bytes before ``end`` are not read any more."""
 
 
 class _Nobody:
-    def filling(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
     def released(self, file: int, end: int) -> None:
         pass
 
@@ -98,7 +99,7 @@ class FilesWriter:
         self._block_bytes = buffers.block_bytes
         self._base = base
         self._watcher: Watcher = _Nobody() if watcher is None else watcher
-        self._open: list[tuple[DirectFile, int, list[Transfer]]] = []
+        self._open: list[_Open] = []
         self._early: dict[str, DirectFile] = {}
 
     def expect(self, name: str, nbytes: int) -> None:
@@ -126,35 +127,85 @@ class FilesWriter:
             TransferError: It cannot be made or written.
             CheckpointError: A tensor changed meanwhile.
         """
-        base = None if self._base is None else self._base.entry(name, nbytes)
+        base = None if self._base is None else self._base.entry(name)
+        if base is not None and base.nbytes != nbytes:
+            base = None
         file = _File(self, name, nbytes, regions, base)
-        entry = FileEntry(name=name, nbytes=nbytes, sums=tuple(file.write()))
+        return self._added(FileEntry(name=name, nbytes=nbytes, sums=tuple(file.write())))
+
+    def add_encoded(self, name: str, plain_bytes: int, body: EncodedBody) -> FileEntry:
+        """Write a file with encoded tensors, as ``add``.
+
+        Args:
+            name: Of the file.
+            plain_bytes: How long it would be without a codec.
+            body: What is in it.
+        """
+        base = None if self._base is None else self._base.entry(name)
+        return self._added(_Encoded(self, name, plain_bytes, body).write(base))
+
+    def _added(self, entry: FileEntry) -> FileEntry:
         self.entries.append(entry)
         while len(self._open) > _MOST_OPEN:
             self._finish_oldest()
         return entry
 
-    def finish(self) -> None:
-        """Wait until all files are on the device. Raises TransferError."""
+    def linked(self, name: str, nbytes: int) -> bool:
+        """Whether the base's file of that name, of that length, could be had here as well."""
+        assert self._base is not None
+        source = self._base.file(name)
+        if source is None:
+            return False
+        is_whole = source.size_bytes == nbytes
+        source.close()
+        return is_whole and self._disk.link(self._base.directory, self._directory, name)
+
+    def finish(self, also: Callable[[], None] | None = None) -> None:
+        """Wait until all files are on the device. Raises TransferError.
+
+        The system waits for all at once, for then a journal and a device's cache are flushed once and not
+        for each: so what ``also`` waits for is waited for beside them, in another thread.
+        """
+        for each in self._open:
+            for transfer in each.transfers:
+                transfer.wait()
+        waits: list[Callable[[], None]] = [
+            partial(self._disk.finish, each.file, each.nbytes) for each in self._open
+        ]
+        if also is not None:
+            waits.append(also)
+        with ThreadPoolExecutor(_MOST_OPEN + 2, "penstock-sync") as threads:
+            found = [threads.submit(each) for each in waits]
+        for future in found:
+            future.result()
         while self._open:
-            self._finish_oldest()
+            self._open.pop().file.close()
         self._out.settle()
 
     def abandon(self) -> None:
         """Leave everything as it is; nothing is on its way any more."""
         self._out.settle()
         while self._open:
-            self._open.pop()[0].close()
+            self._open.pop().file.close()
         while self._early:
             self._early.popitem()[1].close()
 
     def _finish_oldest(self) -> None:
-        file, nbytes, transfers = self._open[0]
-        for transfer in transfers:
+        oldest = self._open[0]
+        for transfer in oldest.transfers:
             transfer.wait()
-        self._disk.finish(file, nbytes)
-        file.close()
+        self._disk.finish(oldest.file, oldest.nbytes)
+        oldest.file.close()
         self._open.pop(0)
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A file on its way: it is to have this length when the transfers are over."""
+
+    file: DirectFile
+    nbytes: int
+    transfers: list[Transfer]
 
 
 class _File:
@@ -200,8 +251,7 @@ class _File:
         out, end = self._writer._out, self._end(offset)
         block = out.room()
         try:
-            with self._writer._watcher.filling():
-                fill(self._regions, self._starts, offset, end, block.address)
+            fill(self._regions, self._starts, offset, end, block.address)
             found = digest(block.address, end - offset)
         except BaseException:
             out.give(block)
@@ -231,7 +281,7 @@ class _File:
     def _create(self) -> None:
         writer = self._writer
         file = writer.make(self._name, self._nbytes)
-        writer._open.append((file, self._nbytes, self._transfers))
+        writer._open.append(_Open(file, self._nbytes, self._transfers))
         self._file = file
         self._shares = self._clone(file)
 
@@ -239,7 +289,7 @@ class _File:
         writer = self._writer
         if self._base is None or writer._base is None:
             return False
-        source = self._open_base(writer._base)
+        source = writer._base.file(self._name)
         if source is None:
             return False
         try:
@@ -247,24 +297,52 @@ class _File:
         finally:
             source.close()
 
-    def _open_base(self, base: Base) -> DirectFile | None:
-        directory = base.directory
-        try:
-            return open_at(directory.fd, self._name, "r", path=directory.join(self._name))
-        except TransferError:
-            return None
-
     def _link(self, sums: Sequence[str]) -> None:
-        writer = self._writer
-        assert writer._base is not None
-        source = self._open_base(writer._base)
-        if source is not None:
-            is_whole = source.size_bytes == self._nbytes
-            source.close()
-            if is_whole and writer._disk.link(
-                writer._base.directory, writer._directory, self._name
-            ):
-                return
+        if self._writer.linked(self._name, self._nbytes):
+            return
         self._create()
         if not self._shares:
             self._write_again(sums)
+
+
+class _Encoded:
+    """A file whose length and header are known only when all else in it has been made."""
+
+    def __init__(self, writer: FilesWriter, name: str, plain_bytes: int, body: EncodedBody) -> None:
+        self._writer = writer
+        self._name = name
+        self._plain_bytes = plain_bytes
+        self._body = body
+        self._number = len(writer.entries)
+
+    def write(self, base: FileEntry | None) -> FileEntry:
+        entry = None
+        if base is not None and self._made(base) == base:
+            entry = base if self._writer.linked(self._name, base.nbytes) else None
+        entry = self._made(None) if entry is None else entry
+        assert entry is not None, "what is not compared does not differ"
+        self._writer._watcher.released(self._number, self._plain_bytes)
+        return entry
+
+    def _made(self, base: FileEntry | None) -> FileEntry | None:
+        """Write it; or compare it with a base's, and give up where it differs: None."""
+        writer, opened = self._writer, None
+        if base is None:
+            opened = _Open(writer.make(self._name, self._body.most_bytes), 0, [])
+            writer._open.append(opened)
+        file = None if opened is None else opened.file
+        blocks = Blocks(writer._out, writer._block_bytes, self._body.header_bytes, file, base)
+        try:
+            for span in self._body.spans():
+                blocks.put(span.address, span.nbytes)
+                if blocks.differs:
+                    return None
+                if opened is not None:
+                    writer._watcher.released(self._number, span.read_end)
+            sums = blocks.end(self._body.header())
+        finally:
+            blocks.give_back()
+        if opened is not None:
+            opened.nbytes, opened.transfers = blocks.nbytes, blocks.transfers
+            writer.written_bytes += blocks.nbytes
+        return FileEntry(name=self._name, nbytes=blocks.nbytes, sums=sums)

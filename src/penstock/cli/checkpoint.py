@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -80,26 +80,52 @@ def _list(options: argparse.Namespace) -> int:
 def _info(options: argparse.Namespace) -> int:
     with Opened(options.path) as opened:
         manifest = opened.manifest
-    parts: dict[str, tuple[int, int]] = {}
+    parts: dict[str, _Part] = {}
     for tensor in manifest.tensors:
-        part = tensor.name.partition(".")[0]
-        count, nbytes = parts.get(part, (0, 0))
-        parts[part] = count + 1, nbytes + (tensor.nbytes if tensor.owner < 0 else 0)
+        part = parts.setdefault(tensor.name.partition(".")[0], _Part())
+        part.tensors += 1
+        if tensor.owner < 0:
+            part.nbytes += tensor.nbytes
+            part.stored_bytes += tensor.file_bytes
+        if tensor.codec and tensor.codec not in part.codecs:
+            part.codecs.append(tensor.codec)
     if options.json:
         document: dict[str, Any] = {
             "schema": 1,
             "path": options.path,
+            "version": manifest.version,
             "nbytes": manifest.nbytes,
             "facts": dict(manifest.facts),
             "files": [{"name": each.name, "nbytes": each.nbytes} for each in manifest.files],
-            "parts": {name: {"tensors": n, "nbytes": b} for name, (n, b) in parts.items()},
+            "parts": {name: asdict(part) for name, part in parts.items()},
         }
         write_json(document, sys.stdout)
         return 0
-    rows = [(name, str(count), format_bytes(nbytes)) for name, (count, nbytes) in parts.items()]
-    rows.append(("all, with headers", str(len(manifest.tensors)), format_bytes(manifest.nbytes)))
-    show(_table(("part", "tensors", "size"), rows), sys.stdout)
+    rows = [
+        (
+            name,
+            str(part.tensors),
+            format_bytes(part.nbytes),
+            format_bytes(part.stored_bytes),
+            ", ".join(part.codecs),
+        )
+        for name, part in parts.items()
+    ]
+    nbytes = format_bytes(sum(part.nbytes for part in parts.values()))
+    total = str(len(manifest.tensors)), nbytes, format_bytes(manifest.nbytes), ""
+    rows.append(("all, with headers", *total))
+    show(_table(("part", "tensors", "size", "in the files", "codec"), rows), sys.stdout)
     return 0
+
+
+@dataclass(slots=True)
+class _Part:
+    """What there is of a key of the top level."""
+
+    tensors: int = 0
+    nbytes: int = 0
+    stored_bytes: int = 0
+    codecs: list[str] = field(default_factory=list)
 
 
 def _verify(options: argparse.Namespace) -> int:

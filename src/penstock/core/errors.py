@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import errno as errnos
 import os
+from collections.abc import Sequence
 
 
 class PenstockError(Exception):
@@ -159,11 +160,13 @@ class DamagedError(CheckpointError):
 
     Attributes:
         path: The file that is damaged, or the checkpoint's directory.
+        overwritten: Names of the tensors that a load had set, or begun to, when it found this.
     """
 
-    def __init__(self, message: str, *, path: str) -> None:
+    def __init__(self, message: str, *, path: str, overwritten: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.path = path
+        self.overwritten = tuple(overwritten)
 
 
 class MismatchError(CheckpointError):

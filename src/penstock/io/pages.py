@@ -19,11 +19,12 @@ from typing import Final, NamedTuple
 
 from penstock.core.errors import TransferError
 from penstock.core.units import round_down, round_up
-from penstock.io.mapping import PAGE_BYTES
+from penstock.io.mapping import HUGE_PAGE_BYTES, PAGE_BYTES
 
 _PROT_NONE: Final = 0
 _PROT_READ_WRITE: Final = 1 | 2
 _MADV_DONTNEED: Final = 4
+_MADV_HUGEPAGE: Final = 14
 _ANONYMOUS: Final = ("", "[heap]")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -91,6 +92,17 @@ def close_to_all(pages: Sequence[Pages]) -> None:
 def open_again(pages: Pages) -> None:
     """Let the pages be written and read again; they are zeros until they are filled."""
     _call("mprotect", pages, _PROT_READ_WRITE)
+
+
+def open_to_refill(pages: Pages) -> None:
+    """Open them, and have them come back as huge pages where the system has some.
+
+    To fill, and to give back, pages of 2 MiB takes a part of what as many bytes of 4 KiB take. Only huge
+    pages that lie within these are meant, so no more becomes resident than before.
+    """
+    open_again(pages)
+    if pages.nbytes >= HUGE_PAGE_BYTES:  # a refusal costs speed only
+        _libc.madvise(pages.address, pages.nbytes, _MADV_HUGEPAGE)
 
 
 def trim_heap() -> None:

@@ -241,7 +241,7 @@ class Suspended:
         place_of = self._recall.place_of  # in its order: files that were passed are closed
         for each in sorted(missing, key=lambda one: place_of(one.held)):
             assert each.held.pages is not None
-            memory.open_again(each.held.pages)
+            memory.open_to_refill(each.held.pages)
             try:
                 self._recall.bring_back(each.held)
             except (PenstockError, OSError) as error:
@@ -254,7 +254,7 @@ class Suspended:
         pages, ticket, granule = away.held.pages, away.ticket, self._tier.spec.granule_bytes
         assert ticket is not None
         if pages is not None:
-            memory.open_again(pages)
+            memory.open_to_refill(pages)
             return self._tier.read(ticket, pages.address, keep_alive=away.held.storage), None
         buffer = torch.empty(ticket.window.nbytes + granule, dtype=torch.uint8)
         start = round_up(buffer.data_ptr(), granule) - buffer.data_ptr()

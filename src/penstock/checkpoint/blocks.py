@@ -1,0 +1,108 @@
+"""A file whose header is known last: its blocks fill as bytes come, and the first of them waits."""
+
+from __future__ import annotations
+
+import ctypes
+
+from penstock.checkpoint.manifest import FileEntry
+from penstock.checkpoint.streams import Outbound, digest
+from penstock.io.arena import Block
+from penstock.io.engine import Transfer
+from penstock.io.files import DirectFile
+
+
+class Blocks:
+    """Blocks of a file that fill as bytes come. The first is kept until the header is known.
+
+    Attributes:
+        nbytes: How long the file is so far.
+        differs: Whether a block is not as in the base.
+        transfers: Those of the blocks that were sent.
+    """
+
+    def __init__(
+        self,
+        out: Outbound,
+        block_bytes: int,
+        header_bytes: int,
+        file: DirectFile | None,
+        base: FileEntry | None,
+    ) -> None:
+        """Begin behind the header.
+
+        Args:
+            out: Takes blocks to the device.
+            block_bytes: How long they are.
+            header_bytes: How long the header is.
+            file: Where they go; None: nowhere, they are compared.
+            base: What they are compared with.
+        """
+        self.nbytes = header_bytes
+        self.differs = False
+        self.transfers: list[Transfer] = []
+        self._out = out
+        self._size = block_bytes
+        self._first = header_bytes // block_bytes
+        self._file = file
+        self._known = () if base is None else base.sums
+        self._sums: dict[int, str] = {}
+        self._block: Block | None = None
+        self._kept: Block | None = None
+
+    def put(self, address: int, nbytes: int) -> None:
+        """Add bytes. Raises TransferError."""
+        while nbytes:
+            if self._block is None:
+                self._block = self._out.room()
+            at = self.nbytes % self._size
+            count = min(nbytes, self._size - at)
+            ctypes.memmove(self._block.address + at, address, count)
+            self.nbytes += count
+            address += count
+            nbytes -= count
+            if self.nbytes % self._size == 0:
+                self._close()
+
+    def end(self, header: bytes) -> tuple[str, ...]:
+        """The checksums of all blocks; those with the header are the last to be written."""
+        if self._block is not None:
+            self._close()
+        for index, begin in enumerate(range(0, len(header), self._size)):
+            part = header[begin : begin + self._size]
+            block = None
+            if index == self._first:
+                block, self._kept = self._kept, None
+            if block is None:
+                block = self._out.room()
+            ctypes.memmove(block.address, part, len(part))
+            self._send(index, block)
+        block, self._kept = self._kept, None
+        if block is not None:  # the header ends where a block does
+            self._send(self._first, block)
+        return tuple(self._sums[index] for index in range(len(self._sums)))
+
+    def give_back(self) -> None:
+        """What was not sent."""
+        for block in (self._block, self._kept):
+            if block is not None:
+                self._out.give(block)
+        self._block = self._kept = None
+
+    def _close(self) -> None:
+        block, self._block = self._block, None
+        assert block is not None
+        index = (self.nbytes - 1) // self._size
+        if index == self._first:
+            self._kept = block
+        else:
+            self._send(index, block)
+
+    def _send(self, index: int, block: Block) -> None:
+        begin = index * self._size
+        nbytes = min(self._size, self.nbytes - begin)
+        found = self._sums[index] = digest(block.address, nbytes)
+        if self._file is not None:
+            self.transfers.append(self._out.send(self._file, begin, nbytes, block))
+            return
+        self._out.give(block)
+        self.differs |= index >= len(self._known) or self._known[index] != found

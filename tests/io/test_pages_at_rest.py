@@ -1,0 +1,38 @@
+"""Pages that were given back come back empty, writable, and no larger than before."""
+
+import numpy as np
+import pytest
+
+from penstock.core.units import MIB
+from penstock.io import pages as memory
+
+
+def resident_bytes(pages):
+    """Of the mappings that lie within."""
+    found, within = 0, False
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            head = line.split(maxsplit=1)[0]
+            if "-" in head and not head.endswith(":"):
+                start, end = (int(each, 16) for each in head.split("-"))
+                within = pages.address <= start and end <= pages.address + pages.nbytes
+            elif within and head == "Rss:":
+                found += 1024 * int(line.split()[1])
+    return found
+
+
+@pytest.mark.parametrize("again", [memory.open_again, memory.open_to_refill])
+@pytest.mark.parametrize("nbytes", [100_000, 9 * MIB])
+def test_pages_come_back_empty_and_no_larger(again, nbytes):
+    held = np.full(nbytes + 8192, 7, np.uint8)
+    pages = memory.whole_pages(held.ctypes.data + 5, nbytes)
+    start = pages.address - held.ctypes.data
+    memory.give_back(pages)
+    assert resident_bytes(pages) == 0
+    again(pages)
+    inside = held[start : start + pages.nbytes]
+    inside[::4096] = 3
+    assert inside[::4096].min() == 3
+    assert not inside[1::4096].any()
+    assert resident_bytes(pages) <= pages.nbytes
+    assert held[:start].min() == 7 == held[start + pages.nbytes :].min()
