@@ -1,5 +1,6 @@
 """Records made shorter without loss: the format, and that an optimizer does not see it."""
 
+import contextlib
 import json
 import os
 import threading
@@ -258,6 +259,21 @@ def test_training_is_torchs_to_the_bit(more, shrinking):
     train(b, theirs, steps=1, first=6)
     assert_same(ours, theirs)
     a.close()
+
+
+@pytest.mark.parametrize(
+    ("squeeze", "overlap", "is_on"),
+    [(None, False, True), (None, True, False), (True, True, True), (False, False, False)],
+)
+def test_beside_a_backward_it_is_off_unless_forced(squeeze, overlap, is_on, shrinking):
+    written = []
+    for wanted in (squeeze, False):
+        params = parameters(sizes=SIZES)
+        settings = {**shrinking, "squeeze": wanted, "overlap": overlap}
+        with contextlib.closing(FlashAdamW(params, **settings)) as a:
+            train(a, params, steps=2)
+            written.append(a._penstock.states.store.written)
+    assert (written[0] < 0.95 * written[1]) == is_on
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -50,7 +50,8 @@ class StatesConfig:
     not be changed between backward and ``step``."""
 
     squeeze: bool | None = None
-    """Whether records are made shorter, without loss, on their way to flash; ``None``: where it pays."""
+    """Whether records are made shorter, without loss, on their way to flash; ``None``: where it pays,
+    which is measured, and not with ``overlap``."""
 
     accumulation: int = 1
     """With ``overlap``: how many backwards make a step; gradients are final in the last of them."""

@@ -97,7 +97,10 @@ class FlashStates:
             make_file=named_file if config.durable else None,
             allow_memory_filesystem=config.allow_memory_filesystem,
         )
-        self._squeezer = Squeezer(config.squeeze)
+        # beside a backward: see [Note: when squeezing pays]
+        self._squeezer = Squeezer(
+            False if config.overlap and not config.squeeze else config.squeeze
+        )
         self.gradients: Gradients | None = None
         if config.gradient_bytes is not None:
             self.gradients = Gradients(
