@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import _papers_alexnet
 from _papers_paper import GIB, Line, OnPaper, gib, percent, took
 
 from penstock.plan import Machine, Profile
@@ -50,7 +51,8 @@ def measure(*, quick: bool) -> dict[str, Any]:
     found: dict[str, Any] = {
         "averages": {
             name: averages(OnPaper(name, machine, adapted=with_cudnns_pooling)) for name in names
-        }
+        },
+        "alexnet of 2012": averages(of_2012(machine)),
     }
     if not quick:
         with took("vgg16"):
@@ -63,6 +65,12 @@ def measure(*, quick: bool) -> dict[str, Any]:
 
 
 # -- average memory -----------------------------------------------------------------------------------
+
+
+def of_2012(machine: Machine) -> OnPaper:
+    """AlexNet with its paper's widths and normalizations."""
+    profile = with_cudnns_pooling(_papers_alexnet.profile(AVERAGES_BATCH, machine))
+    return OnPaper("alexnet", machine, known={AVERAGES_BATCH: profile})
 
 
 def averages(paper: OnPaper) -> dict[str, Any]:
@@ -186,18 +194,35 @@ def deep(paper: OnPaper) -> dict[str, Any]:
 # -- beside the paper ---------------------------------------------------------------------------------
 
 
+def best_of(row: dict[str, Any]) -> dict[str, Any]:
+    best: dict[str, Any] = row["policies"][row["best"]]
+    return best
+
+
+def down(row: dict[str, Any]) -> str:
+    best = best_of(row)
+    return (
+        f"-{percent(best['managed_down'])} by {row['best']}"
+        f" (whole network -{percent(best['whole_down'])}; written behind:"
+        f" -{percent(best['managed_down_written_behind'])})"
+    )
+
+
 def lines(found: dict[str, Any]) -> Iterator[Line]:
     for name, row in found["averages"].items():
-        best = row["policies"][row["best"]]
         yield Line(
             f"average memory of {name}, batch {AVERAGES_BATCH}, managed pool",
             f"-{AVERAGES[name]:.0%}",
-            f"-{percent(best['managed_down'])} by {row['best']}"
-            f" (whole network -{percent(best['whole_down'])}; written behind:"
-            f" -{percent(best['managed_down_written_behind'])})",
-            abs(best["managed_down"] - AVERAGES[name]) <= POINTS,
+            down(row),
+            abs(best_of(row)["managed_down"] - AVERAGES[name]) <= POINTS,
             "within 3 points",
         )
+    yield Line(
+        "the same of alexnet with the widths and normalizations of 2012",
+        f"-{AVERAGES['alexnet']:.0%}",
+        down(found["alexnet of 2012"]),
+        None,
+    )
     if "vgg16-256" not in found:
         return
     row = found["vgg16-256"]
