@@ -120,7 +120,8 @@ def _machine(status: dict[str, Any]) -> str:
             f" · flash {format_bytes(machine['flash_bytes'])} of"
             f" {format_bytes(machine['flash_capacity_bytes'])} in {where}"
         )
-    return f"{said} · {format_bandwidth(machine['bytes_per_s'])}"
+    keeper = "the kernel" if machine["enforced"] else "looking"
+    return f"{said} · kept by {keeper} · {format_bandwidth(machine['bytes_per_s'])}"
 
 
 def _rate(seen: deque[tuple[float, int]]) -> float:
