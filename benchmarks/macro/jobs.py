@@ -160,14 +160,16 @@ class Rig:
                     with logs[number].open("w") as log:
                         running.append(subprocess.Popen(command, cwd=self.folder, stdout=log))
                 peak = max(peak, sum(held_bytes(each.pid) for each in running))
-                assert not any(each.poll() for each in running), "a job has failed"
+                if any(each.poll() for each in running):
+                    assert group is not None, "a job has failed"
+                    break  # for want of memory
                 running = [each for each in running if each.returncode is None]
                 time.sleep(0.1)
             seconds, ended = time.perf_counter() - begun, not running
         finally:
             for each in running:
                 each.kill()
-                each.wait()
+            codes = [each.wait() for each in running]
         steps = [log.read_text(encoding="utf-8").count("step ") for log in logs]
         sums = [line_of(log) for log in logs] if ended else []
         return {
