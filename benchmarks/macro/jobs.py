@@ -178,6 +178,7 @@ class Rig:
             "sums": sums,
             "ended": ended,
             "steps": steps,
+            "codes_of_those_that_did_not_end": codes,
         }
 
     def paged(self) -> dict[str, Any] | str:
