@@ -232,6 +232,21 @@ def test_a_manager_puts_it_to_sleep_and_has_it_fetch_and_go_on(trained, ends):
     assert "its manager wakes it" in told[0]
 
 
+def test_a_signal_does_not_put_to_sleep_what_a_manager_runs(trained, ends):
+    """The manager would take it for awake, and wait for its turn to pass for ever."""
+    session, model, optimizer = trained
+    manager, job = ends
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+    told = []
+    Sleeper(session, tell=told.append, channel=job)
+    signal.raise_signal(signal.SIGUSR1)
+    step(model, optimizer)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert manager.look().state == "awake"
+    assert "it has a manager; use `penstock jobs suspend`" in told[0]
+
+
 def until(manager, what):
     end = time.monotonic() + 20
     while time.monotonic() < end:

@@ -259,6 +259,8 @@ class Group:
         """Let groups below have limits, or no more. Raises OSError; EBUSY: there are processes in it."""
         if self._version == 2:
             self._write("cgroup.subtree_control", "+memory" if may_have else "-memory")
+        elif self._number("memory.use_hierarchy") == 0:  # an old kernel: they would not count here
+            self._write("memory.use_hierarchy", "1")
 
     def below(self) -> list[Group]:
         """The groups in it."""

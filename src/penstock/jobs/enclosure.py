@@ -181,9 +181,9 @@ class Enclosure:
         Args:
             entries: All jobs as they are about to be; who is to be woken has to have room before.
         """
+        limits = self._shares = shares(entries, self._budget_bytes)
         if self._all.limit_bytes != self._budget_bytes:
             self._all.limit(self._budget_bytes)
-        limits = self._shares = shares(entries, self._budget_bytes)
         changes = {
             name: limit - self._jobs[name].limit_bytes
             for name, limit in limits.items()

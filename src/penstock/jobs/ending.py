@@ -21,6 +21,11 @@ class Ending:
         self._times = 0
         self._told_s: float | None = None
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a signal was sent: what follows it does not sleep any more."""
+        return self._times > 0
+
     def proceed(self, process: Process, now: float, *, asleep: bool) -> None:
         """Do what there is to be done now.
 

@@ -91,13 +91,19 @@ class Sleeper:
         if self._channel is None:
             return self.asked
         order = self._channel.look()
-        return self.asked or (order.sleep and order.number != self._refused)
+        return order.sleep and order.number != self._refused
 
     def step_over(self) -> None:
         """A step has ended: sleep, if that was asked for. Raises what interrupts the sleep."""
         if os.getpid() != self._pid:
             return
         self._count()
+        if self.asked and self._channel is not None:
+            self.asked = False
+            self._tell(
+                "a signal does not suspend it, for it would keep others waiting: it has a manager; use"
+                " `penstock jobs suspend`"
+            )
         keeper = self._keeper
         if keeper is not None:
             keeper.step_over(self._job, self._steps)

@@ -110,7 +110,7 @@ class Task:
             waited_s=now - self._waits_since,
             held_back=self.held_back,
             urgent=self.stopping,
-            fixed=now < self._fixed_until,
+            fixed=now < self._fixed_until or self._ending.has_begun,
         )
 
     # -- what is done with it -------------------------------------------------------------------------
