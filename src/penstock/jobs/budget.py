@@ -32,7 +32,7 @@ class Budget:
         self._machine = machine
         self._state = state
         self._tell = tell
-        self._has_failed = False
+        self._has_failed = self._is_closed = False
         self._enclosure: Enclosure | None = None
         self.kept_by = _AS_DESCRIBED
 
@@ -105,5 +105,6 @@ class Budget:
         Args:
             wait: For a moment, for processes that have been ended.
         """
-        if self._enclosure is not None:
+        if self._enclosure is not None and not self._is_closed:
+            self._is_closed = True
             self._enclosure.close(wait=wait)
