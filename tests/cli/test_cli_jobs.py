@@ -179,10 +179,10 @@ def test_the_table_says_who_sleeps_where_and_why():
     assert "kept by the kernel" in told.replace("\n", " ")
     for what in ("bert", "asleep", "256.00 MiB", "120", "2.00", "waits for its turn"):
         assert what in told
-    over = status(phase="over", outcome="failed", note="", told="killed by SIGKILL")
+    over = status(phase="over", outcome="failed", note="", told="killed by SIGKILL [/x] [machine]")
     over = to_text(table(over), width=140)
     assert "failed" in over
-    assert "killed by SIGKILL" in over
+    assert "killed by SIGKILL [/x] [machine]" in over
 
 
 def test_on_a_terminal_the_view_is_live_and_elsewhere_lines(tmp_path, monkeypatch, capsys):

@@ -17,6 +17,7 @@ from penstock.core.units import MIB
 from penstock.jobs.channel import JobEnd, ManagerEnd, Status, start_ticks
 from penstock.jobs.processes import Identity, Process, describe_end, held_bytes, last_lines
 from penstock.jobs.signals import Sleeper
+from penstock.observe.summary_text import render, to_text
 
 
 @pytest.fixture
@@ -199,6 +200,14 @@ def step(model, optimizer):
     optimizer.zero_grad(set_to_none=False)
     model(torch.ones(4, 512)).square().mean().backward()
     optimizer.step()
+
+
+def test_the_summary_of_a_run_is_not_how_its_log_ends(trained, tmp_path):
+    session, model, optimizer = trained
+    step(model, optimizer)
+    text = to_text(render(session.summary()))
+    (tmp_path / "log").write_text(f"ValueError: wrong\n\n{text}\n")
+    assert last_lines(str(tmp_path / "log")) == ["ValueError: wrong"]
 
 
 def test_a_manager_puts_it_to_sleep_and_has_it_fetch_and_go_on(trained, ends):
