@@ -207,7 +207,7 @@ def test_a_sleeping_one_is_woken_to_be_stopped_and_a_deaf_one_is_killed(managed)
 def test_who_is_told_to_end_is_not_put_to_sleep_any_more(managed):
     """It would wake by itself to end, when the memory is another's."""
     jobs = [{"name": "z", "how": "steps=100000 deaf=1"}, {"name": "a", "how": "steps=100000"}]
-    with managed(*jobs, grace="400ms") as run:
+    with managed(*jobs, grace="200ms") as run:
         found = run.until(lambda jobs: jobs["a"]["sleeps"] and jobs["z"]["phase"] == "awake")
         run.client.stop()
         done = run.ended()
