@@ -1,6 +1,8 @@
 """What a session says of itself: summary, plan, profile, steps, timeline, trace, log."""
 
 import json
+import signal
+import sys
 
 import pytest
 import torch
@@ -125,3 +127,23 @@ def test_what_is_no_model_or_optimizer_is_refused():
         penstock.offload("model")
     with pytest.raises(ConfigError, match="optimizer is a list, it must be of type Optimizer"):
         penstock.offload(None, [])
+
+
+class Finalized:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)  # as if Ctrl-C had waited for this line
+
+
+def test_ctrl_c_that_a_finalizer_swallows_comes_at_the_end_of_the_step(session_for):
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    hook = sys.unraisablehook
+    net = torch.nn.Conv2d(3, 8, 3)
+    try:
+        with session_for(net, policy="keep"):
+            Finalized()
+            with pytest.raises(KeyboardInterrupt):
+                train(net, 1)
+            train(net, 1)  # once
+        assert sys.unraisablehook is hook
+    finally:
+        signal.signal(signal.SIGINT, handler)

@@ -15,6 +15,7 @@ import torch
 from penstock.core.budget import Budget
 from penstock.core.config import UNLIMITED, OffloadConfig
 from penstock.core.errors import ClosedError, ConfigError, HookError
+from penstock.core.interrupts import LostInterrupts
 from penstock.hooks.attachment import Attachment
 from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.io.engine import Engine
@@ -88,6 +89,7 @@ class Session:
         self._steps = 0
         self._stores: Stores | None = None
         self._loaders = Loaders()
+        self._interrupts = LostInterrupts()
         self._rss: RssSampler | None = None
         self._device = _device_of(model)
         log = None if config.event_log is None else EventLog(config.event_log)
@@ -214,6 +216,7 @@ class Session:
         self._attachment.attach(self._model, self._optimizer)
         if self._model is not None:
             _hooked.add(self._model)
+        self._interrupts.open()
         _active.append(weakref.ref(self))
         self.recorder.mark(
             SESSION,
@@ -227,6 +230,7 @@ class Session:
 
     def _detach(self) -> None:
         self._attachment.detach()
+        self._interrupts.close()
         _active[:] = [ref for ref in _active if ref() not in (None, self)]
         if self._model is not None:
             _hooked.discard(self._model)
@@ -267,6 +271,7 @@ class Session:
         self._steps += 1
         self._attachment.protected.refresh()
         self.recorder.end_step()
+        self._interrupts.raise_lost()
         if self.on_step is not None:
             self.on_step()
         self.recorder.begin_step(self._steps)

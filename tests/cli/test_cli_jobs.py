@@ -8,8 +8,9 @@ import sys
 import pytest
 from rich.console import Console
 
-from penstock.cli import main
+from penstock.cli import jobs, main
 from penstock.cli.jobs_view import Watch, table
+from penstock.core.errors import JobError
 from penstock.observe.summary_text import to_text
 
 SCRIPT = """
@@ -149,6 +150,7 @@ def status(**job):
             "flash_capacity_bytes": 20 * 2**30,
             "flash_directories": ["/nvme"],
             "bytes_per_s": 2.5e9,
+            "enforced": True,
             "stopping": False,
         },
         "jobs": [
@@ -174,12 +176,13 @@ def test_the_table_says_who_sleeps_where_and_why():
     assert "1.00 GiB held, 2.00 GiB charged of 8.00 GiB" in told
     assert "flash 3.00 GiB of 20.00 GiB in /nvme" in told.replace("\n", " ")
     assert "2.50 GB/s" in told
+    assert "kept by the kernel" in told.replace("\n", " ")
     for what in ("bert", "asleep", "256.00 MiB", "120", "2.00", "waits for its turn"):
         assert what in told
-    over = status(phase="over", outcome="failed", note="", told="killed by SIGKILL")
+    over = status(phase="over", outcome="failed", note="", told="killed by SIGKILL [/x] [machine]")
     over = to_text(table(over), width=140)
     assert "failed" in over
-    assert "killed by SIGKILL" in over
+    assert "killed by SIGKILL [/x] [machine]" in over
 
 
 def test_on_a_terminal_the_view_is_live_and_elsewhere_lines(tmp_path, monkeypatch, capsys):
@@ -197,3 +200,26 @@ def test_on_a_terminal_the_view_is_live_and_elsewhere_lines(tmp_path, monkeypatc
         plain.tell("bert: sleeps")
         plain(status())
     assert capsys.readouterr().err == "penstock: bert: sleeps\n"
+
+
+def test_another_terminal_sees_it_live_until_the_manager_has_ended(tmp_path, monkeypatch, capsys):
+    answers = [status(), status(), status(phase="over", outcome="done", note="")]
+
+    class Manager:
+        def __init__(self, state):
+            pass
+
+        def status(self):
+            if not answers:
+                raise JobError("no manager answers")
+            return answers.pop(0)
+
+    monkeypatch.setattr(jobs, "Client", Manager)
+    monkeypatch.setattr(jobs, "_WATCH_S", 0.01)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["jobs", "status", "--watch"]) == 0
+    assert not answers
+    assert "done" in capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+    assert main(["jobs", "status", "--watch"]) == 2
+    assert "--watch shows jobs on a terminal" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from penstock.core.units import MIB
 from penstock.jobs.channel import JobEnd, ManagerEnd, Status, start_ticks
 from penstock.jobs.processes import Identity, Process, describe_end, held_bytes, last_lines
 from penstock.jobs.signals import Sleeper
+from penstock.observe.summary_text import render, to_text
 
 
 @pytest.fixture
@@ -178,7 +179,16 @@ def test_ends_are_told_in_words(tmp_path):
 
 
 @pytest.fixture
-def trained(disk_path, one_thread):
+def handlers():
+    """As they were, in the end."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def trained(disk_path, one_thread, handlers):
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (disk_path / "spill").mkdir()
@@ -192,10 +202,17 @@ def step(model, optimizer):
     optimizer.step()
 
 
+def test_the_summary_of_a_run_is_not_how_its_log_ends(trained, tmp_path):
+    session, model, optimizer = trained
+    step(model, optimizer)
+    text = to_text(render(session.summary()))
+    (tmp_path / "log").write_text(f"ValueError: wrong\n\n{text}\n")
+    assert last_lines(str(tmp_path / "log")) == ["ValueError: wrong"]
+
+
 def test_a_manager_puts_it_to_sleep_and_has_it_fetch_and_go_on(trained, ends):
     session, model, optimizer = trained
     manager, job = ends
-    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
     told = []
     Sleeper(session, tell=told.append, channel=job)
     assert manager.look().state == "awake"
@@ -221,8 +238,6 @@ def test_a_manager_puts_it_to_sleep_and_has_it_fetch_and_go_on(trained, ends):
     optimizer.param_groups[0]["lr"] = 0.0
     step(model, optimizer)
     thread.join()
-    for number, handler in before.items():
-        signal.signal(number, handler)
     assert all(map(same_bits, (each.detach() for each in model.parameters()), expected))
     status = manager.look()
     assert (status.state, status.sleeps, status.flash_bytes) == ("awake", 1, 0)
@@ -230,6 +245,18 @@ def test_a_manager_puts_it_to_sleep_and_has_it_fetch_and_go_on(trained, ends):
     assert 2.9 * MIB < seen["fetched"].fetched_bytes <= 3 * MIB
     assert status.moved_bytes == 2 * seen["asleep"].flash_bytes
     assert "its manager wakes it" in told[0]
+
+
+def test_a_signal_does_not_put_to_sleep_what_a_manager_runs(trained, ends):
+    """The manager would take it for awake, and wait for its turn to pass for ever."""
+    session, model, optimizer = trained
+    manager, job = ends
+    told = []
+    Sleeper(session, channel=job, tell=told.append)
+    signal.raise_signal(signal.SIGUSR1)
+    step(model, optimizer)
+    assert manager.look().state == "awake"
+    assert "it has a manager; use `penstock jobs suspend`" in told[0]
 
 
 def until(manager, what):
@@ -257,11 +284,10 @@ def test_what_comes_ahead_can_go_again_and_all_comes_back(trained):
     assert all(map(same_bits, now, expected))
 
 
-def test_a_refusal_is_told_to_the_manager(ends, one_thread):
+def test_a_refusal_is_told_to_the_manager(ends, one_thread, handlers):
     manager, job = ends
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
     with penstock.offload(model, optimizer, policy="keep") as session:
         Sleeper(session, tell=lambda line: None, channel=job)
         manager.want(sleep=True)
@@ -270,5 +296,3 @@ def test_a_refusal_is_told_to_the_manager(ends, one_thread):
             optimizer.step()
         assert "no directory" in manager.look().refused
         assert (manager.status.state, manager.status.order) == ("awake", 1)
-    for number, handler in before.items():
-        signal.signal(number, handler)

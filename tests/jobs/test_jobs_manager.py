@@ -38,6 +38,7 @@ def described(folder, *jobs, **machine):
         "slice": "100ms",
         "asleep": "20MiB",
         "grace": "300ms",
+        "enforce": "looking",  # what it counts is the same on every machine
         **machine,
     }
     tables = [
@@ -84,7 +85,7 @@ def managed(disk_path):
 
     yield run
     for manager, thread in made:
-        manager._interrupts = 2  # as Ctrl-C, twice
+        manager._interrupts.count = 2  # as Ctrl-C, twice
         thread.join(20)
         assert not thread.is_alive()
         manager.close()
@@ -203,6 +204,17 @@ def test_a_sleeping_one_is_woken_to_be_stopped_and_a_deaf_one_is_killed(managed)
     assert "SIGKILL" not in done["a"]["told"]
 
 
+def test_who_is_told_to_end_is_not_put_to_sleep_any_more(managed):
+    """It would wake by itself to end, when the memory is another's."""
+    jobs = [{"name": "z", "how": "steps=100000 deaf=1"}, {"name": "a", "how": "steps=100000"}]
+    with managed(*jobs, grace="200ms") as run:
+        found = run.until(lambda jobs: jobs["a"]["sleeps"] and jobs["z"]["phase"] == "awake")
+        run.client.stop()
+        done = run.ended()
+    assert done["z"]["sleeps"] == found["z"]["sleeps"]
+    assert [each["outcome"] for each in done.values()] == ["stopped", "stopped"]
+
+
 def test_a_manager_that_is_not_there_is_said(tmp_path):
     with pytest.raises(JobError, match=r"no manager answers in .*penstock jobs run"):
         Client(tmp_path).status()
@@ -296,7 +308,10 @@ def test_more_jobs_than_flash_begin_when_others_are_over(managed):
     assert done["a"]["sleeps"] == 0
 
 
-def test_flash_that_is_not_there_is_said_before_anything_begins(disk_path):
+def test_what_is_not_there_is_said_before_anything_begins(disk_path):
+    description = described(disk_path, {"name": "a"}, memory="900PB")
+    with pytest.raises(ConfigError, match=r"memory is .* TiB, and this machine has .* GiB"):
+        Manager(description, state=str(disk_path / "state"))
     description = described(disk_path, {"name": "a"}, flash_capacity="900PB")
     with pytest.raises(ConfigError, match=r"flash_capacity is .* TiB, and .* free"):
         Manager(description, state=str(disk_path / "state"))
@@ -346,6 +361,7 @@ flash = "flash"
 slice = "150ms"
 asleep = "20MiB"
 grace = "1s"
+enforce = "looking"
 """
 
 

@@ -37,9 +37,9 @@ def spill(disk_path):
 
 
 @contextmanager
-def started(folder, steps, *options):
+def started(folder, steps, *options, head=""):
     """The script, which waits before its third step until there is a file ``go``."""
-    (folder / "script.py").write_text(SCRIPT.format(steps=steps))
+    (folder / "script.py").write_text(head + SCRIPT.format(steps=steps))
     command = [sys.executable, "-m", "penstock", "run", *options, "script.py"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder
@@ -148,3 +148,17 @@ def test_a_script_that_has_its_own_handler_keeps_it(tmp_path, spill, handler):
         check=True,
     )
     assert done.stdout.split() == (["True"] if "IGN" in handler else ["mine", "False"])
+
+
+def test_a_signal_before_there_is_torch_is_followed_when_it_trains(tmp_path, spill):
+    wait = 'import os, time\nprint("here", flush=True)\n'
+    wait += 'while not os.path.exists("go"): time.sleep(0.01)\n'
+    with started(tmp_path, 3, "--flash", str(spill), head=wait) as process:
+        assert process.stdout.readline() == "here\n"
+        process.send_signal(signal.SIGUSR1)
+        (tmp_path / "go").touch()
+        read_line(process.stderr, "suspended process")
+        process.send_signal(signal.SIGUSR2)
+        out, error = process.communicate(timeout=120)
+        assert process.returncode == 0, error
+    assert out.splitlines()[:2] == ["0", "1"]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
+from contextlib import suppress
 from typing import Final
 
 from penstock.cli.command import add_common, formatter
 from penstock.cli.jobs_view import Watch, table
 from penstock.cli.output import say, show, write_json
+from penstock.core.errors import ConfigError, JobError
 from penstock.jobs.control import Client
 from penstock.jobs.description import load
 from penstock.jobs.manager import Manager
@@ -16,13 +19,14 @@ from penstock.jobs.manager import Manager
 _EXAMPLES: Final = """\
 examples:
   penstock jobs run jobs.toml
-  penstock jobs status --json
+  penstock jobs status --watch
   penstock jobs suspend bert
   penstock jobs stop
 
 The exit code of `run` is 0 if every job has ended with 0, else 1. Ctrl-C stops the jobs in order, and
 once more at once. A manager that was killed is started again by the same command, and finds its jobs."""
 _STATE: Final = ".penstock-jobs"
+_WATCH_S: Final = 0.5
 
 
 def parser() -> argparse.ArgumentParser:
@@ -48,7 +52,11 @@ def parser() -> argparse.ArgumentParser:
         )
         if name == "run":
             each.add_argument("file", metavar="FILE", help="TOML with [machine] and [[job]]")
-        elif name != "status":
+        elif name == "status":
+            each.add_argument(
+                "--watch", action="store_true", help="live, until the manager has ended or Ctrl-C"
+            )
+        else:
             each.add_argument(
                 "name", metavar="NAME", nargs="?" if name == "stop" else None, help="of a job"
             )
@@ -86,11 +94,30 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    status = Client(options.state).status()
+    client = Client(options.state)
+    if options.watch:
+        return _watch(client, json=options.json)
+    status = client.status()
     if options.json:
         write_json(status, sys.stdout)
     else:
         show(table(status), sys.stdout)
+    return 0
+
+
+def _watch(client: Client, *, json: bool) -> int:
+    """Show it live, until the manager has ended or somebody has seen enough."""
+    if json or not sys.stdout.isatty():
+        raise ConfigError(
+            "--watch shows jobs on a terminal; ask for `status --json` again and again"
+        )
+    status = client.status()
+    with Watch(sys.stdout) as watch, suppress(KeyboardInterrupt, JobError):
+        while True:
+            watch(status)
+            time.sleep(_WATCH_S)
+            status = client.status()
+    show(table(status), sys.stdout)
     return 0
 
 

@@ -85,7 +85,7 @@ def table(status: dict[str, Any], rates: dict[str, float] | None = None) -> Rend
         status: Of a manager.
         rates: Steps a second, by job; without, on average while it was awake.
     """
-    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title=_machine(status))
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title=Text(_machine(status)))
     made.title_justify = "left"
     for name in ("job", "state", "DRAM", "flash", "steps", "steps/s", "awake", ""):
         right = name in ("DRAM", "flash", "steps", "steps/s", "awake")
@@ -103,7 +103,7 @@ def table(status: dict[str, Any], rates: dict[str, float] | None = None) -> Rend
             str(job["steps"]),
             f"{rate:.2f}" if rate else "",
             format_duration(job["awake_s"]) if job["awake_s"] else "",
-            job["note"] or job["told"],
+            Text(job["note"] or job["told"]),  # may quote what looks like markup
         )
     return made
 
@@ -120,7 +120,8 @@ def _machine(status: dict[str, Any]) -> str:
             f" · flash {format_bytes(machine['flash_bytes'])} of"
             f" {format_bytes(machine['flash_capacity_bytes'])} in {where}"
         )
-    return f"{said} · {format_bandwidth(machine['bytes_per_s'])}"
+    keeper = "the kernel" if machine["enforced"] else "looking"
+    return f"{said} · kept by {keeper} · {format_bandwidth(machine['bytes_per_s'])}"
 
 
 def _rate(seen: deque[tuple[float, int]]) -> float:

@@ -32,6 +32,7 @@ from penstock.cli.torch_import import when_imported
 from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.jobs.channel import JobEnd
+from penstock.jobs.early import Early
 from penstock.plan import policies
 from penstock.runtime.given import SUFFIX, load_plan
 
@@ -144,6 +145,7 @@ def execute(options: argparse.Namespace) -> Callable[[], int]:
 
 def _run(program: Program, attendant: _Attendant) -> int:
     os.environ.setdefault(_HUGE_PAGES, "1")
+    attendant.early = Early()
     atexit.register(attendant.finish)
     when_imported(attendant.start)
     attendant.code = 1
@@ -170,6 +172,7 @@ class _Attendant:
         answer: Where the summary is written as JSON, or ``None``: as text to standard error.
         channel: To the manager of jobs, if there is one.
         keep: Where what sleeps is kept, and whether to resume; None: nowhere.
+        early: Hears signals until the session is open.
         code: The exit code, once it is known.
     """
 
@@ -185,6 +188,7 @@ class _Attendant:
         self.answer: IO[str] | None = None
         self.channel: JobEnd | None = None
         self.keep: dict[str, Any] | None = None
+        self.early: Early | None = None
         self._keeper: Any = None
         self.code = 0
         self._states = states
@@ -228,7 +232,7 @@ class _Attendant:
             raise SystemExit(report(error)) from None
         self._session = session
         importlib.import_module("penstock.jobs.signals").Sleeper(
-            session, tell=say, channel=self.channel, keeper=self._keeper
+            session, tell=say, channel=self.channel, keeper=self._keeper, early=self.early
         )
         # before what the script registers from now on, so that it runs after that
         atexit.unregister(self.finish)

@@ -17,6 +17,7 @@ from penstock.io.files import filesystem_of
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DURATION: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min)\s*")
+ENFORCE: Final = ("auto", "cgroup", "looking")
 _SCALES: Final = {"ms": 1e-3, "s": 1.0, "min": 60.0}
 
 
@@ -49,6 +50,10 @@ class Machine:
     asleep: int | str = 256 * MIB
     """What the process of a job is expected to hold while it sleeps; measured once it has slept."""
 
+    enforce: str = "auto"
+    """What keeps ``memory``: ``cgroup``, the kernel; ``looking``, the manager alone; ``auto``, the kernel
+    where that is permitted."""
+
     prefetch: bool = True
     """Whether the next job's memory comes back ahead of its turn, as far as there is room."""
 
@@ -62,6 +67,8 @@ class Machine:
         for name in ("slice", "patience", "grace"):
             object.__setattr__(self, name, _duration(name, getattr(self, name)))
         _check_type("prefetch", self.prefetch, bool, "true or false")
+        if self.enforce not in ENFORCE:
+            raise ConfigError(f"enforce is {self.enforce!r}; known are {', '.join(ENFORCE)}")
         flash = (self.flash,) if isinstance(self.flash, str) else tuple(self.flash)
         for each in flash:
             _check_type("flash", each, str, "a directory, or a list of them")

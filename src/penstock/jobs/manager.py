@@ -3,7 +3,8 @@
 1. Each job is begun when its turn has come and there is room (:mod:`.policy`), under ``penstock run``.
 2. At the end of a turn who has to leave is told to sleep, and does at the end of his step. When his
    memory is seen to be gone, and not before, the next one is woken.
-3. What is recorded on disk is enough for another manager to go on ([Note: managers and their jobs]).
+3. Where that is permitted, the kernel keeps the budget too (:mod:`.budget`).
+4. What is recorded on disk is enough for another manager to go on ([Note: managers and their jobs]).
 
 [Note: managers and their jobs]
     Jobs are in sessions of their own. If their manager dies, those who compute go on, and those who
@@ -14,20 +15,19 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import FrameType
 from typing import Any, Final
 
 from penstock.core.errors import ConfigError, JobError
+from penstock.core.units import MIB
+from penstock.jobs.budget import Budget
 from penstock.jobs.command import Command, run_command
 from penstock.jobs.control import Server, answer
 from penstock.jobs.description import Description
+from penstock.jobs.interrupts import Interrupts
 from penstock.jobs.limits import limits_of
 from penstock.jobs.policy import (
     ALIVE,
@@ -39,7 +39,7 @@ from penstock.jobs.policy import (
     decide,
     virtual_start,
 )
-from penstock.jobs.record import StateDirectory
+from penstock.jobs.record import Recording, StateDirectory
 from penstock.jobs.task import Task
 from penstock.jobs.teller import Teller
 
@@ -49,7 +49,8 @@ _CALM_S: Final = 0.1
 _LOOKS_A_SLICE: Final = 20
 _CALM: Final = frozenset({Phase.WAITING, Phase.AWAKE, Phase.ASLEEP, Phase.OVER})
 _MEASURE_S: Final = 0.25
-_RECORD_S: Final = 5.0
+_SPARE_BYTES: Final = 128 * MIB
+"""Not lent where the kernel keeps the budget: who sleeps would be ended for a little too much."""
 _START_S: Final = 60.0
 """A process that has been starting for longer counts as computing."""
 
@@ -96,32 +97,39 @@ class Manager:
         self._tasks: dict[str, Task] = {}
         self._turn = Turn()
         self._then = clock()
-        self._measured = self._recorded = -1e9
-        self._last_record: Any = None
+        self._measured = -1e9
         self._starting: dict[str, float] = {}
-        self._ending = self._leaving = self._record_failed = False
-        self._interrupts = 0
+        self._ending = False
+        self._interrupts = Interrupts()
+        self._recording = Recording(self._state, self._tell)
+        self._budget = Budget(description.machine, state=self._state.path, tell=self._tell)
         try:
             for spec in description.jobs:
                 self._tasks[spec.name] = Task(spec, description.machine, self._state)
-            self._find()
+            group = self._find()
             for task in self._tasks.values():
                 task.forget_earlier()
             self._limits = limits_of(description.machine, self._resting_bytes)
+            self._budget.keep(group)
+            if self._budget.is_enforced:
+                self._limits = replace(self._limits, spare_bytes=_SPARE_BYTES)
+            for task in self._tasks.values():
+                task.found_in(self._budget)
             self._server = Server(self._state.fd, partial(answer, self))
         except BaseException:
             self._let_go()
             raise
 
-    def _find(self) -> None:
-        """Take over the jobs of an earlier manager, if not all of them are over."""
+    def _find(self) -> str | None:
+        """Take over the jobs of an earlier manager, if not all of them are over; returns their group."""
         record = self._state.read()
         if record is None:
-            return
+            return None
+        group = record.get("group")
         try:
             found = {str(each["name"]): each for each in record["jobs"]}
             if all(each["phase"] == Phase.OVER.value for each in found.values()):
-                return  # that run is over: this is another
+                return group  # that run is over: this is another
             for name, each in found.items():
                 if name in self._tasks:
                     self._tasks[name].adopt(each)
@@ -139,6 +147,7 @@ class Manager:
                 " running, and remove the directory"
             ) from error
         self.found = [name for name, task in self._tasks.items() if task.lives]
+        return group
 
     # -- running --------------------------------------------------------------------------------------
 
@@ -155,9 +164,10 @@ class Manager:
             Whether all are over, and none has failed.
         """
         try:
-            with self._signals():
-                self._record(durable=True)
-                while not self._leaving and any(
+            with self._interrupts.heard():
+                self._recording.write(self._document(), self._clock())
+                self._budget.say()
+                while not self._interrupts.leaving and any(
                     task.phase is not Phase.OVER for task in self._tasks.values()
                 ):
                     self._server.serve(self._until_next_look_s())
@@ -165,7 +175,7 @@ class Manager:
                     self.advance()
                     if watch is not None:
                         watch(self.status())
-                self._record(durable=True)
+                self._recording.write(self._document(), self._clock())
         finally:
             self._server.close()
         return all(task.outcome == "done" for task in self._tasks.values())
@@ -195,7 +205,7 @@ class Manager:
         self._act(decision, entries)
         self._fetch_ahead()
         self._teller.look(self._tasks.values(), now)
-        self._record_if_changed(now)
+        self._recording.write_if_changed(self._document(), now, shape=self._shape())
 
     def _count_turn(self, now: float, passed: float) -> None:
         """The turn lasts from when all of those are awake whose turn it is."""
@@ -227,6 +237,9 @@ class Manager:
         return made
 
     def _act(self, decision: Decision, entries: list[Entry]) -> None:
+        self._budget.allow(
+            [_woken(each) if each.name in decision.wake else each for each in entries]
+        )
         for name in decision.sleep:
             self._tasks[name].sleep()
         for name in decision.wake:
@@ -246,10 +259,10 @@ class Manager:
         spec = task.spec
         channel, kept = self._state.channel(spec.name), self._state.kept(spec.name)
         try:
-            task.begin(self._command(spec, self.description.machine, channel, kept))
+            task.begin(self._command(spec, self.description.machine, channel, kept), self._budget)
         except JobError:
             return  # it is over, and says why
-        self._record(durable=True)
+        self._recording.write(self._document(), self._clock())
 
     def _fetch_ahead(self) -> None:
         """See [Note: ahead of its turn]."""
@@ -257,6 +270,13 @@ class Manager:
         rests = {name: task.status.flash_bytes for name, task in self._tasks.items()}
         wanted = self.description.machine.prefetch and self._turn.spent_s > 0
         lent = ahead(entries, self._turn, self._limits, rests) if wanted else None
+        if lent is not None:
+            self._budget.allow(
+                [
+                    replace(each, fetch_bytes=lent[1]) if each.name == lent[0] else each
+                    for each in entries
+                ]
+            )
         for name, task in self._tasks.items():
             if lent is not None and name == lent[0]:
                 task.fetch(lent[1])
@@ -279,6 +299,8 @@ class Manager:
                 "flash_directories": list(self.description.machine.directories),
                 "bytes_per_s": self._teller.bytes_per_s,
                 "stopping": self._ending,
+                "enforced": self._budget.is_enforced,
+                "kept_by": self._budget.kept_by,
             },
             "jobs": [task.report() for task in self._tasks.values()],
         }
@@ -331,61 +353,30 @@ class Manager:
             raise JobError(f"job {name!r} is over ({task.told}): there is nothing to {what}")
         return task
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {
-            number: signal.signal(number, self._heard)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        }
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _heard(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            self._leaving = True
-        else:
-            self._interrupts += 1
-
     def _heed(self) -> None:
         """Do what signals have asked for."""
-        if self._interrupts and not self._ending:
+        if self._interrupts.count and not self._ending:
             self._tell(
                 f"stops its jobs, {self.description.machine.grace_s:g} s for each; again: at once"
             )
             self.stop()
-        elif self._interrupts > 1:
+        elif self._interrupts.count > 1:
             for task in self._tasks.values():
                 task.kill()
 
     # -- what stays -----------------------------------------------------------------------------------
 
-    def _record_if_changed(self, now: float) -> None:
-        shape = [
+    def _document(self) -> dict[str, Any]:
+        """What another manager must know."""
+        jobs = [task.to_json() for task in self._tasks.values()]
+        return {"jobs": jobs, "group": self._budget.group}
+
+    def _shape(self) -> object:
+        """Of what is recorded, that which may not be lost."""
+        return [
             (task.phase, task.identity, task.held_back, task.stopping)
             for task in self._tasks.values()
         ]
-        if shape != self._last_record:
-            self._last_record = shape
-            self._record(durable=True)
-        elif now - self._recorded > _RECORD_S:
-            self._record(durable=False)
-
-    def _record(self, *, durable: bool) -> None:
-        self._recorded = self._clock()
-        try:
-            jobs = [task.to_json() for task in self._tasks.values()]
-            self._state.write({"jobs": jobs}, durable=durable)
-            self._record_failed = False
-        except JobError as error:
-            if not self._record_failed:
-                self._tell(f"warning: {error}")
-            self._record_failed = True
 
     def close(self) -> None:
         """Let go of all; processes go on as they are. Idempotent."""
@@ -393,6 +384,7 @@ class Manager:
         self._let_go()
 
     def _let_go(self) -> None:
+        self._budget.close(wait=not any(task.lives for task in self._tasks.values()))
         for task in self._tasks.values():
             task.close()
         self._tasks.clear()
@@ -403,3 +395,9 @@ class Manager:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _woken(entry: Entry) -> Entry:
+    """As it is about to be."""
+    phase = Phase.STARTING if entry.phase is Phase.WAITING else Phase.WAKING
+    return replace(entry, phase=phase)

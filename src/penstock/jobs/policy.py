@@ -60,8 +60,6 @@ BETWEEN: Final = (Phase.STARTING, Phase.SUSPENDING, Phase.WAKING)
 
 
 _LEAST_FETCH_BYTES: Final = 64 * MIB
-_SPARE_BYTES: Final = 16 * MIB
-"""Of the budget, not lent: what is measured is never to the byte what was expected."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +121,8 @@ class Limits:
     device_bytes: int | None = None
     flash_bytes: int | None = None
     """For memory of those who sleep; None: none of them can, and who has begun goes on to its end."""
+    spare_bytes: int = 16 * MIB
+    """Of memory, not lent: what is measured is never to the byte what was expected."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,7 +236,7 @@ def ahead(
         return None
     if following_one.fetch_bytes:
         return following_one.name, following_one.fetch_bytes
-    free = limits.memory_bytes - sum(each.charge_bytes for each in entries) - _SPARE_BYTES
+    free = limits.memory_bytes - sum(each.charge_bytes for each in entries) - limits.spare_bytes
     nbytes = min(free, rests[following_one.name])
     return (following_one.name, nbytes) if nbytes >= _LEAST_FETCH_BYTES else None
 

@@ -8,6 +8,7 @@ by a descriptor (``pidfd``), so that no signal reaches another that has got the 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import Final, Self
 from penstock.core.errors import JobError
 from penstock.jobs.channel import start_ticks
 
+_SUMMARY: Final = re.compile(r"Penstock  +\d+ steps? in ")
 _OWN: Final = ("RssAnon", "RssShmem")
 """What a process does not share with a file: it cannot be dropped by the kernel."""
 
@@ -197,12 +199,14 @@ def describe_end(code: int | None) -> str:
     return f"killed by {name}{cause}"
 
 
-def last_lines(path: str, *, count: int = 5, most_bytes: int = 4096) -> list[str]:
-    """The end of a log."""
+def last_lines(path: str, *, count: int = 5, most_bytes: int = 16384) -> list[str]:
+    """The end of a log: what the script said last, before the summary of ``penstock run``."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))
             text = file.read(most_bytes).decode("utf-8", "replace")
     except OSError:
         return []
-    return [line for line in text.splitlines() if line.strip()][-count:]
+    lines = [line for line in text.splitlines() if line.strip()]
+    summaries = [place for place, line in enumerate(lines) if _SUMMARY.match(line)]
+    return lines[: summaries[-1] if summaries else None][-count:]

@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ SCHEMA: Final = 1
 _RECORD: Final = "record.json"
 KEPT_FILE: Final = "run.json"
 """In the directory of a durable run: what there is to resume."""
+_RECORD_S: Final = 5.0
 _MOST_BYTES: Final = 16 * 1024**2
 
 
@@ -141,3 +142,40 @@ class StateDirectory:
                 with suppress(OSError):
                     os.close(fd)
         self._lock = self._fd = -1
+
+
+class Recording:
+    """Writes what changes; what cannot be written is told once. For one thread."""
+
+    def __init__(self, state: StateDirectory, tell: Callable[[str], None]) -> None:
+        """Say where to, and whom to tell."""
+        self._state = state
+        self._tell = tell
+        self._shape: object = None
+        self._then = -1e9
+        self._has_failed = False
+
+    def write(self, document: Mapping[str, Any], now: float, *, durable: bool = True) -> None:
+        """Write it now.
+
+        Args:
+            document: The record.
+            now: Seconds.
+            durable: Whether to wait for the device.
+        """
+        self._then = now
+        try:
+            self._state.write(document, durable=durable)
+            self._has_failed = False
+        except JobError as error:
+            if not self._has_failed:
+                self._tell(f"warning: {error}")
+            self._has_failed = True
+
+    def write_if_changed(self, document: Mapping[str, Any], now: float, *, shape: object) -> None:
+        """Write it if its shape, what another manager must know, is another; else now and then."""
+        if shape != self._shape:
+            self._shape = shape
+            self.write(document, now)
+        elif now - self._then > _RECORD_S:
+            self.write(document, now, durable=False)

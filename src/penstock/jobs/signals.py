@@ -18,12 +18,11 @@ from typing import Any, Final, Protocol
 from penstock.core.errors import PenstockError
 from penstock.core.units import MIB, format_bytes
 from penstock.jobs.channel import JobEnd
+from penstock.jobs.early import SLEEP, WAKE, Early
 from penstock.jobs.job import Job
 from penstock.jobs.keeper import Keeper
 from penstock.jobs.suspend import resume, suspend
 
-SLEEP: Final = signal.SIGUSR1
-WAKE: Final = signal.SIGUSR2
 _LOOK_S: Final = 0.02
 """How often a sleeping job looks whether it is to wake: a signal handler must not take locks."""
 _TELL_S: Final = 0.05
@@ -53,6 +52,7 @@ class Sleeper:
         tell: Callable[[str], None],
         channel: JobEnd | None = None,
         keeper: Keeper | None = None,
+        early: Early | None = None,
     ) -> None:
         """Listen from now on, to those of the signals that nobody listens to.
 
@@ -61,6 +61,7 @@ class Sleeper:
             tell: Is told, in a line, what happens.
             channel: To its manager, if it has one.
             keeper: Has what sleeps survive the process, if that is wanted.
+            early: Has listened until now, if somebody has.
         """
         self.asked = False
         self._job = job
@@ -75,8 +76,10 @@ class Sleeper:
         self._pid = os.getpid()
         job.on_step = self.step_over
         for number in (SLEEP, WAKE):
-            if signal.getsignal(number) is signal.SIG_DFL:
+            if signal.getsignal(number) is signal.SIG_DFL or (early and early.listens_to(number)):
                 signal.signal(number, self._heard)
+        if early is not None and early.asked:  # looked at last: no signal is lost
+            self.asked = True
         self._report(state="awake")
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
@@ -88,13 +91,19 @@ class Sleeper:
         if self._channel is None:
             return self.asked
         order = self._channel.look()
-        return self.asked or (order.sleep and order.number != self._refused)
+        return order.sleep and order.number != self._refused
 
     def step_over(self) -> None:
         """A step has ended: sleep, if that was asked for. Raises what interrupts the sleep."""
         if os.getpid() != self._pid:
             return
         self._count()
+        if self.asked and self._channel is not None:
+            self.asked = False
+            self._tell(
+                "a signal does not suspend it, for it would keep others waiting: it has a manager; use"
+                " `penstock jobs suspend`"
+            )
         keeper = self._keeper
         if keeper is not None:
             keeper.step_over(self._job, self._steps)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from penstock.core.errors import JobError
 from penstock.core.units import MIB, format_bytes
+from penstock.jobs.budget import Budget
 from penstock.jobs.channel import ManagerEnd, Status
 from penstock.jobs.description import JobSpec, Machine
+from penstock.jobs.enclosure import Room
+from penstock.jobs.ending import Ending
 from penstock.jobs.policy import ALIVE, Entry, Phase
 from penstock.jobs.processes import Identity, Process, describe_end, last_lines
 from penstock.jobs.record import StateDirectory
@@ -23,7 +25,6 @@ _STEPS: Final = 2
 """After so many, what a job holds is what it needs."""
 _TRY_AGAIN_S: Final = 30.0
 """For so long a job that could not sleep is not asked again."""
-_HARSHER: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 _UNFINISHED: Final = "unfinished"
 
 
@@ -55,13 +56,14 @@ class Task:
         self.log = state.log(spec.name)
         self._machine = machine
         self._process: Process | None = None
+        self._room: Room | None = None
+        self._overrun = ""
         self._need_bytes = spec.memory_bytes
         self._rest_bytes = machine.asleep_bytes
         self._peak_bytes = 0
         self._waits_since: float | None = None
         self._fixed_until = 0.0
-        self._harsher = 0
-        self._told_s = 0.0
+        self._ending = Ending(machine.grace_s)
 
     # -- what it is -----------------------------------------------------------------------------------
 
@@ -108,13 +110,13 @@ class Task:
             waited_s=now - self._waits_since,
             held_back=self.held_back,
             urgent=self.stopping,
-            fixed=now < self._fixed_until,
+            fixed=now < self._fixed_until or self._ending.has_begun,
         )
 
     # -- what is done with it -------------------------------------------------------------------------
 
-    def begin(self, command: Sequence[str]) -> None:
-        """Start its process. Raises JobError; it is over then."""
+    def begin(self, command: Sequence[str], budget: Budget) -> None:
+        """Start its process, as a part of the budget. Raises JobError; it is over then."""
         lock = None
         try:
             lock = self.channel.lock_for_child()
@@ -123,6 +125,9 @@ class Task:
                     "a process of an earlier run of it lives still, and is not ours to end"
                 )
             self.channel.clear()
+            self._room = budget.room_for(self.spec.name)
+            if self._room is not None:
+                command = self._room.inside(command)
             self._process = Process.begin(
                 command,
                 cwd=self.spec.cwd,
@@ -193,7 +198,8 @@ class Task:
         ):
             self._cannot_sleep(status.refused, now)
         if self.stopping:
-            self._be_harsher(now)
+            asleep = self.phase in (Phase.ASLEEP, Phase.SUSPENDING, Phase.WAKING)
+            self._ending.proceed(self._process, now, asleep=asleep)
 
     def _phase_of(self, status: Status) -> Phase:
         order = self.channel.order
@@ -208,6 +214,9 @@ class Task:
     def _measure(self) -> None:
         assert self._process is not None
         self.held_bytes = self._process.held_bytes()
+        if self._room is not None:  # what the kernel holds for it counts too then
+            self.held_bytes = max(self.held_bytes, self._room.held_bytes())
+            self._look_for_overrun()
         status = self.status
         if self.phase is Phase.ASLEEP:
             if not status.fetched_bytes and not self.channel.order.fetch_bytes:
@@ -243,25 +252,18 @@ class Task:
         self._fixed_until = now + _TRY_AGAIN_S
         self.channel.want(sleep=False)
 
-    def _be_harsher(self, now: float) -> None:
-        asleep = self.phase in (Phase.ASLEEP, Phase.SUSPENDING, Phase.WAKING)
-        if not self._told_s:
-            self._told_s = now
-            if asleep:
-                return
-        patience = self._machine.grace_s * (3 if asleep else 1)
-        if self._harsher and now - self._told_s < patience:
+    def _look_for_overrun(self) -> None:
+        """See whether the kernel has ended a process of it."""
+        if self._room is None or not self._room.was_overrun():
             return
-        if asleep and now - self._told_s < patience:
-            return  # it is woken first, to end as scripts do
-        assert self._process is not None
-        number = signal.SIGKILL if asleep else _HARSHER[min(self._harsher, len(_HARSHER) - 1)]
-        self._harsher += 1
-        self._told_s = now
-        if number is signal.SIGKILL:
-            self._process.kill_all()
-        else:
-            self._process.send(number)
+        need = self.spec.memory_bytes
+        declared = "not declared" if need is None else f"declared as {format_bytes(need)}"
+        self.told = self._overrun = (
+            f"the kernel has ended a process of it, for it held {format_bytes(self._room.limit_bytes)},"
+            " all that others left it of [machine] memory,"
+            f" {format_bytes(self._machine.memory_bytes)}; its need is {declared}: set its `memory` to"
+            " what it holds at most, have it hold less, or give the machine more"
+        )
 
     def _ended(self) -> None:
         assert self._process is not None
@@ -273,7 +275,10 @@ class Task:
         self.code = code
         text = describe_end(code)
         lines = [] if code == 0 else last_lines(self.log)
-        if self.stopping:
+        self._look_for_overrun()
+        if self._overrun:
+            text = f"{text.partition(',')[0]}: {self._overrun}"
+        elif self.stopping:
             text = f"stopped ({text})"
         elif lines:
             text += f"; its log ends: {' | '.join(lines)}"
@@ -290,6 +295,8 @@ class Task:
             self.outcome = "done" if self.code == 0 else "failed"
         if self._process is not None:
             self._process.close()
+        if self._room is not None:
+            self._room.end()
 
     # -- what is kept of it ---------------------------------------------------------------------------
 
@@ -350,6 +357,11 @@ class Task:
                 f"its process {pid} is gone: it was killed, or the machine was started anew, while no"
                 " manager was there"
             )
+
+    def found_in(self, budget: Budget) -> None:
+        """An earlier manager has begun it: perhaps where the kernel keeps the budget."""
+        if self.lives and self.identity is not None:
+            self._room = budget.room_of(self.spec.name, self.identity.pid)
 
     def forget_earlier(self) -> None:
         """If it has not begun: what an earlier run of it has left in the channel is not its own."""

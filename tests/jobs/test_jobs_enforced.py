@@ -1,0 +1,116 @@
+"""A budget that the kernel keeps, where this user may make control groups."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from test_jobs_manager import TOML, cmdline, described, managed, started
+
+from penstock.core.errors import JobError
+from penstock.core.units import MIB
+from penstock.jobs import Client
+from penstock.jobs.cgroups import Group, own_place
+from penstock.jobs.enclosure import Enclosure, discard
+
+__all__ = ["managed"]  # a fixture
+
+
+@pytest.fixture(autouse=True)
+def permitted(tmp_path):
+    try:
+        Enclosure(own_place(), state=str(tmp_path), budget_bytes=64 * MIB).close()
+    except JobError as error:
+        pytest.skip(str(error))
+
+
+def group_of(run):
+    machine = run.client.status()["machine"]
+    assert machine["enforced"]
+    return Path(machine["kept_by"])
+
+
+def most_held(group):
+    """As the kernel has counted it, page cache included."""
+    for name in ("memory.max_usage_in_bytes", "memory.peak"):
+        with suppress(OSError):
+            return int((group / name).read_text())
+    return 0
+
+
+def test_a_process_begins_inside_and_so_do_its_children(tmp_path):
+    made = Enclosure(own_place(), state=str(tmp_path), budget_bytes=64 * MIB)
+    group = Group.make(made.path, "a", own_place().version)
+    script = "cat /proc/self/cgroup; sh -c 'cat /proc/self/cgroup'"
+    out = subprocess.check_output(group.inside(["/bin/sh", "-c", script]), text=True)
+    assert out.count(f"/{Path(made.path).name}/a\n") == 2
+    made.close()
+    assert not os.path.exists(made.path)
+
+
+def test_jobs_share_a_budget_that_the_kernel_keeps(managed):
+    jobs = [{"name": name, "how": "mib=64 steps=40"} for name in "abc"]
+    with managed(*jobs, enforce="cgroup") as run:
+        group = group_of(run)
+        run.until(lambda jobs: jobs["a"]["sleeps"] and jobs["b"]["sleeps"])
+        most = most_held(group)
+        done = run.ended()
+    assert run.good, done
+    assert 64 * MIB < most <= 140 * MIB
+    assert all(each["steps"] == 40 and each["sleeps"] >= 1 for each in done.values())
+    assert any(line == f"the budget is kept by the kernel, in {group}" for line in run.lines)
+    run.manager.close()
+    assert not group.exists()
+
+
+def test_who_takes_too_much_at_once_is_ended_and_nobody_else(managed):
+    jobs = [
+        {"name": "good", "memory": "80MiB", "how": "mib=64 steps=150"},
+        {"name": "greedy", "memory": "30MiB", "how": "mib=150 steps=20"},
+    ]
+    with managed(*jobs, enforce="cgroup") as run:
+        done = run.ended()
+    assert (done["good"]["outcome"], done["good"]["steps"]) == ("done", 150)
+    assert done["greedy"]["outcome"] == "failed"
+    told = done["greedy"]["told"]
+    assert "killed by SIGKILL: the kernel has ended a process of it" in told
+    assert "of [machine] memory, 140.00 MiB; its need is declared as 30.00 MiB: set its" in told
+
+
+def test_the_next_manager_takes_over_the_group_and_removes_it(disk_path):
+    described(disk_path, {"name": "a"})  # makes the places
+    (disk_path / "jobs.toml").write_text(
+        TOML.replace("looking", "cgroup")
+        + "".join(
+            f'[[job]]\nname = "{name}"\nscript = "script.py"\nmemory = "80MiB"\n'
+            'args = ["mib=64", "steps=80"]\n'
+            for name in "ab"
+        )
+    )
+    process = started(disk_path)
+    client, status = Client(disk_path / "state"), None
+    try:
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            with suppress(JobError):
+                status = client.status()
+                if sorted(each["phase"] for each in status["jobs"]) == ["asleep", "awake"]:
+                    break
+        process.kill()
+        process.communicate()
+        group = Path(status["machine"]["kept_by"])
+        assert all(Group.at(str(group / name)).processes() for name in "ab")
+        again = started(disk_path)
+        out, _ = again.communicate(timeout=60)
+    finally:
+        for each in status["jobs"]:
+            if b"fake_job" in cmdline(each["pid"]):
+                os.kill(each["pid"], signal.SIGKILL)
+    result = json.loads(out.splitlines()[-1])["status"]
+    assert [each["steps"] for each in result["jobs"]] == [80, 80]
+    assert result["machine"]["kept_by"] == str(group)
+    assert discard(str(group))  # it was removed
