@@ -3,7 +3,8 @@
 Read in this order: ``index`` (where samples lie) and ``formats``, ``build`` (an index is made once),
 ``order`` (which sample when, and for whom), ``extents`` (what to read for some), ``reader`` on ``ring``
 (samples to memory, as a ``group``), ``decode``, ``coded`` and ``assemble`` (to values), ``stream`` on
-``depth`` (ahead of the training). These do without torch; ``dataset`` and ``loader`` are what its users meet.
+``depth`` (ahead of the training). These do without torch; ``dataset`` and ``loader`` are what its users
+meet.
 """
 
 from __future__ import annotations

@@ -263,7 +263,8 @@ class FlashIterable(torch_data.IterableDataset[Any]):
                 world=world * max(1, workers),
             )
         )
-        self._where = torch.zeros(2, dtype=torch.int64).share_memory_()  # with workers that stay
+        self._where = torch.zeros(2, dtype=torch.int64)  # epoch, consumed; workers that stay see it
+        self._where.share_memory_()  # type: ignore[no-untyped-call]
         self._collate = collate_fn
 
     @property
