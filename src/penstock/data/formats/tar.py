@@ -15,14 +15,15 @@ from penstock.core.errors import DatasetError
 from penstock.data.formats.base import Job, truncated
 from penstock.data.index import IndexBuilder
 
-_META: Final = re.compile("__[^/]*__($|[./])")
+_META: Final = re.compile("__[^/]*__($|/)")
 """Names of what is about the archive."""
 
 
 class Tar:
     """Uncompressed ``.tar`` files. A field is a name's extension, from the first dot on, in lower case.
 
-    As WebDataset has it, members without an extension, and such as ``__index__.json``, are no samples.
+    As WebDataset has it, members without an extension, or in a folder such as ``__notes__``, are no
+    samples; nor are hidden ones.
     """
 
     name: Final = "webdataset"
