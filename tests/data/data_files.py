@@ -107,7 +107,6 @@ def arrow(folder):
         "tokens": [[i] * (i + 1) for i in range(9)],
         "pair": [[i, i + 1] for i in range(9)],
         "image": [{"bytes": bytes([i] * i), "path": f"{i}.png"} for i in range(9)],
-        "when": [None] * 9,
     }
     pair = pa.array(values["pair"], pa.list_(pa.int32(), 2))
     table = pa.table({**values, "pair": pair})
@@ -117,7 +116,7 @@ def arrow(folder):
             with make(file, table.schema) as writer:
                 writer.write_table(part, max_chunksize=3)
     expected = []
-    for row in table.drop(["when"]).to_pylist():
+    for row in table.to_pylist():
         image = row.pop("image")
         expected.append({**row, "image.bytes": image["bytes"], "image.path": image["path"]})
     return expected, {}

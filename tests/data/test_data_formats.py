@@ -1,15 +1,18 @@
 """Every format, as it is and packed: each sample has the value that was written, in any batch."""
 
+import io
 import json
 import os
 import tarfile
+from decimal import Decimal
 
 import numpy as np
 import pytest
 from data_files import FORMATS, NEEDS, same
 
-from penstock.core.errors import ChecksumError, ConfigError, DatasetError
-from penstock.data import FlashDataset, open_index, pack
+from penstock.cli import main
+from penstock.core.errors import ChecksumError, ConfigError, DatasetError, PenstockWarning
+from penstock.data import FlashDataset, FlashLoader, open_index, pack
 
 
 @pytest.fixture(params=FORMATS)
@@ -125,6 +128,182 @@ def test_bfloat16_rows(disk_path):
     assert found.tolist() == [8, 9, 10, 11]
 
 
+def tar_of(path, *members, sparse=()):
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
+        for name in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(name)
+            if name in sparse:
+                member.pax_headers = {"GNU.sparse.map": f"0,{len(name)}", "GNU.sparse.size": "4096"}
+            archive.addfile(member, io.BytesIO(name.encode()))
+
+
+def test_tars_as_people_make_them(disk_path):
+    """As WebDataset has it: extensions in any case; what has no key or no extension is no sample."""
+    names = (
+        "./a/1.JPG",
+        "./a/1.Seg.PNG",
+        "./a/._1.JPG",
+        "./README",
+        "./a/2.jpg",
+        "__notes__/x.json",
+    )
+    tar_of(disk_path / "a.tar", *names)
+    dataset = FlashDataset(
+        disk_path, decode=lambda s: {k: bytes(v) for k, v in s.fields.items() if v}
+    )
+    assert list(dataset.__getitems__([0, 1])) == [
+        {"jpg": b"./a/1.JPG", "seg.png": b"./a/1.Seg.PNG"},
+        {"jpg": b"./a/2.jpg"},
+    ]
+    assert len(dataset) == 2
+    dataset.close()
+
+
+def mds_of(folder, encoding, *values):
+    """A shard of one column of any length."""
+    samples = [len(each).to_bytes(4, "little") + each for each in values]
+    ends = 4 + 4 * (len(samples) + 1) + np.cumsum([0] + [len(each) for each in samples])
+    data = len(samples).to_bytes(4, "little") + ends.astype("<u4").tobytes() + b"".join(samples)
+    (folder / "0.mds").write_bytes(data)
+    columns = {"column_names": ["x"], "column_encodings": [encoding], "column_sizes": [None]}
+    raw = {"basename": "0.mds", "bytes": len(data)}
+    shard = {**columns, "samples": len(samples), "compression": None, "raw_data": raw}
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [shard]}))
+
+
+CUBE = np.arange(12, dtype="<i2").reshape(2, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "data", "expected"),
+    [
+        ("ndarray:int16", bytes([3 << 2, 2, 3, 2]) + CUBE.tobytes(), CUBE),
+        ("ndarray", bytes([17, 3 << 2 | 1, 2, 0, 3, 0, 2, 0]) + CUBE.tobytes(), CUBE),
+        ("ndarray", bytes([66, 1 << 2, 2]) + np.array([0.5, -1]).tobytes(), np.array([0.5, -1])),
+        ("float16", np.float16(1.5).tobytes(), 1.5),
+        ("uint64", b"\xff" * 8, 2**64 - 1),
+        ("str_int", b"-1" + b"0" * 30, -(10**30)),
+        ("str_float", b"0.25", 0.25),
+        ("str_decimal", b"1.10", Decimal("1.10")),
+        ("pil", np.array([1, 2, 1], "<u4").tobytes() + b"Lab", [[[97] * 3], [[98] * 3]]),
+    ],
+)
+def test_encodings_of_mds(disk_path, encoding, data, expected):
+    if encoding == "pil":
+        pytest.importorskip("PIL")
+    mds_of(disk_path, encoding, data)
+    dataset = FlashDataset(disk_path)
+    found = dataset[0]["x"]
+    assert np.array_equal(np.asarray(found), np.asarray(expected))
+    assert getattr(expected, "dtype", None) in (None, np.asarray(found).dtype)
+    dataset.close()
+
+
+def test_encodings_of_mds_that_are_not_known_are_told_at_once(disk_path):
+    mds_of(disk_path, "pkl", b"N.")
+    with pytest.raises(
+        ConfigError, match=r"'pkl' of the column 'x' is not known here: pass decode="
+    ):
+        FlashDataset(disk_path)
+    dataset = FlashDataset(disk_path, decode=lambda sample: bytes(sample.data[4:]))
+    assert dataset[0] == b"N."
+    dataset.close()
+
+
+def test_links_to_folders_are_followed(disk_path):
+    """As torchvision's ImageFolder does; one that leads back does not lead round for ever."""
+    for name in ("elsewhere", "set/cat"):
+        (disk_path / name).mkdir(parents=True)
+        (disk_path / name / "1.png").write_bytes(b"1")
+    (disk_path / "set" / "dog").symlink_to(disk_path / "elsewhere")
+    (disk_path / "elsewhere" / "up").symlink_to(disk_path / "elsewhere")
+    (disk_path / "set" / "cat" / "all").symlink_to(disk_path / "set")
+    opened = open_index(disk_path / "set")
+    assert opened.index.meta["classes"] == ["cat", "dog"]
+    assert opened.index.labels.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_arrays_of_the_other_byte_order(disk_path, rows):
+    values = np.linspace(0, 1, 7 * rows).reshape(rows, 7)
+    np.save(disk_path / "a.npy", values.astype(">f4"))
+    with FlashLoader(FlashDataset(disk_path), rows, order="sequential") as loader:
+        (batch,) = loader
+    assert np.array_equal(batch.numpy(), values.astype("<f4"))
+    assert np.array_equal(loader.dataset[0].numpy(), values[0].astype("<f4"))
+    loader.dataset.close()
+
+
+@pytest.mark.parametrize("dtype", [[("x", "<f4"), ("y", "<i8")], "<U3", "<M8[s]"])
+def test_arrays_that_make_no_tensor_are_refused_at_once(disk_path, dtype):
+    np.save(disk_path / "a.npy", np.zeros(3, dtype))
+    with pytest.raises(ConfigError, match="makes no tensor: pass decode="):
+        FlashDataset(disk_path)
+    dataset = FlashDataset(disk_path, decode=lambda sample: len(sample.data))
+    assert dataset[2] == np.dtype(dtype).itemsize
+    dataset.close()
+
+
+def arrow_of(path, **columns):
+    pa = pytest.importorskip("pyarrow")
+    table = pa.table(columns)
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+
+
+def test_columns_that_are_left_out_are_told(disk_path, capsys):
+    arrow_of(disk_path / "a.arrow", n=[1, 2], flag=[True, False], when=[None, None])
+    with pytest.warns(PenstockWarning, match=r"left out: flag: bool, when: null"):
+        dataset = FlashDataset(disk_path)
+    assert same(dataset[1], 2)
+    dataset.close()
+    assert main(["data", "info", str(disk_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["left_out"] == ["flag: bool", "when: null"]
+
+
+def test_columns_and_batches_without_a_value(disk_path):
+    """Their buffers are empty, and lie nowhere: a file is not taken for a compressed one."""
+    pa = pytest.importorskip("pyarrow")
+    text, lists = pa.array([None, None], pa.string()), pa.array([[], None], pa.list_(pa.int32()))
+    table = pa.table({"n": [1, 2], "text": text, "lists": lists})
+    with (
+        pa.OSFile(str(disk_path / "a.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, table.schema) as writer,
+    ):
+        for part in (table.slice(0, 0), table, table.slice(1)):
+            writer.write_table(part)
+    dataset = FlashDataset(disk_path)
+    expected = table.to_pylist()
+    assert all(map(same, dataset.__getitems__([0, 1, 2]), [*expected, expected[1]]))
+    dataset.close()
+
+
+def test_a_column_named_as_a_field_of_another(disk_path):
+    arrow_of(disk_path / "a.arrow", **{"a": [1, 2], "a.b": [3, 4]})
+    dataset = FlashDataset(disk_path)
+    assert same(dataset[1], {"a": 2, "a.b": 4})
+    dataset.close()
+
+
+def test_lists_with_items_that_are_null_are_refused(disk_path):
+    """There is some number in the place of a null."""
+    arrow_of(disk_path / "a.arrow", t=[[1, 2], None, [3]])
+    FlashDataset(disk_path).close()
+    arrow_of(disk_path / "a.arrow", t=[[1, 2], None, [3, None]])
+    with pytest.raises(DatasetError, match=r"column 't' have items that are null"):
+        FlashDataset(disk_path, rebuild=True)
+
+
+def test_what_a_function_raises_names_the_sample(rows):
+    path, _ = rows(4)
+    dataset = FlashDataset(path, decode=lambda sample: int(bytes(sample.data[:4])))
+    with pytest.raises(ValueError, match="invalid literal") as told:
+        dataset[2]
+    assert f"decoding sample 2 of '{path}'" in told.value.__notes__
+    dataset.close()
+
+
 # -- what is refused ------------------------------------------------------------------------------
 
 
@@ -189,6 +368,46 @@ def test_compressed_shards_are_refused_with_advice(disk_path):
         archive.addfile(tarfile.TarInfo("x"))
     with pytest.raises(DatasetError, match=r"decompress it"):
         open_index(gone)
+
+
+def test_a_shard_that_is_listed_and_missing(disk_path):
+    """It would be samples that nobody misses; but who names files has them."""
+    folder = make("mds", disk_path)
+    (folder / "shard.1.mds").unlink()
+    with pytest.raises(
+        DatasetError, match=r"shard\.1\.mds' is missing: the index\.json .*1 of 2 files"
+    ):
+        open_index(folder)
+    assert open_index(folder / "shard.0.mds").index.samples == 5
+
+
+def test_what_datasets_saved_and_part_of_it_is_missing(disk_path):
+    for number in range(2):
+        arrow_of(disk_path / f"data-0000{number}-of-00002.arrow", n=[number])
+    listed = [{"filename": f"data-0000{number}-of-00002.arrow"} for number in range(2)]
+    (disk_path / "state.json").write_text(json.dumps({"_data_files": listed}))
+    assert open_index(disk_path).index.samples == 2
+    (disk_path / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(
+        DatasetError, match=r"data-00001-of-00002\.arrow' is missing: the state\.json"
+    ):
+        open_index(disk_path, rebuild=True)
+    (disk_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(DatasetError, match="has several splits"):
+        open_index(disk_path, rebuild=True)
+
+
+@pytest.mark.parametrize(
+    ("members", "sparse", "says"),
+    [
+        (("1.jpg", "1.txt", "1.jpg"), (), r"two members '1' with the extension 'jpg'"),
+        (("1.jpg", "2.jpg"), ("2.jpg",), r"'2.jpg' is a sparse file"),
+    ],
+)
+def test_tars_that_cannot_be_read_so(disk_path, members, sparse, says):
+    tar_of(disk_path / "a.tar", *members, sparse=sparse)
+    with pytest.raises(DatasetError, match=says):
+        open_index(disk_path)
 
 
 def test_an_index_json_without_a_shard(disk_path):

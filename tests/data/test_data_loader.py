@@ -314,6 +314,20 @@ def test_one_bad_sector_is_one_bad_sample(rows, order):
     engine.close()
 
 
+def test_a_batch_of_bad_samples_only_is_no_batch_for_torchs_loader(rows):
+    """It has to return something: it is told why there is nothing, and not that a list has no item 0."""
+    path, _ = rows(40, 8192)
+    engine = bad_engine(7, length=8192)
+    dataset = FlashDataset(path, on_error="skip", engine=engine)
+    assert len(dataset.__getitems__([6, 7, 9])) == 2
+    assert dataset.skipped == 1
+    with pytest.raises(TransferError, match="Input/output error") as told:
+        list(DataLoader(dataset, batch_size=1))
+    assert "none of the 1 samples" in told.value.__notes__[-1]
+    dataset.close()
+    engine.close()
+
+
 def test_a_bad_checksum_is_raised_or_skipped(rows, disk_path):
     path, array = rows(100, 777)
     written = pack(open_index(path), disk_path / "a.pstk")
@@ -420,7 +434,7 @@ def test_a_driver_that_pins_no_more_is_told_once(rows, monkeypatch):
     """TRAPS rule 16: a failed pin degrades, with a warning."""
     path, array = rows(40)
 
-    def refuse(value):
+    def refuse(value, device):
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr("penstock.data.loader.pinned", refuse)
@@ -443,6 +457,19 @@ def test_a_gpu_direct_engine_is_refused(rows):
     with pytest.raises(ConfigError, match="device memory"):
         FlashLoader(FlashDataset(path, engine=engine), 2)
     engine.close()
+
+
+def test_memory_is_pinned_on_the_device_of_whoever_iterates(rows, monkeypatch):
+    """A thread's own first device is another: there it would take memory from whoever trains on that."""
+    path, _ = rows(16)
+    chosen = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
+    monkeypatch.setattr("torch.cuda.set_device", chosen.append)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    with FlashLoader(FlashDataset(path), 8, pin_memory=True) as loader:
+        assert len(list(loader)) == 2
+    assert set(chosen) == {3}
 
 
 @pytest.mark.gpu
@@ -504,6 +531,32 @@ def test_torchs_loader_as_a_stream(rows, workers):
     stream.load_state_dict(stream.state_after(5))
     assert of_torch(stream, batch_size=None, num_workers=workers) == expected[5:]
     dataset.close()
+
+
+def test_workers_that_stay_have_the_next_epoch(rows):
+    path, _ = rows(60)
+    dataset = FlashDataset(path, memory="4MiB")
+    with FlashLoader(dataset, 8, order="full") as loader:
+        expected = [[numbers(batch) for batch in loader] for _ in range(2)]
+    stream = FlashIterable(dataset, 8, order="full")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+        loader = DataLoader(stream, batch_size=None, num_workers=2, persistent_workers=True)
+        for epoch in range(2):
+            stream.set_epoch(epoch)
+            assert [numbers(batch) for batch in loader] == expected[epoch]
+    dataset.close()
+
+
+def test_a_stream_knows_its_rank_as_the_loader_does(rows, monkeypatch):
+    path, _ = rows(60)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 3)
+    stream = FlashIterable(FlashDataset(path), 8)
+    assert (stream.share.rank, stream.share.world) == (1, 3)
+    with FlashLoader(FlashDataset(path), 8) as loader:
+        assert loader.share == stream.share
 
 
 KILLED_WORKER = """

@@ -6,6 +6,7 @@ import gc
 import os
 import platform
 import queue
+import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -252,6 +253,25 @@ def interrupted_at(count):
                 raise KeyboardInterrupt
 
     return trace
+
+
+def test_a_signal_does_not_end_the_thread(file):
+    """Python tries most system calls again after a signal, but not this one."""
+    engine = AioEngine(2, PIECE_BYTES)
+    source, target = aligned(PIECE_BYTES, seed=1), aligned(PIECE_BYTES)
+    move(engine, "write", file, 0, source).wait(PATIENCE_S)
+    thread = engine._traffic._thread
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        for _ in range(3):
+            signal.pthread_kill(thread.ident, signal.SIGUSR1)
+            thread.join(0.05)  # it goes to sleep again
+        assert thread.is_alive()
+        move(engine, "read", file, 0, target).wait(PATIENCE_S)
+        assert np.array_equal(source, target)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    engine.close()
 
 
 def test_interrupted_while_it_asks(file):

@@ -133,6 +133,7 @@ def facts_of(opened: Opened) -> dict[str, Any]:
         "format": index.format,
         "samples": index.samples,
         "fields": list(index.fields),
+        "left_out": list(index.meta.get("left_out", ())),
         "files": len(index.files),
         "file_bytes": int(index.files.sizes.sum()),
         "data_bytes": index.data_bytes,
@@ -154,6 +155,8 @@ def _info_text(facts: dict[str, Any]) -> RenderableType:
     table = grid(f"{facts['path']}: {facts['format']}", ("", ""))
     add_row(table, "samples", f"{facts['samples']}")
     add_row(table, "fields", ", ".join(facts["fields"]))
+    if facts["left_out"]:
+        add_row(table, "left out", ", ".join(facts["left_out"]))
     add_row(table, "files", f"{facts['files']}, {format_bytes(facts['file_bytes'])}")
     add_row(table, "a sample", f"{format_bytes(facts['mean_sample_bytes'])} on average")
     longest = f"{facts['longest_sample']}, {format_bytes(facts['longest_sample_bytes'])}"

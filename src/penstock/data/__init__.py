@@ -2,8 +2,9 @@
 
 Read in this order: ``index`` (where samples lie) and ``formats``, ``build`` (an index is made once),
 ``order`` (which sample when, and for whom), ``extents`` (what to read for some), ``reader`` on ``ring``
-(samples to memory, as a ``group``), ``decode`` and ``assemble`` (to values), ``stream`` on ``depth``
-(ahead of the training). These do without torch; ``dataset`` and ``loader`` are what its users meet.
+(samples to memory, as a ``group``), ``decode``, ``coded`` and ``assemble`` (to values), ``stream`` on
+``depth`` (ahead of the training). These do without torch; ``dataset`` and ``loader`` are what its users
+meet.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.data.build import Opened, open_index
-from penstock.data.decode import Sample, image
+from penstock.data.coded import image
 from penstock.data.index import Index
 from penstock.data.order import Epoch, Order, Share
 from penstock.data.packing import PackedFile, pack
 from penstock.data.quality import Quality, quality_of
+from penstock.data.sample import Sample
 from penstock.data.verify import Verdict, verify
 
 if TYPE_CHECKING:

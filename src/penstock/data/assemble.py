@@ -17,9 +17,7 @@ from numpy.typing import NDArray
 from penstock.core.errors import ConfigError, DatasetError, WorkerError
 from penstock.data.decode import (
     Column,
-    Decode,
     Room,
-    Sample,
     columns_of,
     decoder_of,
     raw_columns,
@@ -27,6 +25,7 @@ from penstock.data.decode import (
 )
 from penstock.data.group import Group
 from penstock.data.index import Index
+from penstock.data.sample import Decode, Sample
 
 _OWN_REFERENCES: Final = 2
 """To the memory of a field: a name's, and that of the call that counts them."""
@@ -189,13 +188,17 @@ class Assembler:
 def _decode_all(decode: Decode, samples: Sequence[Sample]) -> list[Any]:
     found = []
     for sample in samples:
-        try:
-            found.append(decode(sample))
-        except DatasetError as error:
-            error.add_note(f"sample {sample.index} of {sample.path!r}")
-            raise
+        found.append(_decode_one(decode, sample))
         _let_go(sample)
     return found
+
+
+def _decode_one(decode: Decode, sample: Sample) -> Any:
+    try:
+        return decode(sample)
+    except Exception as error:
+        error.add_note(f"decoding sample {sample.index} of {sample.path!r}")
+        raise
 
 
 def _let_go(sample: Sample) -> None:
@@ -232,9 +235,8 @@ def _decode_copies(
     decode: Decode, samples: Sequence[Sample], fields: Sequence[dict[str, bytes | None]]
 ) -> list[Any]:
     """In another process, to which memoryviews do not go."""
+    views = [{n: None if v is None else memoryview(v) for n, v in each.items()} for each in fields]
     return [
-        decode(
-            replace(s, fields={n: None if v is None else memoryview(v) for n, v in each.items()})
-        )
-        for s, each in zip(samples, fields, strict=True)
+        _decode_one(decode, replace(sample, fields=each))
+        for sample, each in zip(samples, views, strict=True)
     ]

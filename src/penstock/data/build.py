@@ -67,7 +67,7 @@ def open_index(
         index = Index.load(path)
         index.files.check(root, names if listed else None)
         return Opened(root=root, index=index, index_path=path, built=False)
-    job = Job(root=root, names=names, options=chosen, progress=progress)
+    job = Job(root=root, names=names, options=chosen, progress=progress, whole=listed)
     table = FileTable.of(root, names)
     try:
         index = found.build(job).build(table, chosen)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 import torch.utils.data as torch_data
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, PenstockWarning
 from penstock.core.units import parse_bytes
 from penstock.data.assemble import Assembler, How
 from penstock.data.build import Opened, Paths, open_index
@@ -91,6 +94,13 @@ class FlashDataset(torch_data.Dataset[Any]):
             rebuild=rebuild,
             progress=progress,
         )
+        if left_out := self.index.meta.get("left_out"):
+            warnings.warn(
+                f"columns of {self.opened.root!r} that are no ranges of bytes, or of kinds that are not"
+                f" known here, are left out: {', '.join(left_out)}",
+                PenstockWarning,
+                stacklevel=2,
+            )
         self.skipped = 0
         self._engine = engine
         self._plant: Plant | None = None
@@ -118,7 +128,10 @@ class FlashDataset(torch_data.Dataset[Any]):
         return value
 
     def __getitems__(self, samples: Sequence[int]) -> list[Any]:
-        """Several, read together; torch's loader asks so for a batch."""
+        """Several, read together; torch's loader asks so for a batch.
+
+        Raises: As reading does; with ``on_error="skip"`` if none of them can be read.
+        """
         return self._get(samples, self.on_error)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -185,6 +198,10 @@ class FlashDataset(torch_data.Dataset[Any]):
         try:
             rows = [row for row in range(len(wanted)) if row not in group.bad]
             self.skipped += len(group.bad)
+            if group.bad and not rows:  # there is no batch of no samples
+                error = group.bad[0]
+                error.add_note(f"none of the {len(wanted)} samples that are asked for can be read")
+                raise error
             values = self._values.samples(group, rows)
         finally:
             group.free()
@@ -208,8 +225,8 @@ class FlashIterable(torch_data.IterableDataset[Any]):
         *,
         order: str | Order = "auto",
         seed: int = 0,
-        rank: int = 0,
-        world: int = 1,
+        rank: int | None = None,
+        world: int | None = None,
         tail: Tail = "uneven",
         workers: int = 1,
         collate_fn: Any = torch_data.default_collate,
@@ -221,8 +238,8 @@ class FlashIterable(torch_data.IterableDataset[Any]):
             batch_size: Samples in a batch of one rank.
             order: ``auto``, ``full``, ``window``, ``sequential``, or an :class:`Order`.
             seed: Of the order.
-            rank: Which of the world's processes this is.
-            world: How many there are.
+            rank: Which of the world's processes this is; torch.distributed's if None.
+            world: How many there are, likewise.
             tail: See :class:`Share`.
             workers: How many the loader has: they share the memory, and the window is for that.
             collate_fn: Makes a batch of decoded samples.
@@ -231,6 +248,7 @@ class FlashIterable(torch_data.IterableDataset[Any]):
             ConfigError: Something makes no sense.
         """
         self.dataset = dataset
+        rank, world = place_in_world(rank, world)
         self.share = Share(batch_size=batch_size, rank=rank, world=world, tail=tail)
         room = (dataset.memory_bytes // max(1, workers)) - dataset.index.nbytes
         self.order = (
@@ -245,12 +263,23 @@ class FlashIterable(torch_data.IterableDataset[Any]):
                 world=world * max(1, workers),
             )
         )
-        self.epoch = self.consumed = 0
+        self._where = torch.zeros(2, dtype=torch.int64)  # epoch, consumed; workers that stay see it
+        self._where.share_memory_()  # type: ignore[no-untyped-call]
         self._collate = collate_fn
 
+    @property
+    def epoch(self) -> int:
+        """Of the next pass."""
+        return int(self._where[0])
+
+    @property
+    def consumed(self) -> int:
+        """Positions of the epoch that the next pass leaves out."""
+        return int(self._where[1])
+
     def set_epoch(self, epoch: int) -> None:
-        """The next pass is of this epoch, from its beginning."""
-        self.epoch, self.consumed = epoch, 0
+        """The next pass is of this epoch, from its beginning; also in workers that are persistent."""
+        self._where[0], self._where[1] = epoch, 0
 
     def state_after(self, steps: int) -> dict[str, Any]:
         """The state when so many batches of this pass have been trained on."""
@@ -264,7 +293,7 @@ class FlashIterable(torch_data.IterableDataset[Any]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next pass goes on from there, in any world. Raises ConfigError: of another data set."""
-        self.order, self.epoch, self.consumed = _from_state(state, len(self.dataset))
+        self.order, self._where[0], self._where[1] = _from_state(state, len(self.dataset))
 
     def __len__(self) -> int:
         """Batches of this rank in the next pass."""
@@ -304,6 +333,15 @@ class FlashIterable(torch_data.IterableDataset[Any]):
         finally:
             stream.close()
             plant.close()
+
+
+def place_in_world(rank: int | None, world: int | None) -> tuple[int, int]:
+    """Which process this is, and of how many: torch.distributed's answer where there is none."""
+    inside = dist.is_available() and dist.is_initialized()
+    return (
+        (dist.get_rank() if inside else 0) if rank is None else rank,
+        (dist.get_world_size() if inside else 1) if world is None else world,
+    )
 
 
 def _state(order: Order, epoch: int, consumed: int, samples: int) -> dict[str, Any]:

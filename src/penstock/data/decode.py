@@ -10,8 +10,6 @@ What is decoded is a copy, or something made from the bytes; or memory of the ri
 
 from __future__ import annotations
 
-import io
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,42 +18,17 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.errors import ConfigError, DatasetError
-from penstock.data.formats.base import need
+from penstock.core.errors import ConfigError
+from penstock.data.coded import check_mds, image_and_label, mds, row_group, webdataset
 from penstock.data.group import Group
 from penstock.data.index import Index
 from penstock.data.permutation import Numbers
+from penstock.data.sample import Decode, Sample
 
 LONG_BYTES: Final = 16 << 10
 """Pieces that are copied one by one."""
-_IMAGES: Final = frozenset(
-    {"bmp", "gif", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp"}
-)
-_NUMBERS: Final = frozenset({"cls", "cls2", "index", "inx", "id"})
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One sample, as a decoding function gets it."""
-
-    index: int
-    """Its number in the data set."""
-    fields: Mapping[str, memoryview | None]
-    """The bytes of each field; None where it has none. They are there during the call only."""
-    label: int | None
-    """Its class, where the format has classes."""
-    path: str
-    """The file that it is in."""
-    row: int
-    """Its number among the file's samples."""
-
-    @property
-    def data(self) -> memoryview:
-        """The bytes of the only field, or of the first that is there."""
-        return next(each for each in self.fields.values() if each is not None)
-
-
-Decode = Callable[[Sample], Any]
+_LONGEST: Final = {"b": 1, "i": 8, "u": 8, "f": 8, "c": 16}
+"""Of torch's numbers, bytes by NumPy's letter of their kind."""
 Room = Callable[[int], NDArray[np.uint8]]
 """Memory for so many bytes, contents undefined."""
 
@@ -189,7 +162,7 @@ def _columns(name: str, meta: Mapping[str, Any], fields: Sequence[str]) -> list[
     if name == "packed":
         return _columns(meta["source"], meta["meta"], fields)
     if name in ("npy", "tokens"):
-        cast = "int64" if name == "tokens" else None
+        cast = "int64" if name == "tokens" else _native(meta["dtype"])
         shape = tuple(meta["shape"])
         return [Column(name=fields[0], dtype=meta["dtype"], shape=shape, cast=cast)]
     if name == "safetensors":
@@ -200,6 +173,17 @@ def _columns(name: str, meta: Mapping[str, Any], fields: Sequence[str]) -> list[
     if name == "arrow":
         return [_arrow_column(field, kind) for field, kind in meta["fields"].items()]
     return None
+
+
+def _native(dtype: str) -> str | None:
+    """To what an array is converted for torch. Raises ConfigError: to nothing."""
+    stored = np.dtype(dtype)
+    if stored.kind not in "biufc" or stored.itemsize > _LONGEST[stored.kind]:
+        raise ConfigError(
+            f"an array of {stored} makes no tensor: pass decode=, a function of the sample's bytes, or"
+            ' "raw"'
+        )
+    return None if stored.isnative else stored.newbyteorder("=").str
 
 
 def _arrow_column(field: str, kind: str) -> Column:
@@ -220,140 +204,12 @@ def _decoder(name: str, meta: Mapping[str, Any]) -> Decode:
     if name == "packed" and meta["source"] != "parquet":
         return _decoder(meta["source"], meta["meta"])
     if name == "webdataset":
-        return _webdataset
+        return webdataset
     if name == "mds":
-        return partial(_mds, meta)
+        check_mds(meta)
+        return partial(mds, meta)
     if name == "images":
-        return _image_and_label
+        return image_and_label
     if name == "parquet":
-        return _row_group
+        return row_group
     raise ConfigError(f"samples of the format {name} have no decoder: pass decode=, a function")
-
-
-def image(data: memoryview | bytes) -> NDArray[np.uint8]:
-    """An image as uint8 ``[height, width, 3]``, by Pillow. Raises DatasetError: it is damaged."""
-    pillow = need("PIL.Image", "decoding images")
-    try:
-        with pillow.open(io.BytesIO(data)) as opened:
-            return np.array(opened.convert("RGB"))
-    except (OSError, SyntaxError, ValueError) as error:
-        raise DatasetError(f"an image of {len(data)} bytes does not decode: {error}") from error
-
-
-def _image_and_label(sample: Sample) -> Any:
-    pixels = image(sample.data)
-    return pixels if sample.label is None else (pixels, sample.label)
-
-
-def _webdataset(sample: Sample) -> dict[str, Any]:
-    return {
-        name: _by_extension(name, data) for name, data in sample.fields.items() if data is not None
-    }
-
-
-def _by_extension(name: str, data: memoryview) -> Any:
-    last = name.rpartition(".")[2].lower()
-    if last in _IMAGES:
-        return image(data)
-    if last in _NUMBERS:
-        return int(bytes(data))
-    if last == "json":
-        return json.loads(bytes(data))
-    if last in ("txt", "text", "transcript"):
-        return str(data, "utf-8")
-    if last == "npy":
-        return np.load(io.BytesIO(data), allow_pickle=False)
-    return bytes(data)
-
-
-def _mds(meta: Mapping[str, Any], sample: Sample) -> dict[str, Any]:
-    data, found = sample.data, {}
-    sizes = list(meta["sizes"])
-    at = 4 * sizes.count(None)
-    lengths = iter(np.frombuffer(data[:at], "<u4").tolist())
-    for name, encoding, size in zip(meta["names"], meta["encodings"], sizes, strict=True):
-        nbytes = next(lengths) if size is None else size
-        if at + nbytes > len(data):
-            raise DatasetError(
-                f"sample {sample.index} of {sample.path!r} is damaged: column {name!r} ends beyond it"
-            )
-        found[name] = _mds_value(encoding, data[at : at + nbytes])
-        at += nbytes
-    return found
-
-
-def _mds_value(encoding: str, data: memoryview) -> Any:
-    kind, _, rest = encoding.partition(":")
-    if kind == "bytes":
-        return bytes(data)
-    if kind in ("str", "json"):
-        text = str(data, "utf-8")
-        return text if kind == "str" else json.loads(text)
-    if kind in ("jpeg", "png"):
-        return image(data)
-    if kind == "int":
-        return int(np.frombuffer(data, "<i8")[0])
-    if kind == "ndarray" and rest.count(":") == 1:
-        dtype, shape = rest.split(":")
-        return np.frombuffer(data, dtype).copy().reshape([int(n) for n in shape.split(",")])
-    if kind.startswith(("int", "uint", "float")) and not rest:
-        return np.frombuffer(data, kind)[0].item()
-    raise DatasetError(
-        f"the MDS encoding {encoding!r} is not known here: pass decode=, a function of the sample's bytes"
-    )
-
-
-def _row_group(sample: Sample) -> Any:
-    parquet = need("pyarrow.parquet", "decoding Parquet")
-    source = _Window(sample)
-    opened = parquet.ParquetFile(source.file, metadata=parquet.read_metadata(sample.path))
-    try:
-        return opened.read_row_group(sample.row, use_threads=False)
-    finally:
-        source.let_go()
-
-
-class _Window:
-    """A row group's bytes, at their places in a file of which nothing else is there."""
-
-    def __init__(self, sample: Sample) -> None:
-        pa = need("pyarrow", "decoding Parquet")
-        parquet = need("pyarrow.parquet", "decoding Parquet")
-        group = parquet.read_metadata(sample.path).row_group(sample.row)
-        columns = [group.column(i) for i in range(group.num_columns)]
-        pages = [c.data_page_offset for c in columns]
-        pages += [c.dictionary_page_offset for c in columns if c.has_dictionary_page]
-        self._start, self._data, self._at = min(pages), sample.data, 0
-        self.closed = False
-        self.file = pa.PythonFile(self, mode="r")
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self._start + len(self._data))[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, nbytes: int = -1) -> bytes:
-        start = self._at - self._start
-        stop = len(self._data) if nbytes < 0 else start + nbytes
-        if start < 0:
-            raise DatasetError("a row group reaches for bytes outside of it")
-        data = bytes(self._data[start:stop])
-        self._at += len(data)
-        return data
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self.closed = True
-
-    def let_go(self) -> None:
-        self._data = memoryview(b"")

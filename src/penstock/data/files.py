@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -101,17 +101,30 @@ def changed(path: str, how: str) -> DatasetError:
 
 
 def list_files(path: str, accept: Callable[[str], bool]) -> list[str]:
-    """Names below a directory, sorted, hidden ones left out."""
-    found = []
-    for folder, folders, files in os.walk(path):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        inside = os.path.relpath(folder, path)
-        found += [
-            os.path.normpath(os.path.join(inside, name))
-            for name in files
-            if not name.startswith(".") and accept(name)
-        ]
-    return sorted(found)
+    """Names below a directory, sorted, hidden ones left out; links to other directories are followed.
+
+    Raises:
+        TransferError: A directory cannot be listed.
+    """
+    return sorted(name for name in _below(path, frozenset()) if accept(os.path.basename(name)))
+
+
+def _below(folder: str, above: frozenset[str]) -> Iterator[str]:
+    real = os.path.realpath(folder)
+    if real in above:
+        return  # a link to where it is itself
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    inside = _below(entry.path, above | {real})
+                    yield from (os.path.join(entry.name, name) for name in inside)
+                else:
+                    yield entry.name
+    except OSError as error:
+        raise _failed("list", folder, error) from error
 
 
 def read_range(path: str, offset: int, nbytes: int) -> bytes:

@@ -8,18 +8,17 @@ from dataclasses import asdict
 from typing import Any, Final, Protocol
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import default_collate
 
 from penstock.core.errors import ClosedError, PenstockWarning
-from penstock.data.dataset import FlashDataset, _from_state, _state
+from penstock.data.dataset import FlashDataset, _from_state, _state, place_in_world
 from penstock.data.depth import Depth
 from penstock.data.order import BatchNumbers, Epoch, Order, Share, Tail
 from penstock.data.plant import Plant, choose_order, lends_mostly, lump_of
 from penstock.data.rates import rates_of
 from penstock.data.reader import ReadSoFar
 from penstock.data.stream import Stream, Tally
-from penstock.data.values import nbytes_of, pinned, to_torch
+from penstock.data.values import current_cuda_device, nbytes_of, pinned, to_torch
 from penstock.io.engine import Engine
 
 _SETTLED: Final = 8
@@ -102,10 +101,7 @@ class FlashLoader:
             BudgetError: There is too little memory.
             ClosedError: The session is not open.
         """
-        if rank is None or world is None:
-            inside = dist.is_available() and dist.is_initialized()
-            rank = (dist.get_rank() if inside else 0) if rank is None else rank
-            world = (dist.get_world_size() if inside else 1) if world is None else world
+        rank, world = place_in_world(rank, world)
         self.dataset, self.collate_fn = dataset, collate_fn
         self.share = Share(batch_size=batch_size, rank=rank, world=world, tail=tail)
         self._assembler = dataset.assembler(
@@ -144,6 +140,7 @@ class FlashLoader:
         self._consumed = 0
         self._resume = False
         self._pin = pin_memory and torch.cuda.is_available()
+        self._cuda_device: int | None = None  # of whoever iterates
         if pin_memory and not self._pin:
             warnings.warn(
                 "pin_memory is set, but there is no CUDA device: batches are in plain memory",
@@ -307,6 +304,7 @@ class FlashLoader:
 
     def _begin(self) -> Stream:
         self._set_aside(self._batch_bytes)
+        self._cuda_device = current_cuda_device() if self._pin else None
         samples = len(self.dataset)
         return Stream(
             self._have_plant().reader,
@@ -334,7 +332,7 @@ class FlashLoader:
 
     def _pinned(self, value: Any) -> Any:
         try:
-            return pinned(value)
+            return pinned(value, self._cuda_device)
         except RuntimeError as error:  # the driver refuses: plain memory does, and is slower
             self._pin = False
             warnings.warn(

@@ -114,7 +114,8 @@ class Stream:
         self._most_before = (ready - 1) * lump  # that wait already, for a lump to join them
         self._clock = RealClock() if clock is None else clock
         self._changed = condition()
-        self._ready = deque[Delivery]()
+        self._ready = deque[list[Delivery]]()  # lumps
+        self._taken = deque[Delivery]()  # what is left of one; theirs who take
         self._error: BaseException | None = None
         self._over = self._stopping = False
         self._fetches = deque[_Fetch]()
@@ -133,15 +134,7 @@ class Stream:
     def take(self) -> Delivery | None:
         """The next batch; None: there is no more. Raises what reading or decoding it raised."""
         asked_ns = self._clock.now_ns()
-        with self._changed:
-            while not self._ready and not self._over:
-                self._waiting = True
-                if self._awaited is not None:
-                    self._awaited.urge()
-                self._changed.wait()
-            self._waiting = False
-            found = self._ready.popleft() if self._ready else None
-            self._changed.notify_all()
+        found = self._taken.popleft() if self._taken else self._take_lump()
         if found is None:
             if self._error is not None:
                 raise self._error
@@ -157,6 +150,21 @@ class Stream:
         self._tally.waited_s += waited_s
         return found
 
+    def _take_lump(self) -> Delivery | None:
+        """Wait for one: its first batch. None: all is over."""
+        with self._changed:
+            while not self._ready and not self._over:
+                self._waiting = True
+                if self._awaited is not None:
+                    self._awaited.urge()
+                self._changed.notify_all()  # what was left of the last one is gone
+                self._changed.wait()
+            self._waiting = False
+            self._taken.extend(self._ready.popleft() if self._ready else ())
+            found = self._taken.popleft() if self._taken else None
+            self._changed.notify_all()
+        return found
+
     def stop(self) -> None:
         """End soon; waits for nothing."""
         with self._changed:
@@ -169,6 +177,7 @@ class Stream:
         if threading.current_thread() is not self._thread:
             self._thread.join()
         self._ready.clear()
+        self._taken.clear()
 
     # -- the thread -------------------------------------------------------------------------------
 
@@ -226,12 +235,16 @@ class Stream:
             )
         ]
         with self._changed:
-            while len(self._ready) > self._most_before and not self._stopping:
+            while self._ready_batches > self._most_before and not self._stopping:
                 self._changed.wait()
             self._under_way -= len(made)
-            self._ready.extend(made)
+            self._ready.append(made)
             self._changed.notify_all()
             return not self._stopping
+
+    @property
+    def _ready_batches(self) -> int:
+        return len(self._taken) + sum(map(len, self._ready))
 
     def _values(self, group: Group, spans: Sequence[range]) -> list[tuple[Any, int]]:
         """(value, samples) of each; the value is None where there is no sample."""
@@ -254,7 +267,8 @@ class Stream:
             return
         self._full, self._given_back = False, given_back
         while not self._stopping:
-            ahead = self._under_way + len(self._ready)
+            with self._changed:
+                ahead = self._under_way + self._ready_batches
             if self._under_way and ahead >= self._depth.batches:
                 return
             if self._candidate is None:

@@ -32,8 +32,21 @@ def to_torch(value: Any, bfloat16: frozenset[str] = frozenset(), name: str = "")
     return value
 
 
-def pinned(value: Any) -> Any:
-    """Tensors in page-locked memory, from which copies to a CUDA device need not be waited for."""
+def current_cuda_device() -> int | None:
+    """This thread's; None: there is no device."""
+    return torch.cuda.current_device() if torch.cuda.is_available() else None
+
+
+def pinned(value: Any, device: int | None = None) -> Any:
+    """Tensors in page-locked memory, from which copies to a CUDA device need not be waited for.
+
+    Args:
+        value: What was decoded.
+        device: To be this thread's from now on: a thread's first is device 0, and whoever pins memory
+            there while training on another takes some of the memory of both.
+    """
+    if device is not None:
+        torch.cuda.set_device(device)
     return _each(value, lambda tensor: tensor.pin_memory())
 
 

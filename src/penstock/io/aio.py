@@ -21,6 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from typing import Final
 
 from penstock.core import knobs
@@ -136,7 +137,8 @@ class Ring:
 
     def wait(self) -> list[tuple[int, int | BaseException]]:
         """Sleep until something is done, or ``wake``: tokens, each with bytes or a negative errno."""
-        os.eventfd_read(self.bell)
+        with suppress(InterruptedError):  # a signal that Python handles: nothing need be done yet
+            os.eventfd_read(self.bell)
         found = self._context.events(0, self._depth, ctypes.addressof(self._events), None)
         events = memoryview(self._events)[: found * _EVENT.size]
         return [(token, result) for token, _, result, _ in _EVENT.iter_unpack(events)]

@@ -6,6 +6,7 @@ says where values end is read to build the index.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -34,6 +35,7 @@ class Arrow:
     def build(self, job: Job) -> IndexBuilder:
         """A run for each record batch."""
         pa = need("pyarrow", "an index of Arrow files")
+        _check_saved(job)
         builder: IndexBuilder | None = None
         for number, path in enumerate(job.paths()):
             with pa.memory_map(path) as mapped:
@@ -48,11 +50,24 @@ class Arrow:
                     raise DatasetError(f"{path!r} has columns {kinds}, the files before it others")
                 for batch in _batches(pa, reader, path):
                     place = _Place(base, os.path.getsize(path), path)
-                    columns = [_column(pa, batch, name, place) for name in kinds]
+                    columns = [_column(pa, batch, name, place) for name in kinds if len(batch)]
                     builder.mixed(number, batch.num_rows, columns)
             job.done(number + 1)
         assert builder is not None, "there is a file"
         return builder
+
+
+def _check_saved(job: Job) -> None:
+    """What ``datasets`` writes beside the files that it saves: which they are."""
+    splits = os.path.join(job.root, "dataset_dict.json")
+    if job.whole and os.path.exists(splits):
+        raise DatasetError(f"{job.root!r} has several splits (dataset_dict.json): name one of them")
+    try:
+        with open(os.path.join(job.root, "state.json"), encoding="utf-8") as file:
+            listed = [each["filename"] for each in json.load(file)["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # it is not what datasets saves
+    job.check_listed(listed, "the state.json beside it")
 
 
 class _Place:
@@ -60,11 +75,14 @@ class _Place:
         self.base, self.size, self.path = base, size, path
 
     def offset(self, buffer: Any) -> int:
+        """Where in the file; anywhere, if it is empty."""
+        if buffer is None or not buffer.size:
+            return 0
         offset = int(buffer.address) - self.base
         if not 0 <= offset <= self.size - buffer.size:
             raise DatasetError(
                 f"{self.path!r} is compressed: a value in it is no range of bytes; write it without"
-                " compression, or `penstock data pack` it"
+                " compression"
             )
         return offset
 
@@ -135,12 +153,18 @@ def _number(pa: Any, kind: Any) -> str | None:
 
 def _column(pa: Any, batch: Any, name: str, place: _Place) -> Any:
     """Regular (offset, stride, nbytes) where that is so, else arrays (offsets, lengths)."""
-    top = next(each for each in batch.schema.names if name == each or name.startswith(f"{each}."))
+    names = batch.schema.names
+    top = name if name in names else next(each for each in names if name.startswith(f"{each}."))
     array = batch.column(top)
     absent = _absent(array)
     for part in name[len(top) + 1 :].split(".") if name != top else ():
         array = array.field(part)
         absent = absent | _absent(array)
+    if _has_gaps(pa, array):
+        raise DatasetError(
+            f"{place.path!r}: lists of the column {name!r} have items that are null: their bytes would be"
+            " read as numbers; fill them in, or leave the column out"
+        )
     offsets, lengths = _values(pa, array, place)
     if absent.any():
         return offsets, np.where(absent, -1, lengths)
@@ -153,6 +177,14 @@ def _absent(array: Any) -> Any:
     if not array.null_count:
         return np.zeros(len(array), bool)
     return array.is_null().to_numpy(zero_copy_only=False)
+
+
+def _has_gaps(pa: Any, array: Any) -> bool:
+    """Whether a list in it has an item that is null."""
+    types, kind = pa.types, array.type
+    if not (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)):
+        return False
+    return bool(array.values.null_count and array.flatten().null_count)
 
 
 def _values(pa: Any, array: Any, place: _Place) -> tuple[Any, Any]:
@@ -176,5 +208,4 @@ def _values(pa: Any, array: Any, place: _Place) -> tuple[Any, Any]:
         data, skip = values.buffers()[1], values.offset
     else:
         width, data, skip = 1, buffers[2], 0
-    start = 0 if data is None else place.offset(data)
-    return start + (ends[:-1] + skip) * width, np.diff(ends) * width
+    return place.offset(data) + (ends[:-1] + skip) * width, np.diff(ends) * width

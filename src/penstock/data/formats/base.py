@@ -30,6 +30,17 @@ class Job:
     """Files, relative to the root, in order."""
     options: Mapping[str, Any]
     progress: Progress
+    whole: bool = False
+    """Whether the names are all that the root has, and not some that the user chose."""
+
+    def check_listed(self, listed: Sequence[str], where: str) -> None:
+        """Raise DatasetError unless every file of a list that lies beside them is there."""
+        missing = sorted(set(listed) - set(self.names)) if self.whole else []
+        if missing:
+            raise DatasetError(
+                f"{os.path.join(self.root, missing[0])!r} is missing: {where} lists it ({len(missing)} of"
+                f" {len(listed)} files are missing); copy it again, or name the files that you want"
+            )
 
     def paths(self) -> list[str]:
         """All files; tells progress file by file as they are taken."""

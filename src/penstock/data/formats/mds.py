@@ -28,6 +28,7 @@ class Mds:
     def build(self, job: Job) -> IndexBuilder:
         """A table for each shard: what lies between its offsets."""
         known = _shards(job.root)
+        job.check_listed(list(known), "the index.json beside it")
         builder = IndexBuilder(self.name, ("sample",))
         for number, path in enumerate(job.paths()):
             facts = known.get(os.path.normpath(job.names[number]))

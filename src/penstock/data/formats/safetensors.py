@@ -82,8 +82,9 @@ def _header(path: str) -> tuple[int, dict[str, Any]]:
 def _facts(path: str, name: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     dtype = _DTYPES.get(facts["dtype"])
     if dtype is None or not facts["shape"]:
+        why = "numbers of a kind that is not known here" if dtype is None else "no rows"
         raise DatasetError(
-            f"{path!r}: {name!r} is a {facts['dtype']} of shape {facts['shape']}: no rows"
+            f"{path!r}: {name!r} is a {facts['dtype']} of shape {facts['shape']}: {why}"
         )
     begin, end = facts["data_offsets"]
     size = 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize

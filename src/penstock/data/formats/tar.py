@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tarfile
 from array import array
 from collections.abc import Iterator, Mapping
@@ -14,9 +15,16 @@ from penstock.core.errors import DatasetError
 from penstock.data.formats.base import Job, truncated
 from penstock.data.index import IndexBuilder
 
+_META: Final = re.compile("__[^/]*__($|/)")
+"""Names of what is about the archive."""
+
 
 class Tar:
-    """Uncompressed ``.tar`` files. A field is a name's extension, from the first dot on."""
+    """Uncompressed ``.tar`` files. A field is a name's extension, from the first dot on, in lower case.
+
+    As WebDataset has it, members without an extension, or in a folder such as ``__notes__``, are no
+    samples; nor are hidden ones.
+    """
 
     name: Final = "webdataset"
     options: Mapping[str, Any] = {}
@@ -50,8 +58,13 @@ def _members(path: str, fields: dict[str, int]) -> tuple[Any, Any, Any, Any]:
     sample, last = -1, None
     seen = set[str]()
     for key, name, offset, size in _walk(path):
-        if key != last or name in seen:
+        if key != last:
             sample, last, seen = sample + 1, key, set()
+        if name in seen:
+            raise DatasetError(
+                f"{path!r} has two members {key.lstrip('/')!r} with the extension {name!r}, one after the"
+                " other: name them apart"
+            )
         seen.add(name)
         field = fields.setdefault(name, len(fields))
         for column, value in zip(columns, (sample, field, offset, size), strict=True):
@@ -66,19 +79,19 @@ def _walk(path: str) -> Iterator[tuple[str, str, int, int]]:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             while (member := archive.next()) is not None:
                 archive.members = []  # type: ignore[attr-defined]  # it would remember them all
-                if not member.isreg():
+                folder, _, base = member.name.rpartition("/")
+                key, dot, extension = base.partition(".")
+                if not (member.isreg() and key and dot) or _META.match(member.name):
                     continue
+                if member.issparse():
+                    raise DatasetError(
+                        f"{path!r}: its member {member.name!r} is a sparse file, of which the archive has"
+                        " pieces: make the archive without --sparse"
+                    )
                 end = member.offset_data + member.size
                 if end > size:
                     raise truncated(path, size, end, f"its member {member.name!r}")
-                folder, _, base = member.name.rpartition("/")
-                key, dot, extension = base.partition(".")
-                yield (
-                    f"{folder}/{key}",
-                    extension if dot else "data",
-                    member.offset_data,
-                    member.size,
-                )
+                yield f"{folder}/{key}", extension.lower(), member.offset_data, member.size
             if archive.offset >= size:
                 raise truncated(path, size, size + 1024, "the mark at its end")
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
