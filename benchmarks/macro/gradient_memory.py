@@ -59,7 +59,7 @@ def main():
 def parse():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parameters", type=float, default=350e6)
-    parser.add_argument("--backwards", type=int, nargs="*", default=[1, 2], help="of each step")
+    parser.add_argument("--backwards", type=int, nargs="*", default=[1], help="of each step")
     parser.add_argument("--sequences", type=int, default=1)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=2)
