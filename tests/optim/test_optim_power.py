@@ -118,7 +118,7 @@ def test_a_loss_of_power_leaves_the_last_completed_step(format_name, dtype, smal
             run.optimizer.close()
         assert not disk.missed()
 
-    @examples(25)
+    @examples(40)
     @given(st.data())
     def lose(data):
         chance = Chance(data, small["flash"])
@@ -144,9 +144,9 @@ def test_what_a_killed_process_did_not_wait_for_is_waited_for_by_the_next(when, 
                 run.step(step)
             run.optimizer.close()
         assert not disk.missed()
-    moments = (0, 8) if when == "first" else (disk.now - 12, disk.now)
+    moments = (0, 8) if when == "first" else (disk.now - 4, disk.now)
 
-    @examples(20)
+    @examples(40)
     @given(st.data())
     def lose(data):
         chance = Chance(data, small["flash"])

@@ -152,9 +152,8 @@ class Journal:
             finally:
                 os.close(file)
         self.last = None
-        self._next = (
-            0  # as for who finds none: two that are torn one after the other are one journal
-        )
+        # as who finds no journal: if two first ones are torn, one after the other, they are the same file
+        self._next = 0
 
     def close(self) -> None:
         """Let another process have it."""

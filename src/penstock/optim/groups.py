@@ -132,18 +132,18 @@ class Groups:
             seen = _decisive(group)
             if seen != self._seen[number]:
                 where = f"{self._source.name}, group {number}"
-                for kept, now in self._options(number, group, where):
-                    if not set(now) <= set(kept):  # what is not needed any more is left as it is
-                        raise _other_states(where, kept, now)
+                for kept, wanted in self._options(number, group, where):
+                    if not set(wanted) <= set(kept):  # what is not needed any more is left as it is
+                        raise _other_states(where, kept, wanted)
                 self._seen[number] = seen
 
     def check_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise ConfigError if groups with these options would keep other states than there are."""
         for number, group in enumerate(groups):
             where = f"{self._source.name}, group {number} of the state dict"
-            for kept, now in self._options(number, group, where):
-                if now != kept:
-                    raise _other_states(where, kept, now)
+            for kept, wanted in self._options(number, group, where):
+                if wanted != kept:
+                    raise _other_states(where, kept, wanted)
 
     def _options(
         self, number: int, group: Mapping[str, Any], where: str
