@@ -11,9 +11,7 @@ what is resident above what was before the first backward: gradients, what autog
 import argparse
 import json
 import os
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -25,6 +23,7 @@ import _meter
 import torch
 
 import _results
+import _sides
 from penstock.optim import FlashAdamW
 
 SHARE = 0.25
@@ -76,18 +75,11 @@ def parse():
 
 def run(args, side, backwards):
     """One side's figures, from a process of its own."""
-    folder = tempfile.mkdtemp(prefix="penstock-bench-", dir=args.dir)
-    words = [sys.executable, __file__, "--side", side, "--dir", folder]
+    words = [sys.executable, __file__, "--side", side]
     for name in ("parameters", "sequences", "length", "steps"):
         words += [f"--{name}", str(getattr(args, name))]
     words += ["--backwards", str(backwards)]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(words)}: exit {done.returncode}\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return _sides.figures_of(words, args.dir)
 
 
 def measure(args):

@@ -243,4 +243,4 @@ def test_what_is_for_states_on_flash_is_refused_without_them(tmp_path, option):
     with pytest.raises(ConfigError, match=f"{option} is for --optimizer-state flash"):
         settings()
     name = "host_memory" if option == "--optimizer-memory" else "gradient_memory"
-    assert settings("--optimizer-state", "flash", "--flash", str(tmp_path))[name] == 0
+    assert settings("--optimizer-state", "flash", "--flash", str(tmp_path))[name] == "0B"
