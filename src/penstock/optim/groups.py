@@ -150,9 +150,9 @@ class Groups:
     ) -> Iterator[tuple[tuple[State, ...], tuple[State, ...]]]:
         """What is kept of each kind of parameter in a group, and what would be with other options."""
         laid = self._laid[number]
-        if group["format"] != laid.format:
+        if group.get("format") != laid.format:
             raise ConfigError(
-                f"{where}: its format is {group['format']!r} now, and its states are {laid.format!r};"
+                f"{where}: its format is {group.get('format')!r} now, and its states are {laid.format!r};"
                 " that is chosen when a group is made"
             )
         for dtype, kept in laid.kept.items():
