@@ -23,9 +23,7 @@ several sittings, each of them limited by ``--limit``, and the last one writes t
 import argparse
 import json
 import os
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -34,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import _memory
 import _parts
 import _results
+import _sides
 from penstock.cli import bandwidth
 
 PEERS = Path(__file__).resolve().parents[1] / "peers"
@@ -173,16 +172,9 @@ def deepspeed(args, size, name, *more):
 
 def run(args, size, command, environment):
     """One side's JSON line."""
-    folder = tempfile.mkdtemp(prefix="penstock-bench-", dir=args.dir)
     steps = LARGE_STEPS if size >= LARGE else args.steps
-    command = [*command, "--parameters", str(size), "--dir", folder, "--steps", str(steps)]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}: exit {done.returncode}\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    command = [*command, "--parameters", str(size), "--steps", str(steps)]
+    return _sides.figures_of(command, args.dir, environment)
 
 
 def rate(side):

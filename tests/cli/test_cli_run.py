@@ -8,6 +8,7 @@ import zipfile
 import pytest
 from cli_processes import NOTICE, both, end, start_plain, start_under
 
+from penstock import ConfigError
 from penstock.cli import run
 
 SCRIPTS = {
@@ -231,3 +232,15 @@ def test_recomputing_is_asked_for_by_an_option_or_by_the_file(tmp_path):
     for options, wanted in (((), False), (("--recompute",), True), (by_file, True)):
         parsed = run.parser().parse_args([*options, "script.py"])
         assert run._config(parsed).recompute is wanted
+
+
+@pytest.mark.parametrize("option", ["--optimizer-memory", "--gradient-memory"])
+def test_what_is_for_states_on_flash_is_refused_without_them(tmp_path, option):
+    def settings(*words):
+        parsed = run.parser().parse_args([option, "0B", *words, "script.py"])
+        return run._optimizer_settings(parsed, run._config(parsed))
+
+    with pytest.raises(ConfigError, match=f"{option} is for --optimizer-state flash"):
+        settings()
+    name = "host_memory" if option == "--optimizer-memory" else "gradient_memory"
+    assert settings("--optimizer-state", "flash", "--flash", str(tmp_path))[name] == "0B"

@@ -45,7 +45,7 @@ TRAIN = """
         print("waiting", flush=True)
         import time; time.sleep(60)
     """
-STATES = ("--optimizer-state", "flash", "--optimizer-memory", "1GiB")
+STATES = ("--optimizer-state", "flash", "--optimizer-memory", "1GiB", "--gradient-memory", "2MiB")
 BUDGET = ("--device-memory", "6MiB", "--flash", "spill", "--flash-capacity", "1GiB")
 
 
@@ -67,7 +67,7 @@ def test_an_unmodified_script_prints_the_same_bits(work):
     ]
     plain, under, as_json, states = [end(process) for process in processes]
     assert (states.code, states.out) == (0, plain.out)
-    assert "penstock: AdamW: optimizer states: " in states.err
+    assert "penstock: AdamW: optimizer states: 3.00 MiB of gradients written" in states.err
     assert (plain.code, plain.err) == (0, "")
     assert plain.out.startswith("1\n")  # OMP_NUM_THREADS came in time
     assert (under.code, under.out) == (0, plain.out)

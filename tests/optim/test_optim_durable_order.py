@@ -60,6 +60,25 @@ def test_two_damaged_journals_are_not_a_new_beginning(small):
         FlashAdamW(parameters(), durable=True, **small)
 
 
+def test_two_first_journals_that_are_torn_one_after_the_other_are_no_damage(small):
+    """Two losses of power, each in the first step after an earlier run's was forgotten."""
+    params = parameters()
+    a = FlashAdamW(params, durable=True, **small)
+    train(a, params, steps=1)
+    states = a.state_dict()
+    a.close()
+    other = {**small, "tile": 2048}
+    for _ in range(2):
+        b = FlashAdamW(parameters(), durable=True, **other)
+        b.load_state_dict(states)
+        b.close()
+        for path in small["flash"].glob("*.journal"):
+            path.write_bytes(path.read_bytes()[:100])
+    c = FlashAdamW(parameters(), durable=True, **other)
+    assert c.resume() == 0
+    c.close()
+
+
 def test_a_journal_whose_sync_failed_is_taken_back(small, monkeypatch):
     params = parameters()
     a = FlashAdamW(params, durable=True, **small)

@@ -269,6 +269,42 @@ def test_update_in_backward_clips_by_the_norm_before_though_gradients_are_gone(s
     b.close()
 
 
+def test_wear_counts_gradients_before_the_first_step_and_after(small, caplog):
+    model = network()
+    budget = 3 * gradient_bytes(model) // 5
+    settings = {**small, "host_memory": "1GiB", "gradient_memory": budget}
+    a = FlashSGD(model.parameters(), lr=0.1, tbw="1GB", planned_steps=10**6, **settings)
+    expected = a.wear()
+    assert (expected.state_bytes_per_step, expected.gradient_bytes_per_step > 0) == (0, True)
+    assert expected.is_beyond
+    backward(model, 0)
+    assert kept(a).written == expected.gradient_bytes_per_step
+    assert a.wear() == expected
+    with caplog.at_level("INFO", "penstock.optim"), pytest.warns(PenstockWarning, match="planned"):
+        a.step()
+    assert "of gradients written in a step" in caplog.text
+    a.zero_grad()
+    backward(model, 1)
+    backward(model, 2)  # accumulated
+    a.step()
+    assert a.wear().gradient_bytes_per_step == 2 * expected.gradient_bytes_per_step
+    a.close()
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_wear_with_overlap_counts_the_sums_that_are_not_final(accumulation, small):
+    model = network()
+    settings = {**small, "gradient_memory": 0, "overlap": True, "accumulation": accumulation}
+    a = FlashSGD(model.parameters(), lr=0.1, **settings)
+    expected = (accumulation - 1) * gradient_bytes(model)
+    assert a.wear().gradient_bytes_per_step == expected
+    for turn in range(accumulation):
+        backward(model, turn)
+    a.step()
+    assert a.wear().gradient_bytes_per_step == expected
+    a.close()
+
+
 # -- faults ---------------------------------------------------------------------------------------
 
 

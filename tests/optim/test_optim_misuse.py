@@ -197,3 +197,50 @@ def test_an_interrupted_wait_leaves_no_thread_at_work():
             wait_for_all(futures)
         assert all(future.done() for future in futures)
         assert len(done) < 3
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [("amsgrad", True, "max_exp_avg_sq"), ("format", "int8", "its format is 'int8' now")],
+)
+def test_options_that_decide_what_is_kept_are_refused_before_anything_is_touched(
+    option, value, words, small
+):
+    ours, theirs = parameters(), parameters()
+    a, b = FlashAdamW(ours, **small), torch.optim.AdamW(theirs, fused=True)
+    train(a, ours, steps=1)
+    train(b, theirs, steps=1)
+    before = a.param_groups[0][option]
+    a.param_groups[0][option] = value
+    give_gradients(ours, 1)
+    with pytest.raises(ConfigError, match=words):
+        a.step()
+    assert_same(ours, theirs)
+    a.param_groups[0][option] = before
+    train(a, ours, steps=2, first=1)
+    train(b, theirs, steps=2, first=1)
+    assert_same(ours, theirs)
+    a.close()
+
+
+def test_a_momentum_that_is_turned_off_rests_until_it_is_turned_on(small):
+    ours, theirs = parameters(), parameters()
+    a = FlashSGD(ours, lr=0.1, momentum=0.9, **small)
+    b = torch.optim.SGD(theirs, lr=0.1, momentum=0.9, fused=True)
+    for step, momentum in enumerate((0.9, 0.0, 0.9)):
+        for optimizer, params in ((a, ours), (b, theirs)):
+            optimizer.param_groups[0]["momentum"] = momentum
+            train(optimizer, params, steps=1, first=step)
+    assert_same(ours, theirs)
+    a.close()
+
+
+def test_what_is_no_optimizer_or_no_state_dict_or_has_no_values_is_named(small):
+    with pytest.raises(ConfigError, match="takes an optimizer of torch, and this is of Linear"):
+        on_flash(nn.Linear(2, 2), **small)
+    with pytest.raises(ConfigError, match="to_empty"):
+        FlashAdamW(nn.Linear(2, 2, device="meta").parameters(), **small)
+    a = FlashAdamW(parameters(), **small)
+    with pytest.raises(ConfigError, match=r"has \['model', 'optimizer'\]: is it a part of"):
+        a.load_state_dict({"model": {}, "optimizer": a.state_dict()})
+    a.close()

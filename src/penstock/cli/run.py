@@ -101,6 +101,12 @@ def parser() -> argparse.ArgumentParser:
         help="how much of them stays in memory all the same (default: a few tiles)",
     )
     made.add_argument(
+        "--gradient-memory",
+        metavar="SIZE",
+        type=size,
+        help="how much memory gradients may wait in for such an optimizer (default: all they need)",
+    )
+    made.add_argument(
         "--state", metavar="DIR", help="keep here what makes a suspended run survive its process"
     )
     made.add_argument(
@@ -324,14 +330,17 @@ def _optimizer_settings(
 ) -> dict[str, Any] | None:
     """Fields of ``penstock.optim.StatesConfig``; None: states stay in memory."""
     if options.optimizer_state == "memory":
-        if options.optimizer_memory is not None:
-            raise ConfigError("--optimizer-memory is for --optimizer-state flash, which is not set")
+        for name in ("optimizer_memory", "gradient_memory"):
+            if getattr(options, name) is not None:
+                option = "--" + name.replace("_", "-")
+                raise ConfigError(f"{option} is for --optimizer-state flash, which is not set")
         return None
     if not config.directories:
         raise ConfigError("--optimizer-state flash needs a directory: --flash DIR")
     return {
         "flash": config.directories,
         "host_memory": options.optimizer_memory or 0,
+        "gradient_memory": options.gradient_memory,
         "tbw": config.tbw_bytes,
     }
 

@@ -11,7 +11,8 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from penstock.core.errors import ClosedError
 from penstock.core.locks import defer
 from penstock.tier.base import Ticket, Tier
+
+_OVERWRITE: Final = (torch.ops.aten.copy_.default, torch.ops.aten.zero_.default)
+"""What the first argument holds does not matter to these."""
 
 
 class Rest:
@@ -54,11 +58,43 @@ class Rest:
         weakref.finalize(self, defer, discard_all, tier, tickets).atexit = False
 
 
+class InVain:
+    """Which gradients leave in vain: at the step they are in memory, for somebody has replaced them.
+
+    ``DistributedDataParallel(gradient_as_bucket_view=True)`` does so in each backward.
+    """
+
+    def __init__(self) -> None:
+        """None has left."""
+        self._left: set[int] = set()
+        self._times: dict[int, int] = {}
+
+    def __contains__(self, param: int) -> bool:
+        """Whether a parameter's gradient has left in vain in two steps, one after the other."""
+        return self._times.get(param, 0) > 1
+
+    def leaves(self, param: int) -> None:
+        """A parameter's gradient is away."""
+        self._left.add(param)
+
+    def judge(self, grads: Mapping[int, Tensor]) -> list[int]:
+        """A step begins with these gradients; those that have left in vain for the second time."""
+        for param in self._left & grads.keys():
+            is_away = isinstance(grads[param], Away)
+            self._times[param] = 0 if is_away else self._times.get(param, 0) + 1
+        found = [param for param in self._left if param in self]
+        self._left.clear()
+        return found
+
+
 class Keeper(Protocol):
     """Who knows where gradients rest."""
 
-    def bring(self, rest: Rest) -> Tensor:
-        """The values, read if they are not in memory, in the parameter's shape, on its device."""
+    def bring(self, rest: Rest, *, values: bool = True) -> Tensor:
+        """The values, read if they are not in memory, in the parameter's shape, on its device.
+
+        Not ``values``: only memory for new ones.
+        """
 
     def changed(self, rest: Rest, real: Tensor) -> None:
         """These are the values now, and not those on flash."""
@@ -110,10 +146,12 @@ class Away(Tensor):
         if _is_norm(func, args, kwargs) and args[0].rest.norm is not None:
             return args[0].rest.norm.clone()
         brought: dict[int, tuple[Away, Tensor]] = {}
+        is_overwritten = func in _OVERWRITE and not any(each is args[0] for each in args[1:])
 
         def bring(grad: Away) -> Tensor:
             if id(grad) not in brought:
-                brought[id(grad)] = grad, grad.keeper.bring(grad.rest)
+                values = not (is_overwritten and grad is args[0])
+                brought[id(grad)] = grad, grad.keeper.bring(grad.rest, values=values)
             return brought[id(grad)][1]
 
         values, named = tree_map_only(cls, bring, (args, kwargs))

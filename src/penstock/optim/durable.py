@@ -7,7 +7,9 @@
     whole truth about one step and a checksum of itself. So whenever the process is killed, the newer
     journal that is whole names records that nobody has touched since. Newer is the one of the higher
     serial number, which is not the step: a state dict of an earlier step may be loaded. A journal that
-    could not be waited for is emptied: it may be whole all the same, and its step did not count.
+    could not be waited for is emptied: it may be whole all the same, and its step did not count. One
+    that is read may have been written by a process that was killed before it had waited: whoever goes
+    on after it waits first, for the places that the other one names are written to next.
 
     A journal is one line of JSON, UTF-8: ``{"checksum": ..., "body": ...}``, where the checksum is the
     XXH3 of the body's JSON. The body MUST have ``version`` 1 or 2, ``serial``, ``step``, ``layout`` (a
@@ -103,13 +105,15 @@ class Journal:
                     f"both journals of durable steps in {self._directory!r} are damaged, which no crash"
                     " does: the device may be faulty; remove them to begin anew"
                 )
+            serials = [-1 if entry is None else entry.serial for entry in found]
+            self._next = 0 if serials[0] <= serials[1] else 1
+            self.last = found[1 - self._next]
+            self._serial = max(0, *serials)
+            if self.last is not None:
+                self._secure(self._paths[1 - self._next])
         except BaseException:
             self.close()
             raise
-        serials = [-1 if entry is None else entry.serial for entry in found]
-        self._next = 0 if serials[0] <= serials[1] else 1
-        self.last = found[1 - self._next]
-        self._serial = max(0, *serials)
 
     def write(self, entry: Entry) -> None:
         """Make a step complete. Returns when it is on the device.
@@ -148,6 +152,8 @@ class Journal:
             finally:
                 os.close(file)
         self.last = None
+        # as who finds no journal: if two first ones are torn, one after the other, they are the same file
+        self._next = 0
 
     def close(self) -> None:
         """Let another process have it."""
@@ -171,6 +177,17 @@ class Journal:
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise _failed("open", path, 0, error) from error
+
+    def _secure(self, path: str) -> None:
+        """Wait for a journal that another process may not have waited for."""
+        file = self._open(path)
+        try:
+            os.fsync(file)
+            sync_directory(self._directory)
+        except OSError as error:
+            raise _failed("sync", path, 0, error) from error
+        finally:
+            os.close(file)
 
     def _read(self, path: str) -> Entry | None:
         try:
@@ -200,6 +217,7 @@ def commit(states: FlashStates, journal: Journal) -> None:
     """Make the step that has just been made a durable one. Raises TransferError."""
     pipeline = states.pipeline
     pipeline.flush()
+    _write_again(states)
     states.store.sync()
     tiles = {}
     for index, slot in states.slots.newest.items():
@@ -209,6 +227,17 @@ def commit(states: FlashStates, journal: Journal) -> None:
     params = tuple((p.has_state, p.scalars) for p in states.params)
     journal.write(Entry(states.steps, layout_of(states), tiles, params, states.last_norm))
     pipeline.commit()
+
+
+def _write_again(states: FlashStates) -> None:
+    """Write what a failed sync has left in doubt, and no visit has changed since."""
+    doubtful = states.store.doubtful
+    tiles = [tile for tile in states.tiles if (tile.index, states.slots.of(tile)) in doubtful]
+    for tile in tiles:
+        with states.visiting(tile, change=True):
+            pass
+    if tiles:
+        states.pipeline.flush()
 
 
 def make_way(states: FlashStates, journal: Journal) -> None:

@@ -33,7 +33,7 @@ from penstock.core.errors import PenstockWarning, TransferError
 from penstock.core.locks import Lock
 from penstock.io.engine import Engine, Transfer
 from penstock.io.pages import trim_heap
-from penstock.optim.away import Away, Rest, discard_all
+from penstock.optim.away import Away, InVain, Rest, discard_all
 from penstock.optim.layout import Piece, Tile
 from penstock.optim.params import Param, flat_like
 from penstock.optim.shelf import FLYING_BYTES, TILES_AHEAD, Reading, Shelf
@@ -52,6 +52,8 @@ class Gradients:
     Attributes:
         budget_bytes: What may wait in memory.
         written: What has been written in all, in bytes.
+        written_in_step: What of that was written from the end of a step to the end of the next one, the
+            last; None: there was none.
         is_used_now: Whether a parameter's gradient, which is being added to, is used as soon as that is
             done, and need not leave before.
     """
@@ -80,6 +82,8 @@ class Gradients:
         """
         self.budget_bytes = budget_bytes
         self.written = 0
+        self.written_in_step: int | None = None
+        self._written_before = 0
         self.is_used_now: Callable[[Param], bool] = lambda _: False
         self._params = params
         self._wants_norms = wants_norms
@@ -95,6 +99,7 @@ class Gradients:
         self._flying: deque[Ticket] = deque()
         self._failure: BaseException | None = None
         self._is_told = False
+        self._in_vain = InVain()
         self._freed = 0  # bytes, since the heap was trimmed
         self._ahead: deque[Tile] = deque()
         self._grads: Mapping[int, Tensor] = {}
@@ -137,7 +142,9 @@ class Gradients:
     def settle(self, param: Param) -> None:
         """A parameter's gradient is there, or was added to: it leaves if there are too many."""
         grad = param.tensor.grad
-        if grad is None or isinstance(grad, Away) or not self._must_leave(grad):
+        if grad is None or isinstance(grad, Away) or param.index in self._in_vain:
+            return
+        if not self._must_leave(grad):
             return
         flat = param.flat_grad()
         assert flat is not None
@@ -145,10 +152,11 @@ class Gradients:
         if self._leave(rest):
             nbytes = grad.nbytes
             param.tensor.grad = Away(rest, self, param.tensor)
+            self._in_vain.leaves(param.index)
             del grad, flat
             self._free_heap(nbytes)
 
-    def bring(self, rest: Rest) -> Tensor:
+    def bring(self, rest: Rest, *, values: bool = True) -> Tensor:
         """See ``Keeper``. What was read is the caller's own.
 
         Raises:
@@ -159,7 +167,7 @@ class Gradients:
         param, real = self._params[rest.param], rest.real
         if real is None:
             flat = self._shelf.empty(param.count, rest.dtype)
-            for piece, found in self._read_all(rest):
+            for piece, found in self._read_all(rest) if values else ():
                 flat[piece.start : piece.stop] = found
             real = param.in_shape(flat)
         return real.to(param.tensor.device)
@@ -249,6 +257,15 @@ class Gradients:
     def begin(self, order: Sequence[Tile], grads: Mapping[int, Tensor]) -> None:
         """A step is about to use gradients, by parameter, tile by tile in this order."""
         self.listen()  # to parameters that were frozen before
+        in_vain = self._in_vain.judge(grads)
+        if in_vain:
+            warnings.warn(
+                f"{len(in_vain)} gradients had left to flash and were replaced by others in memory before"
+                " step, twice (by DistributedDataParallel with gradient_as_bucket_view=True, or by the"
+                " script): they stay from now on, beyond gradient_memory, which is of no use here",
+                PenstockWarning,
+                stacklevel=2,
+            )
         with self._lock:
             self._begun.clear()
             self._ahead = deque(order)
@@ -260,6 +277,8 @@ class Gradients:
         if self._failure is not None:
             self._could_not(self._failure)
             self._failure = None  # the next ones are tried again
+        self.written_in_step = self.written - self._written_before
+        self._written_before = self.written
         self._forget_readings()
 
     def _forget_readings(self) -> None:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from penstock.core.errors import ConfigError
-from penstock.optim.config import StatesConfig
-from penstock.optim.formats import Form, form_of, stepped_dtype
+from penstock.optim.formats import Form, State, form_of, stepped_dtype
 from penstock.optim.layout import Tile, make_tiles
 from penstock.optim.params import Param
-from penstock.optim.probe import Kept, probe
+from penstock.optim.probe import Kept, Source, probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +30,7 @@ class Laid:
     kept: dict[torch.dtype, Kept]
     initial: Mapping[str, Any]
     """States that exist before a first step."""
+    format: str
 
 
 class Groups:
@@ -42,24 +42,13 @@ class Groups:
         forms: The forms of each group's records.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        cls: type[torch.optim.Optimizer],
-        config: StatesConfig,
-        *,
-        with_master: bool,
-        initial: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-    ) -> None:
-        """Begin without any group; see ``FlashStates``."""
+    def __init__(self, source: Source) -> None:
+        """Begin without any group."""
         self.params: list[Param] = []
         self.tiles: list[Tile] = []
         self.forms: list[list[Form]] = []
-        self._optimizer = optimizer
-        self._cls = cls
-        self._config = config
-        self._with_master = with_master if config.master is None else config.master
-        self._find_initial = initial
+        self._source = source
+        self._seen: list[Any] = []  # of each group, what may decide what is kept
         self._laid: list[Laid] = []
 
     def lay(self, group: dict[str, Any]) -> Laid:
@@ -69,13 +58,14 @@ class Groups:
             ConfigError: The optimizer is not element-wise, or the format is not for these parameters.
         """
         number = len(self.forms)
-        group.setdefault("format", self._config.format)
-        where = f"{self._cls.__name__}, group {number}"
+        config = self._source.config
+        group.setdefault("format", config.format)
+        where = f"{self._source.name}, group {number}"
         if len(set(map(id, group["params"]))) < len(group["params"]):
             raise ConfigError(f"{where}: a parameter is named twice; name each once")
         new = [self._param(p, group, number, i) for i, p in enumerate(group["params"])]
         options = options_of(group)
-        initial = self._find_initial(options)
+        initial = self._source.initial(options)
         kept: dict[torch.dtype, Kept] = {}
         forms: list[Form] = []
         tiles: list[Tile] = []
@@ -84,23 +74,23 @@ class Groups:
             on_host = param.tensor.device.type == "cpu"
             kinds.setdefault((param.tensor.dtype, on_host), []).append((param.index, param.count))
         for (dtype, on_host), mine in kinds.items():
-            has_master = self._with_master or group["format"] != "exact" or not on_host
+            has_master = self._source.with_master or group["format"] != "exact" or not on_host
             stepped = stepped_dtype(dtype, with_master=has_master)
-            kept[dtype] = probe(self._optimizer, self._cls, options, stepped, initial, where=where)
+            kept[dtype] = probe(self._source, options, stepped, initial, where=where)
             form = form_of(
                 group["format"],
                 dtype,
                 kept[dtype].states,
                 with_master=has_master,
-                whole_master=self._config.durable or not on_host,
+                whole_master=config.durable or not on_host,
                 where=where,
             )
             forms.append(form)
             first = len(self.tiles) + len(tiles)
-            tiles += make_tiles(mine, form, group=number, first=first, elements=self._config.tile)
+            tiles += make_tiles(mine, form, group=number, first=first, elements=config.tile)
         for param in new:
             param.scalars = scalars_of(initial)
-        return Laid(new, tiles, forms, kept, initial)
+        return Laid(new, tiles, forms, kept, initial, group["format"])
 
     def add(self, laid: Laid) -> None:
         """What was laid is a group from now on."""
@@ -108,6 +98,7 @@ class Groups:
         self.tiles += laid.tiles
         self.forms.append(laid.forms)
         self._laid.append(laid)
+        self._seen.append(_decisive(self._source.optimizer.param_groups[len(self._seen)]))
 
     def kept(self, param: Param) -> Kept:
         """What the optimizer keeps for a parameter."""
@@ -125,9 +116,9 @@ class Groups:
         """A parameter's scalars before its first step."""
         return scalars_of(self._laid[param.group].initial)
 
-    def check_params(self) -> None:
-        """Raise ConfigError if the optimizer's parameters are not what they were."""
-        now = [param for group in self._optimizer.param_groups for param in group["params"]]
+    def check(self) -> None:
+        """Raise ConfigError if parameters are not what they were, or more is to be kept of them."""
+        now = [param for group in self._source.optimizer.param_groups for param in group["params"]]
         if len(now) != len(self.params) or any(
             tensor is not param.tensor for tensor, param in zip(now, self.params, strict=True)
         ):
@@ -137,23 +128,38 @@ class Groups:
             )
         for param in self.params:
             param.check()
+        for number, group in enumerate(self._source.optimizer.param_groups):
+            seen = _decisive(group)
+            if seen != self._seen[number]:
+                where = f"{self._source.name}, group {number}"
+                for kept, wanted in self._options(number, group, where):
+                    if not set(wanted) <= set(kept):  # what is not needed any more is left as it is
+                        raise _other_states(where, kept, wanted)
+                self._seen[number] = seen
 
     def check_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise ConfigError if groups with these options would keep other states than there are."""
         for number, group in enumerate(groups):
-            for dtype, kept in self._laid[number].kept.items():
-                where = f"{self._cls.__name__}, group {number} of the state dict"
-                form = next(form for form in self.forms[number] if form.param_dtype == dtype)
-                stepped = form.master_dtype
-                initial = self._laid[number].initial
-                options = options_of(group)
-                now = probe(self._optimizer, self._cls, options, stepped, initial, where=where)
-                if now.states != kept.states:
-                    raise ConfigError(
-                        f"{where}: with its options {[s.name for s in now.states]} would be kept, and"
-                        f" the optimizer was made to keep {[s.name for s in kept.states]}; make it"
-                        " with the same options"
-                    )
+            where = f"{self._source.name}, group {number} of the state dict"
+            for kept, wanted in self._options(number, group, where):
+                if wanted != kept:
+                    raise _other_states(where, kept, wanted)
+
+    def _options(
+        self, number: int, group: Mapping[str, Any], where: str
+    ) -> Iterator[tuple[tuple[State, ...], tuple[State, ...]]]:
+        """What is kept of each kind of parameter in a group, and what would be with other options."""
+        laid = self._laid[number]
+        if group.get("format") != laid.format:
+            raise ConfigError(
+                f"{where}: its format is {group.get('format')!r} now, and its states are {laid.format!r};"
+                " that is chosen when a group is made"
+            )
+        for dtype, kept in laid.kept.items():
+            form = next(form for form in self.forms[number] if form.param_dtype == dtype)
+            options = options_of(group)
+            now = probe(self._source, options, form.master_dtype, laid.initial, where=where)
+            yield kept.states, now.states
 
     def _param(self, tensor: Tensor, group: Mapping[str, Any], number: int, place: int) -> Param:
         names = group.get("param_names")
@@ -165,6 +171,23 @@ class Groups:
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _other_states(where: str, kept: Sequence[State], now: Sequence[State]) -> ConfigError:
+    return ConfigError(
+        f"{where}: with its options {[s.name for s in now]} would be kept, and the optimizer was made to"
+        f" keep {[s.name for s in kept]}; make it with the same options"
+    )
+
+
+def _decisive(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What may decide which states are kept: which options are on, and the format."""
+    switches = {
+        key: bool(value)
+        for key, value in options_of(group).items()
+        if value is None or isinstance(value, int | float)
+    }
+    return {**switches, "format": group.get("format")}
 
 
 def scalars_of(initial: Mapping[str, Any]) -> dict[str, Any]:

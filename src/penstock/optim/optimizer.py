@@ -21,6 +21,7 @@ from penstock.io.engine import Engine
 from penstock.optim import state_dict as dicts
 from penstock.optim.conductor import Conductor
 from penstock.optim.config import StatesConfig
+from penstock.optim.probe import Source
 from penstock.optim.states import FlashStates
 from penstock.optim.wear import Wear, wear_of
 
@@ -55,13 +56,9 @@ class OnFlash(torch.optim.Optimizer):
         model = self.torch_class([torch.zeros(2, requires_grad=True)], *args, **kwargs)
         before = dict(next(iter(model.state.values()), {}))
         self.__dict__.update(model.__dict__)
-        states = self._penstock = FlashStates(
-            self,
-            self.torch_class,
-            config,
-            with_master=True,
-            initial=functools.partial(_initial, before),
-        )
+        initial = functools.partial(_initial, before)
+        source = Source(self, self.torch_class, config, initial, prefers_master=True)
+        states = self._penstock = FlashStates(source)
         try:
             torch.optim.Optimizer.__init__(self, params, model.defaults)
             self._be_conducted(Conductor(states))
@@ -222,6 +219,8 @@ def on_flash(optimizer: T, **settings: Any) -> T:
         NoSpaceError: There is no room for its states.
     """
     cls = type(optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"on_flash takes an optimizer of torch, and this is of {cls.__name__}")
     if isinstance(optimizer, OnFlash):
         raise ConfigError(f"{cls.__name__} is on flash already")
     if "step" in optimizer.__dict__:
@@ -231,9 +230,8 @@ def on_flash(optimizer: T, **settings: Any) -> T:
         )
     config = StatesConfig(**settings)
     before = _saved(optimizer)
-    states = FlashStates(
-        optimizer, cls, config, with_master=False, initial=functools.partial(_initial, {})
-    )
+    initial = functools.partial(_initial, {})
+    states = FlashStates(Source(optimizer, cls, config, initial, prefers_master=False))
     try:
         for group in optimizer.param_groups:
             states.add_group(group)

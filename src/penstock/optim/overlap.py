@@ -211,7 +211,7 @@ class Overlap:
             factor = None
             if states.config.clip_norm is not None:
                 factor = states.factor_of(states.last_norm)
-            states.groups.check_params()
+            states.groups.check()
             states.pipeline.is_awaited = False
             self._step = states.make_pass({}, factor)
             wanted = [

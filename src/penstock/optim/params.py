@@ -49,6 +49,11 @@ class Param:
                 f"parameter {name} is {tensor.dtype}, {tensor.layout}; states on flash are for"
                 " strided real floats: keep this one's states in memory, with an optimizer of its own"
             )
+        if tensor.device.type == "meta":
+            raise ConfigError(
+                f"parameter {name} is on the meta device and has no values; materialize the model"
+                " first: to_empty(device=...), and load or initialize its weights"
+            )
         self.tensor = tensor
         self.group = group
         self.index = index

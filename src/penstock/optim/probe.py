@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.errors import ConfigError
+from penstock.optim.config import StatesConfig
 from penstock.optim.formats import State
 
 _COUNT: Final = 1024
@@ -26,6 +27,32 @@ _STEPS: Final = 3
 _REFUSED: Final = ("differentiable", "capturable")
 
 Group = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """The optimizer whose states go to flash, and what is known of them beforehand."""
+
+    optimizer: torch.optim.Optimizer
+    cls: type[torch.optim.Optimizer]
+    """The class whose step is run on tiles."""
+    config: StatesConfig
+    initial: Callable[[Group], Mapping[str, Any]]
+    """States that exist before a first step, given a group's options: a number where each element has
+    it, a tensor where the parameter has one."""
+    prefers_master: bool
+    """Whether 16-bit parameters have a float32 master, unless the config says."""
+
+    @property
+    def with_master(self) -> bool:
+        """Whether they have one."""
+        master = self.config.master
+        return self.prefers_master if master is None else master
+
+    @property
+    def name(self) -> str:
+        """Of the class."""
+        return self.cls.__name__
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +82,12 @@ def raw_step(cls: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimize
     return torch.no_grad()(raw)
 
 
-def workhorse(
-    model: torch.optim.Optimizer, cls: type[torch.optim.Optimizer]
-) -> torch.optim.Optimizer:
-    """An optimizer of class ``cls`` set up like ``model``, with no parameters and no states."""
-    made: torch.optim.Optimizer = object.__new__(cls)
+def workhorse(source: Source) -> torch.optim.Optimizer:
+    """An optimizer of the class, set up like the one there is, with no parameters and no states."""
+    made: torch.optim.Optimizer = object.__new__(source.cls)
+    mine = source.optimizer.__dict__
     made.__dict__.update(
-        {k: v for k, v in model.__dict__.items() if k not in ("state", "param_groups", "_penstock")}
+        {k: v for k, v in mine.items() if k not in ("state", "param_groups", "_penstock")}
     )
     made.state = defaultdict(dict)
     made.param_groups = []
@@ -69,8 +95,7 @@ def workhorse(
 
 
 def probe(
-    model: torch.optim.Optimizer,
-    cls: type[torch.optim.Optimizer],
+    source: Source,
     group: Group,
     dtype: torch.dtype,
     initial: Mapping[str, Any],
@@ -80,12 +105,10 @@ def probe(
     """See what steps with a group's options keep.
 
     Args:
-        model: The optimizer.
-        cls: The class whose step it is.
+        source: The optimizer.
         group: Options, without parameters.
         dtype: Of what is updated: the parameters, or their float32 masters.
-        initial: States that exist before the first step: a number where each element has it, a tensor
-            where the parameter has one.
+        initial: What ``source.initial`` gives.
         where: Which group, for errors.
 
     Raises:
@@ -94,14 +117,14 @@ def probe(
     for option in _REFUSED:
         if group.get(option):
             raise ConfigError(f"{where}: {option}=True is not for states on flash; leave it out")
-    name = cls.__name__
-    if issubclass(cls, torch.optim.LBFGS | torch.optim.SparseAdam):
+    name = source.name
+    if issubclass(source.cls, torch.optim.LBFGS | torch.optim.SparseAdam):
         raise ConfigError(f"{where}: {name} is not element-wise; states on flash need that")
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(_COUNT, generator=generator).to(dtype)
     grads = [torch.randn(_COUNT, generator=generator).to(dtype) for _ in range(_STEPS)]
     try:
-        trial = _Trial(model, cls, group, initial, grads)
+        trial = _Trial(source, group, initial, grads)
         whole, states = trial.run(start.view(32, -1), (0, _COUNT))
         parts, _ = trial.run(start, _CUTS)
     except ConfigError:
@@ -122,17 +145,16 @@ def probe(
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """A few steps of an optimizer like ``model``, on a small tensor."""
+    """A few steps of an optimizer like that of ``source``, on a small tensor."""
 
-    model: torch.optim.Optimizer
-    cls: type[torch.optim.Optimizer]
+    source: Source
     group: Group
     initial: Mapping[str, Any]
     grads: Sequence[Tensor]
 
     def run(self, start: Tensor, cuts: Sequence[int]) -> tuple[Tensor, Mapping[str, Any]]:
         """What becomes of a tensor that is cut so, and the states of the first piece."""
-        horse = workhorse(self.model, self.cls)
+        horse = workhorse(self.source)
         values = start.clone()
         flat = values.view(-1)
         ranges = list(itertools.pairwise(cuts))
@@ -143,7 +165,7 @@ class _Trial:
                 k: v.clone() if isinstance(v, Tensor) else torch.full_like(part, v)
                 for k, v in self.initial.items()
             }
-        step = raw_step(self.cls)
+        step = raw_step(self.source.cls)
         counts = _numbers(horse)
         for grad in self.grads:
             for part, (a, b) in zip(parts, ranges, strict=True):
@@ -152,7 +174,7 @@ class _Trial:
         changed = sorted(name for name, _ in _numbers(horse) ^ counts)
         if changed:
             raise ConfigError(
-                f"{self.cls.__name__} changes {', '.join(dict.fromkeys(changed))} of a group or of itself"
+                f"{self.source.name} changes {', '.join(dict.fromkeys(changed))} of a group or of itself"
                 " in each step, and a step on flash is made of many; it should keep that by parameter,"
                 " in its state"
             )

@@ -112,6 +112,11 @@ def check(
     states: FlashStates, groups: Sequence[Mapping[str, Any]], document: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """The groups as they will be, or ConfigError if the document is not for these parameters."""
+    if not {"state", "param_groups"} <= document.keys():
+        raise ConfigError(
+            f"a state dict of an optimizer has 'state' and 'param_groups', and this has"
+            f" {sorted(map(str, document))[:8]}: is it a part of a checkpoint?"
+        )
     saved = deepcopy(document["param_groups"])
     ours, theirs = [[len(g["params"]) for g in each] for each in (groups, saved)]
     if ours != theirs:

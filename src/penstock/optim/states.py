@@ -22,7 +22,7 @@ from torch import Tensor
 
 from penstock.core.errors import ClosedError, ConfigError, PenstockWarning
 from penstock.io.engine import Engine
-from penstock.optim.config import RING, RING_BYTES, StatesConfig
+from penstock.optim.config import RING, RING_BYTES
 from penstock.optim.crew import make_pool, wait_for_all
 from penstock.optim.device import ready_event
 from penstock.optim.gradients import Gradients, Share
@@ -30,6 +30,7 @@ from penstock.optim.groups import Groups, options_of
 from penstock.optim.layout import Tile
 from penstock.optim.params import fresh_scalars
 from penstock.optim.pipeline import Pipeline
+from penstock.optim.probe import Source
 from penstock.optim.ring import Buffer
 from penstock.optim.slots import Slots
 from penstock.optim.squeeze import Squeezer, slack_bytes
@@ -53,43 +54,23 @@ class FlashStates:
         gradients: Where gradients wait, if there is a budget for them.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        cls: type[torch.optim.Optimizer],
-        config: StatesConfig,
-        *,
-        with_master: bool,
-        initial: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-        engine: Engine | None = None,
-    ) -> None:
-        """Begin without any group.
-
-        Args:
-            optimizer: Whose states these are.
-            cls: The class whose step is run on tiles.
-            config: How they are kept.
-            with_master: Whether 16-bit parameters have a float32 master, unless the config says.
-            initial: States that exist before a first step, given a group's options: a number where
-                each element has it, a tensor where the parameter has one.
-            engine: Moves the bytes, and is closed with this; the default one if None.
-        """
-        self.config = config
-        self.groups = Groups(optimizer, cls, config, with_master=with_master, initial=initial)
+    def __init__(self, source: Source) -> None:
+        """Begin without any group."""
+        self.config = config = source.config
+        self.groups = Groups(source)
         self.params = self.groups.params
         self.tiles = self.groups.tiles
         self.steps = 0
         self.last_norm: Tensor | None = None
         self.slots = Slots()
-        self._optimizer = optimizer
-        self._cls = cls
+        self._source = source
         self._backward = False  # which way the next pass goes
         self._torn: str | None = None
         self._held: str | None = None
         self._closed = False
         self._pid = os.getpid()
-        self._updater = Updater(optimizer, cls, params=self.params, seed=config.seed)
-        self._engine = engine_for_records() if engine is None else engine
+        self._updater = Updater(source, self.params)
+        self._engine = engine_for_records()
         self.store = Store(
             config.directories,
             self._engine,
@@ -161,7 +142,7 @@ class FlashStates:
     def begin_pass(self) -> Pass:
         """Check everything that can be checked before anything is touched."""
         self.check_can_step()
-        self.groups.check_params()
+        self.groups.check()
         grads: dict[int, Tensor] = {}
         for param in self.params:
             grad = param.flat_grad()
@@ -174,7 +155,9 @@ class FlashStates:
 
     def make_pass(self, grads: dict[int, Tensor], factor: Tensor | None) -> Pass:
         """A pass over these gradients, with the options that the groups have now."""
-        options = [fresh_scalars(options_of(group)) for group in self._optimizer.param_groups]
+        options = [
+            fresh_scalars(options_of(group)) for group in self._source.optimizer.param_groups
+        ]
         ready = {index: ready_event(grad) for index, grad in grads.items()}
         was_set = frozenset(param.index for param in self.params if param.was_set)
         return Pass(self.steps + 1, options, grads, factor, {}, ready, was_set)
@@ -292,7 +275,7 @@ class FlashStates:
     @property
     def class_name(self) -> str:
         """Of the class whose step is run on tiles."""
-        return self._cls.__name__
+        return self._source.name
 
     # -- others -----------------------------------------------------------------------------------
 

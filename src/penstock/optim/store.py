@@ -55,11 +55,11 @@ def engine_for_records() -> Engine:
 def named_file(directory: str, number: int) -> DirectFile:
     """A file for some records that outlives the process; what is in it already stays."""
     path = os.path.join(directory, f"penstock-states-{number}.slab")
-    if os.path.exists(path):
-        return open_path(path, "r+")
-    file = open_path(path, "x+")
+    file = open_path(path, "r+" if os.path.exists(path) else "x+")
     try:
-        sync_directory(directory)  # a journal that names it may be in another directory
+        # a journal that names it may be in another directory; one that is there may be so for a process
+        # that was killed before it came to this
+        sync_directory(directory)
     except OSError as error:
         file.close()
         raise transfer_error(
@@ -85,6 +85,8 @@ class Store:
         slots: Places that each record has.
         written: What has been written in all, in bytes.
         read: What has been read in all, in bytes.
+        doubtful: Number of a tile and its place, of records that were written before a sync that failed:
+            a later one says nothing of them.
     """
 
     def __init__(
@@ -112,6 +114,8 @@ class Store:
         self._sums: dict[tuple[int, int], Sum] = {}
         self._squeezed: dict[tuple[int, int], int] = {}  # lengths of records that are
         self._kind = knobs.verify()
+        self.doubtful: set[tuple[int, int]] = set()
+        self._since_sync: set[tuple[int, int]] = set()
 
     def add(self, tiles: Sequence[Tile]) -> None:
         """Reserve the places of some more tiles; nothing is kept if that fails.
@@ -170,6 +174,8 @@ class Store:
         if checksum is not None:
             self._sums[tile.index, slot] = self._kind, checksum(address + start, nbytes)
         self.written += nbytes
+        self.doubtful.discard((tile.index, slot))
+        self._since_sync.add((tile.index, slot))
         return self._move("write", tile, address, keep_alive, slot)
 
     def verify(self, tile: Tile, address: int, slot: int, names: Callable[[], str]) -> None:
@@ -244,6 +250,7 @@ class Store:
             try:
                 os.fdatasync(file.fd)
             except OSError as error:
+                self.doubtful |= self._since_sync
                 raise TransferError(
                     errno=error.errno or errno.EIO,
                     op="sync",
@@ -251,6 +258,7 @@ class Store:
                     offset_bytes=0,
                     nbytes=file.size_bytes,
                 ) from error
+        self._since_sync.clear()
 
     def where(self, tile: Tile, slot: int = 0) -> str:
         """For error messages: file and offset."""

@@ -34,7 +34,7 @@ from penstock.optim.formats import MASTER, UNIT, Array
 from penstock.optim.gradients import Share
 from penstock.optim.layout import Piece, Tile
 from penstock.optim.params import Param, fresh_scalars
-from penstock.optim.probe import Kept, raw_step, workhorse
+from penstock.optim.probe import Kept, Source, raw_step, workhorse
 from penstock.optim.ring import Buffer
 
 CHUNK: Final = 1 << 18
@@ -93,17 +93,13 @@ class Updater:
 
     def __init__(
         self,
-        model: torch.optim.Optimizer,
-        cls: type[torch.optim.Optimizer],
-        *,
+        source: Source,
         params: Sequence[Param],
-        seed: int,
     ) -> None:
-        self._model = model
-        self._cls = cls
-        self._step = raw_step(cls)
+        self._source = source
+        self._step = raw_step(source.cls)
         self._params = params
-        self._seed = seed
+        self._seed = source.config.seed
         self._scratch = _Scratch()
 
     def update(
@@ -129,7 +125,7 @@ class Updater:
         arrays = {array.name: array for array in tile.arrays}
         work = _Work(tile, buffer.memory, arrays, step, grads, kept, initial)
         left = tile.pieces
-        if compact_adam.is_for(self._cls, tile.form):
+        if compact_adam.is_for(self._source.cls, tile.form):
             left = tuple(piece for piece in tile.pieces if not self._did_at_once(piece, work))
         for pieces in _chunks(left, grads):
             items = [self._bring(piece, at, work) for piece, at in pieces]
@@ -175,7 +171,7 @@ class Updater:
     def _run(self, items: Sequence[_Item], options: Mapping[str, Any]) -> None:
         horse = self._scratch.horse
         if horse is None:
-            horse = self._scratch.horse = workhorse(self._model, self._cls)
+            horse = self._scratch.horse = workhorse(self._source)
         horse.param_groups = [{**options, "params": [item.weight for item in items]}]
         horse.state = defaultdict(dict, {item.weight: item.states for item in items})
         self._step(horse)
@@ -282,7 +278,7 @@ class Updater:
         unknown = states.keys() - set(work.kept.scalars)
         if unknown:
             raise ConfigError(
-                f"{self._cls.__name__} keeps {sorted(unknown)} for parameter {item.param.name} now,"
+                f"{self._source.name} keeps {sorted(unknown)} for parameter {item.param.name} now,"
                 " which it did not when it was put on flash: an option of the group has changed that"
                 " decides what is kept; make a new optimizer"
             )

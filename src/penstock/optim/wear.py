@@ -1,10 +1,11 @@
-"""What the states of an optimizer cost the SSD that they are on."""
+"""What the states of an optimizer, and gradients beyond their budget, cost the SSD that they are on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from penstock.core.units import format_bytes
+from penstock.optim import gradients
 from penstock.optim.states import FlashStates
 
 
@@ -12,11 +13,18 @@ from penstock.optim.states import FlashStates
 class Wear:
     """What steps write."""
 
-    bytes_per_step: int
-    """Written in a step, when every parameter has a gradient and records are as long as last time."""
+    state_bytes_per_step: int
+    """Of states, when every parameter has a gradient and records are as long as last time."""
+    gradient_bytes_per_step: int
+    """Of gradients, in the last step; before the first one, if every parameter has one, once."""
     tbw_bytes: int | None
     """What the SSD is rated for."""
     planned_steps: int | None
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Written in a step, in all."""
+        return self.state_bytes_per_step + self.gradient_bytes_per_step
 
     @property
     def steps_until_tbw(self) -> int | None:
@@ -34,7 +42,9 @@ class Wear:
     def __str__(self) -> str:
         if not self.bytes_per_step:
             return "optimizer states: nothing is written in a step, for they fit in its buffers"
-        text = f"optimizer states: {format_bytes(self.bytes_per_step)} written in a step"
+        each = (self.state_bytes_per_step, ""), (self.gradient_bytes_per_step, " of gradients")
+        told = " and ".join(format_bytes(nbytes) + what for nbytes, what in each if nbytes)
+        text = f"optimizer states: {told} written in a step"
         if self.steps_until_tbw is not None and self.tbw_bytes is not None:
             text += f", {self.steps_until_tbw} steps until the {self.tbw_bytes / 1e12:g} TB rated"
         if self.is_beyond:
@@ -45,10 +55,35 @@ class Wear:
 def wear_of(states: FlashStates) -> Wear:
     """What a step writes: every record but those that stay in memory; with durable steps, every one.
 
-    A record that was not written yet counts as if it was not squeezed.
+    A record that was not written yet counts as if it was not squeezed. Gradients count as they were
+    written in the last step.
     """
     config = states.config
     sizes = sorted((states.pipeline.record_bytes(tile) for tile in states.tiles), reverse=True)
     stay = 0 if config.durable else states.pipeline.count
     assert config.tbw is None or isinstance(config.tbw, int)
-    return Wear(sum(sizes[stay:]), config.tbw, config.planned_steps)
+    return Wear(sum(sizes[stay:]), _of_gradients(states), config.tbw, config.planned_steps)
+
+
+def _of_gradients(states: FlashStates) -> int:
+    mine = states.gradients
+    if mine is None:
+        return 0
+    if mine.written_in_step is not None:
+        return mine.written_in_step
+    times = states.config.accumulation - 1 if states.config.overlap else 1
+    return max(mine.written, times * _beyond_budget(states, mine.budget_bytes))
+
+
+def _beyond_budget(states: FlashStates, budget_bytes: int) -> int:
+    """What a backward writes that meets the last parameter first, as most do."""
+    held = beyond = 0
+    for param in reversed(states.params):
+        nbytes = param.count * param.tensor.element_size()
+        if not param.tensor.requires_grad:
+            continue
+        if nbytes > gradients.LEAST_BYTES and held + nbytes > budget_bytes:
+            beyond += nbytes
+        else:
+            held += nbytes
+    return beyond
