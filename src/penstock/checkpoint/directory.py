@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final
-
-import torch
+from dataclasses import dataclass
+from typing import Any
 
 from penstock.checkpoint.background import Saving, steady_in
 from penstock.checkpoint.disk import Directory, lock
 from penstock.checkpoint.frames import Encoder
+from penstock.checkpoint.hidden import is_hidden, remove_leftovers
 from penstock.checkpoint.interval import Interval
 from penstock.checkpoint.listeners import is_wanted, listeners
-from penstock.checkpoint.manifest import Manifest
-from penstock.checkpoint.reading import Opened
-from penstock.checkpoint.store import Prepared, Saved, Store, is_hidden, remove_leftovers
-from penstock.checkpoint.targets import frozen_in, is_stateful
-from penstock.checkpoint.values import MAX_DEPTH, Json
+from penstock.checkpoint.listing import Info, listing, name_of_step
+from penstock.checkpoint.parts import frozen_in, optimizers_in, tensors_in
+from penstock.checkpoint.prepared import Prepared
+from penstock.checkpoint.store import Saved, Store
+from penstock.checkpoint.values import Json
 from penstock.core.errors import (
     CheckpointError,
     ClosedError,
@@ -31,34 +29,6 @@ from penstock.core.errors import (
     PenstockWarning,
 )
 from penstock.core.units import parse_bytes
-from penstock.optim import OnFlash
-
-_NAME: Final = "step-{:012}"
-_PATTERN: Final = re.compile(r"step-(\d{12,18})")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Info:
-    """A checkpoint of a directory, as far as can be told without reading its data.
-
-    Attributes:
-        step: Of which step.
-        path: Where.
-        nbytes: Of its data; 0 if it is damaged.
-        facts: What its manifest says of it.
-        damage: What is wrong, in words; empty: its manifest is whole and its files are there.
-    """
-
-    step: int
-    path: str
-    nbytes: int = 0
-    facts: Mapping[str, Json] = field(default_factory=dict)
-    damage: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """Whether it may load; ``verify`` reads it and knows."""
-        return not self.damage
 
 
 @dataclass(slots=True)
@@ -213,7 +183,7 @@ class Checkpointer:
             raise ConfigError(f"step {step} is not between 0 and 10^18")
         start = self._clock()
         self._settle()
-        path = os.path.join(root.path, _NAME.format(step))
+        path = os.path.join(root.path, name_of_step(step))
         private: list[Any] = []
         prepared = self._store.prepare(state, private=private)
         base = self._base()
@@ -396,50 +366,3 @@ class Checkpointer:
         if self._root is None:
             raise ClosedError(f"the Checkpointer of {self.directory!r} is closed")
         return self._root
-
-
-def listing(directory: str | os.PathLike[str]) -> list[Info]:
-    """The checkpoints of a directory, the latest step first, without reading their data.
-
-    Raises CheckpointError if there is no such directory, or TransferError.
-    """
-    root = os.path.abspath(directory)
-    if not os.path.isdir(root):
-        raise CheckpointError(f"{root!r} is no directory")
-    with Store().disk.open(root) as opened:
-        names = opened.names()
-    found = [(int(match[1]), name) for name in names if (match := _PATTERN.fullmatch(name))]
-    return [_info(step, os.path.join(root, name)) for step, name in sorted(found, reverse=True)]
-
-
-def _info(step: int, path: str) -> Info:
-    try:
-        with Opened(path) as opened:
-            manifest: Manifest = opened.manifest
-            return Info(step=step, path=path, nbytes=manifest.nbytes, facts=manifest.facts)
-    except PenstockError as error:
-        return Info(step=step, path=path, damage=str(error))
-
-
-def optimizers_in(state: object, depth: int = 0) -> list[torch.optim.Optimizer]:
-    """The optimizers of a state whose states are in memory."""
-    if isinstance(state, torch.optim.Optimizer):
-        return [] if isinstance(state, OnFlash) else [state]
-    if depth > MAX_DEPTH or is_stateful(state):
-        return []
-    if isinstance(state, Mapping):
-        return [found for each in state.values() for found in optimizers_in(each, depth + 1)]
-    if isinstance(state, list | tuple):
-        return [found for each in state for found in optimizers_in(each, depth + 1)]
-    return []
-
-
-def tensors_in(value: object) -> list[torch.Tensor]:
-    """The tensors within dictionaries and lists."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        return [found for each in value.values() for found in tensors_in(each)]
-    if isinstance(value, list | tuple):
-        return [found for each in value for found in tensors_in(each)]
-    return []

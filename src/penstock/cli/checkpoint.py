@@ -13,7 +13,7 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from penstock.checkpoint.directory import listing
+from penstock.checkpoint.listing import listing
 from penstock.checkpoint.reading import Opened
 from penstock.checkpoint.store import Store
 from penstock.cli.command import add_common, formatter
