@@ -6,19 +6,23 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.checkpoint.background import Saving, steady_in
 from penstock.checkpoint.disk import Directory, lock
 from penstock.checkpoint.frames import Encoder
-from penstock.checkpoint.hidden import is_hidden, remove_leftovers
+from penstock.checkpoint.hidden import hidden_name_of, is_hidden, remove_leftovers
 from penstock.checkpoint.interval import Interval
 from penstock.checkpoint.listeners import is_wanted, listeners
 from penstock.checkpoint.listing import Info, listing, name_of_step
 from penstock.checkpoint.parts import frozen_in, optimizers_in, tensors_in
 from penstock.checkpoint.prepared import Prepared
+from penstock.checkpoint.room import Room
+from penstock.checkpoint.spare import SPARE, is_there, retire
 from penstock.checkpoint.store import Saved, Store
+from penstock.checkpoint.streams import BUFFERS_BYTES
 from penstock.checkpoint.values import Json
 from penstock.core.errors import (
     CheckpointError,
@@ -41,6 +45,7 @@ class Stats:
         stall_s: What training was held up.
         write_s: What saves took, from their beginning until they were durable.
         written_bytes: What went to the device.
+        reused_bytes: What of that was written over files of a retired checkpoint.
         copied_bytes: What was copied, because it was to change before it was written.
     """
 
@@ -49,6 +54,7 @@ class Stats:
     stall_s: float = 0.0
     write_s: float = 0.0
     written_bytes: int = 0
+    reused_bytes: int = 0
     copied_bytes: int = 0
 
 
@@ -69,7 +75,8 @@ class Checkpointer:
         overhead: float | None = None,
         incremental: bool = False,
         codec: str | None = None,
-        copy_budget: int | str = "64MiB",
+        memory: int | str = "64MiB",
+        reuse: bool = True,
         store: Store | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -84,8 +91,12 @@ class Checkpointer:
             incremental: Files in which nothing has changed since the last checkpoint are shared with it.
                 One that is damaged later is then damaged in both.
             codec: As for :func:`penstock.checkpoint.save`.
-            copy_budget: What a save in the background may copy so as not to hold training up, bytes or
-                ``"64MiB"``; that, and 50 MiB of buffers, is the most memory that it takes.
+            memory: The most that a save in the background takes in all, bytes or ``"64MiB"``: half of it
+                buffers on their way, the rest copies of what changes before it was written. What does
+                not fit is waited for.
+            reuse: Whether a save writes over the files of a checkpoint that does not stay, which is kept
+                aside for that; its space is not free meanwhile. See [Note: spare files]. Not where it is
+                incremental: checkpoints then share files.
             store: How checkpoints are made; for tests.
             clock: Seconds.
 
@@ -104,8 +115,9 @@ class Checkpointer:
         self._interval = None if overhead is None else Interval(overhead)
         self._incremental = incremental
         self._encoder = None if codec is None else Encoder(codec)
-        self._budget_bytes = parse_bytes(copy_budget, what="copy_budget")
         self._store = Store() if store is None else store
+        self._room = Room.within(parse_bytes(memory, what="memory"), self._store.block_bytes)
+        self._reuse = reuse and not incremental
         self._clock = clock
         self._saving: tuple[Saving, int] | None = None
         self._last_due: tuple[int, float] | None = None
@@ -198,6 +210,8 @@ class Checkpointer:
                 encoder=self._encoder,
                 watcher=watcher,
                 regions=regions,
+                buffers_bytes=BUFFERS_BYTES if watcher is None else self._room.buffers_bytes,
+                reuse=self._reuse,
             )
 
         try:
@@ -287,6 +301,8 @@ class Checkpointer:
         try:
             self._finish(root)
         finally:
+            with suppress(PenstockError):  # the next one removes what is left
+                self._store.disk.remove(root, SPARE)
             root.close()
 
     def _begin(
@@ -298,7 +314,7 @@ class Checkpointer:
             write,
             steady=steady_in(optimizers, [*tensors_in(private), *frozen_in(state)]),
             optimizers=optimizers,
-            budget_bytes=self._budget_bytes,
+            budget_bytes=self._room.copies_bytes,
         )
         self._saving = saving, step
         return saving
@@ -341,21 +357,25 @@ class Checkpointer:
         self.stats.saves += 1
         self.stats.write_s += saved.seconds
         self.stats.written_bytes += saved.written_bytes
+        self.stats.reused_bytes += saved.reused_bytes
         self._retire(self._check_open() if root is None else root)
 
     def _held_up(self, start: float) -> None:
         self._stalled_s += self._clock() - start
 
     def _retire(self, root: Directory) -> None:
-        """Remove what is older than the last ``keep`` that are whole."""
-        whole = 0
+        """Remove what is older than the last ``keep`` that are whole; one of them stays as the spare."""
+        disk, whole = self._store.disk, 0
         for info in self.checkpoints():
             if whole >= self._keep:
                 name = os.path.basename(info.path)
-                hidden = f".{name}.saving"
-                self._store.disk.remove(root, hidden)
-                self._store.disk.rename(root, name, hidden)
-                self._store.disk.remove(root, hidden)
+                if self._reuse and info.ok and not is_there(root):
+                    retire(disk, root, name)
+                else:
+                    hidden = hidden_name_of(name)
+                    disk.remove(root, hidden)
+                    disk.rename(root, name, hidden)
+                    disk.remove(root, hidden)
             whole += info.ok
 
     def _base(self) -> str | None:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from penstock.checkpoint.disk import Directory, Disk, is_still, lock
 from penstock.checkpoint.manifest import FILE_NAME
+from penstock.checkpoint.spare import sort_out, take
 from penstock.core.errors import (
     CheckpointError,
     ConfigError,
@@ -44,11 +45,21 @@ def is_hidden(name: str) -> bool:
 
 
 @contextmanager
-def claim(disk: Disk, parent: Directory, name: str) -> Any:
-    """The hidden directory, empty and ours alone; removed if anything raises."""
+def claim(disk: Disk, parent: Directory, name: str, *, spare: Collection[str] | None = None) -> Any:
+    """The hidden directory, ours alone; removed if anything raises.
+
+    Args:
+        disk: The operating system's.
+        parent: Where.
+        name: Of the checkpoint.
+        spare: What it may have of the spare's files, by name ([Note: spare files]); None: it is empty.
+    """
     hidden_name = hidden_name_of(name)
+    is_spare = False
     while True:
-        disk.make_directory(parent, hidden_name)
+        is_spare = spare is not None and take(disk, parent, hidden_name)
+        if not is_spare:
+            disk.make_directory(parent, hidden_name)
         hidden = disk.open_in(parent, hidden_name)
         try:
             if not lock(hidden):
@@ -64,7 +75,10 @@ def claim(disk: Disk, parent: Directory, name: str) -> Any:
         hidden.close()  # its writer has just finished with it: begin anew
     with hidden:
         try:
-            disk.clear(hidden)
+            if is_spare and spare is not None:
+                sort_out(disk, parent, hidden, spare)
+            else:
+                disk.clear(hidden)
             yield hidden
         except BaseException:
             if is_still(parent, hidden_name, hidden):

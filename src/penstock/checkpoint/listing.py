@@ -11,6 +11,7 @@ from typing import Final
 from penstock.checkpoint.disk import Disk
 from penstock.checkpoint.manifest import Manifest
 from penstock.checkpoint.reading import Opened
+from penstock.checkpoint.spare import SPARE, held_bytes, is_there
 from penstock.checkpoint.values import Json
 from penstock.core.errors import CheckpointError, PenstockError
 
@@ -59,6 +60,18 @@ def listing(directory: str | os.PathLike[str]) -> list[Info]:
         names = opened.names()
     found = [(int(match[1]), name) for name in names if (match := _PATTERN.fullmatch(name))]
     return [_info(step, os.path.join(root, name)) for step, name in sorted(found, reverse=True)]
+
+
+def spare_bytes(directory: str | os.PathLike[str]) -> int:
+    """What a directory holds beside its checkpoints: files that the next save writes over.
+
+    Raises TransferError.
+    """
+    with Disk().open(os.path.abspath(directory)) as root:
+        if not is_there(root):
+            return 0
+        with Disk().open_in(root, SPARE) as spare:
+            return held_bytes(spare)
 
 
 def _info(step: int, path: str) -> Info:

@@ -30,7 +30,8 @@ from penstock.checkpoint.manifest import (
 from penstock.checkpoint.packing import FILE_BYTES
 from penstock.checkpoint.prepared import Prepared, prepare
 from penstock.checkpoint.reading import Health, Opened, some
-from penstock.checkpoint.streams import Buffers
+from penstock.checkpoint.spare import held_bytes
+from penstock.checkpoint.streams import BUFFERS_BYTES, Buffers
 from penstock.checkpoint.targets import Targets
 from penstock.checkpoint.unchanged import Place, places
 from penstock.checkpoint.values import FormError, Json
@@ -47,12 +48,14 @@ class Saved:
         path: The checkpoint.
         nbytes: Of its data files.
         written_bytes: What of them went to the device; the others were there.
+        reused_bytes: What of that was written over files of a retired checkpoint.
         seconds: From the call until it was durable.
     """
 
     path: str
     nbytes: int
     written_bytes: int
+    reused_bytes: int = 0
     seconds: float
 
 
@@ -102,6 +105,8 @@ class Store:
         encoder: Encoder | None = None,
         watcher: Watcher | None = None,
         regions: Sequence[Any] | None = None,
+        buffers_bytes: int = BUFFERS_BYTES,
+        reuse: bool = False,
     ) -> Saved:
         """Save what was prepared. Raises as :func:`penstock.checkpoint.save`.
 
@@ -113,18 +118,22 @@ class Store:
             encoder: Makes frames of tensors.
             watcher: Told which bytes are not read any more.
             regions: What is in each file; that of the plans if None.
+            buffers_bytes: What may be on its way at once.
+            reuse: Whether to write over the spare's files if there is a spare; not with a base.
         """
         start = time.perf_counter()
         where = os.path.abspath(path)
         with self.disk.open(parent_of(where)) as parent, self._opened_base(base) as old:
             name = os.path.basename(where)
             check_replaceable(where)
-            with claim(self.disk, parent, name) as hidden:
+            needed = {each.name: each.nbytes for each in prepared.plans}
+            spare = needed.keys() if reuse and base is None else None
+            with claim(self.disk, parent, name, spare=spare) as hidden:
                 if old is None:
-                    check_space(parent, prepared.nbytes)
+                    check_space(parent, prepared.nbytes - held_bytes(hidden, needed))
                 if regions is None:
                     regions = [plan.regions(prepared.leaves) for plan in prepared.plans]
-                nbytes, written = self._write_all(
+                writer = self._write_all(
                     hidden,
                     prepared,
                     regions,
@@ -132,10 +141,17 @@ class Store:
                     base=old,
                     encoder=encoder,
                     watcher=watcher,
+                    buffers_bytes=buffers_bytes,
                 )
                 publish(self.disk, parent, name)
         seconds = time.perf_counter() - start
-        return Saved(path=where, nbytes=nbytes, written_bytes=written, seconds=seconds)
+        return Saved(
+            path=where,
+            nbytes=sum(each.nbytes for each in writer.entries),
+            written_bytes=writer.written_bytes,
+            reused_bytes=writer.reused_bytes,
+            seconds=seconds,
+        )
 
     @contextmanager
     def _opened_base(self, base: str | os.PathLike[str] | None) -> Any:
@@ -156,13 +172,21 @@ class Store:
         base: Base | None,
         encoder: Encoder | None,
         watcher: Watcher | None,
-    ) -> tuple[int, int]:
-        """How long all files are, and how much of that went to the device."""
+        buffers_bytes: int,
+    ) -> FilesWriter:
+        """Who has written all files, and the manifest."""
         entries = list(prepared.entries)
         engine = None if self.make_engine is None else self.make_engine()
         try:
-            with Buffers(self.block_bytes, engine) as buffers:
-                writer = FilesWriter(self.disk, hidden, buffers, base=base, watcher=watcher)
+            with Buffers(self.block_bytes, engine, memory_bytes=buffers_bytes) as buffers:
+                writer = FilesWriter(
+                    self.disk,
+                    hidden,
+                    buffers,
+                    base=base,
+                    watcher=watcher,
+                    spare=hidden.names(),
+                )
                 try:
                     if encoder is None:
                         for plan in prepared.plans:
@@ -193,7 +217,7 @@ class Store:
             if engine is not None:
                 engine.close()
         self.disk.sync(hidden)
-        return sum(each.nbytes for each in writer.entries), writer.written_bytes
+        return writer
 
     @contextmanager
     def claimed(self, path: str) -> Any:

@@ -1,0 +1,47 @@
+"""How much memory a save in the background takes, and for what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from penstock.checkpoint.streams import count_within
+from penstock.core.errors import ConfigError
+from penstock.core.units import MIB, format_bytes
+
+_OWN_BYTES: Final = 4 * MIB
+"""Stacks of threads, the manifest, and what Python has of both, of a state of some GB."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """The memory of one save, divided.
+
+    Attributes:
+        buffers_bytes: For blocks on their way.
+        copies_bytes: For copies of what is about to change.
+    """
+
+    buffers_bytes: int
+    copies_bytes: int
+
+    @classmethod
+    def within(cls, memory_bytes: int, block_bytes: int) -> Room:
+        """Divide what there is: half of it for buffers, at least three blocks.
+
+        Args:
+            memory_bytes: All that may be taken.
+            block_bytes: How long a block is.
+
+        Raises:
+            ConfigError: It is too little.
+        """
+        buffers = count_within(memory_bytes // 2, block_bytes) * block_bytes
+        copies = memory_bytes - _OWN_BYTES - buffers
+        if copies < 0:
+            least = _OWN_BYTES + buffers
+            raise ConfigError(
+                f"memory={format_bytes(memory_bytes)} does not do for a save: it takes"
+                f" {format_bytes(least)} at least"
+            )
+        return cls(buffers_bytes=buffers, copies_bytes=copies)
