@@ -16,11 +16,11 @@ from penstock.checkpoint.frames import Encoder
 from penstock.checkpoint.hidden import hidden_name_of, is_hidden, remove_leftovers
 from penstock.checkpoint.interval import Interval
 from penstock.checkpoint.listeners import is_wanted, listeners
-from penstock.checkpoint.listing import Info, listing, name_of_step
+from penstock.checkpoint.listing import Info, info_of, listing, name_of_step, steps_in
 from penstock.checkpoint.parts import frozen_in, optimizers_in, tensors_in
 from penstock.checkpoint.prepared import Prepared
 from penstock.checkpoint.room import Room
-from penstock.checkpoint.spare import SPARE, is_there, retire
+from penstock.checkpoint.spare import SPARE, retire
 from penstock.checkpoint.store import Saved, Store
 from penstock.checkpoint.streams import BUFFERS_BYTES
 from penstock.checkpoint.values import Json
@@ -358,25 +358,29 @@ class Checkpointer:
         self.stats.write_s += saved.seconds
         self.stats.written_bytes += saved.written_bytes
         self.stats.reused_bytes += saved.reused_bytes
-        self._retire(self._check_open() if root is None else root)
+        self._retire(self._check_open() if root is None else root, saved.path)
 
     def _held_up(self, start: float) -> None:
         self._stalled_s += self._clock() - start
 
-    def _retire(self, root: Directory) -> None:
-        """Remove what is older than the last ``keep`` that are whole; one of them stays as the spare."""
+    def _retire(self, root: Directory, newest: str) -> None:
+        """Remove what is older than the last ``keep`` that are whole; one of them stays as the spare.
+
+        Args:
+            root: The directory.
+            newest: What has just been saved: it is whole.
+        """
         disk, whole = self._store.disk, 0
-        for info in self.checkpoints():
-            if whole >= self._keep:
-                name = os.path.basename(info.path)
-                if self._reuse and info.ok and not is_there(root):
-                    retire(disk, root, name)
-                else:
-                    hidden = hidden_name_of(name)
-                    disk.remove(root, hidden)
-                    disk.rename(root, name, hidden)
-                    disk.remove(root, hidden)
-            whole += info.ok
+        for step, path in steps_in(self.directory):
+            if whole < self._keep:
+                whole += path == newest or info_of(step, path).ok
+                continue
+            name = os.path.basename(path)
+            if not (self._reuse and retire(disk, root, name)):
+                hidden = hidden_name_of(name)
+                disk.remove(root, hidden)
+                disk.rename(root, name, hidden)
+                disk.remove(root, hidden)
 
     def _base(self) -> str | None:
         latest = self.latest() if self._incremental else None

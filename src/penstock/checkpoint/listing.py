@@ -53,13 +53,18 @@ def listing(directory: str | os.PathLike[str]) -> list[Info]:
 
     Raises CheckpointError if there is no such directory, or TransferError.
     """
+    return [info_of(step, path) for step, path in steps_in(directory)]
+
+
+def steps_in(directory: str | os.PathLike[str]) -> list[tuple[int, str]]:
+    """What is called a checkpoint in a directory: steps, the latest first, and paths."""
     root = os.path.abspath(directory)
     if not os.path.isdir(root):
         raise CheckpointError(f"{root!r} is no directory")
     with Disk().open(root) as opened:
         names = opened.names()
     found = [(int(match[1]), name) for name in names if (match := _PATTERN.fullmatch(name))]
-    return [_info(step, os.path.join(root, name)) for step, name in sorted(found, reverse=True)]
+    return [(step, os.path.join(root, name)) for step, name in sorted(found, reverse=True)]
 
 
 def spare_bytes(directory: str | os.PathLike[str]) -> int:
@@ -74,7 +79,8 @@ def spare_bytes(directory: str | os.PathLike[str]) -> int:
             return held_bytes(spare)
 
 
-def _info(step: int, path: str) -> Info:
+def info_of(step: int, path: str) -> Info:
+    """What can be told of one."""
     try:
         with Opened(path) as opened:
             manifest: Manifest = opened.manifest

@@ -34,11 +34,19 @@ def is_there(parent: Directory) -> bool:
     return os.path.lexists(parent.join(SPARE))
 
 
-def retire(disk: Disk, parent: Directory, name: str) -> None:
-    """Make the spare of a checkpoint; there must be none. Raises TransferError."""
+def retire(disk: Disk, parent: Directory, name: str) -> bool:
+    """Make the spare of a checkpoint; False: there is one, or it is none. Raises TransferError."""
+    path = parent.join(name)
+    if (
+        is_there(parent)
+        or os.path.islink(path)
+        or not os.path.isfile(os.path.join(path, FILE_NAME))
+    ):
+        return False
     disk.rename(parent, name, SPARE)
     with disk.open_in(parent, SPARE) as spare:
         disk.drop(spare, FILE_NAME)
+    return True
 
 
 def take(disk: Disk, parent: Directory, name: str) -> bool:
