@@ -247,6 +247,6 @@ def test_what_a_save_in_the_background_takes_is_one_figure():
     room = Room.within(64 * MIB, 4 * MIB)
     assert room.buffers_bytes == 32 * MIB
     assert room.buffers_bytes + room.copies_bytes < 64 * MIB
-    assert Room.within(16 * MIB, 4 * MIB).copies_bytes == 0
-    with pytest.raises(ConfigError, match=r"takes 16\.00 MiB at least"):
-        Room.within(15 * MIB, 4 * MIB)
+    assert Room.within(18 * MIB, 4 * MIB).copies_bytes == 0
+    with pytest.raises(ConfigError, match=r"takes 18\.00 MiB at least"):
+        Room.within(17 * MIB, 4 * MIB)
