@@ -27,7 +27,9 @@ class Room:
 
     @classmethod
     def within(cls, memory_bytes: int, block_bytes: int) -> Room:
-        """Divide what there is: half of it for buffers, at least three blocks.
+        """Divide what there is: three quarters for buffers, at least three blocks.
+
+        What buffers hold is read as well as what is copied, and they keep the device busy besides.
 
         Args:
             memory_bytes: All that may be taken.
@@ -36,7 +38,7 @@ class Room:
         Raises:
             ConfigError: It is too little.
         """
-        buffers = count_within(memory_bytes // 2, block_bytes) * block_bytes
+        buffers = count_within(memory_bytes * 3 // 4, block_bytes) * block_bytes
         copies = memory_bytes - _OWN_BYTES - buffers
         if copies < 0:
             least = _OWN_BYTES + buffers
