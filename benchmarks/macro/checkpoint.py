@@ -14,367 +14,64 @@ same round. The state has the shapes of BERT-Base with Adam's two moments: 597 f
 
 ``raw`` writes the same bytes from huge pages into one new preallocated file and fsyncs it, with the same
 engine, and reads them back to huge pages that are resident; ``raw_small`` reads to resident pages of
-4 KiB, which is what the memory of torch's tensors is. Peers that are not installed are left out.
+4 KiB, which is what the memory of torch's tensors is. ``raw_reused`` writes them over a file that has
+been written before, and ``ours_reused`` over the files of a retired checkpoint, as every save of a
+``Checkpointer`` does once one is retired. Peers that are not installed are left out, and recorded as
+absent; ``--peer-python`` names interpreters that have some. ``fastpersist`` is DeepSpeed's writer.
 ``--parts`` gathers rounds over several sittings, each of them ended by ``--limit``.
 """
 
 import argparse
-import ctypes
-import gc
 import json
-import mmap
 import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import torch
-import torch.distributed.checkpoint as dcp
+from _checkpoint_child import files_of
 
 import _results
-from penstock import checkpoint
-from penstock.checkpoint import Checkpointer
-from penstock.io.aio import default_engine
-from penstock.io.engine import Request
-from penstock.io.files import open_path
-from penstock.io.mapping import Mapping
 
+CHILD = Path(__file__).with_name("_checkpoint_child.py")
 SAVES = (
     "raw",
+    "raw_reused",
     "ours",
+    "ours_reused",
     "ours_async",
+    "ours_async_reused",
     "torch_save",
     "safetensors",
     "dcp",
     "dcp_async",
+    "fastpersist",
     "torchsnapshot",
 )
 LOADS = ("raw", "raw_small", "ours", "ours_fresh", "torch_save", "safetensors", "runai", "dcp",
-         "torchsnapshot")  # fmt: skip
+         "fastpersist", "torchsnapshot")  # fmt: skip
 NEEDS = {
     "safetensors": "safetensors",
     "torchsnapshot": "torchsnapshot",
     "runai": "runai-model-streamer",
+    "fastpersist": "deepspeed",
 }
 SAVED_BY = {"raw_small": "raw", "ours_fresh": "ours", "runai": "safetensors"}
-PIECE = 16 << 20
-
-
-def shapes(layers):
-    h, wide = 768, 3072
-    found = {
-        "embeddings.word": (30522, h),
-        "embeddings.position": (512, h),
-        "embeddings.type": (2, h),
-    }
-    for i in range(layers):
-        for name in "qkvo":
-            found[f"{i}.{name}.weight"], found[f"{i}.{name}.bias"] = (h, h), (h,)
-        found |= {f"{i}.up.weight": (wide, h), f"{i}.up.bias": (wide,)}
-        found |= {f"{i}.down.weight": (h, wide), f"{i}.down.bias": (h,)}
-        found |= {f"{i}.norm{j}.{kind}": (h,) for j in (1, 2) for kind in ("weight", "bias")}
-    found |= {"norm.weight": (h,), "norm.bias": (h,), "pooler.weight": (h, h), "pooler.bias": (h,)}
-    parts = ("param", "exp_avg", "exp_avg_sq")
-    return {f"{part}.{name}": each for part in parts for name, each in found.items()}
-
-
-def build(layers, seed):
-    made = {}
-    for index, (name, shape) in enumerate(shapes(layers).items()):
-        tensor = torch.empty(shape)
-        words = tensor.view(-1).view(torch.int32)
-        torch.arange(words.numel(), dtype=torch.int32, out=words)
-        words.mul_(-1640531527).add_(seed * 7919 + index)
-        made[name] = tensor
-    return made
-
-
-def is_same(found, layers, seed):
-    wanted = build(layers, seed)
-    return found.keys() == wanted.keys() and all(
-        torch.equal(found[name].view(-1).view(torch.int32), wanted[name].view(-1).view(torch.int32))
-        for name in wanted
-    )
-
-
-def nbytes(state):
-    return sum(each.nbytes for each in state.values())
-
-
-class Raw:
-    """One file, one piece of memory."""
-
-    def __init__(self, huge):
-        self.huge = huge
-
-    def prepare(self, state):
-        self.n = nbytes(state) // 4096 * 4096
-        self.engine = default_engine()
-        if self.huge:
-            self.mapping = Mapping(self.n)
-            self.address = self.mapping.address
-        else:
-            self.mapping = mmap.mmap(-1, self.n)
-            self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.mapping))
-        ctypes.memset(self.address, 1, self.n)
-
-    def _move(self, op, file):
-        transfers = [
-            self.engine.submit(Request(op=op, file=file, offset_bytes=at, address=self.address + at,
-                                       nbytes=min(PIECE, self.n - at), keep_alive=None))
-            for at in range(0, self.n, PIECE)
-        ]  # fmt: skip
-        for each in transfers:
-            each.wait()
-
-    def save(self, state, path):
-        path.mkdir()
-        file = open_path(path / "raw", "x+")
-        file.preallocate(self.n)
-        self._move("write", file)
-        os.fsync(file.fd)
-        file.close()
-
-    def load(self, path, state):
-        file = open_path(path / "raw", "r")
-        self._move("read", file)
-        file.close()
-
-
-class Ours:
-    def __init__(self, fresh=False):
-        self.fresh = fresh
-
-    def prepare(self, state):
-        self.api = checkpoint
-
-    def save(self, state, path):
-        self.api.save(path, state)
-
-    def load(self, path, state):
-        return self.api.load(path) if self.fresh else self.api.load(path, state)
-
-
-class OursAsync:
-    """The tensors are parameters; the next step of the optimizer comes at once, its worst moment."""
-
-    def prepare(self, state):
-        self.optimizer = torch.optim.SGD([each.requires_grad_() for each in state.values()], lr=0.0)
-        self.maker = Checkpointer
-
-    def save(self, state, path):
-        with self.maker(path) as checkpoints:
-            saving = checkpoints.save(1, {"model": state, "optimizer": self.optimizer}, wait=False)
-            self.stall_s = saving.stall_s
-            time.sleep(0.5)  # a forward and a backward pass
-            saving.before_update()
-            self.stall_s = saving.stall_s
-
-
-class TorchSave:
-    def prepare(self, state):
-        self.torch = torch
-
-    def save(self, state, path):
-        path.mkdir()
-        self.torch.save(state, path / "state.pt")
-
-    def load(self, path, state):
-        return self.torch.load(path / "state.pt", weights_only=True)
-
-
-class Safetensors:
-    def prepare(self, state):
-        import safetensors.torch as library  # noqa: PLC0415
-
-        self.library = library
-
-    def save(self, state, path):
-        path.mkdir()
-        self.library.save_file(state, path / "state.safetensors")
-
-    def load(self, path, state):
-        return self.library.load_file(path / "state.safetensors")
-
-
-class Runai:
-    def prepare(self, state):
-        from runai_model_streamer import SafetensorsStreamer  # noqa: PLC0415
-
-        self.streamer = SafetensorsStreamer
-
-    def load(self, path, state):
-        with self.streamer() as streamer:
-            streamer.stream_file(str(path / "state.safetensors"))
-            return dict(streamer.get_tensors())
-
-
-class Dcp:
-    def __init__(self, later=False):
-        self.later = later
-
-    def prepare(self, state):
-        self.dcp = dcp
-
-    def save(self, state, path):
-        writer = self.dcp.FileSystemWriter(path, sync_files=True)
-        if not self.later:
-            self.dcp.save(state, storage_writer=writer, no_dist=True)
-            return
-        start = time.perf_counter()
-        future = self.dcp.async_save(state, storage_writer=writer, no_dist=True)
-        self.stall_s = time.perf_counter() - start
-        getattr(future, "upload_completion", future).result()
-
-    def load(self, path, state):
-        self.dcp.load(state, checkpoint_id=path, no_dist=True)
-        return state
-
-
-class TorchSnapshot:
-    def prepare(self, state):
-        import torchsnapshot  # noqa: PLC0415
-
-        self.library = torchsnapshot
-
-    def save(self, state, path):
-        self.library.Snapshot.take(str(path), {"s": self.library.StateDict(**state)})
-
-    def load(self, path, state):
-        held = self.library.StateDict(**state)
-        self.library.Snapshot(str(path)).restore({"s": held})
-        return dict(held)
-
-
-SIDES = {
-    "raw": lambda: Raw(True),
-    "raw_small": lambda: Raw(False),
-    "ours": Ours,
-    "ours_fresh": lambda: Ours(True),
-    "ours_async": OursAsync,
-    "torch_save": TorchSave,
-    "safetensors": Safetensors,
-    "runai": Runai,
-    "dcp": Dcp,
-    "dcp_async": lambda: Dcp(True),
-    "torchsnapshot": TorchSnapshot,
-}
-
-
-def files_of(path):
-    return [each for each in path.rglob("*") if each.is_file()]
-
-
-def sync(path):
-    for each in [path, *path.rglob("*"), path.parent]:
-        fd = os.open(each, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
-
-
-def cached_bytes(path):
-    """Pages of the files that are in the page cache."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    found = 0
-    for each in files_of(path):
-        size = each.stat().st_size
-        if not size:
-            continue
-        with each.open("rb") as file:
-            mapped = mmap.mmap(
-                file.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
-            )
-        start = ctypes.c_char.from_buffer(mapped)
-        pages = (ctypes.c_ubyte * (-(-size // 4096)))()
-        libc.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size), pages)
-        found += 4096 * sum(each & 1 for each in bytes(pages))
-        del start
-        mapped.close()
-    return found
-
-
-def anonymous_bytes():
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
-
-
-class Peak:
-    """The most anonymous memory while it is entered, looked at every two milliseconds."""
-
-    def __enter__(self):
-        self.over, self.before = threading.Event(), anonymous_bytes()
-        self.most = self.before
-        self.thread = threading.Thread(target=self._look)
-        self.thread.start()
-        return self
-
-    def _look(self):
-        while not self.over.wait(0.002):
-            self.most = max(self.most, anonymous_bytes())
-
-    def __exit__(self, *_):
-        self.over.set()
-        self.thread.join()
-        self.extra = max(self.most, anonymous_bytes()) - self.before
-
-
-def prewarm(count):
-    """A virtual machine's host may have taken what is free: have it back before the clock runs."""
-    memory = mmap.mmap(-1, count)
-    start = ctypes.c_char.from_buffer(memory)
-    ctypes.memset(ctypes.addressof(start), 1, count)
-    del start
-    memory.close()
-
-
-def child(options):
-    torch.set_num_threads(1)
-    side = SIDES[options.side]()
-    path = Path(options.path)
-    state = build(options.layers, 1 if options.what == "save" else 2)
-    side.prepare(state)
-    total = nbytes(state)
-    gc.collect()
-    if options.what != "save":
-        sync(path)
-        for each in files_of(path):
-            fd = os.open(each, os.O_RDONLY)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
-    prewarm(total + (256 << 20))
-    with Peak() as peak:
-        start = time.perf_counter()
-        if options.what == "save":
-            side.save(state, path)
-            sync(path)
-            loaded = None
-        else:
-            loaded = side.load(path, state)
-            if loaded is not None:  # what is mapped is not there yet
-                for each in loaded.values():
-                    each.view(-1).view(torch.uint8)[::4096].sum()
-        seconds = time.perf_counter() - start
-    told = {"seconds": seconds, "bytes": total, "extra": peak.extra, "cache": cached_bytes(path)}
-    if options.what == "save" and hasattr(side, "stall_s"):
-        told["stall_s"] = side.stall_s
-    if options.what != "save":
-        told["same"] = loaded is None or is_same(loaded, options.layers, 1)
-    sys.stdout.write("RESULT " + json.dumps(told) + "\n")
-    sys.stdout.flush()
-    os._exit(0)
+LIMITS = {"ours_reused": "raw_reused", "ours_async_reused": "raw_reused"}
+"""What a side's saves are a part of, if not of ``raw``: the same into a file that is there."""
+OURS = {"raw", "raw_reused", "ours", "ours_reused", "ours_async", "ours_async_reused"}
 
 
 def run(options, side, what, path):
-    command = [sys.executable, "-W", "ignore", __file__, "--side", side, "--what", what, "--path",
-    str(path),
-               "--layers", str(options.layers)]  # fmt: skip
+    python = interpreter(options, side)
+    command = [python, "-W", "ignore", str(CHILD), "--side", side, "--what", what,
+               "--path", str(path), "--layers", str(options.layers)]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     told = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not told:
@@ -394,12 +91,25 @@ def flip(path):
         os.fsync(file.fileno())
 
 
-def installed(side):
-    try:
-        version(NEEDS.get(side, "torch"))
-    except PackageNotFoundError:
-        return False
-    return True
+def interpreter(options, side):
+    """One that has what a side needs: this one, or one of ``--peer-python``; None: there is none."""
+    wanted = NEEDS.get(side)
+    if wanted is None or has(wanted):
+        return sys.executable
+    return next((each for each in options.peer_python if has(wanted, each)), None)
+
+
+@cache
+def has(package, python=None):
+    """The version of a package that an interpreter has; None: it has none."""
+    if python is None:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return None
+    ask = f"from importlib.metadata import version; print(version({package!r}))"
+    done = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def measure(options, directory, gathered, side, number):
@@ -407,9 +117,9 @@ def measure(options, directory, gathered, side, number):
     path = directory / side
     gathered.setdefault(f"{side} save", []).append(run(options, side, "save", path))
     for loader in LOADS:
-        if SAVED_BY.get(loader, loader) == side and installed(loader):
+        if SAVED_BY.get(loader, loader) == side and interpreter(options, loader):
             gathered.setdefault(f"{loader} load", []).append(run(options, loader, "load", path))
-    if number == 0 and side in LOADS and side != "raw":
+    if number == 0 and side in LOADS and side != "raw" and not options.quick:
         flip(path)
         told = run(options, side, "load", path)
         verdict = "noticed" if "error" in told else "not hit" if told["same"] else "silently wrong"
@@ -420,7 +130,7 @@ def measure(options, directory, gathered, side, number):
 def all_measurements(options, parts, gathered):
     """Those that are missing; false: time was up before the last."""
     start = time.monotonic()
-    saves = [each for each in SAVES if installed(each)]
+    saves = [each for each in SAVES if each in options.only and interpreter(options, each)]
     with tempfile.TemporaryDirectory(dir=options.dir) as directory:
         for number in range(options.rounds):
             turn = number % len(saves)
@@ -450,19 +160,19 @@ def figures(gathered):
         rates = [each["bytes"] / each["seconds"] for each in rounds]
         limits = [
             each["bytes"] / each["seconds"]
-            for each in gathered[f"raw {what}"]
+            for each in gathered.get(f"{LIMITS.get(side, 'raw')} {what}", ())
             if "error" not in each
         ]
         told = {
             "bytes_per_s": round(statistics.median(rates)),
             "least_bytes_per_s": round(min(rates)),
             "most_bytes_per_s": round(max(rates)),
-            "of_raw": round(
-                statistics.median(a / b for a, b in zip(rates, limits, strict=False)), 3
-            ),
             "extra_bytes": max(each["extra"] for each in rounds),
             "cache_left_bytes": max(each["cache"] for each in rounds),
         }
+        if limits:
+            shares = [a / b for a, b in zip(rates, limits, strict=False)]
+            told["of_raw"] = round(statistics.median(shares), 3)
         if "stall_s" in rounds[0]:
             told["stall_s"] = round(statistics.median(each["stall_s"] for each in rounds), 4)
         if what == "load":
@@ -483,31 +193,46 @@ def arguments():
     )
     parser.add_argument("--limit", type=float, default=1e9, help="seconds of this sitting")
     parser.add_argument("--into", default=str(_results.RESULTS))
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
-    parser.add_argument("--what", help=argparse.SUPPRESS)
-    parser.add_argument("--path", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    parser.add_argument(
+        "--peer-python",
+        nargs="*",
+        default=[],
+        help="interpreters that have DeepSpeed or torchsnapshot",
+    )
+    parser.add_argument("--only", nargs="*", default=SAVES, choices=SAVES, help="sides that save")
+    parser.add_argument("--quick", action="store_true", help="one round; no result is written")
+    options = parser.parse_args()
+    options.rounds = 1 if options.quick else options.rounds
+    return options
 
 
 def main():
     options = arguments()
-    if options.side:
-        child(options)
     parts = Path(options.parts) if options.parts else None
     gathered = json.loads(parts.read_text()) if parts and parts.exists() else {}
     if not all_measurements(options, parts, gathered):
         return
-    total = gathered["raw save"][0]["bytes"]
-    config = {"rounds": len(gathered["raw save"]), "layers": options.layers, "state_bytes": total}
-    config |= {f"{side}_version": version(NEEDS[side]) for side in NEEDS if installed(side)}
     made = figures(gathered)
-    ours = {"raw", "ours", "ours_async"}
-    peers = [made[side]["save"]["bytes_per_s"] for side in SAVES
-             if side not in ours and "save" in made.get(side, {})]  # fmt: skip
-    best = made["ours"]["save"]["bytes_per_s"] / max(peers)
-    made["ours"]["save"]["of_best_peer"] = round(best, 3)
-    _results.write(Path(__file__).stem, made, config, directory=options.dir, into=options.into)
+    compare(made)
+    if not options.quick:
+        first = gathered["raw save"][0]
+        config = {"rounds": len(gathered["raw save"]), "layers": options.layers}
+        config["state_bytes"] = first["bytes"]
+        for side, package in NEEDS.items():
+            python = interpreter(options, side)
+            known = None if python is None else has(package, python)
+            config[f"{side}_version"] = known or "absent"
+        _results.write(Path(__file__).stem, made, config, directory=options.dir, into=options.into)
     sys.stdout.write(json.dumps(made, indent=1) + "\n")
+
+
+def compare(made):
+    """Our saves with the best of the peers."""
+    saves = {side: each["save"]["bytes_per_s"] for side, each in made.items() if "save" in each}
+    peers = [rate for side, rate in saves.items() if side not in OURS]
+    for side in ("ours", "ours_reused"):
+        if peers and side in saves:
+            made[side]["save"]["of_best_peer"] = round(saves[side] / max(peers), 3)
 
 
 if __name__ == "__main__":

@@ -103,6 +103,10 @@ class FusedDisk(Disk):
         self._burn("create", directory.join(name))
         return super().create(directory, name, nbytes)
 
+    def reuse(self, directory, name, nbytes):
+        self._burn("reuse", directory.join(name))
+        return super().reuse(directory, name, nbytes)
+
     def link(self, source, directory, name):
         self._burn("link", directory.join(name))
         return super().link(source, directory, name)
@@ -139,6 +143,10 @@ class FusedDisk(Disk):
         for name in directory.names():
             self._burn("clear", directory.join(name))
             os.unlink(name, dir_fd=directory.fd)
+
+    def drop(self, directory, name):
+        self._burn("drop", directory.join(name))
+        super().drop(directory, name)
 
     def remove(self, parent, name):
         self._burn("remove", parent.join(name))

@@ -233,7 +233,11 @@ def test_unchanged_files_are_linked_and_others_are_not(disk_path):
     assert sorted(linked) == [1, 2]
     plain = store.save(disk_path / "c", saved, base=disk_path / "b")
     assert plain.written_bytes == plain.nbytes
-    assert not store.unchanged(disk_path / "b", saved)
+    there = store.unchanged(disk_path / "b", saved)
+    assert {(each.name, each.codec) for each in there} == {(name, "byteplane") for name in saved}
+    saved["trained"][7] = 0
+    assert [each.name for each in store.unchanged(disk_path / "b", saved)] == ["frozen"]
+    saved["trained"] = store.load(disk_path / "b")["trained"]
     assert len(store.unchanged(disk_path / "c", saved)) == 2
 
 

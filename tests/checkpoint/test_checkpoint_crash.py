@@ -18,8 +18,8 @@ from checkpoint_runs import (
     state,
 )
 
-from penstock import NoSpaceError, TransferError
-from penstock.checkpoint import store as stores
+from penstock import CheckpointError, NoSpaceError, TransferError
+from penstock.checkpoint import hidden
 
 STORE = small_store()
 
@@ -110,7 +110,7 @@ def test_a_lost_power_forgets_what_was_not_waited_for(disk_path, monkeypatch):
 
 def test_no_room_is_seen_before_anything_is_written(disk_path, monkeypatch):
     STORE.save(disk_path / "a", state(1))
-    monkeypatch.setattr(stores, "free_space_bytes", lambda _: 5000)
+    monkeypatch.setattr(hidden, "free_space_bytes", lambda _: 5000)
     fuse = Fuse()
     with pytest.raises(NoSpaceError, match=r"4.88 KiB are free") as caught:
         save_with(fuse, disk_path / "a")
@@ -122,7 +122,7 @@ def test_no_room_is_seen_before_anything_is_written(disk_path, monkeypatch):
 def test_a_file_system_that_cannot_swap_says_so(disk_path, monkeypatch):
     STORE.save(disk_path / "a", state(1))
     monkeypatch.setattr("penstock.checkpoint.disk.Disk.exchange", lambda *_: False)
-    with pytest.raises(stores.CheckpointError, match="save under another name"):
+    with pytest.raises(CheckpointError, match="save under another name"):
         STORE.save(disk_path / "a", state(2))
     assert_same(STORE.load(disk_path / "a"), state(1))
     assert os.listdir(disk_path) == ["a"]

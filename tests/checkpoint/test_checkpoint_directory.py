@@ -134,7 +134,7 @@ def test_a_kill_at_every_change_leaves_a_latest_that_loads(disk_path):
             found = ours.load()
             assert found is None if not expected else found["numbers"]["step"] == expected
             ours.save(9, state(9))
-            assert os.listdir(path) == ["step-000000000009"]
+        assert os.listdir(path) == ["step-000000000009"]
 
 
 def test_a_failure_during_a_save_keeps_the_last_one(disk_path):

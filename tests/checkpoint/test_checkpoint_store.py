@@ -21,7 +21,7 @@ from penstock import (
     TransferError,
     checkpoint,
 )
-from penstock.checkpoint import moves, store, values
+from penstock.checkpoint import moves, prepared, values
 from penstock.checkpoint.disk import Directory, lock
 from penstock.checkpoint.dtypes import DTYPES
 from penstock.io.arena import Arena
@@ -41,7 +41,7 @@ def test_devices_are_waited_for_before_other_threads_copy_from_them(disk_path, m
     moves.await_devices(devices)
     assert sorted(waited, key=str) == [torch.device("cuda", 0), torch.device("cuda", 1)]
     asked = []
-    monkeypatch.setattr(store, "await_devices", asked.extend)
+    monkeypatch.setattr(prepared, "await_devices", asked.extend)
     STORE.save(disk_path / "a", {"x": torch.ones(8)})
     assert asked == [torch.device("cpu")]
 

@@ -225,20 +225,21 @@ def spill(disk_path):
     return disk_path / "spill"
 
 
-def saved(tmp_path, model, optimizer):
+def saved(tmp_path, model, optimizer, codec=None):
     """A checkpoint of them, and what it was saved from."""
     state = {"model": model, "optimizer": optimizer}
-    checkpoint.save(tmp_path / "saved", state)
+    checkpoint.save(tmp_path / "saved", state, codec=codec)
     return {"checkpoint": tmp_path / "saved", "state": state}
 
 
-def test_right_after_a_checkpoint_little_is_written(disk_path, tmp_path):
+@pytest.mark.parametrize("codec", [None, "byteplane"])
+def test_right_after_a_checkpoint_little_is_written(codec, disk_path, tmp_path):
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer, 0)
     expected = state_of(model, optimizer)
     with session_in(spill(disk_path), model, optimizer) as session:
-        known = saved(tmp_path, model, optimizer)
+        known = saved(tmp_path, model, optimizer, codec)
         suspended = penstock.suspend(session, **known)
         assert suspended.nbytes > 7 * MIB  # of two layers weights, gradients and two moments
         assert suspended.written_bytes <= 2 * MIB  # the gradients, which no checkpoint has
@@ -247,12 +248,13 @@ def test_right_after_a_checkpoint_little_is_written(disk_path, tmp_path):
         assert_same(state_of(model, optimizer), expected)
 
 
-def test_what_has_changed_since_is_written(disk_path, tmp_path):
+@pytest.mark.parametrize("codec", [None, "byteplane"])
+def test_what_has_changed_since_is_written(codec, disk_path, tmp_path):
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer, 0)
     with session_in(spill(disk_path), model, optimizer) as session:
-        known = saved(tmp_path, model, optimizer)
+        known = saved(tmp_path, model, optimizer, codec)
         step(model, optimizer, 1)
         expected = state_of(model, optimizer)
         suspended = penstock.suspend(session, **known)

@@ -3,9 +3,12 @@
 Read in this order:
 
 - ``front``: ``save``, ``load``, ``verify``; ``store``: one checkpoint, saved whole or not at all;
-- ``directory``: many checkpoints, ``Checkpointer``; ``background``: saving while training goes on;
-  ``interval``: how often; ``training``: what belongs to a training state; ``listeners``: who is told;
-- ``values``: what is no tensor, as JSON; ``leaves``: the tensors; ``dtypes``;
+  ``hidden``: where it is made; ``unchanged``: what of a state it has;
+- ``directory``: many checkpoints, ``Checkpointer``; ``listing``: which there are; ``background``: saving
+  while training goes on; ``interval``: how often; ``training``: what belongs to a training state;
+  ``listeners``: who is told;
+- ``prepared``: what goes where; ``parts``: what is in a state; ``values``: what is no tensor, as JSON;
+  ``leaves``: the tensors; ``dtypes``;
 - ``packing``: tensors to files; ``manifest``: what a checkpoint says of itself;
 - ``moves``, ``streams``: tensors to blocks, blocks to files; ``writing``, ``reading``;
 - ``frames``, ``encoded``, ``blocks``: tensors by a codec, and files whose length is known last;
@@ -13,11 +16,13 @@ Read in this order:
 """
 
 from penstock.checkpoint.background import Saving
-from penstock.checkpoint.directory import Checkpointer, Info, Stats
+from penstock.checkpoint.directory import Checkpointer, Stats
 from penstock.checkpoint.front import load, save, unchanged, verify
+from penstock.checkpoint.listing import Info
 from penstock.checkpoint.reading import Health
-from penstock.checkpoint.store import Place, Saved
+from penstock.checkpoint.store import Saved
 from penstock.checkpoint.training import Rng, training_state
+from penstock.checkpoint.unchanged import Place
 
 __all__ = [
     "Checkpointer",

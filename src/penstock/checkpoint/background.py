@@ -23,7 +23,8 @@ import torch
 from penstock.checkpoint.fresh import Fresh
 from penstock.checkpoint.leaves import Leaf
 from penstock.checkpoint.moves import Plain, Region
-from penstock.checkpoint.store import Prepared, Saved
+from penstock.checkpoint.prepared import Prepared
+from penstock.checkpoint.store import Saved
 from penstock.core.errors import CheckpointError
 from penstock.core.locks import condition
 from penstock.core.units import MIB

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+from penstock.checkpoint.encoded import EncodedBody
 from penstock.checkpoint.manifest import FileEntry
 from penstock.checkpoint.streams import Outbound, digest
 from penstock.io.arena import Block
@@ -106,3 +107,24 @@ class Blocks:
             return
         self._out.give(block)
         self.differs |= index >= len(self._known) or self._known[index] != found
+
+
+def agrees(body: EncodedBody, out: Outbound, block_bytes: int, known: FileEntry) -> bool:
+    """Whether a file with encoded tensors is one that is known, by its checksums; nothing is written.
+
+    Args:
+        body: What is in it.
+        out: Has blocks; nothing is sent.
+        block_bytes: How long they are.
+        known: The file.
+    """
+    blocks = Blocks(out, block_bytes, body.header_bytes, None, known)
+    try:
+        for span in body.spans():
+            blocks.put(span.address, span.nbytes)
+            if blocks.differs:
+                return False
+        sums = blocks.end(body.header())
+    finally:
+        blocks.give_back()
+    return (blocks.nbytes, sums) == (known.nbytes, known.sums)

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final
-
-import torch
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 from penstock.checkpoint.background import Saving, steady_in
 from penstock.checkpoint.disk import Directory, lock
 from penstock.checkpoint.frames import Encoder
+from penstock.checkpoint.hidden import hidden_name_of, is_hidden, remove_leftovers
 from penstock.checkpoint.interval import Interval
 from penstock.checkpoint.listeners import is_wanted, listeners
-from penstock.checkpoint.manifest import Manifest
-from penstock.checkpoint.reading import Opened
-from penstock.checkpoint.store import Prepared, Saved, Store, is_hidden, remove_leftovers
-from penstock.checkpoint.targets import frozen_in, is_stateful
-from penstock.checkpoint.values import MAX_DEPTH, Json
+from penstock.checkpoint.listing import Info, info_of, listing, name_of_step, steps_in
+from penstock.checkpoint.parts import frozen_in, optimizers_in, tensors_in
+from penstock.checkpoint.prepared import Prepared
+from penstock.checkpoint.room import Room
+from penstock.checkpoint.spare import SPARE, retire
+from penstock.checkpoint.store import Saved, Store
+from penstock.checkpoint.streams import BUFFERS_BYTES
+from penstock.checkpoint.values import Json
 from penstock.core.errors import (
     CheckpointError,
     ClosedError,
@@ -31,34 +33,6 @@ from penstock.core.errors import (
     PenstockWarning,
 )
 from penstock.core.units import parse_bytes
-from penstock.optim import OnFlash
-
-_NAME: Final = "step-{:012}"
-_PATTERN: Final = re.compile(r"step-(\d{12,18})")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Info:
-    """A checkpoint of a directory, as far as can be told without reading its data.
-
-    Attributes:
-        step: Of which step.
-        path: Where.
-        nbytes: Of its data; 0 if it is damaged.
-        facts: What its manifest says of it.
-        damage: What is wrong, in words; empty: its manifest is whole and its files are there.
-    """
-
-    step: int
-    path: str
-    nbytes: int = 0
-    facts: Mapping[str, Json] = field(default_factory=dict)
-    damage: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """Whether it may load; ``verify`` reads it and knows."""
-        return not self.damage
 
 
 @dataclass(slots=True)
@@ -71,6 +45,7 @@ class Stats:
         stall_s: What training was held up.
         write_s: What saves took, from their beginning until they were durable.
         written_bytes: What went to the device.
+        reused_bytes: What of that was written over files of a retired checkpoint.
         copied_bytes: What was copied, because it was to change before it was written.
     """
 
@@ -79,6 +54,7 @@ class Stats:
     stall_s: float = 0.0
     write_s: float = 0.0
     written_bytes: int = 0
+    reused_bytes: int = 0
     copied_bytes: int = 0
 
 
@@ -99,7 +75,8 @@ class Checkpointer:
         overhead: float | None = None,
         incremental: bool = False,
         codec: str | None = None,
-        copy_budget: int | str = "64MiB",
+        memory: int | str = "64MiB",
+        reuse: bool = True,
         store: Store | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -114,8 +91,12 @@ class Checkpointer:
             incremental: Files in which nothing has changed since the last checkpoint are shared with it.
                 One that is damaged later is then damaged in both.
             codec: As for :func:`penstock.checkpoint.save`.
-            copy_budget: What a save in the background may copy so as not to hold training up, bytes or
-                ``"64MiB"``; that, and 50 MiB of buffers, is the most memory that it takes.
+            memory: The most that a save in the background takes in all, bytes or ``"64MiB"``: three
+                quarters buffers on their way, the rest copies of what changes before it was written. What
+                does not fit is waited for.
+            reuse: Whether a save writes over the files of a checkpoint that does not stay, which is kept
+                aside for that; its space is not free meanwhile. See [Note: spare files]. Not where it is
+                incremental: checkpoints then share files.
             store: How checkpoints are made; for tests.
             clock: Seconds.
 
@@ -134,8 +115,9 @@ class Checkpointer:
         self._interval = None if overhead is None else Interval(overhead)
         self._incremental = incremental
         self._encoder = None if codec is None else Encoder(codec)
-        self._budget_bytes = parse_bytes(copy_budget, what="copy_budget")
         self._store = Store() if store is None else store
+        self._room = Room.within(parse_bytes(memory, what="memory"), self._store.block_bytes)
+        self._reuse = reuse and not incremental
         self._clock = clock
         self._saving: tuple[Saving, int] | None = None
         self._last_due: tuple[int, float] | None = None
@@ -213,7 +195,7 @@ class Checkpointer:
             raise ConfigError(f"step {step} is not between 0 and 10^18")
         start = self._clock()
         self._settle()
-        path = os.path.join(root.path, _NAME.format(step))
+        path = os.path.join(root.path, name_of_step(step))
         private: list[Any] = []
         prepared = self._store.prepare(state, private=private)
         base = self._base()
@@ -228,6 +210,8 @@ class Checkpointer:
                 encoder=self._encoder,
                 watcher=watcher,
                 regions=regions,
+                buffers_bytes=BUFFERS_BYTES if watcher is None else self._room.buffers_bytes,
+                reuse=self._reuse,
             )
 
         try:
@@ -317,6 +301,8 @@ class Checkpointer:
         try:
             self._finish(root)
         finally:
+            with suppress(PenstockError):  # the next one removes what is left
+                self._store.disk.remove(root, SPARE)
             root.close()
 
     def _begin(
@@ -328,7 +314,7 @@ class Checkpointer:
             write,
             steady=steady_in(optimizers, [*tensors_in(private), *frozen_in(state)]),
             optimizers=optimizers,
-            budget_bytes=self._budget_bytes,
+            budget_bytes=self._room.copies_bytes,
         )
         self._saving = saving, step
         return saving
@@ -371,22 +357,30 @@ class Checkpointer:
         self.stats.saves += 1
         self.stats.write_s += saved.seconds
         self.stats.written_bytes += saved.written_bytes
-        self._retire(self._check_open() if root is None else root)
+        self.stats.reused_bytes += saved.reused_bytes
+        self._retire(self._check_open() if root is None else root, saved.path)
 
     def _held_up(self, start: float) -> None:
         self._stalled_s += self._clock() - start
 
-    def _retire(self, root: Directory) -> None:
-        """Remove what is older than the last ``keep`` that are whole."""
-        whole = 0
-        for info in self.checkpoints():
-            if whole >= self._keep:
-                name = os.path.basename(info.path)
-                hidden = f".{name}.saving"
-                self._store.disk.remove(root, hidden)
-                self._store.disk.rename(root, name, hidden)
-                self._store.disk.remove(root, hidden)
-            whole += info.ok
+    def _retire(self, root: Directory, newest: str) -> None:
+        """Remove what is older than the last ``keep`` that are whole; one of them stays as the spare.
+
+        Args:
+            root: The directory.
+            newest: What has just been saved: it is whole.
+        """
+        disk, whole = self._store.disk, 0
+        for step, path in steps_in(self.directory):
+            if whole < self._keep:
+                whole += path == newest or info_of(step, path).ok
+                continue
+            name = os.path.basename(path)
+            if not (self._reuse and retire(disk, root, name)):
+                hidden = hidden_name_of(name)
+                disk.remove(root, hidden)
+                disk.rename(root, name, hidden)
+                disk.remove(root, hidden)
 
     def _base(self) -> str | None:
         latest = self.latest() if self._incremental else None
@@ -396,50 +390,3 @@ class Checkpointer:
         if self._root is None:
             raise ClosedError(f"the Checkpointer of {self.directory!r} is closed")
         return self._root
-
-
-def listing(directory: str | os.PathLike[str]) -> list[Info]:
-    """The checkpoints of a directory, the latest step first, without reading their data.
-
-    Raises CheckpointError if there is no such directory, or TransferError.
-    """
-    root = os.path.abspath(directory)
-    if not os.path.isdir(root):
-        raise CheckpointError(f"{root!r} is no directory")
-    with Store().disk.open(root) as opened:
-        names = opened.names()
-    found = [(int(match[1]), name) for name in names if (match := _PATTERN.fullmatch(name))]
-    return [_info(step, os.path.join(root, name)) for step, name in sorted(found, reverse=True)]
-
-
-def _info(step: int, path: str) -> Info:
-    try:
-        with Opened(path) as opened:
-            manifest: Manifest = opened.manifest
-            return Info(step=step, path=path, nbytes=manifest.nbytes, facts=manifest.facts)
-    except PenstockError as error:
-        return Info(step=step, path=path, damage=str(error))
-
-
-def optimizers_in(state: object, depth: int = 0) -> list[torch.optim.Optimizer]:
-    """The optimizers of a state whose states are in memory."""
-    if isinstance(state, torch.optim.Optimizer):
-        return [] if isinstance(state, OnFlash) else [state]
-    if depth > MAX_DEPTH or is_stateful(state):
-        return []
-    if isinstance(state, Mapping):
-        return [found for each in state.values() for found in optimizers_in(each, depth + 1)]
-    if isinstance(state, list | tuple):
-        return [found for each in state for found in optimizers_in(each, depth + 1)]
-    return []
-
-
-def tensors_in(value: object) -> list[torch.Tensor]:
-    """The tensors within dictionaries and lists."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        return [found for each in value.values() for found in tensors_in(each)]
-    if isinstance(value, list | tuple):
-        return [found for each in value for found in tensors_in(each)]
-    return []

@@ -9,6 +9,7 @@ import ctypes
 import errno as errnos
 import fcntl
 import os
+import signal
 import stat
 from contextlib import suppress
 from typing import Final
@@ -113,6 +114,31 @@ class Disk:
             raise
         return file
 
+    def reuse(self, directory: Directory, name: str, nbytes: int) -> DirectFile | None:
+        """A file that is there, to be written over, its space reserved. See [Note: spare files].
+
+        Returns:
+            None: somebody may miss what is in it, or it is none. It is removed.
+        """
+        path = directory.join(name)
+        try:
+            file = open_at(directory.fd, name, "r+", path=path)
+        except TransferError:
+            self.drop(directory, name)
+            return None
+        try:
+            facts = os.fstat(file.fd)
+            if facts.st_nlink == 1 and is_alone(file.fd):
+                if min(facts.st_size, facts.st_blocks * 512) < nbytes:
+                    file.preallocate(nbytes)
+                return file
+            self.drop(directory, name)
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+        return None
+
     def clone(self, source: DirectFile, target: DirectFile) -> bool:
         """Have a file share all data of another, as some file systems can; False if this cannot."""
         try:
@@ -165,11 +191,11 @@ class Disk:
             raise failed("sync", path, error) from error
 
     def finish(self, file: DirectFile, nbytes: int) -> None:
-        """Give a file its exact length, and wait until all of it is on the device."""
+        """Give a file its exact length, and wait until all of it is on the device, but for its times."""
         try:
             if file.size_bytes != nbytes:
                 os.ftruncate(file.fd, nbytes)
-            os.fsync(file.fd)
+            os.fdatasync(file.fd)
         except OSError as error:
             raise failed("sync", file.path, error, nbytes) from error
 
@@ -216,16 +242,22 @@ class Disk:
     def clear(self, directory: Directory) -> None:
         """Remove what is in a directory."""
         for name in directory.names():
-            try:
-                facts = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
-                if stat.S_ISDIR(facts.st_mode):
-                    self.remove(directory, name)
-                else:
-                    os.unlink(name, dir_fd=directory.fd)
-            except OSError as error:
-                if isinstance(error, TransferError):
-                    raise
-                raise failed("remove", directory.join(name), error) from error
+            self.drop(directory, name)
+
+    def drop(self, directory: Directory, name: str) -> None:
+        """Remove one thing from a directory; if it is missing, that is well."""
+        try:
+            facts = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
+            if stat.S_ISDIR(facts.st_mode):
+                self.remove(directory, name)
+            else:
+                os.unlink(name, dir_fd=directory.fd)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if isinstance(error, TransferError):
+                raise
+            raise failed("remove", directory.join(name), error) from error
 
     def _rename_plainly(self, parent: Directory, name: str, to: str) -> None:
         try:
@@ -242,6 +274,24 @@ def lock(directory: Directory) -> bool:
         if error.errno in (errnos.EWOULDBLOCK, errnos.EACCES):
             return False
         raise failed("lock", directory.path, error) from error
+    return True
+
+
+def is_alone(fd: int) -> bool:
+    """Whether nobody else has a file open or mapped, in any process; False where that cannot be told.
+
+    That is what the kernel wants to grant a write lease. Whoever opens the file at that very instant
+    waits until it is given back, and we are sent a signal, which is to be one that is ignored by default.
+
+    Args:
+        fd: Of the file, open for writing.
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except (AttributeError, OSError):
+        return False
     return True
 
 

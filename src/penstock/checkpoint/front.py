@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.checkpoint.reading import Health
-from penstock.checkpoint.store import Place, Saved, Store
+from penstock.checkpoint.store import Saved, Store
+from penstock.checkpoint.unchanged import Place
 from penstock.checkpoint.values import Json
 
 

@@ -1,59 +1,43 @@
-"""One checkpoint: saved whole or not at all, loaded whole or refused.
-
-[Note: a save]
-    Everything is written into a hidden directory beside the final one, ``.NAME.saving``, which its writer
-    holds locked. Each data file, then the manifest, then the directory are waited for until they are on
-    the device. Then one rename gives it its name, or swaps it with what has that name; and the parent
-    directory is waited for. Whenever the writer is killed, there is under that name what was there
-    before, or all of the new one. The next save to that name, or a ``Checkpointer``, removes what a
-    dead writer left: one that is alive holds the lock.
-"""
+"""One checkpoint: saved whole or not at all ([Note: a save]), loaded whole or refused."""
 
 from __future__ import annotations
 
-import errno
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
-import torch
-
-from penstock.checkpoint.disk import Directory, Disk, is_still, lock
+from penstock.checkpoint.disk import Directory, Disk
 from penstock.checkpoint.encoded import EncodedBody
 from penstock.checkpoint.frames import Encoder
-from penstock.checkpoint.leaves import Leaf, collect
+from penstock.checkpoint.hidden import (
+    check_replaceable,
+    check_space,
+    claim,
+    hidden_name_of,
+    parent_of,
+    publish,
+)
 from penstock.checkpoint.manifest import (
     BLOCK_BYTES,
     FILE_NAME,
     FileEntry,
     Manifest,
     TensorEntry,
-    blocks_of,
 )
-from penstock.checkpoint.moves import await_devices
-from penstock.checkpoint.packing import FILE_BYTES, FilePlan, pack
+from penstock.checkpoint.packing import FILE_BYTES
+from penstock.checkpoint.prepared import Prepared, prepare
 from penstock.checkpoint.reading import Health, Opened, some
-from penstock.checkpoint.streams import Buffers, digest, fill
-from penstock.checkpoint.targets import Targets, frozen_in, plain_state
+from penstock.checkpoint.spare import held_bytes
+from penstock.checkpoint.streams import BUFFERS_BYTES, Buffers
+from penstock.checkpoint.targets import Targets
+from penstock.checkpoint.unchanged import Place, places
 from penstock.checkpoint.values import FormError, Json
 from penstock.checkpoint.writing import Base, FilesWriter, Watcher
-from penstock.core.errors import (
-    CheckpointError,
-    ConfigError,
-    DamagedError,
-    NoSpaceError,
-    PenstockError,
-    free_space_bytes,
-)
-from penstock.core.units import MIB, format_bytes, round_up
+from penstock.core.errors import CheckpointError, DamagedError
 from penstock.io.engine import Engine
-
-_SAVING: Final = ".{}.saving"
-_SLACK_BYTES: Final = MIB
-"""For the manifest's file and the file system's own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,54 +48,15 @@ class Saved:
         path: The checkpoint.
         nbytes: Of its data files.
         written_bytes: What of them went to the device; the others were there.
+        reused_bytes: What of that was written over files of a retired checkpoint.
         seconds: From the call until it was durable.
     """
 
     path: str
     nbytes: int
     written_bytes: int
+    reused_bytes: int = 0
     seconds: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Place:
-    """A tensor whose bytes a checkpoint has.
-
-    Attributes:
-        name: Its name there.
-        tensor: It.
-        path: The data file.
-        offset_bytes: Where in the file it begins.
-        nbytes: How long it is.
-    """
-
-    name: str
-    tensor: torch.Tensor
-    path: str
-    offset_bytes: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
-    """A state that is about to be saved: what goes where.
-
-    Attributes:
-        document: What is no tensor.
-        leaves: The tensors.
-        plans: Files.
-        entries: What the manifest says of the tensors.
-    """
-
-    document: Json
-    leaves: Sequence[Leaf]
-    plans: Sequence[FilePlan]
-    entries: tuple[TensorEntry, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Of all files."""
-        return sum(each.nbytes for each in self.plans)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,20 +78,8 @@ class Store:
     # -- save ---------------------------------------------------------------------------------------
 
     def prepare(self, state: object, *, private: list[Any] | None = None) -> Prepared:
-        """Say what of a state goes where.
-
-        Args:
-            state: It.
-            private: Where parts are added that were made for the occasion.
-
-        Raises:
-            CheckpointError: Something has no form in a checkpoint.
-        """
-        plain = plain_state(state, [] if private is None else private)
-        document, leaves = collect(plain, frozenset(each.data_ptr() for each in frozen_in(state)))
-        await_devices(each.tensor.device for each in leaves)
-        plans, entries = pack(leaves, file_bytes=self.file_bytes)
-        return Prepared(document, leaves, plans, entries)
+        """See :func:`penstock.checkpoint.prepared.prepare`."""
+        return prepare(state, private=private, file_bytes=self.file_bytes)
 
     def save(
         self,
@@ -172,6 +105,8 @@ class Store:
         encoder: Encoder | None = None,
         watcher: Watcher | None = None,
         regions: Sequence[Any] | None = None,
+        buffers_bytes: int = BUFFERS_BYTES,
+        reuse: bool = False,
     ) -> Saved:
         """Save what was prepared. Raises as :func:`penstock.checkpoint.save`.
 
@@ -183,18 +118,22 @@ class Store:
             encoder: Makes frames of tensors.
             watcher: Told which bytes are not read any more.
             regions: What is in each file; that of the plans if None.
+            buffers_bytes: What may be on its way at once.
+            reuse: Whether to write over the spare's files if there is a spare; not with a base.
         """
         start = time.perf_counter()
         where = os.path.abspath(path)
-        with self.disk.open(_parent(where)) as parent, self._opened_base(base) as old:
+        with self.disk.open(parent_of(where)) as parent, self._opened_base(base) as old:
             name = os.path.basename(where)
-            _check_replaceable(where)
-            with self._claim(parent, name) as hidden:
+            check_replaceable(where)
+            needed = {each.name: each.nbytes for each in prepared.plans}
+            spare = needed.keys() if reuse and base is None else None
+            with claim(self.disk, parent, name, spare=spare) as hidden:
                 if old is None:
-                    _check_space(parent, prepared.nbytes)
+                    check_space(parent, prepared.nbytes - held_bytes(hidden, needed))
                 if regions is None:
                     regions = [plan.regions(prepared.leaves) for plan in prepared.plans]
-                nbytes, written = self._write_all(
+                writer = self._write_all(
                     hidden,
                     prepared,
                     regions,
@@ -202,10 +141,17 @@ class Store:
                     base=old,
                     encoder=encoder,
                     watcher=watcher,
+                    buffers_bytes=buffers_bytes,
                 )
-                self._publish(parent, name)
+                publish(self.disk, parent, name)
         seconds = time.perf_counter() - start
-        return Saved(path=where, nbytes=nbytes, written_bytes=written, seconds=seconds)
+        return Saved(
+            path=where,
+            nbytes=sum(each.nbytes for each in writer.entries),
+            written_bytes=writer.written_bytes,
+            reused_bytes=writer.reused_bytes,
+            seconds=seconds,
+        )
 
     @contextmanager
     def _opened_base(self, base: str | os.PathLike[str] | None) -> Any:
@@ -215,35 +161,6 @@ class Store:
         with Opened(os.path.abspath(base), self.disk) as opened:
             usable = opened.manifest.block_bytes == self.block_bytes
             yield Base(opened.directory, opened.manifest) if usable else None
-
-    @contextmanager
-    def _claim(self, parent: Directory, name: str) -> Any:
-        """The hidden directory, empty and ours alone; removed if anything raises."""
-        hidden_name = _SAVING.format(name)
-        while True:
-            self.disk.make_directory(parent, hidden_name)
-            hidden = self.disk.open_in(parent, hidden_name)
-            try:
-                if not lock(hidden):
-                    raise ConfigError(
-                        f"another process, or another thread, is saving to {parent.join(name)!r} now:"
-                        " give each writer a name of its own"
-                    )
-                if is_still(parent, hidden_name, hidden):
-                    break
-            except BaseException:
-                hidden.close()
-                raise
-            hidden.close()  # its writer has just finished with it: begin anew
-        with hidden:
-            try:
-                self.disk.clear(hidden)
-                yield hidden
-            except BaseException:
-                if is_still(parent, hidden_name, hidden):
-                    with suppress(PenstockError):  # the next save removes what is left
-                        self.disk.remove(parent, hidden_name)
-                raise
 
     def _write_all(
         self,
@@ -255,13 +172,21 @@ class Store:
         base: Base | None,
         encoder: Encoder | None,
         watcher: Watcher | None,
-    ) -> tuple[int, int]:
-        """How long all files are, and how much of that went to the device."""
+        buffers_bytes: int,
+    ) -> FilesWriter:
+        """Who has written all files, and the manifest."""
         entries = list(prepared.entries)
         engine = None if self.make_engine is None else self.make_engine()
         try:
-            with Buffers(self.block_bytes, engine) as buffers:
-                writer = FilesWriter(self.disk, hidden, buffers, base=base, watcher=watcher)
+            with Buffers(self.block_bytes, engine, memory_bytes=buffers_bytes) as buffers:
+                writer = FilesWriter(
+                    self.disk,
+                    hidden,
+                    buffers,
+                    base=base,
+                    watcher=watcher,
+                    spare=hidden.names(),
+                )
                 try:
                     if encoder is None:
                         for plan in prepared.plans:
@@ -292,38 +217,21 @@ class Store:
             if engine is not None:
                 engine.close()
         self.disk.sync(hidden)
-        return sum(each.nbytes for each in writer.entries), writer.written_bytes
-
-    def _publish(self, parent: Directory, name: str) -> None:
-        hidden_name = _SAVING.format(name)
-        if not os.path.lexists(parent.join(name)):
-            self.disk.rename(parent, hidden_name, name)
-            self.disk.sync(parent)
-            return
-        if not self.disk.exchange(parent, hidden_name, name):
-            raise CheckpointError(
-                f"{parent.join(name)!r} exists, and this file system cannot swap two directories at"
-                " once: save under another name"
-            )
-        self.disk.sync(parent)
-        with suppress(PenstockError):  # the next save removes what is left of the old one
-            self.disk.remove(parent, hidden_name)
-
-    # -- for several writers of one checkpoint --------------------------------------------------------
+        return writer
 
     @contextmanager
     def claimed(self, path: str) -> Any:
         """The hidden directory of a path, empty and ours alone, until ``publish`` or an error."""
-        _check_replaceable(path)
+        check_replaceable(path)
         with (
-            self.disk.open(_parent(path)) as parent,
-            self._claim(parent, os.path.basename(path)) as hidden,
+            self.disk.open(parent_of(path)) as parent,
+            claim(self.disk, parent, os.path.basename(path)) as hidden,
         ):
             yield hidden
 
     def hidden_path(self, path: str) -> str:
         """Of the hidden directory of a path."""
-        return os.path.join(os.path.dirname(path), _SAVING.format(os.path.basename(path)))
+        return os.path.join(os.path.dirname(path), hidden_name_of(os.path.basename(path)))
 
     def publish(
         self,
@@ -340,12 +248,12 @@ class Store:
             facts={"saved_unix_s": int(time.time())},
             block_bytes=self.block_bytes,
         )
-        with self.disk.open(_parent(path)) as parent:
+        with self.disk.open(parent_of(path)) as parent:
             with self.disk.open(self.hidden_path(path)) as hidden:
                 self.disk.write(hidden, FILE_NAME, manifest)
                 self.disk.sync_file(hidden, FILE_NAME)
                 self.disk.sync(hidden)
-            self._publish(parent, os.path.basename(path))
+            publish(self.disk, parent, os.path.basename(path))
 
     # -- load ---------------------------------------------------------------------------------------
 
@@ -385,27 +293,7 @@ class Store:
         prepared = self.prepare(state)
         with Opened(where, self.disk) as opened:
             manifest = opened.manifest
-        found: list[Place] = []
-        known = {each.name: each for each in manifest.files}
-        for number, plan in enumerate(prepared.plans):
-            entry = known.get(plan.name)
-            if entry is None or entry.nbytes != plan.nbytes:
-                continue
-            same = _same_blocks(plan, prepared.leaves, entry.sums, manifest.block_bytes)
-            for index in plan.leaves:
-                each = prepared.entries[index]
-                if each.file == number and _within(each, same, manifest.block_bytes):
-                    leaf = prepared.leaves[index]
-                    found.append(
-                        Place(
-                            name=each.name,
-                            tensor=leaf.tensor,
-                            path=os.path.join(where, plan.name),
-                            offset_bytes=each.offset_bytes,
-                            nbytes=each.nbytes,
-                        )
-                    )
-        return found
+        return places(where, manifest, prepared)
 
     @contextmanager
     def _engine(self) -> Any:
@@ -430,83 +318,8 @@ def _half_set(error: DamagedError) -> DamagedError:
     )
 
 
-def remove_leftovers(disk: Disk, parent: Directory, names: Iterable[str]) -> None:
-    """Remove hidden directories whose writers are dead. Raises TransferError."""
-    for name in names:
-        hidden = disk.open_in(parent, name)
-        with hidden:
-            if lock(hidden) and is_still(parent, name, hidden):
-                disk.remove(parent, name)
-
-
-def is_hidden(name: str) -> bool:
-    """Whether a name is that of a directory in which something is being saved."""
-    return name.startswith(".") and name.endswith(".saving")
-
-
 def _manifest(**fields: Any) -> bytes:
     try:
         return Manifest(**fields).encode()
     except FormError as error:
         raise CheckpointError(f"this state cannot be saved: {error}") from error
-
-
-def _same_blocks(
-    plan: FilePlan, leaves: Sequence[Leaf], sums: Sequence[str], block_bytes: int
-) -> list[bool]:
-    regions = plan.regions(leaves)
-    starts = [start for start, _ in regions]
-    same = []
-    with Buffers(block_bytes) as buffers:
-        block = buffers.take()
-        assert block is not None
-        for offset, known in zip(blocks_of(plan.nbytes, block_bytes), sums, strict=True):
-            end = min(offset + block_bytes, plan.nbytes)
-            fill(regions, starts, offset, end, block.address)
-            same.append(digest(block.address, end - offset) == known)
-        buffers.give(block)
-    return same
-
-
-def _within(entry: TensorEntry, same: Sequence[bool], block_bytes: int) -> bool:
-    if not entry.nbytes:
-        return False
-    end = entry.offset_bytes + entry.nbytes
-    return all(same[entry.offset_bytes // block_bytes : -(-end // block_bytes)])
-
-
-def _parent(path: str) -> str:
-    parent = os.path.dirname(path)
-    if not os.path.isdir(parent):
-        raise CheckpointError(
-            f"{parent!r}, in which {path!r} is to be, is no directory: make it first"
-        )
-    if os.path.basename(path).startswith("."):
-        raise CheckpointError(f"{path!r}: the name of a checkpoint must not begin with a dot")
-    return parent
-
-
-def _check_replaceable(path: str) -> None:
-    """Nothing but a checkpoint is ever replaced."""
-    if os.path.lexists(path) and (
-        os.path.islink(path) or not os.path.isfile(os.path.join(path, FILE_NAME))
-    ):
-        raise CheckpointError(
-            f"{path!r} exists and is no checkpoint: it is not replaced; remove it, or name another"
-        )
-
-
-def _check_space(parent: Directory, nbytes: int) -> None:
-    free = free_space_bytes(parent.path)
-    needed = round_up(nbytes, 4096) + _SLACK_BYTES
-    if 0 <= free < needed:
-        raise NoSpaceError(
-            errno=errno.ENOSPC,
-            op="allocate",
-            path=parent.path,
-            offset_bytes=0,
-            nbytes=needed,
-            free_bytes=free,
-            advice=f"this checkpoint takes {format_bytes(needed)} and {format_bytes(free)} are free; what"
-            " is there is kept: free some space, keep fewer, or name another directory",
-        )

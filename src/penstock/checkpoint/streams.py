@@ -40,6 +40,11 @@ Regions = Sequence[tuple[int, Region]]
 """Where in a file something begins, and what; in this order, none over another."""
 
 
+def count_within(memory_bytes: int, block_bytes: int) -> int:
+    """How many blocks there are at once in so much memory."""
+    return min(_MOST_BUFFERS, max(_LEAST_BUFFERS, memory_bytes // block_bytes))
+
+
 class Buffers:
     """Blocks of memory for one save or load at a time; made at its first use, given back by ``close``.
 
@@ -48,15 +53,22 @@ class Buffers:
     one at a time, while those that there are move.
     """
 
-    def __init__(self, block_bytes: int, engine: Engine | None = None) -> None:
+    def __init__(
+        self,
+        block_bytes: int,
+        engine: Engine | None = None,
+        *,
+        memory_bytes: int = BUFFERS_BYTES,
+    ) -> None:
         """Reserve nothing yet.
 
         Args:
             block_bytes: How long a block is.
             engine: Moves them; the one that all share if None.
+            memory_bytes: What all blocks take; three at least.
         """
         self.block_bytes = block_bytes
-        self.count = min(_MOST_BUFFERS, max(_LEAST_BUFFERS, BUFFERS_BYTES // block_bytes))
+        self.count = count_within(memory_bytes, block_bytes)
         self.engine = _shared_engine() if engine is None else engine
         self._arena = Arena(self.count * block_bytes, owner="checkpoint")
         self._free: list[Block] = []

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, Final, Protocol, TypeGuard
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -20,8 +20,8 @@ from penstock.checkpoint.fresh import Fresh
 from penstock.checkpoint.leaves import is_plain
 from penstock.checkpoint.manifest import Manifest, TensorEntry
 from penstock.checkpoint.moves import Region
+from penstock.checkpoint.parts import LIKE_LISTS, Stateful, is_stateful
 from penstock.checkpoint.values import (
-    MAX_DEPTH,
     FormError,
     Json,
     Path,
@@ -39,56 +39,6 @@ from penstock.optim import OnFlash
 _MOST_SHOWN: Final = 5
 _IN_MEMORY_BYTES: Final = 64 * MIB
 """States on their way to flash are in memory up to this."""
-_LIKE_LISTS: Final = (list, tuple)
-
-
-class Stateful(Protocol):
-    """Modules, optimizers, schedulers, scalers, samplers and what else has these two."""
-
-    def state_dict(self) -> Any:
-        """What is to be saved."""
-
-    def load_state_dict(self, state_dict: Any) -> Any:
-        """Set it."""
-
-
-def is_stateful(value: object) -> TypeGuard[Stateful]:
-    """Whether it is an object with ``state_dict`` and ``load_state_dict``."""
-    kind = type(value)
-    return hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
-
-
-def plain_state(state: object, private: list[Any], depth: int = 0) -> Any:
-    """A state with objects replaced by their ``state_dict()``.
-
-    Args:
-        state: It.
-        private: Where those are added that were made for the occasion and have memory of their own.
-        depth: How deep this lies.
-    """
-    if is_stateful(state):
-        made = state.state_dict()
-        if isinstance(state, OnFlash):
-            private.append(made)
-        return made
-    if depth < MAX_DEPTH:
-        if type(state) is dict:
-            return {key: plain_state(each, private, depth + 1) for key, each in state.items()}
-        if type(state) in _LIKE_LISTS:
-            items: Any = state
-            return type(items)(plain_state(each, private, depth + 1) for each in items)
-    return state
-
-
-def frozen_in(state: object, depth: int = 0) -> list[torch.Tensor]:
-    """The parameters of modules in a state that need no gradient."""
-    if isinstance(state, torch.nn.Module):
-        return [each for each in state.parameters() if not each.requires_grad]
-    if depth < MAX_DEPTH and isinstance(state, Mapping):
-        return [found for each in state.values() for found in frozen_in(each, depth + 1)]
-    if depth < MAX_DEPTH and isinstance(state, list | tuple):
-        return [found for each in state for found in frozen_in(each, depth + 1)]
-    return []
 
 
 class Targets:
@@ -123,7 +73,7 @@ class Targets:
             return self._bind_tensor(target, document, path)
         if isinstance(target, MutableMapping):
             return self._bind_dict(target, document, path)
-        if type(target) in _LIKE_LISTS and _items(document, type(target)) is not None:
+        if type(target) in LIKE_LISTS and _items(document, type(target)) is not None:
             return self._bind_list(target, document, path)
         return self.value(document, path)
 

@@ -10,13 +10,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
 
-from penstock.checkpoint.blocks import Blocks
+from penstock.checkpoint.blocks import Blocks, agrees
 from penstock.checkpoint.disk import Directory, Disk
 from penstock.checkpoint.encoded import EncodedBody
 from penstock.checkpoint.manifest import FileEntry, Manifest, blocks_of
@@ -71,6 +71,7 @@ class FilesWriter:
     Attributes:
         entries: What was written, complete after ``finish``.
         written_bytes: What went to the device.
+        reused_bytes: What of it went to space that a retired checkpoint had.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class FilesWriter:
         *,
         base: Base | None = None,
         watcher: Watcher | None = None,
+        spare: Collection[str] = (),
     ) -> None:
         """Begin with no file.
 
@@ -90,9 +92,12 @@ class FilesWriter:
             buffers: Of the length of the blocks.
             base: An earlier checkpoint.
             watcher: Told which bytes are not read any more.
+            spare: Files that are there to be written over.
         """
         self.entries: list[FileEntry] = []
-        self.written_bytes = 0
+        self.written_bytes = self.reused_bytes = 0
+        self._spare = frozenset(spare)
+        self._reused = set[str]()
         self._disk = disk
         self._directory = directory
         self._out = Outbound(buffers)
@@ -108,12 +113,19 @@ class FilesWriter:
         Raises TransferError, or NoSpaceError.
         """
         if self._base is None and len(self._early) < _MOST_OPEN:
-            self._early[name] = self._disk.create(self._directory, name, nbytes)
+            self._early[name] = self._make(name, nbytes)
 
     def make(self, name: str, nbytes: int) -> DirectFile:
-        """A new file, or the one that was made early. Raises TransferError."""
+        """A new file, a spare one, or the one that was made early. Raises TransferError."""
         early = self._early.pop(name, None)
-        return self._disk.create(self._directory, name, nbytes) if early is None else early
+        return self._make(name, nbytes) if early is None else early
+
+    def _make(self, name: str, nbytes: int) -> DirectFile:
+        file = self._disk.reuse(self._directory, name, nbytes) if name in self._spare else None
+        if file is None:
+            return self._disk.create(self._directory, name, nbytes)
+        self._reused.add(name)
+        return file
 
     def add(self, name: str, nbytes: int, regions: Regions) -> FileEntry:
         """Write a file; it is on the device after ``finish`` only.
@@ -146,6 +158,8 @@ class FilesWriter:
 
     def _added(self, entry: FileEntry) -> FileEntry:
         self.entries.append(entry)
+        if entry.name in self._reused:
+            self.reused_bytes += entry.nbytes
         while len(self._open) > _MOST_OPEN:
             self._finish_oldest()
         return entry
@@ -316,33 +330,27 @@ class _Encoded:
         self._number = len(writer.entries)
 
     def write(self, base: FileEntry | None) -> FileEntry:
+        writer = self._writer
         entry = None
-        if base is not None and self._made(base) == base:
-            entry = base if self._writer.linked(self._name, base.nbytes) else None
-        entry = self._made(None) if entry is None else entry
-        assert entry is not None, "what is not compared does not differ"
-        self._writer._watcher.released(self._number, self._plain_bytes)
+        if base is not None and agrees(self._body, writer._out, writer._block_bytes, base):
+            entry = base if writer.linked(self._name, base.nbytes) else None
+        entry = self._made() if entry is None else entry
+        writer._watcher.released(self._number, self._plain_bytes)
         return entry
 
-    def _made(self, base: FileEntry | None) -> FileEntry | None:
-        """Write it; or compare it with a base's, and give up where it differs: None."""
-        writer, opened = self._writer, None
-        if base is None:
-            opened = _Open(writer.make(self._name, self._body.most_bytes), 0, [])
-            writer._open.append(opened)
-        file = None if opened is None else opened.file
-        blocks = Blocks(writer._out, writer._block_bytes, self._body.header_bytes, file, base)
+    def _made(self) -> FileEntry:
+        writer = self._writer
+        opened = _Open(writer.make(self._name, self._body.most_bytes), 0, [])
+        writer._open.append(opened)
+        size, header_bytes = writer._block_bytes, self._body.header_bytes
+        blocks = Blocks(writer._out, size, header_bytes, opened.file, None)
         try:
             for span in self._body.spans():
                 blocks.put(span.address, span.nbytes)
-                if blocks.differs:
-                    return None
-                if opened is not None:
-                    writer._watcher.released(self._number, span.read_end)
+                writer._watcher.released(self._number, span.read_end)
             sums = blocks.end(self._body.header())
         finally:
             blocks.give_back()
-        if opened is not None:
-            opened.nbytes, opened.transfers = blocks.nbytes, blocks.transfers
-            writer.written_bytes += blocks.nbytes
+        opened.nbytes, opened.transfers = blocks.nbytes, blocks.transfers
+        writer.written_bytes += blocks.nbytes
         return FileEntry(name=self._name, nbytes=blocks.nbytes, sums=sums)

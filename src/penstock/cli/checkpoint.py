@@ -13,7 +13,7 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from penstock.checkpoint.directory import listing
+from penstock.checkpoint.listing import listing, spare_bytes
 from penstock.checkpoint.reading import Opened
 from penstock.checkpoint.store import Store
 from penstock.cli.command import add_common, formatter
@@ -62,17 +62,18 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    found = listing(options.path)
+    found, spare = listing(options.path), spare_bytes(options.path)
     if options.json:
-        write_json(
-            {"schema": 1, "checkpoints": [{**asdict(each), "ok": each.ok} for each in found]},
-            sys.stdout,
-        )
+        checkpoints = [{**asdict(each), "ok": each.ok} for each in found]
+        told = {"schema": 1, "checkpoints": checkpoints, "spare_bytes": spare}
+        write_json(told, sys.stdout)
     else:
         rows = [
             (str(each.step), format_bytes(each.nbytes), _when(each.facts), each.damage or "whole")
             for each in found
         ]
+        if spare:
+            rows.append(("", format_bytes(spare), "", "spare: the next save writes over it"))
         show(_table(("step", "size", "saved", "state"), rows), sys.stdout)
     return 0 if all(each.ok for each in found) else 1
 

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import torch
 
 from penstock.checkpoint import unchanged
+from penstock.checkpoint.frames import Decoding
+from penstock.checkpoint.manifest import TensorEntry
 from penstock.checkpoint.moves import Region
 from penstock.checkpoint.reading import Opened
 from penstock.io.pages import Pages
@@ -41,9 +43,11 @@ class Recall:
             TransferError: It cannot be read.
         """
         self._places: dict[Held, tuple[int, int]] = {}
+        self._encoded: dict[Held, tuple[TensorEntry, int]] = {}
         self._opened = Opened(os.path.abspath(path))
         try:
             numbers = {each.name: i for i, each in enumerate(self._opened.manifest.files)}
+            entries = {each.name: each for each in self._opened.manifest.tensors}
             owners = {each.storage._cdata: each for each in held if each.pages is not None}
             for place in unchanged(path, state):
                 each = owners.get(place.tensor.untyped_storage()._cdata)
@@ -54,7 +58,11 @@ class Recall:
                 ):
                     begin = each.pages.address - place.tensor.data_ptr()
                     number = numbers[os.path.basename(place.path)]
-                    self._places[each] = number, place.offset_bytes + begin
+                    if place.codec:
+                        self._places[each] = number, place.offset_bytes
+                        self._encoded[each] = entries[place.name], begin
+                    else:
+                        self._places[each] = number, place.offset_bytes + begin
             for number in {number for number, _ in self._places.values()}:
                 self._opened.file(number)
         except BaseException:
@@ -67,7 +75,7 @@ class Recall:
         return frozenset(self._places)
 
     def place_of(self, held: Held) -> tuple[int, int]:
-        """The number of its file, and where in it its pages begin."""
+        """The number of its file, and where in it its pages begin, or the frames that they are in."""
         return self._places[held]
 
     def bring_back(self, held: Held) -> None:
@@ -79,7 +87,11 @@ class Recall:
         """
         assert held.pages is not None
         number, offset = self._places[held]
-        self._opened.read({number: [(offset, _Range(held.pages))]})
+        region: Region = _Range(held.pages, held.pages.nbytes)
+        if held in self._encoded:
+            entry, begin = self._encoded[held]
+            region = Decoding(entry, _Range(held.pages, entry.nbytes, begin))
+        self._opened.read({number: [(offset, region)]})
 
     def close(self) -> None:
         """Close the files. Idempotent."""
@@ -87,17 +99,29 @@ class Recall:
 
 
 class _Range(Region):
-    """Pages as a part of a file."""
+    """A tensor's bytes, of which only those in some pages are set."""
 
-    def __init__(self, pages: Pages) -> None:
-        self.nbytes = pages.nbytes
-        self._address = pages.address
+    def __init__(self, pages: Pages, nbytes: int, begin: int = 0) -> None:
+        """Touch nothing.
+
+        Args:
+            pages: What is set.
+            nbytes: Of the tensor.
+            begin: Where in the tensor the pages begin.
+        """
+        self.nbytes = nbytes
+        self._pages = pages
+        self._begin = begin
 
     def copy_out(self, start: int, stop: int, address: int) -> None:
-        ctypes.memmove(address, self._address + start, stop - start)
+        raise AssertionError("what is brought back is not read from")
 
     def copy_in(self, start: int, stop: int, address: int) -> None:
-        ctypes.memmove(self._address + start, address, stop - start)
+        low = max(start, self._begin)
+        high = min(stop, self._begin + self._pages.nbytes)
+        if low < high:
+            target = self._pages.address + low - self._begin
+            ctypes.memmove(target, address + low - start, high - low)
 
 
 def _covers(tensor: torch.Tensor, pages: Pages) -> bool:

@@ -1,0 +1,152 @@
+"""The hidden directory in which a checkpoint is made, and how it gets its name.
+
+[Note: a save]
+    Everything is written into a hidden directory beside the final one, ``.NAME.saving``, which its writer
+    holds locked. Each data file, then the manifest, then the directory are waited for until they are on
+    the device. Then one rename gives it its name, or swaps it with what has that name; and the parent
+    directory is waited for. Whenever the writer is killed, there is under that name what was there
+    before, or all of the new one. The next save to that name, or a ``Checkpointer``, removes what a
+    dead writer left: one that is alive holds the lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Collection, Iterable
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+
+from penstock.checkpoint.disk import Directory, Disk, is_still, lock
+from penstock.checkpoint.manifest import FILE_NAME
+from penstock.checkpoint.spare import sort_out, take
+from penstock.core.errors import (
+    CheckpointError,
+    ConfigError,
+    NoSpaceError,
+    PenstockError,
+    free_space_bytes,
+)
+from penstock.core.units import MIB, format_bytes, round_up
+
+_SAVING: Final = ".{}.saving"
+_SLACK_BYTES: Final = MIB
+"""For the manifest's file and the file system's own."""
+
+
+def hidden_name_of(name: str) -> str:
+    """What a checkpoint is called while it is made."""
+    return _SAVING.format(name)
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a name is that of a directory in which something is being saved."""
+    return name.startswith(".") and name.endswith(".saving")
+
+
+@contextmanager
+def claim(disk: Disk, parent: Directory, name: str, *, spare: Collection[str] | None = None) -> Any:
+    """The hidden directory, ours alone; removed if anything raises.
+
+    Args:
+        disk: The operating system's.
+        parent: Where.
+        name: Of the checkpoint.
+        spare: What it may have of the spare's files, by name ([Note: spare files]); None: it is empty.
+    """
+    hidden_name = hidden_name_of(name)
+    is_spare = False
+    while True:
+        is_spare = spare is not None and take(disk, parent, hidden_name)
+        if not is_spare:
+            disk.make_directory(parent, hidden_name)
+        hidden = disk.open_in(parent, hidden_name)
+        try:
+            if not lock(hidden):
+                raise ConfigError(
+                    f"another process, or another thread, is saving to {parent.join(name)!r} now:"
+                    " give each writer a name of its own"
+                )
+            if is_still(parent, hidden_name, hidden):
+                break
+        except BaseException:
+            hidden.close()
+            raise
+        hidden.close()  # its writer has just finished with it: begin anew
+    with hidden:
+        try:
+            if is_spare and spare is not None:
+                sort_out(disk, parent, hidden, spare)
+            else:
+                disk.clear(hidden)
+            yield hidden
+        except BaseException:
+            if is_still(parent, hidden_name, hidden):
+                with suppress(PenstockError):  # the next save removes what is left
+                    disk.remove(parent, hidden_name)
+            raise
+
+
+def publish(disk: Disk, parent: Directory, name: str) -> None:
+    """Give what was made its name; what has it is removed. Raises CheckpointError, TransferError."""
+    hidden_name = hidden_name_of(name)
+    if not os.path.lexists(parent.join(name)):
+        disk.rename(parent, hidden_name, name)
+        disk.sync(parent)
+        return
+    if not disk.exchange(parent, hidden_name, name):
+        raise CheckpointError(
+            f"{parent.join(name)!r} exists, and this file system cannot swap two directories at"
+            " once: save under another name"
+        )
+    disk.sync(parent)
+    with suppress(PenstockError):  # the next save removes what is left of the old one
+        disk.remove(parent, hidden_name)
+
+
+def remove_leftovers(disk: Disk, parent: Directory, names: Iterable[str]) -> None:
+    """Remove hidden directories whose writers are dead. Raises TransferError."""
+    for name in names:
+        hidden = disk.open_in(parent, name)
+        with hidden:
+            if lock(hidden) and is_still(parent, name, hidden):
+                disk.remove(parent, name)
+
+
+def parent_of(path: str) -> str:
+    """The directory in which a checkpoint is to be. Raises CheckpointError."""
+    parent = os.path.dirname(path)
+    if not os.path.isdir(parent):
+        raise CheckpointError(
+            f"{parent!r}, in which {path!r} is to be, is no directory: make it first"
+        )
+    if os.path.basename(path).startswith("."):
+        raise CheckpointError(f"{path!r}: the name of a checkpoint must not begin with a dot")
+    return parent
+
+
+def check_replaceable(path: str) -> None:
+    """Nothing but a checkpoint is ever replaced. Raises CheckpointError."""
+    if os.path.lexists(path) and (
+        os.path.islink(path) or not os.path.isfile(os.path.join(path, FILE_NAME))
+    ):
+        raise CheckpointError(
+            f"{path!r} exists and is no checkpoint: it is not replaced; remove it, or name another"
+        )
+
+
+def check_space(parent: Directory, nbytes: int) -> None:
+    """Raises NoSpaceError if so many bytes do not fit where a directory lies."""
+    free = free_space_bytes(parent.path)
+    needed = round_up(nbytes, 4096) + _SLACK_BYTES
+    if 0 <= free < needed:
+        raise NoSpaceError(
+            errno=errno.ENOSPC,
+            op="allocate",
+            path=parent.path,
+            offset_bytes=0,
+            nbytes=needed,
+            free_bytes=free,
+            advice=f"this checkpoint takes {format_bytes(needed)} and {format_bytes(free)} are free; what"
+            " is there is kept: free some space, keep fewer, or name another directory",
+        )

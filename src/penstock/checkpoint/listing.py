@@ -1,0 +1,89 @@
+"""The checkpoints of a directory, told without reading their data."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from penstock.checkpoint.disk import Disk
+from penstock.checkpoint.manifest import Manifest
+from penstock.checkpoint.reading import Opened
+from penstock.checkpoint.spare import SPARE, held_bytes, is_there
+from penstock.checkpoint.values import Json
+from penstock.core.errors import CheckpointError, PenstockError
+
+_NAME: Final = "step-{:012}"
+_PATTERN: Final = re.compile(r"step-(\d{12,18})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Info:
+    """A checkpoint of a directory, as far as can be told without reading its data.
+
+    Attributes:
+        step: Of which step.
+        path: Where.
+        nbytes: Of its data; 0 if it is damaged.
+        facts: What its manifest says of it.
+        damage: What is wrong, in words; empty: its manifest is whole and its files are there.
+    """
+
+    step: int
+    path: str
+    nbytes: int = 0
+    facts: Mapping[str, Json] = field(default_factory=dict)
+    damage: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it may load; ``verify`` reads it and knows."""
+        return not self.damage
+
+
+def name_of_step(step: int) -> str:
+    """What the checkpoint of a step is called."""
+    return _NAME.format(step)
+
+
+def listing(directory: str | os.PathLike[str]) -> list[Info]:
+    """The checkpoints of a directory, the latest step first, without reading their data.
+
+    Raises CheckpointError if there is no such directory, or TransferError.
+    """
+    return [info_of(step, path) for step, path in steps_in(directory)]
+
+
+def steps_in(directory: str | os.PathLike[str]) -> list[tuple[int, str]]:
+    """What is called a checkpoint in a directory: steps, the latest first, and paths."""
+    root = os.path.abspath(directory)
+    if not os.path.isdir(root):
+        raise CheckpointError(f"{root!r} is no directory")
+    with Disk().open(root) as opened:
+        names = opened.names()
+    found = [(int(match[1]), name) for name in names if (match := _PATTERN.fullmatch(name))]
+    return [(step, os.path.join(root, name)) for step, name in sorted(found, reverse=True)]
+
+
+def spare_bytes(directory: str | os.PathLike[str]) -> int:
+    """What a directory holds beside its checkpoints: files that the next save writes over.
+
+    Raises TransferError.
+    """
+    with Disk().open(os.path.abspath(directory)) as root:
+        if not is_there(root):
+            return 0
+        with Disk().open_in(root, SPARE) as spare:
+            return held_bytes(spare)
+
+
+def info_of(step: int, path: str) -> Info:
+    """What can be told of one."""
+    try:
+        with Opened(path) as opened:
+            manifest: Manifest = opened.manifest
+            return Info(step=step, path=path, nbytes=manifest.nbytes, facts=manifest.facts)
+    except PenstockError as error:
+        return Info(step=step, path=path, damage=str(error))

@@ -1,0 +1,130 @@
+"""What of a state a checkpoint has, byte for byte: told by its checksums, without reading its files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock.checkpoint.blocks import agrees
+from penstock.checkpoint.encoded import EncodedBody
+from penstock.checkpoint.frames import Encoder
+from penstock.checkpoint.leaves import Leaf
+from penstock.checkpoint.manifest import FileEntry, Manifest, TensorEntry, blocks_of
+from penstock.checkpoint.packing import FilePlan
+from penstock.checkpoint.prepared import Prepared
+from penstock.checkpoint.streams import Buffers, Outbound, digest, fill
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Place:
+    """A tensor whose bytes a checkpoint has.
+
+    Attributes:
+        name: Its name there.
+        tensor: It.
+        path: The data file.
+        offset_bytes: Where in the file it begins.
+        nbytes: How long it is.
+        codec: What it is encoded with there; empty: it lies there as it is.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    path: str
+    offset_bytes: int
+    nbytes: int
+    codec: str = ""
+
+
+def places(where: str, manifest: Manifest, prepared: Prepared) -> list[Place]:
+    """The tensors of a state that a checkpoint has.
+
+    Those that lie in blocks which are what it has; of a file with encoded tensors all, or none: where
+    one begins depends on all before it.
+
+    Args:
+        where: The checkpoint.
+        manifest: What it says of itself.
+        prepared: The state.
+    """
+    found: list[Place] = []
+    known = {each.name: number for number, each in enumerate(manifest.files)}
+    for number, plan in enumerate(prepared.plans):
+        if plan.name not in known:
+            continue
+        its = known[plan.name]
+        codecs = {each.codec for each in manifest.tensors if each.file == its and each.codec}
+        if not codecs:
+            entries = _plain(plan, number, prepared, manifest, manifest.files[its])
+        elif len(codecs) == 1:
+            entries = _encoded(plan, prepared, manifest, manifest.files[its], codecs.pop())
+        else:
+            continue
+        found += [
+            Place(
+                name=each.name,
+                tensor=prepared.leaves[index].tensor,
+                path=os.path.join(where, plan.name),
+                offset_bytes=each.offset_bytes,
+                nbytes=each.nbytes,
+                codec=each.codec,
+            )
+            for index, each in entries.items()
+        ]
+    return found
+
+
+def _plain(
+    plan: FilePlan, number: int, prepared: Prepared, manifest: Manifest, entry: FileEntry
+) -> dict[int, TensorEntry]:
+    if entry.nbytes != plan.nbytes:
+        return {}
+    size = manifest.block_bytes
+    same = _same_blocks(plan, prepared.leaves, entry.sums, size)
+    members = {index: prepared.entries[index] for index in plan.leaves}
+    return {
+        index: each
+        for index, each in members.items()
+        if each.file == number and _within(each, same, size)
+    }
+
+
+def _encoded(
+    plan: FilePlan, prepared: Prepared, manifest: Manifest, entry: FileEntry, codec: str
+) -> dict[int, TensorEntry]:
+    """Encoded once more, they are the same bytes or they are not the same tensors."""
+    regions = plan.regions(prepared.leaves)
+    body = EncodedBody(plan, prepared.leaves, regions, Encoder(codec))
+    with Buffers(manifest.block_bytes) as buffers:
+        if not agrees(body, Outbound(buffers), manifest.block_bytes, entry):
+            return {}
+    entries = list(prepared.entries)
+    body.enter(entries)
+    return {index: entries[index] for index in plan.leaves if entries[index].nbytes}
+
+
+def _same_blocks(
+    plan: FilePlan, leaves: Sequence[Leaf], sums: Sequence[str], block_bytes: int
+) -> list[bool]:
+    regions = plan.regions(leaves)
+    starts = [start for start, _ in regions]
+    same = []
+    with Buffers(block_bytes) as buffers:
+        block = buffers.take()
+        assert block is not None
+        for offset, known in zip(blocks_of(plan.nbytes, block_bytes), sums, strict=True):
+            end = min(offset + block_bytes, plan.nbytes)
+            fill(regions, starts, offset, end, block.address)
+            same.append(digest(block.address, end - offset) == known)
+        buffers.give(block)
+    return same
+
+
+def _within(entry: TensorEntry, same: Sequence[bool], block_bytes: int) -> bool:
+    if not entry.nbytes:
+        return False
+    end = entry.offset_bytes + entry.nbytes
+    return all(same[entry.offset_bytes // block_bytes : -(-end // block_bytes)])
