@@ -276,6 +276,7 @@ def test_reads_that_run_ahead_leave_room_for_what_backward_saves():
     assert plain.window_bytes == 40 * MB
     assert actions(plan)["l10"] == actions(plan)["l11"] == "keep"
     assert plan.window_bytes == 15 * MB  # beside these two and l5, which is in use then
+    assert plan.widest_bytes == 15 * MB  # nor does it become wider where reads come late
 
 
 def test_flash_that_is_too_slow_is_noted():

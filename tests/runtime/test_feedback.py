@@ -107,6 +107,13 @@ def test_the_window_does_not_grow_over_the_budget():
     assert improve(plan, finished({"f": 20 * MS}, window_full=True)) is None
 
 
+def test_the_window_leaves_room_for_what_is_made_again_in_backward():
+    plan = replace(plan_of({"f": None}), widest_bytes=2 * MIB + 4096)
+    found = improve(plan, finished({"f": 20 * MS}, window_full=True))
+    assert found.window_grown_bytes == 4096
+    assert improve(found.plan, finished({"f": 20 * MS}, window_full=True)) is None
+
+
 def test_slots_that_were_not_planned_to_move_are_no_reason():
     """Evicted because memory was full: no trigger is theirs."""
     assert improve(plan_of({}), finished({"f": 50 * MS}, window_full=True)) is None

@@ -15,7 +15,7 @@ from penstock.plan.plan import Action, Decision, Plan
 from penstock.plan.profile import CodecSample, Profile
 from penstock.plan.residency import OFFLOADED, Mask, Segment
 from penstock.plan.slots import SlotKey
-from penstock.plan.window import window_bytes
+from penstock.plan.window import windows
 
 
 def assemble(
@@ -85,20 +85,22 @@ def _plan(
     case: Case, choice: Choice, samples: Mapping[int, CodecSample], reasons: Sequence[str]
 ) -> Plan:
     segments = case.segments(choice)
+    window_bytes, widest_bytes = windows(
+        case.profile,
+        case.mask(choice),
+        case.machine,
+        case.budgets.device_bytes,
+        case.residency(choice),
+        codecs=_by_slot(case, samples),
+        segments=segments,
+    )
     return Plan(
         policy="",
         budgets=case.budgets,
         decisions=_decisions(case, choice, samples, reasons),
         need_order=_need_order(case, segments),
-        window_bytes=window_bytes(
-            case.profile,
-            case.mask(choice),
-            case.machine,
-            case.budgets.device_bytes,
-            case.residency(choice),
-            codecs=_by_slot(case, samples),
-            segments=segments,
-        ),
+        window_bytes=window_bytes,
+        widest_bytes=widest_bytes,
         recomputed=choice.recomputed,
         workspace_limits=choice.lean,
     )

@@ -24,7 +24,7 @@ SLACK: Final = 4
 bandwidth varies, and compute and reads share a machine. Further only makes more resident."""
 
 
-def window_bytes(
+def windows(
     profile: Profile,
     mask: Mask,
     machine: Machine,
@@ -33,11 +33,12 @@ def window_bytes(
     *,
     codecs: SlotCodecs = AS_THEY_ARE,
     segments: Sequence[Segment] = (),
-) -> int:
-    """The window of a plan: at least what one node uses, else as far as is useful.
+) -> tuple[int, int]:
+    """The window of a plan: at least what one node uses, else as far as is useful; and the widest.
 
     The budget holds at every moment without it, because reads take only what is free then. At the
-    beginning of backward that is what is not kept; it grows as the kept tail is used up.
+    beginning of backward that is what is not kept; it grows as the kept tail is used up. Beyond the
+    widest, what is saved or made again in backward would find no room but that of what was read.
     """
     sizes = returning(profile, mask)
     useful = SLACK * least_window(sizes, need.working_bytes)
@@ -47,7 +48,8 @@ def window_bytes(
         enough = -(-most // SLACK)
         ahead = read_ahead_bytes(profile, mask, machine, codecs, enough_bytes=enough)
         useful = max(useful, SLACK * ahead)
-    return min(sum(sizes), max(need.working_bytes, min(useful, most)))
+    widest = min(sum(sizes), max(need.working_bytes, most))
+    return min(widest, max(need.working_bytes, useful)), widest
 
 
 def returning(profile: Profile, mask: Mask) -> list[int]:

@@ -2,8 +2,8 @@
 
 A slot that backward had to wait for begins to be read as much earlier as it was late, and a quarter more.
 Reads are issued in the order of need, so what is read before it must not begin later either. Where
-nothing but the window held reads up, the window grows. Reads ahead still take only free memory: the
-budget is not touched.
+nothing but the window held reads up, the window grows, as long as it leaves room for what is saved or
+made again meanwhile. Reads ahead still take only free memory: the budget is not touched.
 """
 
 from __future__ import annotations
@@ -136,8 +136,9 @@ def _earlier(
 
 
 def _window_bytes(plan: Plan, finished: Pass, late: Sequence[int]) -> int:
-    """The window, grown by what came late while it was full, within the budget."""
+    """The window, grown by what came late while it was full, as far as it may."""
     if not finished.window_full or not late:
         return plan.window_bytes
     wanted = plan.window_bytes + sum(plan.need_order[rank].nbytes for rank in late)
-    return max(plan.window_bytes, min(wanted, plan.budgets.device_bytes))
+    widest = plan.budgets.device_bytes if plan.widest_bytes is None else plan.widest_bytes
+    return max(plan.window_bytes, min(wanted, widest))
