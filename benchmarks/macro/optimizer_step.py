@@ -62,8 +62,7 @@ def main():
     figures = {"step": {}, "seen": {}}
     try:
         for size in args.parameters:
-            turns = 1 if size >= LARGE else args.rounds
-            rounds = [step_round(args, parts, size, turn) for turn in range(turns)]
+            rounds = [step_round(args, parts, size, turn) for turn in range(args.rounds)]
             figures["step"][f"{size:.0f}"] = step_figures(rounds)
             show_step(size, figures["step"][f"{size:.0f}"])
         for size in args.seen:
@@ -98,7 +97,6 @@ def record(args, figures):
         return
     config = {
         "rounds": args.rounds,
-        "rounds_of_large": 1,
         "steps": args.steps,
         "steps_of_large": LARGE_STEPS,
         "seen_sequences": list(SEEN_BATCH),
