@@ -97,7 +97,7 @@ class Plan:
     """The convolutions that are not computed the fastest way (vDNN, sections 3.4 and 4.3). Advice, which
     replays follow: the runtime leaves the choice of algorithms to PyTorch."""
     widest_bytes: int | None = None
-    """How far the window may grow where reads come late; None: to the device's budget. Further, reads
+    """How far the window may grow where reads come late, if not to the device's budget. Further, reads
     ahead would take the room of what is saved or made again in backward, and be dropped for that."""
     joined: bool = False
     """Whether a layer of forward is over only when what is written under it is, as vDNN has it (section
