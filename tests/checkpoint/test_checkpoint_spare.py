@@ -244,8 +244,8 @@ def test_a_file_that_is_open_elsewhere_is_not_alone(disk_path):
 
 
 def test_what_a_save_in_the_background_takes_is_one_figure():
-    room = Room.within(64 * MIB, 4 * MIB)
-    assert (room.buffers_bytes, room.copies_bytes) == (48 * MIB, 10 * MIB)
-    assert Room.within(18 * MIB, 4 * MIB).copies_bytes == 0
-    with pytest.raises(ConfigError, match=r"takes 18\.00 MiB at least"):
-        Room.within(17 * MIB, 4 * MIB)
+    room = Room.within(64 * MIB, 2 * MIB)
+    assert (room.buffers_bytes, room.copies_bytes) == (16 * MIB, 42 * MIB)
+    assert Room.within(12 * MIB, 2 * MIB) == Room(buffers_bytes=6 * MIB, copies_bytes=0)
+    with pytest.raises(ConfigError, match=r"takes 12\.00 MiB at least"):
+        Room.within(11 * MIB, 2 * MIB)

@@ -91,8 +91,8 @@ class Checkpointer:
             incremental: Files in which nothing has changed since the last checkpoint are shared with it.
                 One that is damaged later is then damaged in both.
             codec: As for :func:`penstock.checkpoint.save`.
-            memory: The most that a save in the background takes in all, bytes or ``"64MiB"``: three
-                quarters buffers on their way, the rest copies of what changes before it was written. What
+            memory: The most that a save in the background takes in all, bytes or ``"64MiB"``: some for
+                buffers on their way, the rest for copies of what changes before it was written. What
                 does not fit is waited for.
             reuse: Whether a save writes over the files of a checkpoint that does not stay, which is kept
                 aside for that; its space is not free meanwhile. See [Note: spare files]. Not where it is

@@ -32,8 +32,8 @@ LEAST_PART: Final = 32
 """A frame has at least this part of the bytes that it stands for."""
 FILE_NAME: Final = "manifest.json"
 MAX_BYTES: Final = 64 * MIB
-"""Of a manifest; some 300 000 tensors, or 6 TB of data."""
-BLOCK_BYTES: Final = 4 * MIB
+"""Of a manifest; some 300 000 tensors, or 3 TB of data."""
+BLOCK_BYTES: Final = 2 * MIB
 """What has a checksum of its own."""
 
 _MIN_BLOCK_BYTES: Final = 4 * KIB

@@ -16,16 +16,24 @@ from typing import Final
 import torch
 
 from penstock.checkpoint.leaves import is_plain
-from penstock.core.units import MIB
+from penstock.core.units import KIB, MIB
 
 _STEP_BYTES: Final = 4 * MIB
 """What is copied at once of a tensor that is not contiguous."""
+_CACHED_BYTES: Final = 512 * KIB
+"""What of host memory is copied before its checksum is taken: it is in the core's own cache then."""
 
 
 class Region(ABC):
-    """Some bytes that have a place in a file."""
+    """Some bytes that have a place in a file.
+
+    Attributes:
+        nbytes: How many.
+        step_bytes: How many are best copied at once.
+    """
 
     nbytes: int
+    step_bytes: int = _STEP_BYTES
 
     @abstractmethod
     def copy_out(self, start: int, stop: int, address: int) -> None:
@@ -54,6 +62,8 @@ class Fixed(Region):
 
 class Plain(Region):
     """A tensor whose elements lie one after another in host memory."""
+
+    step_bytes = _CACHED_BYTES
 
     def __init__(self, tensor: torch.Tensor) -> None:
         """Look at it; it is kept alive."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from penstock.checkpoint.streams import count_within
+from penstock.checkpoint.streams import BUFFERS_BYTES, count_within
 from penstock.core.errors import ConfigError
 from penstock.core.units import MIB, format_bytes
 
@@ -27,9 +27,9 @@ class Room:
 
     @classmethod
     def within(cls, memory_bytes: int, block_bytes: int) -> Room:
-        """Divide what there is: three quarters for buffers, at least three blocks.
+        """Divide what there is: buffers as for any save, three quarters at most, at least three blocks.
 
-        What buffers hold is read as well as what is copied, and they keep the device busy besides.
+        More buffers would keep the device no busier, and copies spare the optimizer a wait.
 
         Args:
             memory_bytes: All that may be taken.
@@ -38,12 +38,12 @@ class Room:
         Raises:
             ConfigError: It is too little.
         """
-        buffers = count_within(memory_bytes * 3 // 4, block_bytes) * block_bytes
-        copies = memory_bytes - _OWN_BYTES - buffers
-        if copies < 0:
+        rest = memory_bytes - _OWN_BYTES
+        buffers = count_within(min(BUFFERS_BYTES, rest * 3 // 4), block_bytes) * block_bytes
+        if rest < buffers:
             least = _OWN_BYTES + buffers
             raise ConfigError(
                 f"memory={format_bytes(memory_bytes)} does not do for a save: it takes"
                 f" {format_bytes(least)} at least"
             )
-        return cls(buffers_bytes=buffers, copies_bytes=copies)
+        return cls(buffers_bytes=buffers, copies_bytes=rest - buffers)

@@ -3,6 +3,12 @@
 One thread fills a buffer, takes its checksum and hands it to the engine, and fills the next; or takes the
 checksum of one that has come and empties it. Both take a fraction of the time that the device needs for
 the same bytes, so the device never waits, and no more than the buffers is ever held.
+
+[Note: few buffers]
+    What is copied to a buffer is read again at once, by the checksum and by the device. All buffers
+    together are therefore to fit in the caches: 16 MiB of them are written 1.2 times as fast as 48, where
+    the device is as fast as memory is. And the engine has fewer than there are, or none would be full
+    when it has done one.
 """
 
 from __future__ import annotations
@@ -27,9 +33,9 @@ from penstock.io.arena import Arena, Block
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
 from penstock.io.files import DirectFile, read_end
 
-BUFFERS_BYTES: Final = 48 * MIB
-"""What is on its way at once."""
-_DEPTH: Final = 8
+BUFFERS_BYTES: Final = 16 * MIB
+"""What is on its way at once. See [Note: few buffers]."""
+_DEPTH: Final = 6
 """Blocks that the engine has at once; the others are being filled or emptied."""
 _DEVICE_BYTES_PER_S: Final = 2e9
 """Memory that is made at less than this holds up a device."""
@@ -164,7 +170,11 @@ def _shared_engine() -> Engine:
 
 def digest(address: int, nbytes: int) -> str:
     """XXH3 (128 bits) of live memory, without the interpreter's lock; some 30 GB/s."""
-    return xxhash.xxh3_128_hexdigest((ctypes.c_char * nbytes).from_address(address))
+    return xxhash.xxh3_128_hexdigest(_memory(address, nbytes))
+
+
+def _memory(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
+    return (ctypes.c_char * nbytes).from_address(address)
 
 
 class Outbound:
@@ -211,8 +221,8 @@ class Outbound:
         self._buffers.give(block)
 
 
-def fill(regions: Regions, starts: Sequence[int], begin: int, end: int, address: int) -> None:
-    """Put the bytes ``[begin, end)`` of a file together.
+def fill(regions: Regions, starts: Sequence[int], begin: int, end: int, address: int) -> str:
+    """Put the bytes ``[begin, end)`` of a file together; their checksum, as :func:`digest` takes it.
 
     Args:
         regions: What is in the file, without a gap.
@@ -221,8 +231,13 @@ def fill(regions: Regions, starts: Sequence[int], begin: int, end: int, address:
         end: Past the last.
         address: Where to.
     """
+    checksum = xxhash.xxh3_128()
     for start, region, low, high in _parts(regions, starts, begin, end):
-        region.copy_out(low - start, high - start, address + low - begin)
+        for first in range(low, high, region.step_bytes):
+            last = min(first + region.step_bytes, high)
+            region.copy_out(first - start, last - start, address + first - begin)
+            checksum.update(_memory(address + first - begin, last - first))
+    return checksum.hexdigest()
 
 
 def empty(regions: Regions, starts: Sequence[int], begin: int, end: int, address: int) -> None:

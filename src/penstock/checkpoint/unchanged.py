@@ -15,7 +15,7 @@ from penstock.checkpoint.leaves import Leaf
 from penstock.checkpoint.manifest import FileEntry, Manifest, TensorEntry, blocks_of
 from penstock.checkpoint.packing import FilePlan
 from penstock.checkpoint.prepared import Prepared
-from penstock.checkpoint.streams import Buffers, Outbound, digest, fill
+from penstock.checkpoint.streams import Buffers, Outbound, fill
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -117,8 +117,7 @@ def _same_blocks(
         assert block is not None
         for offset, known in zip(blocks_of(plan.nbytes, block_bytes), sums, strict=True):
             end = min(offset + block_bytes, plan.nbytes)
-            fill(regions, starts, offset, end, block.address)
-            same.append(digest(block.address, end - offset) == known)
+            same.append(fill(regions, starts, offset, end, block.address) == known)
         buffers.give(block)
     return same
 

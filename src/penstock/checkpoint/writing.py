@@ -20,7 +20,7 @@ from penstock.checkpoint.blocks import Blocks, agrees
 from penstock.checkpoint.disk import Directory, Disk
 from penstock.checkpoint.encoded import EncodedBody
 from penstock.checkpoint.manifest import FileEntry, Manifest, blocks_of
-from penstock.checkpoint.streams import Buffers, Outbound, Regions, digest, fill
+from penstock.checkpoint.streams import Buffers, Outbound, Regions, fill
 from penstock.core.errors import CheckpointError, TransferError
 from penstock.io.engine import Transfer
 from penstock.io.files import DirectFile, open_at
@@ -265,8 +265,7 @@ class _File:
         out, end = self._writer._out, self._end(offset)
         block = out.room()
         try:
-            fill(self._regions, self._starts, offset, end, block.address)
-            found = digest(block.address, end - offset)
+            found = fill(self._regions, self._starts, offset, end, block.address)
         except BaseException:
             out.give(block)
             raise
