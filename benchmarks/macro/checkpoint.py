@@ -2,7 +2,7 @@
 
 Each figure comes from a process of its own; the sides take turns, round by round, and ratios are of the
 same round. The state has the shapes of BERT-Base with Adam's two moments: 597 float32 tensors, 1.31 GB
-(``--layers`` makes it larger). What is measured:
+(``--layers`` makes it larger, and the result one of its own). What is measured:
 
 * ``save``: from the call until every file and directory is fsynced, at the rate of the state's bytes;
 * ``load``: with no page of the files in the page cache, until every byte is in the tensors' memory and
@@ -39,6 +39,7 @@ from _checkpoint_child import files_of
 
 import _results
 
+LAYERS = 12
 CHILD = Path(__file__).with_name("_checkpoint_child.py")
 SAVES = (
     "raw",
@@ -187,7 +188,7 @@ def arguments():
     )
     parser.add_argument("--dir", default=".", help="a directory on the device to measure")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument(
         "--parts", help="a file with the rounds of earlier sittings; they are added to"
     )
@@ -222,7 +223,9 @@ def main():
             python = interpreter(options, side)
             known = None if python is None else has(package, python)
             config[f"{side}_version"] = known or "absent"
-        _results.write(Path(__file__).stem, made, config, directory=options.dir, into=options.into)
+        size = "" if options.layers == LAYERS else f"_{options.layers}_layers"
+        name = Path(__file__).stem + size
+        _results.write(name, made, config, directory=options.dir, into=options.into)
     sys.stdout.write(json.dumps(made, indent=1) + "\n")
 
 
