@@ -9,8 +9,9 @@ For each way to save, in processes of their own:
   is told (``died``, ``hung``) and counts as noticed;
 * ``kills``: a state is saved, another one over it, under the same name, and the process is killed (-9),
   with all that it has started, at several points of that; what then loads is ``previous`` or ``new``,
-  whole, or it is ``lost`` (an error) or ``mixed`` (no error, and bytes of neither, or of both). How much
-  of the disk is taken then, and whether the next save there succeeds, loads, and tidies up.
+  whole, or it is ``lost`` (an error) or ``mixed`` (no error, and something that is neither: zeros,
+  bytes of both, tensors missing). How much of the disk is taken then, and whether the next save there
+  succeeds, loads, and tidies up.
 
 The points are parts of the time that a save takes here; one that was over before its kill is tried again,
 killed somewhat earlier. The state has random bits, and each of its parts another size. A killed writer
@@ -18,7 +19,8 @@ leaves what had reached the kernel, which is the milder fault: a machine that lo
 writes to new names each time loses less than who replaces what is there, as most scripts do
 (``latest.pt``). Peers that neither this interpreter nor one of ``--peer-python`` has are left out.
 
-    python benchmarks/peers/integrity.py --dir /nvme/scratch --table docs/integrity_table.md
+    python benchmarks/peers/integrity.py --dir /nvme/scratch
+    python benchmarks/peers/integrity.py --table docs/integrity_table.md
 """
 
 import argparse
@@ -212,8 +214,19 @@ def counts(bits, left):
     return made
 
 
+def brief(one):
+    """With bits of one outcome as one entry, of which the first is told; all come from a seed."""
+    grouped = {}
+    for each in one["flips"]:
+        key = each["kind"], each["verdict"], each["error"].split(":")[0]
+        first = f"{each['file']}, bit {each['bit']} of byte {each['offset']} of {each['of']}"
+        group = {name: each[name] for name in ("kind", "verdict", "error")}
+        grouped.setdefault(key, group | {"first": first, "bits": 0})["bits"] += 1
+    return one | {"flips": list(grouped.values())}
+
+
 COLUMNS = ("Saved by", "Bits flipped", "Noticed", "Changed nothing", "Silently wrong",
-           "Killed", "Previous loads", "New loads", "Neither loads", "Mixed", "Left on disk",
+           "Killed", "Previous loads", "New loads", "Neither loads", "Loads wrong", "Disk taken",
            "After the next save")  # fmt: skip
 HEAD = """---
 orphan: true
@@ -254,7 +267,9 @@ def arguments():
     parser.add_argument("--peer-python", nargs="*", default=[], help="interpreters that have peers")
     parser.add_argument("--into", default=str(_results.RESULTS))
     parser.add_argument("--parts", help="a file with ways of earlier sittings; they are added to")
-    parser.add_argument("--table", help="a file for the table of the result that is there")
+    parser.add_argument(
+        "--table", help="a file for the table of the result that is there; nothing is run"
+    )
     parser.add_argument("--quick", action="store_true", help="a small state; no result file")
     return parser.parse_args()
 
@@ -285,7 +300,7 @@ def main():
                 sys.stdout.flush()
                 if parts:
                     parts.write_text(json.dumps(known))
-    figures = {way: known[way] for way in WAYS if way in known}
+    figures = {way: brief(known[way]) for way in WAYS if way in known}
     print(table(figures, options.bytes), end="")
     if not options.quick:
         config = {"state_bytes": options.bytes, "kill_points": POINTS, "absent": absent}
