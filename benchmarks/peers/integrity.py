@@ -2,398 +2,309 @@
 
 For each way to save, in processes of their own:
 
-* ``flips``: a state is saved; then one bit of each of its files is flipped, at several places, one at a
-  time, and the checkpoint is loaded: ``noticed`` (an error), ``harmless`` (the bytes of all tensors are
-  right), or ``silently wrong``;
-* ``kills``: a state is saved, another one over it, under the same name, and the process is killed (-9)
-  at several points of that; what then loads is ``previous`` or ``new``, whole, or it is ``lost`` (an
-  error) or ``mixed`` (no error, and bytes of neither, or of both).
+* ``flips``: a state is saved; then single bits are flipped, one at a time, and the checkpoint is
+  loaded: ``noticed`` (an error), ``harmless`` (all tensors are right), or ``silently wrong``. Some bits
+  are drawn from the whole checkpoint, each as likely as any other, as flash loses them; others are
+  near the ends of each file, where headers and indices are. Where a loader's process died or hung, that
+  is told (``died``, ``hung``) and counts as noticed;
+* ``kills``: a state is saved, another one over it, under the same name, and the process is killed (-9),
+  with all that it has started, at several points of that; what then loads is ``previous`` or ``new``,
+  whole, or it is ``lost`` (an error) or ``mixed`` (no error, and something that is neither: zeros,
+  bytes of both, tensors missing). How much of the disk is taken then, and whether the next save there
+  succeeds, loads, and tidies up.
 
-The state has random bits. A killed writer leaves what had reached the kernel, which is the milder fault:
-a machine that loses power leaves less. Who writes to new names each time loses less than who replaces
-what is there, as most scripts do (``latest.pt``). Peers that are not installed are left out.
+The points are parts of the time that a save takes here; one that was over before its kill is tried again,
+killed somewhat earlier. The state has random bits, and each of its parts another size. A killed writer
+leaves what had reached the kernel, which is the milder fault: a machine that loses power leaves less. Who
+writes to new names each time loses less than who replaces what is there, as most scripts do
+(``latest.pt``). Peers that neither this interpreter nor one of ``--peer-python`` has are left out.
 
     python benchmarks/peers/integrity.py --dir /nvme/scratch
+    python benchmarks/peers/integrity.py --table docs/integrity_table.md
 """
 
 import argparse
-import hashlib
 import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-import torch.distributed.checkpoint as dcp
+from _integrity_ways import WAYS
 
 import _results
-from penstock import checkpoint
+from _peers import has, interpreter
 
-TENSORS = 12
-POINTS = (0.02, 0.2, 0.4, 0.6, 0.8, 0.95)
-PLACES = (0.25, 0.5, 0.75)
-"""Of a file, where bits are flipped; also near its ends, in header and trailer."""
-END_BYTES = 40
-
-
-def build(seed, nbytes):
-    generator = torch.Generator().manual_seed(seed)
-    count = nbytes // TENSORS // 4
-    return {
-        f"layer.{index}.weight": torch.empty(count, dtype=torch.int32)
-        .random_(generator=generator)
-        .view(torch.float32)
-        for index in range(TENSORS)
-    }
+CHILD = Path(__file__).with_name("_integrity_child.py")
+POINTS = (0.01, *(number / 10 for number in range(1, 10)), 0.95, 0.99)
+TIMED, ATTEMPTS, EARLIER = 3, 6, 0.85
+TOLD = "TOLD "
 
 
-def digest(state):
-    found = hashlib.sha256()
-    for name in sorted(state):
-        found.update(name.encode() + state[name].contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+class Server:
+    """A process that has imported a way, and forks for each thing it is told to do."""
+
+    def __init__(self, options, way, errors):
+        python = interpreter(WAYS[way].needs, options.peer_python)
+        command = [python, "-W", "ignore", str(CHILD), "--way", way, "--bytes", str(options.bytes)]
+        quiet = {"RUNAI_STREAMER_LOG_LEVEL": "ERROR", "JAX_PLATFORMS": "cpu"}
+        self.way, self.errors = way, errors
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors.open("w"),
+            text=True,
+            env=os.environ | quiet,
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.communicate()
+
+    def ask(self, what, path, first=0):
+        """What is told, line by line, until the fork is over."""
+        wanted = {"what": what, "path": str(path), "first": first}
+        self.process.stdin.write(json.dumps(wanted) + "\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith(TOLD):
+                said = json.loads(line.removeprefix(TOLD))
+                yield said
+                if "over" in said:
+                    return
+        raise self.failed("its process is gone")
+
+    def failed(self, what):
+        lines = self.errors.read_text(errors="replace").strip().splitlines()
+        return SystemExit(f"{self.way}, {what}: {(lines or ['died'])[-1]}")
 
 
-# -- the ways: save over what is there, load anew ------------------------------------------------------
-
-
-class TorchSave:
-    needs = "torch"
-
-    def save(self, state, path):
-        path.mkdir(exist_ok=True)
-        torch.save(state, path / "state.pt")
-
-    def load(self, path, state):
-        return torch.load(path / "state.pt", weights_only=True)
-
-
-class TorchSaveLegacy(TorchSave):
-    def save(self, state, path):
-        path.mkdir(exist_ok=True)
-        torch.save(state, path / "state.pt", _use_new_zipfile_serialization=False)
-
-
-class Safetensors:
-    needs = "safetensors"
-
-    def save(self, state, path):
-        from safetensors.torch import save_file  # noqa: PLC0415
-
-        path.mkdir(exist_ok=True)
-        save_file(state, path / "state.safetensors")
-
-    def load(self, path, state):
-        from safetensors.torch import load_file  # noqa: PLC0415
-
-        return load_file(path / "state.safetensors")
-
-
-class Runai(Safetensors):
-    needs = "runai-model-streamer"
-
-    def load(self, path, state):
-        from runai_model_streamer import SafetensorsStreamer  # noqa: PLC0415
-
-        with SafetensorsStreamer() as streamer:
-            streamer.stream_file(str(path / "state.safetensors"))
-            return {name: tensor.clone() for name, tensor in streamer.get_tensors()}
-
-
-class Dcp:
-    needs = "torch"
-
-    def save(self, state, path):
-        writer = dcp.FileSystemWriter(path, sync_files=True)
-        dcp.save(state, storage_writer=writer, no_dist=True)
-
-    def load(self, path, state):
-        dcp.load(state, checkpoint_id=path, no_dist=True)
-        return state
-
-
-class DcpAsync(Dcp):
-    def save(self, state, path):
-        writer = dcp.FileSystemWriter(path, sync_files=True)
-        future = dcp.async_save(state, storage_writer=writer, no_dist=True)
-        getattr(future, "upload_completion", future).result()
-
-
-class TorchSnapshot:
-    needs = "torchsnapshot"
-
-    def save(self, state, path):
-        import torchsnapshot  # noqa: PLC0415
-
-        torchsnapshot.Snapshot.take(str(path), {"s": torchsnapshot.StateDict(**state)})
-
-    def load(self, path, state):
-        import torchsnapshot  # noqa: PLC0415
-
-        held = torchsnapshot.StateDict(**state)
-        torchsnapshot.Snapshot(str(path)).restore({"s": held})
-        return dict(held)
-
-
-class Tensorizer:
-    needs = "tensorizer"
-
-    def save(self, state, path):
-        from tensorizer import TensorSerializer  # noqa: PLC0415
-
-        path.mkdir(exist_ok=True)
-        serializer = TensorSerializer(str(path / "state.tensors"))
-        serializer.write_state_dict(state)
-        serializer.close()
-
-    def load(self, path, state):
-        from tensorizer import TensorDeserializer  # noqa: PLC0415
-
-        with TensorDeserializer(str(path / "state.tensors"), device="cpu") as found:
-            return {name: found[name].detach().clone() for name in found.keys()}  # noqa: SIM118
-
-
-class TensorizerVerified(Tensorizer):
-    def load(self, path, state):
-        from tensorizer import TensorDeserializer  # noqa: PLC0415
-
-        file = str(path / "state.tensors")
-        with TensorDeserializer(file, device="cpu", verify_hash=True) as found:
-            return {name: found[name].detach().clone() for name in found.keys()}  # noqa: SIM118
-
-
-class Ours:
-    needs = "penstock"
-
-    def save(self, state, path):
-        checkpoint.save(path, state)
-
-    def load(self, path, state):
-        return checkpoint.load(path)
-
-
-WAYS = {
-    "torch.save": TorchSave,
-    "torch.save, legacy": TorchSaveLegacy,
-    "safetensors": Safetensors,
-    "safetensors by runai": Runai,
-    "dcp": Dcp,
-    "dcp, async": DcpAsync,
-    "torchsnapshot": TorchSnapshot,
-    "tensorizer": Tensorizer,
-    "tensorizer, verify_hash": TensorizerVerified,
-    "penstock": Ours,
-}
-
-
-# -- the child -----------------------------------------------------------------------------------------
-
-
-def child(options):
-    torch.set_num_threads(1)
-    way, path = WAYS[options.way](), Path(options.path)
-    if options.what == "save":
-        told = save_twice(way, path, options)
-    elif options.what == "flips":
-        told = flips(way, path, options)
-    else:
-        told = outcomes(way, path, options)
-    print("RESULT " + json.dumps(told), flush=True)
-    os._exit(0)
-
-
-def save_twice(way, path, options):
-    """Saves the first state, then the second over it; says when that begins."""
-    way.save(build(1, options.bytes), path)
-    second = build(2, options.bytes)
-    for each in [*path.rglob("*"), path]:
-        fd = os.open(each, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
-    print("GO", flush=True)
-    start = time.perf_counter()
-    way.save(second, path)
-    return {"seconds": time.perf_counter() - start}
-
-
-def load(way, path, options):
-    try:
-        return digest(way.load(path, build(3, options.bytes))), ""
-    except BaseException as error:  # noqa: BLE001  (DCP's are no Exceptions; whatever it is, it noticed)
-        return None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[
-            :160
-        ]
-
-
-def flips(way, path, options):
-    right = digest(build(1, options.bytes))
-    way.save(build(1, options.bytes), path)
+def each_of(server, what, path):
+    """One result after the other; a fork that dies is followed by one that goes on after it."""
     found = []
-    for file in sorted(each for each in path.rglob("*") if each.is_file()):
-        size = file.stat().st_size
-        places = {int(size * each) for each in PLACES} | {END_BYTES, size - END_BYTES}
-        for place in sorted(each for each in places if 0 <= each < size):
-            flip(file, place)
-            got, error = load(way, path, options)
-            flip(file, place)
-            verdict = "noticed" if got is None else "harmless" if got == right else "silently wrong"
-            found.append({"file": file.name, "offset": place, "of": size, "verdict": verdict,
-                          "error": error})  # fmt: skip
-    assert load(way, path, options)[0] == right, "the bits were flipped back"
-    return found
+    while True:
+        lines = list(server.ask(what, path, first=len(found)))
+        begun = [each for each in lines if "begin" in each]
+        ended = [each for each in lines if "end" in each]
+        found += [without_number(a | b) for a, b in zip(begun, ended, strict=False)]
+        if any("done" in each for each in lines):
+            return found
+        if len(begun) == len(ended):
+            raise server.failed(what)
+        found.append(without_number(begun[-1] | last_of(lines[-1]["over"], begun[-1], path)))
 
 
-def flip(file, place):
-    with file.open("r+b") as opened:
-        opened.seek(place)
-        byte = opened.read(1)[0]
-        opened.seek(place)
-        opened.write(bytes([byte ^ 16]))
+def without_number(one):
+    return {key: value for key, value in one.items() if key not in ("begin", "end")}
 
 
-def outcomes(way, path, options):
-    """What is at each of several paths."""
-    whole = {digest(build(1, options.bytes)): "previous", digest(build(2, options.bytes)): "new"}
-    found = []
-    for each in sorted(each for each in path.iterdir() if not each.name.startswith(".")):
-        got, error = load(way, each, options)
-        found.append({"point": each.name, "error": error,
-                      "verdict": "lost" if got is None else whole.get(got, "mixed")})  # fmt: skip
-    return found
+def last_of(status, begun, path):
+    """What a fork has left that died while it loaded."""
+    if "bit" in begun:
+        with (path / begun["file"]).open("r+b") as file:
+            file.seek(begun["offset"])
+            byte = file.read(1)[0]
+            file.seek(begun["offset"])
+            file.write(bytes([byte ^ 1 << begun["bit"]]))
+    hung = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
+    return {"verdict": "hung" if hung else "died", "error": f"wait status {status}"}
 
 
-# -- the parent ----------------------------------------------------------------------------------------
+def save_once(server, path, kill_after=None):
+    """The seconds of an overwriting; None: it was killed after so long, before its end."""
+    seconds, begun = None, False
+    for each in server.ask("save", path):
+        if "go" in each:
+            begun = True
+            if kill_after is not None:
+                time.sleep(kill_after)
+                with suppress(ProcessLookupError):  # it was done before
+                    os.killpg(each["go"], signal.SIGKILL)
+        seconds = each.get("seconds", seconds)
+    if not begun or (kill_after is None and seconds is None):
+        raise server.failed("save")
+    return seconds
 
 
-def command(options, way, what, path):
-    return [sys.executable, "-W", "ignore", __file__, "--way", way, "--what", what,
-            "--path", str(path), "--bytes", str(options.bytes)]  # fmt: skip
+def taken_bytes(folder):
+    """Of the disk, each file once."""
+    found = {each.lstat().st_ino: each.lstat().st_blocks * 512 for each in folder.rglob("*")}
+    return sum(found.values())
 
 
-def run(options, way, what, path):
-    done = subprocess.run(
-        command(options, way, what, path), capture_output=True, text=True, timeout=300, check=False
-    )
-    told = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if not told:
-        raise SystemExit(f"{way}, {what}: {(done.stderr.strip().splitlines() or ['died'])[-1]}")
-    return json.loads(told[0].removeprefix("RESULT "))
+def kill_at(server, folder, seconds):
+    """Overwrite until a kill hits; after what time it was, or None if none did."""
+    for _ in range(ATTEMPTS):
+        folder.mkdir()
+        if save_once(server, folder / "state", seconds) is None:
+            return seconds
+        shutil.rmtree(folder)
+        seconds *= EARLIER
+    return None
 
 
-def kill_at(options, way, path, seconds):
-    """Let a process overwrite a checkpoint, and kill it after so long; whether it was still at it."""
-    process = subprocess.Popen(
-        command(options, way, "save", path),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        for line in process.stdout:
-            if line.strip() == "GO":
-                break
-        time.sleep(seconds)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        rest = process.stdout.read()
-        process.wait()
-    return "RESULT" not in rest
+def kills(server, directory):
+    took, whole = [], 0
+    for _ in range(TIMED):
+        folder = directory / "once"
+        folder.mkdir(parents=True)
+        took.append(save_once(server, folder / "state"))
+        whole = taken_bytes(folder)
+        shutil.rmtree(folder)
+    seconds = statistics.median(took)
+    hit = {}
+    for point in POINTS:
+        folder = directory / f"{point:.2f}"
+        after = kill_at(server, folder, seconds * point)
+        if after is not None:
+            hit[folder.name] = {"after_s": round(after, 4), "disk_bytes": taken_bytes(folder)}
+    found = each_of(server, "outcomes", directory)
+    assert [each["point"] for each in found] == sorted(hit)
+    left = [
+        each | hit[each["point"]] | {"next_disk_bytes": taken_bytes(directory / each["point"])}
+        for each in found
+    ]
+    return left, {"save_s": round(seconds, 3), "whole_disk_bytes": whole}
 
 
 def measure(options, way, directory):
-    folder = Path(directory) / "way"
-    folder.mkdir()
     try:
-        bits = run(options, way, "flips", folder / "flips")
-        shutil.rmtree(folder / "flips")
-        took = run(options, way, "save", folder / "once")["seconds"]
-        shutil.rmtree(folder / "once")
-        killed = {}
-        for point in POINTS:
-            killed[str(point)] = kill_at(options, way, folder / str(point), took * point)
-        left = run(options, way, "outcomes", folder)
+        (directory / "flips").mkdir(parents=True)
+        with Server(options, way, directory / "errors") as server:
+            bits = each_of(server, "flips", directory / "flips" / "state")
+            left, facts = kills(server, directory / "kills")
     finally:
-        shutil.rmtree(folder)
-    assert len(left) == len(POINTS), "something is under each name"
-    for each in left:
-        each["killed"] = killed[each["point"]]
-    return {"flips": bits, "kills": left, "save_s": round(took, 3)} | counts(bits, left)
+        shutil.rmtree(directory, ignore_errors=True)
+    return {"flips": bits, "kills": left} | facts | counts(bits, left)
 
 
 def counts(bits, left):
-    verdicts = [each["verdict"] for each in bits]
-    ends = [each["verdict"] for each in left if each["killed"]]
-    return {
-        "bits": len(verdicts),
-        "noticed": verdicts.count("noticed"),
-        "harmless": verdicts.count("harmless"),
-        "silently_wrong": verdicts.count("silently wrong"),
-        "killed": len(ends),
-        "lost": ends.count("lost"),
+    made = {}
+    for kind in ("anywhere", "end"):
+        verdicts = [each["verdict"] for each in bits if each["kind"] == kind]
+        made[kind] = {
+            "bits": len(verdicts),
+            "noticed": sum(each in ("noticed", "died", "hung") for each in verdicts),
+            "harmless": verdicts.count("harmless"),
+            "silently_wrong": verdicts.count("silently wrong"),
+        }
+    ends = [each["verdict"] for each in left]
+    made["killed"] = {
+        "processes": len(ends),
+        "previous": ends.count("previous"),
+        "new": ends.count("new"),
+        "lost": sum(each in ("lost", "died", "hung") for each in ends),
         "mixed": ends.count("mixed"),
+        "next_save_whole": sum(each.get("next_save") == "whole" for each in left),
+        "most_disk_bytes": max((each["disk_bytes"] for each in left), default=0),
+        "most_next_disk_bytes": max((each["next_disk_bytes"] for each in left), default=0),
     }
+    return made
+
+
+def brief(one):
+    """With bits of one outcome as one entry, of which the first is told; all come from a seed."""
+    grouped = {}
+    for each in one["flips"]:
+        key = each["kind"], each["verdict"], each["error"].split(":")[0]
+        first = f"{each['file']}, bit {each['bit']} of byte {each['offset']} of {each['of']}"
+        group = {name: each[name] for name in ("kind", "verdict", "error")}
+        grouped.setdefault(key, group | {"first": first, "bits": 0})["bits"] += 1
+    return one | {"flips": list(grouped.values())}
 
 
 COLUMNS = ("Saved by", "Bits flipped", "Noticed", "Changed nothing", "Silently wrong",
-           "Killed while overwriting", "Neither state loads", "Mixed")  # fmt: skip
+           "Killed", "Previous loads", "New loads", "Neither loads", "Loads wrong", "Disk taken",
+           "After the next save")  # fmt: skip
+HEAD = """---
+orphan: true
+---
+
+<!-- Written by benchmarks/peers/integrity.py --table; do not edit. -->
+<!-- table -->
+
+"""
 
 
-def table(figures):
-    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+def table(figures, state_bytes):
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" + "|---:" * (len(COLUMNS) - 1) + "|"]
     for way, one in figures.items():
-        name = "**Penstock**" if way == "penstock" else way
-        label = f"{name} {one['version']}" if way != "penstock" else name
-        lines.append(
-            f"| {label} | {one['bits']} | {one['noticed']} | {one['harmless']} |"
-            f" {one['silently_wrong']} | {one['killed']} | {one['lost']} | {one['mixed']} |"
-        )
+        label = WAYS[way].label
+        if WAYS[way].needs != "penstock":
+            label += f" {one['version'].split('+')[0]}"
+        killed = one["killed"]
+        cells = [label]
+        cells += [
+            f"{one['anywhere'][each]} + {one['end'][each]}"
+            for each in ("bits", "noticed", "harmless", "silently_wrong")
+        ]
+        cells += [killed[each] for each in ("processes", "previous", "new", "lost", "mixed")]
+        for each in ("most_disk_bytes", "most_next_disk_bytes"):
+            cells.append(f"{killed[each] / state_bytes:.1f}")
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"
 
 
-def installed(way):
-    try:
-        return version(WAYS[way].needs)
-    except PackageNotFoundError:
-        return "" if WAYS[way].needs != "penstock" else "source"
-
-
-def main():
+def arguments():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--dir", default=tempfile.gettempdir())
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--bytes", type=int, default=96 << 20)
+    parser.add_argument("--bytes", type=int, default=64 << 20, help="of the state, about")
+    parser.add_argument("--peer-python", nargs="*", default=[], help="interpreters that have peers")
     parser.add_argument("--into", default=str(_results.RESULTS))
+    parser.add_argument("--parts", help="a file with ways of earlier sittings; they are added to")
+    parser.add_argument(
+        "--table", help="a file for the table of the result that is there; nothing is run"
+    )
     parser.add_argument("--quick", action="store_true", help="a small state; no result file")
-    for name in ("--way", "--what", "--path"):
-        parser.add_argument(name, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.way:
-        child(options)
+    return parser.parse_args()
+
+
+def main():
+    options = arguments()
+    if options.table:
+        result = json.loads((Path(options.into) / "integrity.json").read_text())
+        text = table(result["figures"], result["config"]["state_bytes"])
+        Path(options.table).write_text(HEAD + text, encoding="utf-8")
+        return
     if options.quick:
-        options.bytes = 8 << 20
-    figures = {}
+        options.bytes = 12 << 20
+    parts = Path(options.parts) if options.parts else None
+    known = json.loads(parts.read_text()) if parts and parts.exists() else {}
+    absent = []
     with tempfile.TemporaryDirectory(dir=options.dir) as directory:
         for way in options.ways:
-            if not (found := installed(way)):
-                continue
-            figures[way] = measure(options, way, directory) | {"version": found}
-            print(way, {k: v for k, v in figures[way].items() if isinstance(v, int)}, flush=True)
-    print(table(figures), end="")
+            python = interpreter(WAYS[way].needs, options.peer_python)
+            if python is None:
+                absent.append(way)
+            elif way not in known:
+                began = time.monotonic()
+                known[way] = measure(options, way, Path(directory) / "way")
+                known[way]["version"] = has(WAYS[way].needs, python)
+                known[way]["run_s"] = round(time.monotonic() - began, 1)
+                print(way, {key: known[way][key] for key in ("anywhere", "end", "killed")})
+                sys.stdout.flush()
+                if parts:
+                    parts.write_text(json.dumps(known))
+    figures = {way: brief(known[way]) for way in WAYS if way in known}
+    print(table(figures, options.bytes), end="")
     if not options.quick:
-        config = {"state_bytes": options.bytes, "kill_points": POINTS, "flip_places": PLACES}
-        _results.write(
-            Path(__file__).stem, figures, config, directory=options.dir, into=options.into
-        )
+        config = {"state_bytes": options.bytes, "kill_points": POINTS, "absent": absent}
+        _results.write("integrity", figures, config, directory=options.dir, into=options.into)
 
 
 if __name__ == "__main__":
