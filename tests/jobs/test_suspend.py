@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import penstock
 from offload_runs import assert_nothing_held, same_bits, session_in
 from penstock import checkpoint
+from penstock.checkpoint.store import Store
 from penstock.core.errors import (
     CheckpointError,
     ClosedError,
@@ -23,9 +25,11 @@ from penstock.core.errors import (
 )
 from penstock.core.units import MIB
 from penstock.io.pages import PrivateMemory, whole_pages
+from penstock.io.threads import ThreadEngine
 from penstock.jobs import suspend
 from penstock.jobs.state import LEAST_BYTES, storages_of
 from penstock.optim import FlashAdamW
+from penstock.testing.faults import GatedSyscalls
 from penstock.tier.wrappers import FaultyTier
 
 WIDTH = 512
@@ -230,6 +234,41 @@ def saved(tmp_path, model, optimizer, codec=None):
     state = {"model": model, "optimizer": optimizer}
     checkpoint.save(tmp_path / "saved", state, codec=codec)
     return {"checkpoint": tmp_path / "saved", "state": state}
+
+
+def test_memory_does_not_go_while_a_save_in_the_background_reads_it(disk_path, monkeypatch):
+    """Nothing has to be written for the suspend, so it would be done before the save is."""
+    gate = GatedSyscalls()
+    slow = Store(make_engine=lambda: ThreadEngine(1, syscalls=gate), block_bytes=16384)
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with (
+        session_in(disk_path, model, optimizer) as session,
+        checkpoint.Checkpointer(disk_path / "run", store=slow, memory="7MiB") as checkpoints,
+    ):
+        step(model, optimizer, 0)
+        optimizer.zero_grad()
+        state = {"model": model, "optimizer": optimizer}
+        expected = [each.detach().clone() for each in model.parameters()]
+        checkpoint.save(disk_path / "a", state)
+        give_back, saving = suspend.memory.give_back, checkpoints.save(1, state, wait=False)
+
+        may_write = threading.Event()
+
+        def checked(pages):
+            assert may_write.is_set()
+            give_back(pages)
+
+        monkeypatch.setattr(suspend.memory, "give_back", checked)
+        opener = threading.Timer(0.3, lambda: [may_write.set(), gate.open()])
+        opener.start()
+        penstock.suspend(session, checkpoint=disk_path / "a", state=state)
+        opener.join()
+        penstock.resume(session)
+        checkpoints.wait()
+        loaded = checkpoint.load(saving.wait().path)["model"]
+    assert all(same_bits(loaded[name], each) for name, each in model.named_parameters())
+    assert_same([each.detach() for each in model.parameters()], expected)
 
 
 @pytest.mark.parametrize("codec", [None, "byteplane"])

@@ -24,6 +24,7 @@ from typing import Final
 
 import torch
 
+from penstock.checkpoint.background import let_all_change
 from penstock.checkpoint.moves import await_devices
 from penstock.core.errors import ClosedError, ConfigError, PenstockError, SuspendError
 from penstock.core.units import MIB, round_up
@@ -327,6 +328,7 @@ def suspend(
     directories = job.directories if flash is None else flash
     if not directories:
         raise ConfigError("suspend: there is no directory to write to; name one with flash=")
+    let_all_change()  # saves on their way read the tensors themselves
     for optimizer in job.optimizers:
         rest = getattr(optimizer, "rest", None)  # its states are on flash already
         if rest is not None:
