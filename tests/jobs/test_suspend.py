@@ -24,6 +24,7 @@ from penstock.core.errors import (
     TransferError,
 )
 from penstock.core.units import MIB
+from penstock.io import pages
 from penstock.io.pages import PrivateMemory, whole_pages
 from penstock.io.threads import ThreadEngine
 from penstock.jobs import suspend
@@ -374,6 +375,43 @@ def test_a_read_that_fails_is_named_and_can_be_tried_again(disk_path, mode):
         assert same_bits(model[3].weight.detach(), expected[4])  # it is back
         penstock.resume(session)
         assert_same([each.detach() for each in model.parameters()], expected)
+
+
+@pytest.mark.parametrize("refused", ["mprotect", "madvise"])
+def test_memory_that_the_system_does_not_let_go_stays_as_it_was(disk_path, monkeypatch, refused):
+    """As where a process would have too many mappings; what was dropped by then would be lost."""
+    model = network()
+    expected = [each.detach().clone() for each in model.parameters()]
+    real, calls = getattr(pages._libc, refused), []
+
+    def call(address, nbytes, argument):
+        if argument == 1:  # PROT_READ: it is opened again
+            return real(address, nbytes, argument)
+        calls.append(address)
+        return -1 if len(calls) == 1 else real(address, nbytes, argument)
+
+    with session_in(disk_path, model) as session:
+        monkeypatch.setattr(pages._libc, refused, call)
+        suspended = penstock.suspend(session)
+        monkeypatch.setattr(pages._libc, refused, real)
+        assert list(suspended.stayed) == ["Sequential.0.weight"]
+        assert same_bits(model[0].weight.detach(), expected[0])
+        penstock.resume(session)
+    assert_same([each.detach() for each in model.parameters()], expected)
+
+
+def test_memory_that_cannot_be_opened_is_named_and_can_be_tried_again(disk_path, monkeypatch):
+    model = network()
+    expected = [each.detach().clone() for each in model.parameters()]
+    real = pages._libc.mprotect
+    with session_in(disk_path, model) as session:
+        penstock.suspend(session)
+        refuse = iter([-1])
+        monkeypatch.setattr(pages._libc, "mprotect", lambda *words: next(refuse, 0) or real(*words))
+        with pytest.raises(SuspendError, match=r"1 of \d+ .* Sequential\.0\.weight"):
+            penstock.resume(session)
+        penstock.resume(session)
+    assert_same([each.detach() for each in model.parameters()], expected)
 
 
 def test_no_space_is_said_before_anything_is_written(disk_path, monkeypatch):
