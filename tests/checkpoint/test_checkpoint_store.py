@@ -5,6 +5,7 @@ import os
 import struct
 import threading
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -188,6 +189,48 @@ def test_tensors_without_a_form_are_refused_by_their_keys(disk_path):
         deep = [deep]
     with pytest.raises(CheckpointError, match="deep"):
         STORE.save(disk_path / "a", deep)
+
+
+def test_tensors_and_arrays_of_rare_kinds_are_refused_in_words(disk_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # prototypes, says torch
+        rare = {
+            "a quantized tensor of torch.qint8": torch.quantize_per_tensor(
+                torch.ones(4), 0.1, 0, torch.qint8
+            ),
+            "a tensor of layout nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        }
+    rare["an array of >f4 of the other byte order"] = np.arange(5, dtype=">f4")
+    rare["np.array"] = np.ma.masked_array([1.0])
+    for what, value in rare.items():
+        with pytest.raises(CheckpointError, match=f"^a.b: .*{what}"):
+            STORE.save(disk_path / "a", {"a": {"b": value}})
+
+
+def test_arrays_of_all_shapes_are_saved_and_loaded_into(disk_path):
+    saved = {"backwards": np.arange(10)[::-1], "empty": np.zeros((0, 3)), "no": np.zeros((3, 0, 2))}
+    STORE.save(disk_path / "a", saved)
+    loaded = STORE.load(disk_path / "a", {key: np.zeros_like(each) for key, each in saved.items()})
+    assert_same(loaded, {key: each.copy() for key, each in saved.items()})
+    for into in (np.arange(10)[::-1], np.frombuffer(bytes(80), np.int64)):
+        with pytest.raises(MismatchError, match=r"backwards is an array .* cannot be loaded into"):
+            STORE.load(disk_path / "a", {"backwards": into}, partial=True)
+
+
+def test_names_that_are_no_unicode_leave_the_files_readable(disk_path):
+    saved = {"a\ud800": torch.ones(3), "a\\ud800": torch.zeros(2)}
+    STORE.save(disk_path / "a", saved)
+    assert_same(STORE.load(disk_path / "a"), saved)
+    safetensors = pytest.importorskip("safetensors.torch")
+    found = safetensors.load_file(*files_of(disk_path / "a"))
+    assert sorted(found) == ["a\\ud800", "a\\ud800#2"]
+
+
+def test_tensors_that_overlap_in_another_way_than_in_the_checkpoint_are_refused(disk_path):
+    flat = torch.arange(30.0)
+    STORE.save(disk_path / "a", {"flat": flat, "part": flat[10:20]})
+    with pytest.raises(CheckpointError, match=r"part shares memory .* in another way"):
+        STORE.load(disk_path / "a", {"flat": flat, "part": flat[12:22]})
 
 
 plain = st.recursive(

@@ -8,6 +8,7 @@ from typing import Any, Final, Protocol, TypeGuard
 import torch
 
 from penstock.checkpoint.values import MAX_DEPTH
+from penstock.core.errors import CheckpointError, PenstockError
 from penstock.optim import OnFlash
 
 LIKE_LISTS: Final = (list, tuple)
@@ -84,3 +85,48 @@ def tensors_in(value: object) -> list[torch.Tensor]:
     if isinstance(value, list | tuple):
         return [found for each in value for found in tensors_in(each)]
     return []
+
+
+def give_state(target: Stateful, state: Any, name: str) -> Stateful:
+    """Give an object its state, every bit of it, and return it.
+
+    Args:
+        target: It.
+        state: As its ``state_dict`` was.
+        name: What to call it in errors.
+
+    Raises:
+        CheckpointError: It does not take it.
+    """
+    try:
+        target.load_state_dict(state)
+        if isinstance(target, torch.optim.Optimizer):
+            _undo_casts(target, state)
+    except PenstockError:
+        raise
+    except Exception as error:
+        kind = type(target).__name__
+        raise CheckpointError(
+            f"{name}: load_state_dict of {kind} does not take what the checkpoint has"
+            f" ({type(error).__name__}: {error}), which is another kind's or no one's. Other parts have"
+            " been set by now: do not train on before another checkpoint is loaded over all of them"
+        ) from error
+    return target
+
+
+def _undo_casts(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Put back what torch has cast to the type of its parameter, as NAdam's numbers to bfloat16."""
+    has_hooks = (
+        optimizer._optimizer_load_state_dict_pre_hooks
+        or optimizer._optimizer_load_state_dict_post_hooks
+    )
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict or has_hooks:
+        return  # what they have made of it is theirs
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    numbers = [each for group in state["param_groups"] for each in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        ours = optimizer.state.get(parameter, {})
+        for key, value in state["state"].get(number, {}).items():
+            cast = ours.get(key)
+            if isinstance(value, torch.Tensor) and isinstance(cast, torch.Tensor):
+                ours[key] = cast if cast.dtype == value.dtype else value.to(cast.device)

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ from penstock.checkpoint.fresh import Fresh
 from penstock.checkpoint.leaves import is_plain
 from penstock.checkpoint.manifest import Manifest, TensorEntry
 from penstock.checkpoint.moves import Region
-from penstock.checkpoint.parts import LIKE_LISTS, Stateful, is_stateful
+from penstock.checkpoint.parts import LIKE_LISTS, Stateful, give_state, is_stateful
 from penstock.checkpoint.values import (
     FormError,
     Json,
@@ -32,7 +33,7 @@ from penstock.checkpoint.values import (
     shown,
     tag_of,
 )
-from penstock.core.errors import MismatchError
+from penstock.core.errors import CheckpointError, MismatchError
 from penstock.core.units import MIB
 from penstock.optim import OnFlash
 
@@ -81,7 +82,7 @@ class Targets:
         """What has no place yet is made anew."""
         try:
             made = decode(
-                document, lambda i: self._new(i, fresh), lambda i: self._new(i, fresh).numpy()
+                document, lambda i: self._new(i, fresh), lambda i: _as_array(self._new(i, fresh))
             )
         except FormError as error:
             self._differ(path, f"cannot be read: {error}")
@@ -105,18 +106,33 @@ class Targets:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Everything is read: fill what is a view of something, and what is there twice."""
+        """Everything is read: fill what is a view of something, and what is there twice.
+
+        Raises:
+            CheckpointError: Tensors overlap here, and otherwise in the checkpoint.
+        """
         for index, targets in self._into.items():
             source = self._source(index)
             for target in targets:
                 if target is not source and not _is_same(target, source):
-                    target.copy_(source)
+                    self._fill(target, source, self._manifest.tensors[index].name)
         for index, made in self._made.items():
             source = self._source(index)
             if made is not source and not _is_same(made, source):
                 made.copy_(source)
         for action in self._after:
             action()
+
+    @staticmethod
+    def _fill(target: torch.Tensor, source: torch.Tensor, name: str) -> None:
+        try:
+            target.copy_(source)
+        except RuntimeError as error:  # torch sees that they overlap
+            raise CheckpointError(
+                f"{name} shares memory with other tensors here in another way than in the checkpoint, so"
+                " that they cannot have their values at once. They have been overwritten: load another"
+                " checkpoint over all of them before training on"
+            ) from error
 
     def _owners(self) -> list[int]:
         wanted = {*self._into, *self._made}
@@ -152,7 +168,10 @@ class Targets:
         if index is None or entry is None:
             self._differ(path, "is a tensor here, and none in the checkpoint")
             return lambda: target
-        tensor = target.detach() if isinstance(target, torch.Tensor) else torch.from_numpy(target)
+        tensor = target.detach() if isinstance(target, torch.Tensor) else _of_array(target)
+        if tensor is None:
+            self._differ(path, f"is an array of {target.dtype} that cannot be loaded into")
+            return lambda: target
         theirs = f"{entry.dtype} {entry.shape}"
         ours = f"{name_of(tensor.dtype)} {tuple(tensor.shape)}"
         if ours != theirs:
@@ -237,12 +256,7 @@ class Targets:
             made = self.value(document, path, self._fresh_for(target))
         else:
             made = self._reuse(target.state_dict(), document, path)
-
-        def load() -> Any:
-            target.load_state_dict(made())
-            return target
-
-        return load
+        return lambda: give_state(target, made(), shown(path))
 
     def _reuse(self, state: Any, document: Json, path: Path) -> Callable[[], Any]:
         """The checkpoint's state in the memory that tensors of the same key and form have here."""
@@ -252,7 +266,8 @@ class Targets:
                 key: self._reuse(state.get(key), each, (*path, str(key)))
                 for key, each in theirs.items()
             }
-            return lambda: {key: value() for key, value in made.items()}
+            kind = Counter if isinstance(state, Counter) else dict  # MultiStepLR relies on it
+            return lambda: kind({key: value() for key, value in made.items()})
         index = _tensor_of(document)
         entry = self._entry(index)
         if isinstance(state, torch.Tensor) and index is not None and entry is not None:
@@ -309,6 +324,23 @@ class Targets:
         )
 
 
+def _of_array(array: Any) -> torch.Tensor | None:
+    """A tensor in its memory; None: it is read-only, or its elements have no form in one."""
+    if not array.flags.writeable:
+        return None
+    try:
+        return torch.from_numpy(array)
+    except (TypeError, ValueError):
+        return None
+
+
+def _as_array(tensor: torch.Tensor) -> Any:
+    try:
+        return tensor.numpy()
+    except TypeError:
+        raise FormError(f"an array is of {name_of(tensor.dtype)}, which NumPy has not") from None
+
+
 def _memory_of(module: torch.nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
 
@@ -361,6 +393,5 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    return any(
-        step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.numel() > 0 and any(step == 0 and size > 1 for size, step in pairs)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import base64
 import binascii
 import struct
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
@@ -36,7 +36,7 @@ MAX_DEPTH: Final = 64
 _EXACT: Final = 2**53
 """Whole numbers below this are exact in any reader of JSON."""
 _MAX_DIGITS: Final = 4000
-_DICTS: Final = (dict, OrderedDict, defaultdict)
+_DICTS: Final = (dict, OrderedDict, defaultdict, Counter)
 _SCALAR_KINDS: Final = "biufcSU"
 
 
@@ -178,8 +178,9 @@ def _decode_tagged(
     if tag in ("$tensor", "$array"):
         return (tensor if tag == "$tensor" else array)(whole(body))
     if tag in ("$tuple", "$size"):
-        made = tuple(decode(each, tensor, array, depth + 1) for each in items_of(body))
-        return made if tag == "$tuple" else torch.Size(made)
+        if tag == "$size":
+            return torch.Size([_length(each) for each in items_of(body)])
+        return tuple(decode(each, tensor, array, depth + 1) for each in items_of(body))
     if tag == "$dict":
         return {key_of(key): decode(each, tensor, array, depth + 1) for key, each in pairs_of(body)}
     return _atom(tag, body)
@@ -227,6 +228,12 @@ def whole(body: Json) -> int:
     if type(body) is not int or body < 0:
         raise FormError(f"{str(body)[:40]!r} stands where a whole number must")
     return body
+
+
+def _length(body: Json) -> int:
+    if whole(body) >= 2**63:
+        raise FormError(f"{str(body)[:40]!r} is no length of a tensor")
+    return int(body)
 
 
 def _no_number(_: int) -> Any:

@@ -135,8 +135,8 @@ class Suspended:
         for each in missing:
             try:
                 transfer, buffer = self._begin_read(each)
-            except PenstockError as error:
-                failed[each.held.name] = error
+            except PenstockError as refused:
+                failed[each.held.name] = refused
                 continue
             reads.append((each, transfer, buffer))
             staged += 0 if buffer is None else buffer.nbytes
