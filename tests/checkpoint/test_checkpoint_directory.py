@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import time
 
 import numpy as np
 import pytest
@@ -93,6 +94,36 @@ def test_two_writers_of_a_directory_are_refused(disk_path):
     with checkpointer(disk_path), pytest.raises(ConfigError, match="held by another"):
         checkpointer(disk_path)
     checkpointer(disk_path).close()
+
+
+@pytest.mark.parametrize("way", ["closed", "ended"])
+def test_a_child_that_was_forked_meanwhile_does_not_hold_the_directory(disk_path, way):
+    """As a data loader's worker that persists, or lives a little longer than who was killed."""
+    ours = checkpointer(disk_path)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(reader, 1)
+        os._exit(0)
+    try:
+        if way == "closed":
+            ours.close()
+        else:
+            os.close(ours._root.fd)  # all that the kernel does for a process that ends
+            ours._root.fd = -1
+        deadline = time.monotonic() + 20
+        while True:  # until the child has got so far
+            try:
+                checkpointer(disk_path).close()
+                break
+            except ConfigError:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+    finally:
+        os.write(writer, b"x")
+        os.waitpid(child, 0)
+        os.close(reader)
+        os.close(writer)
 
 
 def test_a_dead_writers_leftovers_are_removed(disk_path):

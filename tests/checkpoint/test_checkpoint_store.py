@@ -103,6 +103,20 @@ def test_loading_in_place_keeps_every_memory(disk_path):
     assert [into["model"][key].data_ptr() for key in ("weight", "tied", "part")] == places
 
 
+def test_numbers_are_as_many_as_they_were(disk_path):
+    """A list of losses has grown by the time it is saved; what has tensors is as it is here."""
+    saved = {"run": {"losses": [0.5, 0.25], "best": {3: 0.25}, "at": (1, 2, 3), "w": torch.ones(2)}}
+    STORE.save(disk_path / "a", saved)
+    into = {"run": {"losses": [], "best": {1: 2.0}, "at": (), "w": torch.zeros(2)}}
+    losses, best = into["run"]["losses"], into["run"]["best"]
+    assert_same(STORE.load(disk_path / "a", into), saved)
+    assert into["run"]["losses"] is losses
+    assert into["run"]["best"] is best
+    for other in ({"losses": []}, {"w": []}, {"losses": [torch.ones(1)]}):
+        with pytest.raises(MismatchError):
+            STORE.load(disk_path / "a", {"run": other | {"w": torch.ones(2)} | other})
+
+
 def model_and_optimizer(seed, width=40):
     torch.manual_seed(seed)
     model = torch.nn.Sequential(

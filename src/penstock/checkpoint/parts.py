@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, Final, Protocol, TypeGuard
 
+import numpy as np
 import torch
 
 from penstock.checkpoint.values import MAX_DEPTH
@@ -28,6 +29,29 @@ def is_stateful(value: object) -> TypeGuard[Stateful]:
     """Whether it is an object with ``state_dict`` and ``load_state_dict``."""
     kind = type(value)
     return hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
+
+
+def is_plain_value(value: object, depth: int = 0) -> bool:
+    """Whether nothing in it has memory or a state of its own: only numbers, words and the like."""
+    if isinstance(value, torch.Tensor | np.ndarray) or is_stateful(value) or depth > MAX_DEPTH:
+        return False
+    if isinstance(value, Mapping):
+        return all(is_plain_value(each, depth + 1) for each in value.values())
+    if isinstance(value, list | tuple):
+        return all(is_plain_value(each, depth + 1) for each in value)
+    return True
+
+
+def refilled(target: object, made: Any) -> Any:
+    """A list or dictionary of plain values with others in it, however many; or those."""
+    if isinstance(target, list) and isinstance(made, list):
+        target[:] = made
+        return target
+    if isinstance(target, MutableMapping) and isinstance(made, dict):
+        target.clear()
+        target.update(made)
+        return target
+    return made
 
 
 def plain_state(state: object, private: list[Any], depth: int = 0) -> Any:

@@ -21,12 +21,20 @@ from penstock.checkpoint.fresh import Fresh
 from penstock.checkpoint.leaves import is_plain
 from penstock.checkpoint.manifest import Manifest, TensorEntry
 from penstock.checkpoint.moves import Region
-from penstock.checkpoint.parts import LIKE_LISTS, Stateful, give_state, is_stateful
+from penstock.checkpoint.parts import (
+    LIKE_LISTS,
+    Stateful,
+    give_state,
+    is_plain_value,
+    is_stateful,
+    refilled,
+)
 from penstock.checkpoint.values import (
     FormError,
     Json,
     Path,
     decode,
+    has_tensors,
     items_of,
     key_of,
     pairs_of,
@@ -72,6 +80,12 @@ class Targets:
             return self._bind_stateful(target, document, path)
         if isinstance(target, torch.Tensor | np.ndarray):
             return self._bind_tensor(target, document, path)
+        return self._bind_container(target, document, path)
+
+    def _bind_container(self, target: Any, document: Json, path: Path) -> Callable[[], Any]:
+        if path and is_plain_value(target) and not has_tensors(document):
+            value = self.value(document, path)
+            return lambda: refilled(target, value())
         if isinstance(target, MutableMapping):
             return self._bind_dict(target, document, path)
         if type(target) in LIKE_LISTS and _items(document, type(target)) is not None:

@@ -186,6 +186,15 @@ def _decode_tagged(
     return _atom(tag, body)
 
 
+def has_tensors(document: Json) -> bool:
+    """Whether tensors or arrays are in it."""
+    if isinstance(document, list):
+        return any(map(has_tensors, document))
+    if not isinstance(document, dict):
+        return False
+    return "$tensor" in document or "$array" in document or any(map(has_tensors, document.values()))
+
+
 def tag_of(document: Mapping[str, Json]) -> str | None:
     """The name of the only member of an object that is no dictionary of strings. Raises FormError."""
     for key in document:
