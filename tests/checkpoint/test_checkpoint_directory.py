@@ -134,11 +134,29 @@ def test_a_dead_writers_leftovers_are_removed(disk_path):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"keep": 0}, {"every": 0}, {"every": 3, "overhead": 0.1}, {"overhead": 2.0}]
+    "settings",
+    [
+        {"keep": 0},
+        {"every": 0},
+        {"every": 1.5},
+        {"keep": "2"},
+        {"every": 3, "overhead": 0.1},
+        {"overhead": 2.0},
+    ],
 )
 def test_settings_without_sense_are_refused(settings, disk_path):
     with pytest.raises(ConfigError):
         checkpointer(disk_path, **settings)
+
+
+def test_steps_are_whole_numbers_or_refused(disk_path):
+    """One that is none had a name by which it was never found again."""
+    with checkpointer(disk_path) as ours:
+        for step in (1.5, "3", True, -1, 10**18):
+            with pytest.raises(ConfigError, match="no whole number"):
+                ours.save(step, {"x": 1})
+        ours.save(np.int64(7), {"x": 1})
+        assert [(each.step, type(each.step)) for each in ours.checkpoints()] == [(7, int)]
 
 
 def test_a_kill_at_every_change_leaves_a_latest_that_loads(disk_path):

@@ -231,6 +231,40 @@ def test_arrays_of_all_shapes_are_saved_and_loaded_into(disk_path):
             STORE.load(disk_path / "a", {"backwards": into}, partial=True)
 
 
+def test_what_has_no_memory_is_not_loaded_into(disk_path):
+    """It would look as if it had worked."""
+    STORE.save(disk_path / "a", {"model": torch.nn.Linear(3, 3), "x": torch.eye(3)})
+    with torch.device("meta"):
+        empty = torch.nn.Linear(3, 3)
+    with pytest.raises(MismatchError, match=r"model\.weight is on the meta device.*model\.bias"):
+        STORE.load(disk_path / "a", {"model": empty}, partial=True)
+    with pytest.raises(MismatchError, match=r"x is of layout torch\.sparse_coo"):
+        STORE.load(disk_path / "a", {"x": torch.eye(3).to_sparse()}, partial=True)
+    with pytest.raises(CheckpointError, match=r"^m\.weight: a lazy module's parameter"):
+        STORE.save(disk_path / "b", {"m": torch.nn.LazyLinear(3)})
+
+
+def test_tied_weights_are_not_given_the_values_of_two(disk_path):
+    untied = {"one": torch.ones(5), "other": torch.ones(5), "none": torch.empty(0)}
+    weight = torch.nn.Parameter(torch.zeros(5))
+    STORE.save(disk_path / "same", untied)
+    STORE.load(disk_path / "same", {"one": weight, "other": weight, "none": torch.empty(0)})
+    assert weight.sum() == 5
+    untied["other"] = -torch.ones(5)
+    STORE.save(disk_path / "differ", untied)
+    with pytest.raises(CheckpointError, match=r"^one and other are one tensor here, and differ"):
+        STORE.load(disk_path / "differ", {"one": weight, "other": weight}, partial=True)
+
+
+def test_autograd_notices_a_load_between_forward_and_backward(disk_path):
+    weight = torch.ones(3, requires_grad=True)
+    STORE.save(disk_path / "a", {"w": weight * 2})
+    loss = (weight**2).sum()
+    STORE.load(disk_path / "a", {"w": weight})
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_names_that_are_no_unicode_leave_the_files_readable(disk_path):
     saved = {"a\ud800": torch.ones(3), "a\\ud800": torch.zeros(2)}
     STORE.save(disk_path / "a", saved)

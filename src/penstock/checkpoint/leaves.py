@@ -62,7 +62,7 @@ class Leaves:
     def add(self, path: Path, value: torch.Tensor | Array) -> int:
         """Its number. Raises CheckpointError, with the path, if it cannot be put into a file."""
         tensor = _checked(path, value)
-        key = _identity(tensor)
+        key = identity(tensor)
         if key in self._known:
             return self._known[key]
         self._tensors.append(tensor)
@@ -104,6 +104,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _checked(path: Path, value: torch.Tensor | Array) -> torch.Tensor:
+    if isinstance(value, torch.Tensor) and torch.nn.parameter.is_lazy(value):
+        raise _unfit(path, "a lazy module's parameter before its first run", "run it")
     tensor = value.detach() if isinstance(value, torch.Tensor) else _of_array(path, value)
     kind = type(tensor)
     if hasattr(tensor, "_local_tensor"):
@@ -140,7 +142,8 @@ def _unfit(path: Path, what: str, advice: str) -> CheckpointError:
     return CheckpointError(f"{shown(path)}: {what} has no form in a checkpoint; {advice}")
 
 
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Alike for tensors that are the same memory in the same way; all empty ones are alike."""
     if not tensor.numel():
         return (None,)
     bits = tensor.is_conj(), tensor.is_neg()

@@ -195,6 +195,40 @@ def has_tensors(document: Json) -> bool:
     return "$tensor" in document or "$array" in document or any(map(has_tensors, document.values()))
 
 
+def tensor_of(document: Json) -> int | None:
+    """The number of the tensor or array that it stands for, if it is one."""
+    if isinstance(document, dict) and len(document) == 1:
+        for tag in ("$tensor", "$array"):
+            if type(document.get(tag)) is int and document[tag] >= 0:
+                return int(document[tag])
+    return None
+
+
+def members_of(document: Json) -> dict[Any, Json] | None:
+    """A dictionary in JSON, by its keys."""
+    if not isinstance(document, dict):
+        return None
+    try:
+        tag = tag_of(document)
+        if tag is None:
+            return document
+        if tag == "$dict":
+            return {key_of(key): each for key, each in pairs_of(document[tag])}
+    except FormError:
+        pass
+    return None
+
+
+def list_of(document: Json, kind: type) -> list[Json] | None:
+    """What is in a list, or in a tuple, if it is one."""
+    if kind is list:
+        return document if isinstance(document, list) else None
+    try:
+        return items_of(document["$tuple"]) if isinstance(document, dict) else None
+    except (FormError, KeyError):
+        return None
+
+
 def tag_of(document: Mapping[str, Json]) -> str | None:
     """The name of the only member of an object that is no dictionary of strings. Raises FormError."""
     for key in document:
