@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import time
 
 import numpy as np
 import pytest
@@ -95,6 +96,36 @@ def test_two_writers_of_a_directory_are_refused(disk_path):
     checkpointer(disk_path).close()
 
 
+@pytest.mark.parametrize("way", ["closed", "ended"])
+def test_a_child_that_was_forked_meanwhile_does_not_hold_the_directory(disk_path, way):
+    """As a data loader's worker that persists, or lives a little longer than who was killed."""
+    ours = checkpointer(disk_path)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(reader, 1)
+        os._exit(0)
+    try:
+        if way == "closed":
+            ours.close()
+        else:
+            os.close(ours._root.fd)  # all that the kernel does for a process that ends
+            ours._root.fd = -1
+        deadline = time.monotonic() + 20
+        while True:  # until the child has got so far
+            try:
+                checkpointer(disk_path).close()
+                break
+            except ConfigError:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+    finally:
+        os.write(writer, b"x")
+        os.waitpid(child, 0)
+        os.close(reader)
+        os.close(writer)
+
+
 def test_a_dead_writers_leftovers_are_removed(disk_path):
     (disk_path / ".step-000000000007.saving").mkdir()
     (disk_path / ".step-000000000007.saving" / "data-00000.safetensors").write_bytes(b"x")
@@ -103,11 +134,29 @@ def test_a_dead_writers_leftovers_are_removed(disk_path):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"keep": 0}, {"every": 0}, {"every": 3, "overhead": 0.1}, {"overhead": 2.0}]
+    "settings",
+    [
+        {"keep": 0},
+        {"every": 0},
+        {"every": 1.5},
+        {"keep": "2"},
+        {"every": 3, "overhead": 0.1},
+        {"overhead": 2.0},
+    ],
 )
 def test_settings_without_sense_are_refused(settings, disk_path):
     with pytest.raises(ConfigError):
         checkpointer(disk_path, **settings)
+
+
+def test_steps_are_whole_numbers_or_refused(disk_path):
+    """One that is none had a name by which it was never found again."""
+    with checkpointer(disk_path) as ours:
+        for step in (1.5, "3", True, -1, 10**18):
+            with pytest.raises(ConfigError, match="no whole number"):
+                ours.save(step, {"x": 1})
+        ours.save(np.int64(7), {"x": 1})
+        assert [(each.step, type(each.step)) for each in ours.checkpoints()] == [(7, int)]
 
 
 def test_a_kill_at_every_change_leaves_a_latest_that_loads(disk_path):

@@ -106,6 +106,10 @@ HOSTILE = {
     "an object scalar": lambda d: d.update(state={"$scalar": ["|O", "AAAAAAAAAAA="]}),
     "a torch function": lambda d: d.update(state={"$dtype": "load"}),
     "a device of its own": lambda d: d.update(state={"$device": "no such"}),
+    "a length of words": lambda d: d.update(state={"$size": ["3"]}),
+    "a length beyond all": lambda d: d.update(state={"$size": [2**70]}),
+    "an array of what NumPy has not": lambda d: (
+        d["tensors"][0].update(dtype="bfloat16"), d.update(state={"$array": 0})),
 }  # fmt: skip
 
 

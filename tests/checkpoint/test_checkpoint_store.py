@@ -5,6 +5,7 @@ import os
 import struct
 import threading
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -102,6 +103,20 @@ def test_loading_in_place_keeps_every_memory(disk_path):
     assert [into["model"][key].data_ptr() for key in ("weight", "tied", "part")] == places
 
 
+def test_numbers_are_as_many_as_they_were(disk_path):
+    """A list of losses has grown by the time it is saved; what has tensors is as it is here."""
+    saved = {"run": {"losses": [0.5, 0.25], "best": {3: 0.25}, "at": (1, 2, 3), "w": torch.ones(2)}}
+    STORE.save(disk_path / "a", saved)
+    into = {"run": {"losses": [], "best": {1: 2.0}, "at": (), "w": torch.zeros(2)}}
+    losses, best = into["run"]["losses"], into["run"]["best"]
+    assert_same(STORE.load(disk_path / "a", into), saved)
+    assert into["run"]["losses"] is losses
+    assert into["run"]["best"] is best
+    for other in ({"losses": []}, {"w": []}, {"losses": [torch.ones(1)]}):
+        with pytest.raises(MismatchError):
+            STORE.load(disk_path / "a", {"run": other | {"w": torch.ones(2)} | other})
+
+
 def model_and_optimizer(seed, width=40):
     torch.manual_seed(seed)
     model = torch.nn.Sequential(
@@ -188,6 +203,82 @@ def test_tensors_without_a_form_are_refused_by_their_keys(disk_path):
         deep = [deep]
     with pytest.raises(CheckpointError, match="deep"):
         STORE.save(disk_path / "a", deep)
+
+
+def test_tensors_and_arrays_of_rare_kinds_are_refused_in_words(disk_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # prototypes, says torch
+        rare = {
+            "a quantized tensor of torch.qint8": torch.quantize_per_tensor(
+                torch.ones(4), 0.1, 0, torch.qint8
+            ),
+            "a tensor of layout nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        }
+    rare["an array of >f4 of the other byte order"] = np.arange(5, dtype=">f4")
+    rare["np.array"] = np.ma.masked_array([1.0])
+    for what, value in rare.items():
+        with pytest.raises(CheckpointError, match=f"^a.b: .*{what}"):
+            STORE.save(disk_path / "a", {"a": {"b": value}})
+
+
+def test_arrays_of_all_shapes_are_saved_and_loaded_into(disk_path):
+    saved = {"backwards": np.arange(10)[::-1], "empty": np.zeros((0, 3)), "no": np.zeros((3, 0, 2))}
+    STORE.save(disk_path / "a", saved)
+    loaded = STORE.load(disk_path / "a", {key: np.zeros_like(each) for key, each in saved.items()})
+    assert_same(loaded, {key: each.copy() for key, each in saved.items()})
+    for into in (np.arange(10)[::-1], np.frombuffer(bytes(80), np.int64)):
+        with pytest.raises(MismatchError, match=r"backwards is an array .* cannot be loaded into"):
+            STORE.load(disk_path / "a", {"backwards": into}, partial=True)
+
+
+def test_what_has_no_memory_is_not_loaded_into(disk_path):
+    """It would look as if it had worked."""
+    STORE.save(disk_path / "a", {"model": torch.nn.Linear(3, 3), "x": torch.eye(3)})
+    with torch.device("meta"):
+        empty = torch.nn.Linear(3, 3)
+    with pytest.raises(MismatchError, match=r"model\.weight is on the meta device.*model\.bias"):
+        STORE.load(disk_path / "a", {"model": empty}, partial=True)
+    with pytest.raises(MismatchError, match=r"x is of layout torch\.sparse_coo"):
+        STORE.load(disk_path / "a", {"x": torch.eye(3).to_sparse()}, partial=True)
+    with pytest.raises(CheckpointError, match=r"^m\.weight: a lazy module's parameter"):
+        STORE.save(disk_path / "b", {"m": torch.nn.LazyLinear(3)})
+
+
+def test_tied_weights_are_not_given_the_values_of_two(disk_path):
+    untied = {"one": torch.ones(5), "other": torch.ones(5), "none": torch.empty(0)}
+    weight = torch.nn.Parameter(torch.zeros(5))
+    STORE.save(disk_path / "same", untied)
+    STORE.load(disk_path / "same", {"one": weight, "other": weight, "none": torch.empty(0)})
+    assert weight.sum() == 5
+    untied["other"] = -torch.ones(5)
+    STORE.save(disk_path / "differ", untied)
+    with pytest.raises(CheckpointError, match=r"^one and other are one tensor here, and differ"):
+        STORE.load(disk_path / "differ", {"one": weight, "other": weight}, partial=True)
+
+
+def test_autograd_notices_a_load_between_forward_and_backward(disk_path):
+    weight = torch.ones(3, requires_grad=True)
+    STORE.save(disk_path / "a", {"w": weight * 2})
+    loss = (weight**2).sum()
+    STORE.load(disk_path / "a", {"w": weight})
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_names_that_are_no_unicode_leave_the_files_readable(disk_path):
+    saved = {"a\ud800": torch.ones(3), "a\\ud800": torch.zeros(2)}
+    STORE.save(disk_path / "a", saved)
+    assert_same(STORE.load(disk_path / "a"), saved)
+    safetensors = pytest.importorskip("safetensors.torch")
+    found = safetensors.load_file(*files_of(disk_path / "a"))
+    assert sorted(found) == ["a\\ud800", "a\\ud800#2"]
+
+
+def test_tensors_that_overlap_in_another_way_than_in_the_checkpoint_are_refused(disk_path):
+    flat = torch.arange(30.0)
+    STORE.save(disk_path / "a", {"flat": flat, "part": flat[10:20]})
+    with pytest.raises(CheckpointError, match=r"part shares memory .* in another way"):
+        STORE.load(disk_path / "a", {"flat": flat, "part": flat[12:22]})
 
 
 plain = st.recursive(

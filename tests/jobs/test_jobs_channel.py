@@ -173,6 +173,9 @@ def test_ends_are_told_in_words(tmp_path):
     (tmp_path / "log").write_bytes(b"x" * 10000 + b"\n\xff one\n\n two\n")
     assert last_lines(str(tmp_path / "log"), count=2) == ["\ufffd one", " two"]
     assert last_lines(str(tmp_path / "no")) == []
+    assert last_lines(str(tmp_path / "log"), begin=10006) == [" two"]  # an earlier run's is above
+    (tmp_path / "log").write_bytes(b"\x1b[31mred\x1b[0m \x1b]0;title\x07\rback\tx\n\x1b[2J\n")
+    assert last_lines(str(tmp_path / "log")) == ["red ]0;title", "back\tx"]
 
 
 # -- a session that is told by a manager ----------------------------------------------------------

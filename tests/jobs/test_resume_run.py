@@ -1,5 +1,6 @@
 """`penstock run --state DIR`: a suspended run survives its process, and goes on to the same bits."""
 
+import json
 import os
 import re
 import shutil
@@ -214,6 +215,41 @@ def test_another_run_or_script_is_refused(disk_path, keeper_for):
     (disk_path / "kept/run.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
         keeper_for(resume=True)
+
+
+def test_a_record_that_is_damaged_is_refused(disk_path, keeper_for):
+    training(disk_path, keeper_for(), steps=3, sleep_at=1)
+    path = disk_path / "kept/run.json"
+    good = json.loads(path.read_text())
+    for change in ({"kind": "checkpoint"}, {"steps": "x"}, {"digests": 5}, {"digests": [["a", 1]]}):
+        path.write_text(json.dumps({**good, **change}))
+        with pytest.raises(ConfigError, match="is damaged, or of another version"):
+            keeper_for(resume=True)
+    path.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        keeper_for(resume=True)
+
+
+def test_a_run_that_ends_before_it_was_compared_says_so(disk_path, keeper_for):
+    training(disk_path, keeper_for(), steps=5, sleep_at=3)
+    listeners.clear()
+    keeper = keeper_for(resume=True)
+    training(disk_path, keeper, steps=2)
+    keeper.finish(0)
+    assert any("has ended before step 4" in each for each in keeper_for.lines), keeper_for.lines
+    assert (disk_path / "kept/run.json").exists()
+
+
+def test_another_checkpoint_than_the_one_it_slept_with_is_refused(disk_path, keeper_for):
+    with Checkpointer(disk_path / "run") as checkpoints:
+        keeper = keeper_for()
+        keeper.opened()
+        training(disk_path, keeper, steps=5, sleep_at=2, checkpoints=checkpoints)
+    listeners.clear()
+    keeper = keeper_for(resume=True)
+    keeper.loaded(str(disk_path / "pretrained/step-000000000003"))
+    with pytest.raises(SuspendError, match="trains without having loaded its checkpoint"):
+        training(disk_path, keeper, steps=5)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import penstock
 from offload_runs import assert_nothing_held, same_bits, session_in
 from penstock import checkpoint
+from penstock.checkpoint.store import Store
 from penstock.core.errors import (
     CheckpointError,
     ClosedError,
@@ -22,10 +24,13 @@ from penstock.core.errors import (
     TransferError,
 )
 from penstock.core.units import MIB
+from penstock.io import pages
 from penstock.io.pages import PrivateMemory, whole_pages
+from penstock.io.threads import ThreadEngine
 from penstock.jobs import suspend
 from penstock.jobs.state import LEAST_BYTES, storages_of
 from penstock.optim import FlashAdamW
+from penstock.testing.faults import GatedSyscalls
 from penstock.tier.wrappers import FaultyTier
 
 WIDTH = 512
@@ -232,6 +237,41 @@ def saved(tmp_path, model, optimizer, codec=None):
     return {"checkpoint": tmp_path / "saved", "state": state}
 
 
+def test_memory_does_not_go_while_a_save_in_the_background_reads_it(disk_path, monkeypatch):
+    """Nothing has to be written for the suspend, so it would be done before the save is."""
+    gate = GatedSyscalls()
+    slow = Store(make_engine=lambda: ThreadEngine(1, syscalls=gate), block_bytes=16384)
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with (
+        session_in(disk_path, model, optimizer) as session,
+        checkpoint.Checkpointer(disk_path / "run", store=slow, memory="7MiB") as checkpoints,
+    ):
+        step(model, optimizer, 0)
+        optimizer.zero_grad()
+        state = {"model": model, "optimizer": optimizer}
+        expected = [each.detach().clone() for each in model.parameters()]
+        checkpoint.save(disk_path / "a", state)
+        give_back, saving = suspend.memory.give_back, checkpoints.save(1, state, wait=False)
+
+        may_write = threading.Event()
+
+        def checked(pages):
+            assert may_write.is_set()
+            give_back(pages)
+
+        monkeypatch.setattr(suspend.memory, "give_back", checked)
+        opener = threading.Timer(0.3, lambda: [may_write.set(), gate.open()])
+        opener.start()
+        penstock.suspend(session, checkpoint=disk_path / "a", state=state)
+        opener.join()
+        penstock.resume(session)
+        checkpoints.wait()
+        loaded = checkpoint.load(saving.wait().path)["model"]
+    assert all(same_bits(loaded[name], each) for name, each in model.named_parameters())
+    assert_same([each.detach() for each in model.parameters()], expected)
+
+
 @pytest.mark.parametrize("codec", [None, "byteplane"])
 def test_right_after_a_checkpoint_little_is_written(codec, disk_path, tmp_path):
     model = network()
@@ -335,6 +375,43 @@ def test_a_read_that_fails_is_named_and_can_be_tried_again(disk_path, mode):
         assert same_bits(model[3].weight.detach(), expected[4])  # it is back
         penstock.resume(session)
         assert_same([each.detach() for each in model.parameters()], expected)
+
+
+@pytest.mark.parametrize("refused", ["mprotect", "madvise"])
+def test_memory_that_the_system_does_not_let_go_stays_as_it_was(disk_path, monkeypatch, refused):
+    """As where a process would have too many mappings; what was dropped by then would be lost."""
+    model = network()
+    expected = [each.detach().clone() for each in model.parameters()]
+    real, calls = getattr(pages._libc, refused), []
+
+    def call(address, nbytes, argument):
+        if argument == 1:  # PROT_READ: it is opened again
+            return real(address, nbytes, argument)
+        calls.append(address)
+        return -1 if len(calls) == 1 else real(address, nbytes, argument)
+
+    with session_in(disk_path, model) as session:
+        monkeypatch.setattr(pages._libc, refused, call)
+        suspended = penstock.suspend(session)
+        monkeypatch.setattr(pages._libc, refused, real)
+        assert list(suspended.stayed) == ["Sequential.0.weight"]
+        assert same_bits(model[0].weight.detach(), expected[0])
+        penstock.resume(session)
+    assert_same([each.detach() for each in model.parameters()], expected)
+
+
+def test_memory_that_cannot_be_opened_is_named_and_can_be_tried_again(disk_path, monkeypatch):
+    model = network()
+    expected = [each.detach().clone() for each in model.parameters()]
+    real = pages._libc.mprotect
+    with session_in(disk_path, model) as session:
+        penstock.suspend(session)
+        refuse = iter([-1])
+        monkeypatch.setattr(pages._libc, "mprotect", lambda *words: next(refuse, 0) or real(*words))
+        with pytest.raises(SuspendError, match=r"1 of \d+ .* Sequential\.0\.weight"):
+            penstock.resume(session)
+        penstock.resume(session)
+    assert_same([each.detach() for each in model.parameters()], expected)
 
 
 def test_no_space_is_said_before_anything_is_written(disk_path, monkeypatch):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -34,6 +35,9 @@ PIECE_BYTES: Final = 2 * MIB
 
 Write = Callable[["Saving", list[list[tuple[int, Region]]]], Saved]
 """Writes the regions of all files, telling the first argument which bytes are not read any more."""
+
+_under_way: weakref.WeakSet[Saving] = weakref.WeakSet()
+"""Those that may still read, and some that are over."""
 
 
 class Source(Region):
@@ -164,6 +168,7 @@ class Saving:
         self._thread = threading.Thread(
             target=self._run, args=(write, regions), name="penstock-checkpoint"
         )
+        _under_way.add(self)
         self._thread.start()
         self._let_change(unsteady)
         self.stall_s += time.perf_counter() - start
@@ -271,6 +276,12 @@ class Saving:
                 file.append((offset, source))
             made.append(file)
         return made
+
+
+def let_all_change() -> None:
+    """No tensor is read by a save any more when this returns: the memory of all may go."""
+    for saving in tuple(_under_way):
+        saving.before_update()
 
 
 def _pieces(start: int, stop: int) -> Iterator[tuple[int, int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 import warnings
@@ -104,8 +105,9 @@ class Checkpointer:
             ConfigError: A senseless setting; or another writer has the directory.
             TransferError: It cannot be made or opened.
         """
-        if keep < 1 or (every is not None and every < 1):
-            raise ConfigError(f"keep={keep} and every={every}: both must be at least 1")
+        for name, count in (("keep", keep), ("every", 1 if every is None else every)):
+            if not _is_whole(count) or count < 1:
+                raise ConfigError(f"{name}={count!r}: it must be a whole number, at least 1")
         if every is not None and overhead is not None:
             raise ConfigError("every=... and overhead=... are two ways to say how often: give one")
         self.directory = os.path.abspath(directory)
@@ -191,8 +193,9 @@ class Checkpointer:
             TransferError: The device refuses; the same.
         """
         root = self._check_open()
-        if not 0 <= step < 10**18:
-            raise ConfigError(f"step {step} is not between 0 and 10^18")
+        if not _is_whole(step) or not 0 <= step < 10**18:
+            raise ConfigError(f"step {step!r} is no whole number between 0 and 10^18")
+        step = operator.index(step)
         start = self._clock()
         self._settle()
         path = os.path.join(root.path, name_of_step(step))
@@ -390,3 +393,8 @@ class Checkpointer:
         if self._root is None:
             raise ClosedError(f"the Checkpointer of {self.directory!r} is closed")
         return self._root
+
+
+def _is_whole(value: object) -> bool:
+    """Also one of NumPy."""
+    return hasattr(value, "__index__") and not isinstance(value, bool)

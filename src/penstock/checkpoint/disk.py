@@ -11,6 +11,7 @@ import fcntl
 import os
 import signal
 import stat
+import weakref
 from contextlib import suppress
 from typing import Final
 
@@ -32,6 +33,7 @@ _NOT_POSSIBLE: Final = frozenset(
 _NO_LINK: Final = frozenset({errnos.EPERM, errnos.EMLINK, errnos.EXDEV, errnos.EOPNOTSUPP})
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_locked: weakref.WeakSet[Directory] = weakref.WeakSet()
 
 
 class Directory:
@@ -274,7 +276,17 @@ def lock(directory: Directory) -> bool:
         if error.errno in (errnos.EWOULDBLOCK, errnos.EACCES):
             return False
         raise failed("lock", directory.path, error) from error
+    _locked.add(directory)
     return True
+
+
+def _let_go_in_child() -> None:
+    """A data loader's worker would hold the lock for as long as it lives, whoever has taken it."""
+    for each in tuple(_locked):
+        each.close()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def is_alone(fd: int) -> bool:

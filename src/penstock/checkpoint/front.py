@@ -58,7 +58,8 @@ def load(path: str | os.PathLike[str], into: object = None, *, partial: bool = F
         path: A checkpoint.
         into: What was saved, or its like: dictionaries, lists, tensors, and objects with
             ``load_state_dict``. Tensors keep their memory: modules' parameters and buffers, and states of
-            an optimizer where it has them already. None: everything is made anew, in huge pages.
+            an optimizer where it has them already. Lists and dictionaries of plain values become what
+            was saved, however long that is. None: everything is made anew, in huge pages.
         partial: Whether the checkpoint may have keys that ``into`` has not.
 
     Returns:

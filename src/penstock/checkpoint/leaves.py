@@ -62,7 +62,7 @@ class Leaves:
     def add(self, path: Path, value: torch.Tensor | Array) -> int:
         """Its number. Raises CheckpointError, with the path, if it cannot be put into a file."""
         tensor = _checked(path, value)
-        key = _identity(tensor)
+        key = identity(tensor)
         if key in self._known:
             return self._known[key]
         self._tensors.append(tensor)
@@ -104,19 +104,21 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _checked(path: Path, value: torch.Tensor | Array) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):
-        tensor = value.detach()
-        if type(tensor) is not torch.Tensor:
-            raise _unfit(path, f"a {type(value).__qualname__}", "save what it is made of")
-    elif type(value) is np.ndarray and value.dtype.isnative:
-        try:
-            tensor = torch.from_numpy(value if value.flags.writeable else value.copy())
-        except (TypeError, ValueError) as error:
-            raise _unfit(path, f"an array of {value.dtype}", "convert it") from error
-    else:
-        raise _unfit(path, f"a {type(value).__qualname__}", "convert it")
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise _unfit(path, f"a tensor of layout {tensor.layout}", "make it dense")
+    if isinstance(value, torch.Tensor) and torch.nn.parameter.is_lazy(value):
+        raise _unfit(path, "a lazy module's parameter before its first run", "run it")
+    tensor = value.detach() if isinstance(value, torch.Tensor) else _of_array(path, value)
+    kind = type(tensor)
+    if hasattr(tensor, "_local_tensor"):
+        raise _unfit(path, f"a {kind.__qualname__}", "save shards by penstock.checkpoint.dcp")
+    if kind is not torch.Tensor:
+        raise _unfit(path, f"a {kind.__qualname__}", "save what it is made of")
+    if tensor.is_quantized:
+        raise _unfit(
+            path, f"a quantized tensor of {tensor.dtype}", "save its int_repr() and scales"
+        )
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        layout = "nested" if tensor.is_nested else tensor.layout
+        raise _unfit(path, f"a tensor of layout {layout}", "make it dense")
     if tensor.is_meta:
         raise _unfit(path, "a tensor on the meta device, without data,", "materialise it")
     if name_of(tensor.dtype) not in DTYPES:
@@ -124,11 +126,24 @@ def _checked(path: Path, value: torch.Tensor | Array) -> torch.Tensor:
     return tensor
 
 
+def _of_array(path: Path, value: Array) -> torch.Tensor:
+    if type(value) is not np.ndarray:
+        raise _unfit(path, f"a {type(value).__qualname__}", "give np.array(it)")
+    if not value.dtype.isnative:
+        raise _unfit(path, f"an array of {value.dtype} of the other byte order", "convert it")
+    copied = not value.flags.writeable or min(value.strides, default=0) < 0
+    try:
+        return torch.from_numpy(value.copy() if copied else value)
+    except (TypeError, ValueError) as error:
+        raise _unfit(path, f"an array of {value.dtype}", "convert it") from error
+
+
 def _unfit(path: Path, what: str, advice: str) -> CheckpointError:
     return CheckpointError(f"{shown(path)}: {what} has no form in a checkpoint; {advice}")
 
 
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Alike for tensors that are the same memory in the same way; all empty ones are alike."""
     if not tensor.numel():
         return (None,)
     bits = tensor.is_conj(), tensor.is_neg()
@@ -140,11 +155,11 @@ def _unique(paths: Sequence[Path]) -> list[str]:
     names: list[str] = []
     taken = {"__metadata__"}
     for path in paths:
-        name = shown(path)
+        name = plain = shown(path).encode("utf-8", "backslashreplace").decode()
         count = 1
         while name in taken:
             count += 1
-            name = f"{shown(path)}#{count}"
+            name = f"{plain}#{count}"
         taken.add(name)
         names.append(name)
     return names

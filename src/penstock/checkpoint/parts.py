@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, Final, Protocol, TypeGuard
 
+import numpy as np
 import torch
 
 from penstock.checkpoint.values import MAX_DEPTH
+from penstock.core.errors import CheckpointError, PenstockError
 from penstock.optim import OnFlash
 
 LIKE_LISTS: Final = (list, tuple)
@@ -27,6 +29,29 @@ def is_stateful(value: object) -> TypeGuard[Stateful]:
     """Whether it is an object with ``state_dict`` and ``load_state_dict``."""
     kind = type(value)
     return hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
+
+
+def is_plain_value(value: object, depth: int = 0) -> bool:
+    """Whether nothing in it has memory or a state of its own: only numbers, words and the like."""
+    if isinstance(value, torch.Tensor | np.ndarray) or is_stateful(value) or depth > MAX_DEPTH:
+        return False
+    if isinstance(value, Mapping):
+        return all(is_plain_value(each, depth + 1) for each in value.values())
+    if isinstance(value, list | tuple):
+        return all(is_plain_value(each, depth + 1) for each in value)
+    return True
+
+
+def refilled(target: object, made: Any) -> Any:
+    """A list or dictionary of plain values with others in it, however many; or those."""
+    if isinstance(target, list) and isinstance(made, list):
+        target[:] = made
+        return target
+    if isinstance(target, MutableMapping) and isinstance(made, dict):
+        target.clear()
+        target.update(made)
+        return target
+    return made
 
 
 def plain_state(state: object, private: list[Any], depth: int = 0) -> Any:
@@ -84,3 +109,48 @@ def tensors_in(value: object) -> list[torch.Tensor]:
     if isinstance(value, list | tuple):
         return [found for each in value for found in tensors_in(each)]
     return []
+
+
+def give_state(target: Stateful, state: Any, name: str) -> Stateful:
+    """Give an object its state, every bit of it, and return it.
+
+    Args:
+        target: It.
+        state: As its ``state_dict`` was.
+        name: What to call it in errors.
+
+    Raises:
+        CheckpointError: It does not take it.
+    """
+    try:
+        target.load_state_dict(state)
+        if isinstance(target, torch.optim.Optimizer):
+            _undo_casts(target, state)
+    except PenstockError:
+        raise
+    except Exception as error:
+        kind = type(target).__name__
+        raise CheckpointError(
+            f"{name}: load_state_dict of {kind} does not take what the checkpoint has"
+            f" ({type(error).__name__}: {error}), which is another kind's or no one's. Other parts have"
+            " been set by now: do not train on before another checkpoint is loaded over all of them"
+        ) from error
+    return target
+
+
+def _undo_casts(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Put back what torch has cast to the type of its parameter, as NAdam's numbers to bfloat16."""
+    has_hooks = (
+        optimizer._optimizer_load_state_dict_pre_hooks
+        or optimizer._optimizer_load_state_dict_post_hooks
+    )
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict or has_hooks:
+        return  # what they have made of it is theirs
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    numbers = [each for group in state["param_groups"] for each in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        ours = optimizer.state.get(parameter, {})
+        for key, value in state["state"].get(number, {}).items():
+            cast = ours.get(key)
+            if isinstance(value, torch.Tensor) and isinstance(cast, torch.Tensor):
+                ours[key] = cast if cast.dtype == value.dtype else value.to(cast.device)

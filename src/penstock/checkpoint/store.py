@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -123,6 +124,7 @@ class Store:
         """
         start = time.perf_counter()
         where = os.path.abspath(path)
+        _check_facts(facts)
         with self.disk.open(parent_of(where)) as parent, self._opened_base(base) as old:
             name = os.path.basename(where)
             check_replaceable(where)
@@ -316,6 +318,16 @@ def _half_set(error: DamagedError) -> DamagedError:
         path=error.path,
         overwritten=names,
     )
+
+
+def _check_facts(facts: Mapping[str, Json] | None) -> None:
+    """Before anything is written. Raises CheckpointError."""
+    try:
+        json.dumps(dict(facts or {}), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"facts are a dictionary of JSON: {error}; convert it, or put it into the state"
+        ) from error
 
 
 def _manifest(**fields: Any) -> bytes:

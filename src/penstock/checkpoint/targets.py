@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Final
 
@@ -17,22 +18,29 @@ import torch
 from penstock.checkpoint.dtypes import DTYPES, name_of
 from penstock.checkpoint.frames import stored_in
 from penstock.checkpoint.fresh import Fresh
-from penstock.checkpoint.leaves import is_plain
+from penstock.checkpoint.leaves import identity, is_plain
 from penstock.checkpoint.manifest import Manifest, TensorEntry
 from penstock.checkpoint.moves import Region
-from penstock.checkpoint.parts import LIKE_LISTS, Stateful, is_stateful
+from penstock.checkpoint.parts import (
+    LIKE_LISTS,
+    Stateful,
+    give_state,
+    is_plain_value,
+    is_stateful,
+    refilled,
+)
 from penstock.checkpoint.values import (
     FormError,
     Json,
     Path,
     decode,
-    items_of,
-    key_of,
-    pairs_of,
+    has_tensors,
+    list_of,
+    members_of,
     shown,
-    tag_of,
+    tensor_of,
 )
-from penstock.core.errors import MismatchError
+from penstock.core.errors import CheckpointError, MismatchError
 from penstock.core.units import MIB
 from penstock.optim import OnFlash
 
@@ -61,7 +69,8 @@ class Targets:
         self._fresh = Fresh()
         self._into: dict[int, list[torch.Tensor]] = {}
         self._made: dict[int, torch.Tensor] = {}
-        self._after: list[Callable[[], None]] = []
+        self._bound: dict[tuple[Any, ...], int] = {}
+        self._twice: list[tuple[int, int]] = []
 
     def bind(self, target: object, document: Json, path: Path = ()) -> Callable[[], Any]:
         """Walk side by side; what comes of it when all is read."""
@@ -71,9 +80,15 @@ class Targets:
             return self._bind_stateful(target, document, path)
         if isinstance(target, torch.Tensor | np.ndarray):
             return self._bind_tensor(target, document, path)
+        return self._bind_container(target, document, path)
+
+    def _bind_container(self, target: Any, document: Json, path: Path) -> Callable[[], Any]:
+        if path and is_plain_value(target) and not has_tensors(document):
+            value = self.value(document, path)
+            return lambda: refilled(target, value())
         if isinstance(target, MutableMapping):
             return self._bind_dict(target, document, path)
-        if type(target) in LIKE_LISTS and _items(document, type(target)) is not None:
+        if type(target) in LIKE_LISTS and list_of(document, type(target)) is not None:
             return self._bind_list(target, document, path)
         return self.value(document, path)
 
@@ -81,7 +96,7 @@ class Targets:
         """What has no place yet is made anew."""
         try:
             made = decode(
-                document, lambda i: self._new(i, fresh), lambda i: self._new(i, fresh).numpy()
+                document, lambda i: self._new(i, fresh), lambda i: _as_array(self._new(i, fresh))
             )
         except FormError as error:
             self._differ(path, f"cannot be read: {error}")
@@ -105,18 +120,45 @@ class Targets:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Everything is read: fill what is a view of something, and what is there twice."""
+        """Everything is read: fill what is a view of something, and what is there twice.
+
+        Raises:
+            CheckpointError: Tensors overlap here, and otherwise in the checkpoint.
+        """
         for index, targets in self._into.items():
             source = self._source(index)
             for target in targets:
                 if target is not source and not _is_same(target, source):
-                    target.copy_(source)
+                    self._fill(target, source, self._manifest.tensors[index].name)
         for index, made in self._made.items():
             source = self._source(index)
             if made is not source and not _is_same(made, source):
                 made.copy_(source)
-        for action in self._after:
-            action()
+        self._check_twice()
+        for target in (each for targets in self._into.values() for each in targets):
+            if not target.is_inference():  # for autograd, and for a save in the background
+                torch.autograd.graph.increment_version(target)
+
+    def _check_twice(self) -> None:
+        for first, second in self._twice:
+            if not _same_bits(self._source(first), self._source(second)):
+                one, other = (self._manifest.tensors[each].name for each in (first, second))
+                raise CheckpointError(
+                    f"{one} and {other} are one tensor here, and differ in the checkpoint: it is of a"
+                    " model in which they are not tied. They have been overwritten: load another"
+                    " checkpoint over all of them before training on"
+                )
+
+    @staticmethod
+    def _fill(target: torch.Tensor, source: torch.Tensor, name: str) -> None:
+        try:
+            target.copy_(source)
+        except RuntimeError as error:  # torch sees that they overlap
+            raise CheckpointError(
+                f"{name} shares memory with other tensors here in another way than in the checkpoint, so"
+                " that they cannot have their values at once. They have been overwritten: load another"
+                " checkpoint over all of them before training on"
+            ) from error
 
     def _owners(self) -> list[int]:
         wanted = {*self._into, *self._made}
@@ -147,26 +189,42 @@ class Targets:
     def _bind_tensor(
         self, target: torch.Tensor | Any, document: Json, path: Path
     ) -> Callable[[], Any]:
-        index = _tensor_of(document)
+        index = tensor_of(document)
         entry = self._entry(index)
         if index is None or entry is None:
             self._differ(path, "is a tensor here, and none in the checkpoint")
             return lambda: target
-        tensor = target.detach() if isinstance(target, torch.Tensor) else torch.from_numpy(target)
+        tensor = target.detach() if isinstance(target, torch.Tensor) else _of_array(target)
+        if tensor is None:
+            self._differ(path, f"is an array of {target.dtype} that cannot be loaded into")
+            return lambda: target
         theirs = f"{entry.dtype} {entry.shape}"
         ours = f"{name_of(tensor.dtype)} {tuple(tensor.shape)}"
         if ours != theirs:
             self._differ(path, f"is {ours} here, and {theirs} in the checkpoint")
+        elif tensor.is_meta or tensor.layout is not torch.strided:
+            where = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
+            self._differ(path, f"is {where}, and has no memory to be loaded into")
         elif _overlaps_itself(tensor):
             self._differ(path, "has elements that share memory, and cannot be loaded into")
         else:
-            self._into.setdefault(index, []).append(tensor)
+            self._load_to(tensor, index)
         return lambda: target
+
+    def _load_to(self, tensor: torch.Tensor, index: int) -> None:
+        """What is one tensor here and two in the checkpoint has to be the same twice."""
+        place = identity(tensor) if tensor.numel() else (index,)
+        first = self._bound.setdefault(place, index)
+        if first == index:
+            self._into.setdefault(index, []).append(tensor)
+        else:
+            self._new(index, None)
+            self._twice.append((first, index))
 
     def _bind_dict(
         self, target: MutableMapping[Any, Any], document: Json, path: Path
     ) -> Callable[[], Any]:
-        theirs = _members(document)
+        theirs = members_of(document)
         if theirs is None:
             self._differ(path, "is a dictionary here, and none in the checkpoint")
             return lambda: target
@@ -185,7 +243,7 @@ class Targets:
         return set_all
 
     def _bind_list(self, target: Any, document: Json, path: Path) -> Callable[[], Any]:
-        theirs = _items(document, type(target)) or []
+        theirs = list_of(document, type(target)) or []
         if len(theirs) != len(target):
             self._differ(path, f"has {len(target)} items here, and {len(theirs)} in the checkpoint")
         made = [
@@ -220,11 +278,11 @@ class Targets:
 
     def _compare_forms(self, state: Mapping[str, Any], document: Json, path: Path) -> None:
         """For a module that must be given its state by ``load_state_dict``, which checks too late."""
-        theirs = _members(document) or {}
+        theirs = members_of(document) or {}
         self._compare_keys(state, theirs, path)
         for key, each in state.items():
             if isinstance(each, torch.Tensor) and key in theirs:
-                entry = self._entry(_tensor_of(theirs[key]))
+                entry = self._entry(tensor_of(theirs[key]))
                 if entry is None or tuple(each.shape) != entry.shape:
                     shape = None if entry is None else entry.shape
                     how = f"is of {tuple(each.shape)} here, and of {shape} in the checkpoint"
@@ -237,23 +295,19 @@ class Targets:
             made = self.value(document, path, self._fresh_for(target))
         else:
             made = self._reuse(target.state_dict(), document, path)
-
-        def load() -> Any:
-            target.load_state_dict(made())
-            return target
-
-        return load
+        return lambda: give_state(target, made(), shown(path))
 
     def _reuse(self, state: Any, document: Json, path: Path) -> Callable[[], Any]:
         """The checkpoint's state in the memory that tensors of the same key and form have here."""
-        theirs = _members(document)
+        theirs = members_of(document)
         if isinstance(state, Mapping) and theirs is not None:
             made = {
                 key: self._reuse(state.get(key), each, (*path, str(key)))
                 for key, each in theirs.items()
             }
-            return lambda: {key: value() for key, value in made.items()}
-        index = _tensor_of(document)
+            kind = Counter if isinstance(state, Counter) else dict  # MultiStepLR relies on it
+            return lambda: kind({key: value() for key, value in made.items()})
+        index = tensor_of(document)
         entry = self._entry(index)
         if isinstance(state, torch.Tensor) and index is not None and entry is not None:
             form = name_of(state.dtype), tuple(state.shape)
@@ -265,11 +319,11 @@ class Targets:
     def _check_optimizer(
         self, optimizer: torch.optim.Optimizer, document: Json, path: Path
     ) -> None:
-        groups = (_members(document) or {}).get("param_groups")
+        groups = (members_of(document) or {}).get("param_groups")
         ours = [len(group["params"]) for group in optimizer.param_groups]
         theirs = []
         for group in groups if isinstance(groups, list) else []:
-            params = (_members(group) or {}).get("params")
+            params = (members_of(group) or {}).get("params")
             theirs.append(len(params) if isinstance(params, list) else -1)
         if ours != theirs:
             self._differ(
@@ -309,40 +363,25 @@ class Targets:
         )
 
 
+def _of_array(array: Any) -> torch.Tensor | None:
+    """A tensor in its memory; None: it is read-only, or its elements have no form in one."""
+    if not array.flags.writeable:
+        return None
+    try:
+        return torch.from_numpy(array)
+    except (TypeError, ValueError):
+        return None
+
+
+def _as_array(tensor: torch.Tensor) -> Any:
+    try:
+        return tensor.numpy()
+    except TypeError:
+        raise FormError(f"an array is of {name_of(tensor.dtype)}, which NumPy has not") from None
+
+
 def _memory_of(module: torch.nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
-
-
-def _tensor_of(document: Json) -> int | None:
-    if isinstance(document, dict) and len(document) == 1:
-        for tag in ("$tensor", "$array"):
-            if type(document.get(tag)) is int and document[tag] >= 0:
-                return int(document[tag])
-    return None
-
-
-def _members(document: Json) -> dict[Any, Json] | None:
-    """A dictionary in JSON, by its keys."""
-    if not isinstance(document, dict):
-        return None
-    try:
-        tag = tag_of(document)
-        if tag is None:
-            return document
-        if tag == "$dict":
-            return {key_of(key): each for key, each in pairs_of(document[tag])}
-    except FormError:
-        pass
-    return None
-
-
-def _items(document: Json, kind: type) -> list[Json] | None:
-    if kind is list:
-        return document if isinstance(document, list) else None
-    try:
-        return items_of(document["$tuple"]) if isinstance(document, dict) else None
-    except (FormError, KeyError):
-        return None
 
 
 def _view(owner: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
@@ -360,7 +399,11 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.device == other.device and one.data_ptr() == other.data_ptr() and is_plain(one)
 
 
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    plain = (each.detach().cpu().contiguous().view(-1).view(torch.uint8) for each in (one, other))
+    return torch.equal(*plain)
+
+
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    return any(
-        step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.numel() > 0 and any(step == 0 and size > 1 for size, step in pairs)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import base64
 import binascii
 import struct
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
@@ -36,7 +36,7 @@ MAX_DEPTH: Final = 64
 _EXACT: Final = 2**53
 """Whole numbers below this are exact in any reader of JSON."""
 _MAX_DIGITS: Final = 4000
-_DICTS: Final = (dict, OrderedDict, defaultdict)
+_DICTS: Final = (dict, OrderedDict, defaultdict, Counter)
 _SCALAR_KINDS: Final = "biufcSU"
 
 
@@ -178,11 +178,55 @@ def _decode_tagged(
     if tag in ("$tensor", "$array"):
         return (tensor if tag == "$tensor" else array)(whole(body))
     if tag in ("$tuple", "$size"):
-        made = tuple(decode(each, tensor, array, depth + 1) for each in items_of(body))
-        return made if tag == "$tuple" else torch.Size(made)
+        if tag == "$size":
+            return torch.Size([_length(each) for each in items_of(body)])
+        return tuple(decode(each, tensor, array, depth + 1) for each in items_of(body))
     if tag == "$dict":
         return {key_of(key): decode(each, tensor, array, depth + 1) for key, each in pairs_of(body)}
     return _atom(tag, body)
+
+
+def has_tensors(document: Json) -> bool:
+    """Whether tensors or arrays are in it."""
+    if isinstance(document, list):
+        return any(map(has_tensors, document))
+    if not isinstance(document, dict):
+        return False
+    return "$tensor" in document or "$array" in document or any(map(has_tensors, document.values()))
+
+
+def tensor_of(document: Json) -> int | None:
+    """The number of the tensor or array that it stands for, if it is one."""
+    if isinstance(document, dict) and len(document) == 1:
+        for tag in ("$tensor", "$array"):
+            if type(document.get(tag)) is int and document[tag] >= 0:
+                return int(document[tag])
+    return None
+
+
+def members_of(document: Json) -> dict[Any, Json] | None:
+    """A dictionary in JSON, by its keys."""
+    if not isinstance(document, dict):
+        return None
+    try:
+        tag = tag_of(document)
+        if tag is None:
+            return document
+        if tag == "$dict":
+            return {key_of(key): each for key, each in pairs_of(document[tag])}
+    except FormError:
+        pass
+    return None
+
+
+def list_of(document: Json, kind: type) -> list[Json] | None:
+    """What is in a list, or in a tuple, if it is one."""
+    if kind is list:
+        return document if isinstance(document, list) else None
+    try:
+        return items_of(document["$tuple"]) if isinstance(document, dict) else None
+    except (FormError, KeyError):
+        return None
 
 
 def tag_of(document: Mapping[str, Json]) -> str | None:
@@ -227,6 +271,12 @@ def whole(body: Json) -> int:
     if type(body) is not int or body < 0:
         raise FormError(f"{str(body)[:40]!r} stands where a whole number must")
     return body
+
+
+def _length(body: Json) -> int:
+    if whole(body) >= 2**63:
+        raise FormError(f"{str(body)[:40]!r} is no length of a tensor")
+    return int(body)
 
 
 def _no_number(_: int) -> Any:

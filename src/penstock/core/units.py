@@ -37,7 +37,8 @@ def parse_bytes(value: int | str, *, what: str = "size") -> int:
         what: What the size is of; it opens the message of the error.
 
     Raises:
-        SizeError: Not a size, negative, a fraction of a byte, or a unit that could mean two things.
+        SizeError: Not a size, negative, a part of a byte below a KiB (above, it is dropped), or a unit
+            that could mean two things.
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise SizeError(f"{what}: {value!r} is {type(value).__name__}, not an int or a str")
@@ -54,7 +55,9 @@ def parse_bytes(value: int | str, *, what: str = "size") -> int:
     if unit not in _UNITS:
         raise SizeError(f"{what}: {value!r} {_unit_advice(number, unit)}")
     size = Fraction(number) * _UNITS[unit]
-    if size.denominator != 1:
+    if (
+        size.denominator != 1 and size < KIB
+    ):  # above, as 4.7GiB, what is beyond a whole byte is no matter
         raise SizeError(f"{what}: {value!r} is {float(size)} bytes, which is not a whole number")
     return int(size)
 

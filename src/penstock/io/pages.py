@@ -77,10 +77,15 @@ def give_back(pages: Pages) -> None:
     """Drop the pages' contents, and close them to everybody. See [Note: pages at rest].
 
     Raises:
-        TransferError: The system refuses, as it does for memory that is locked; nothing has changed.
+        TransferError: The system refuses, as it does for memory that is locked, and where there would be
+            too many mappings; nothing has changed.
     """
-    _call("madvise", pages, _MADV_DONTNEED)
-    _call("mprotect", pages, _PROT_NONE)
+    _call("mprotect", pages, _PROT_NONE)  # first: it may be refused, and what is dropped is lost
+    try:
+        _call("madvise", pages, _MADV_DONTNEED)
+    except TransferError:
+        open_again(pages)
+        raise
 
 
 def close_to_all(pages: Sequence[Pages]) -> None:

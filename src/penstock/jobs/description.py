@@ -69,7 +69,8 @@ class Machine:
         _check_type("prefetch", self.prefetch, bool, "true or false")
         if self.enforce not in ENFORCE:
             raise ConfigError(f"enforce is {self.enforce!r}; known are {', '.join(ENFORCE)}")
-        flash = (self.flash,) if isinstance(self.flash, str) else tuple(self.flash)
+        flash = (self.flash,) if isinstance(self.flash, str) else self.flash
+        _check_type("flash", flash, tuple, "a directory, or a list of them")
         for each in flash:
             _check_type("flash", each, str, "a directory, or a list of them")
         object.__setattr__(self, "flash", flash)
@@ -217,6 +218,9 @@ class Description:
     machine: Machine
     jobs: tuple[JobSpec, ...]
 
+    source: str = ""
+    """What to call it in errors: its file."""
+
     def __post_init__(self) -> None:
         """Check jobs against each other and the machine."""
         seen: set[str] = set()
@@ -244,6 +248,12 @@ class Description:
 
     def check_places(self) -> None:
         """See that directories and scripts are there. Raises ConfigError."""
+        if self.source:
+            _within(self.source, self._check_places)
+        else:
+            self._check_places()
+
+    def _check_places(self) -> None:
         for each in self.machine.directories:
             if not os.path.isdir(each) or not os.access(each, os.W_OK | os.X_OK):
                 raise ConfigError(f"[machine] flash: {each!r} is no directory that can be written")
@@ -286,7 +296,7 @@ class Description:
             cwd = os.path.normpath(os.path.join(os.path.abspath(base), job.cwd))
             object.__setattr__(job, "cwd", cwd)
             jobs.append(job)
-        made: Self = _within(source, lambda: cls(machine=machine, jobs=tuple(jobs)))
+        made: Self = _within(source, lambda: cls(machine=machine, jobs=tuple(jobs), source=source))
         return made
 
 

@@ -72,7 +72,7 @@ class Record:
                 f"{where} is not there: this run was never suspended, or it has ended; run it without"
                 " --resume"
             ) from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{where} cannot be read ({error}); run it without --resume"
             ) from error
@@ -89,8 +89,8 @@ class Record:
                 f"{where}: the script has changed since, so its bits would be others; run it without"
                 " --resume"
             )
-        if found.get("kind") not in ("checkpoint", "replay"):
-            raise ConfigError(f"{where} is of another version; run it without --resume")
+        if not _is_whole(found):
+            raise ConfigError(f"{where} is damaged, or of another version; run it without --resume")
         return found
 
     def write(self, **what: Any) -> None:
@@ -184,7 +184,9 @@ class Keeper:
     def loaded(self, path: str) -> None:
         """The script goes on from a checkpoint."""
         before = self._before
-        if before is not None and before["kind"] == "checkpoint":
+        if before is None or before["kind"] != "checkpoint":
+            return
+        if os.path.realpath(path) == os.path.realpath(before["path"]):  # not another, or one before
             self._before = None
             self._tell(
                 f"resumed from {path!r}, saved when it was suspended after step {before['step']}"
@@ -260,8 +262,16 @@ class Keeper:
     def finish(self, code: int) -> None:
         """The script has ended."""
         listeners[:] = [each for each in listeners if each is not self]
-        if code == 0:
+        if code != 0:
+            return
+        if self._before is None:
             self._record.forget()
+            return
+        when = self._before["step" if self._before["kind"] == "checkpoint" else "steps"]
+        self._tell(
+            f"warning: --resume: the script has ended before step {when}, after which it was suspended,"
+            " so it was not compared and may have other bits; what was kept stays"
+        )
 
 
 def opened(
@@ -276,6 +286,19 @@ def opened(
     record = Record(directory, words=words, script=script)
     record.hold()
     return Keeper(record, resume=resume, tell=tell)
+
+
+def _is_whole(found: dict[str, Any]) -> bool:
+    """Whether all is there that its kind takes."""
+    if found.get("kind") == "checkpoint":
+        return isinstance(found.get("path"), str) and type(found.get("step")) is int
+    digests = found.get("digests")
+    return (
+        found.get("kind") == "replay"
+        and type(found.get("steps")) is int
+        and isinstance(digests, list)
+        and all(isinstance(each, list) and [*map(type, each)] == [str, str] for each in digests)
+    )
 
 
 def _close(fd: int) -> None:

@@ -24,6 +24,7 @@ from typing import Final
 
 import torch
 
+from penstock.checkpoint.background import let_all_change
 from penstock.checkpoint.moves import await_devices
 from penstock.core.errors import ClosedError, ConfigError, PenstockError, SuspendError
 from penstock.core.units import MIB, round_up
@@ -132,7 +133,11 @@ class Suspended:
         reads: deque[tuple[_Away, Transfer, torch.Tensor | None]] = deque()
         staged = 0
         for each in missing:
-            transfer, buffer = self._begin_read(each)
+            try:
+                transfer, buffer = self._begin_read(each)
+            except PenstockError as refused:
+                failed[each.held.name] = refused
+                continue
             reads.append((each, transfer, buffer))
             staged += 0 if buffer is None else buffer.nbytes
             while staged > STAGED_BYTES:
@@ -223,8 +228,7 @@ class Suspended:
                 continue
             try:
                 memory.give_back(pages)
-            except PenstockError as error:  # locked memory
-                memory.open_again(pages)
+            except PenstockError as error:  # locked memory, or too many mappings
                 self.stayed[each.held.name] = str(error)
                 self.nbytes -= each.held.nbytes
                 each.back = True
@@ -241,8 +245,8 @@ class Suspended:
         place_of = self._recall.place_of  # in its order: files that were passed are closed
         for each in sorted(missing, key=lambda one: place_of(one.held)):
             assert each.held.pages is not None
-            memory.open_to_refill(each.held.pages)
             try:
+                memory.open_to_refill(each.held.pages)
                 self._recall.bring_back(each.held)
             except (PenstockError, OSError) as error:
                 failed[each.held.name] = error
@@ -327,6 +331,7 @@ def suspend(
     directories = job.directories if flash is None else flash
     if not directories:
         raise ConfigError("suspend: there is no directory to write to; name one with flash=")
+    let_all_change()  # saves on their way read the tensors themselves
     for optimizer in job.optimizers:
         rest = getattr(optimizer, "rest", None)  # its states are on flash already
         if rest is not None:

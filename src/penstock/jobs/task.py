@@ -14,7 +14,7 @@ from penstock.jobs.description import JobSpec, Machine
 from penstock.jobs.enclosure import Room
 from penstock.jobs.ending import Ending
 from penstock.jobs.policy import ALIVE, Entry, Phase
-from penstock.jobs.processes import Identity, Process, describe_end, last_lines
+from penstock.jobs.processes import Identity, Process, describe_end, last_lines, length_of
 from penstock.jobs.record import StateDirectory
 
 _SLACK: Final = 1.05
@@ -54,6 +54,7 @@ class Task:
         self.outcome = _UNFINISHED
         self.channel = ManagerEnd(state.channel(spec.name))
         self.log = state.log(spec.name)
+        self._log_begin = 0
         self._machine = machine
         self._process: Process | None = None
         self._room: Room | None = None
@@ -125,6 +126,7 @@ class Task:
                     "a process of an earlier run of it lives still, and is not ours to end"
                 )
             self.channel.clear()
+            self._log_begin = length_of(self.log)
             self._room = budget.room_for(self.spec.name)
             if self._room is not None:
                 command = self._room.inside(command)
@@ -274,7 +276,7 @@ class Task:
             self._process.kill_all(leader_gone=True)
         self.code = code
         text = describe_end(code)
-        lines = [] if code == 0 else last_lines(self.log)
+        lines = [] if code == 0 else last_lines(self.log, begin=self._log_begin)
         self._look_for_overrun()
         if self._overrun:
             text = f"{text.partition(',')[0]}: {self._overrun}"
@@ -317,6 +319,7 @@ class Task:
             "outcome": self.outcome,
             "code": self.code,
             "told": self.told,
+            "log_begin": self._log_begin,
         }
 
     def adopt(self, found: Mapping[str, Any]) -> None:
@@ -326,6 +329,7 @@ class Task:
         self.held_back = bool(found["held_back"])
         self.stopping = bool(found["stopping"])
         self._rest_bytes = int(found["rest_bytes"])
+        self._log_begin = int(found.get("log_begin", 0))  # which earlier versions did not record
         if self._need_bytes is None and found["need_bytes"] is not None:
             self._need_bytes = int(found["need_bytes"])
         phase = Phase(found["phase"])
