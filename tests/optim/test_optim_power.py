@@ -1,28 +1,21 @@
 """Durable steps and a loss of power: every byte that was not waited for may be there, torn, or not."""
 
 import errno
-import itertools
 import os
-import shutil
-import tempfile
-from contextlib import contextmanager
-from pathlib import Path
-from random import Random
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given
-from hypothesis import settings as hypothesis_settings
+from hypothesis import given
 from hypothesis import strategies as st
 from optim_runs import assert_same, assert_same_states, give_gradients, parameters, train
 
 from penstock import TransferError
 from penstock.optim import FlashAdamW
-from penstock.testing.power import KEPT, LOST, Disk
+from penstock.testing.power import Disk
+from power_runs import Chance, examples
 
 SIZES = [(5, 1000), (257,)]
 FORMATS = [("exact", torch.float32), ("split", torch.bfloat16), ("int8", torch.bfloat16)]
-FATES = st.sampled_from([LOST, KEPT, 2, 3, 4])
 
 
 class Run:
@@ -68,39 +61,6 @@ class Run:
 
 def _steps(point):
     return 0 if point[0] is None else point[0][1]["penstock"]["steps"]
-
-
-class Chance:
-    """Moments and fates that hypothesis chooses, and a new directory for each disk."""
-
-    def __init__(self, data, folder):
-        self.data, self.folder = data, folder
-
-    def moment(self, first, last):
-        """Of a run that may take more moments the next time."""
-        return first + self.data.draw(st.integers(0, 99)) * (last - first + 1) // 100
-
-    @contextmanager
-    def without_power(self, disk, at):
-        """What is left, for a while."""
-        drawn = itertools.cycle(self.data.draw(st.lists(FATES, min_size=1, max_size=40)))
-        fates = [next(drawn) for _ in disk.volatile(at)]
-        order = self.data.draw(st.none() | st.integers(0, 9).map(Random))
-        sector = self.data.draw(st.sampled_from([512, 4096]))
-        with self.folder_for() as path:
-            yield disk.lose_power(at, path, fates, order=order, sector_bytes=sector)
-
-    @contextmanager
-    def folder_for(self):
-        path = Path(tempfile.mkdtemp(dir=self.folder))
-        yield path
-        shutil.rmtree(path)
-
-
-def examples(count):
-    """So many, and more where ``make test-all`` looks for others in each run."""
-    more = 20 if "PENSTOCK_TEST_RANDOM" in os.environ else 1
-    return hypothesis_settings(max_examples=more * count, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.parametrize(("format_name", "dtype"), FORMATS)

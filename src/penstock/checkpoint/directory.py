@@ -85,7 +85,8 @@ class Checkpointer:
 
         Args:
             directory: On a local disk.
-            keep: How many checkpoints stay, at least 1. While one is saved there is one more.
+            keep: How many checkpoints stay, at least 1: the last by their steps, and whatever was saved
+                last. While one is saved there is one more.
             every: ``due`` is true every so many steps.
             overhead: Instead: the interval is tuned so that saving adds this fraction, as 0.01, to what
                 training takes.
@@ -124,7 +125,7 @@ class Checkpointer:
         self._saving: tuple[Saving, int] | None = None
         self._last_due: tuple[int, float] | None = None
         self._stalled_s = 0.0
-        os.makedirs(self.directory, exist_ok=True)
+        self._store.disk.make_path(self.directory)
         self._root: Directory | None = self._store.disk.open(self.directory)
         try:
             if not lock(self._root):
@@ -132,8 +133,8 @@ class Checkpointer:
                     f"{self.directory!r} is held by another Checkpointer, in this process or another:"
                     " close that, or name another directory"
                 )
-            hidden = [name for name in self._root.names() if is_hidden(name)]
-            remove_leftovers(self._store.disk, self._root, hidden)
+            self._store.disk.sync(self._root)  # what is found stays, whoever was killed before this
+            self._remove_leftovers(self._root)
             for each in listeners:
                 each.opened()
         except BaseException:
@@ -371,12 +372,15 @@ class Checkpointer:
 
         Args:
             root: The directory.
-            newest: What has just been saved: it is whole.
+            newest: What has just been saved: it is whole, and stays, whatever its step.
         """
+        self._remove_leftovers(root, but=SPARE)
         disk, whole = self._store.disk, 0
         for step, path in steps_in(self.directory):
             if whole < self._keep:
                 whole += path == newest or info_of(step, path).ok
+                continue
+            if path == newest:
                 continue
             name = os.path.basename(path)
             if not (self._reuse and retire(disk, root, name)):
@@ -384,6 +388,10 @@ class Checkpointer:
                 disk.remove(root, hidden)
                 disk.rename(root, name, hidden)
                 disk.remove(root, hidden)
+
+    def _remove_leftovers(self, root: Directory, *, but: str = "") -> None:
+        names = [name for name in root.names() if is_hidden(name) and name != but]
+        remove_leftovers(self._store.disk, root, names)
 
     def _base(self) -> str | None:
         latest = self.latest() if self._incremental else None

@@ -24,7 +24,7 @@ from penstock.core.errors import (
 from penstock.io.files import DirectFile, open_at
 
 _RENAME_NOREPLACE: Final = 1
-_RENAME_EXCHANGE: Final = 2
+RENAME_EXCHANGE: Final = 2
 _FICLONE: Final = 0x40049409
 _PERMISSIONS: Final = 0o666
 _NOT_POSSIBLE: Final = frozenset(
@@ -94,6 +94,32 @@ class Disk:
         except OSError as error:
             raise failed("open", parent.join(name), error) from error
 
+    def make_path(self, path: str) -> None:
+        """Make a directory and what is missing above it; the device has each name before the next comes.
+
+        So at most the name of the lowest that is there is not on the device, if whoever made it was
+        killed: it is waited for as well.
+        """
+        where, missing = os.path.realpath(path), list[str]()
+        while not os.path.lexists(where):
+            where, name = os.path.split(where)
+            missing.append(name)
+        with suppress(PermissionError):  # where we may change nothing, we have made nothing
+            self._sync_above(where)
+        while missing:
+            where = os.path.join(where, missing.pop())
+            try:
+                with suppress(FileExistsError):
+                    os.mkdir(where)
+            except OSError as error:
+                raise failed("make", where, error) from error
+            try:
+                self._sync_above(where)
+            except TransferError:  # no later wait would do: the next attempt is to make it anew
+                with suppress(OSError):
+                    os.rmdir(where)
+                raise
+
     def make_directory(self, parent: Directory, name: str) -> bool:
         """Make a directory; False if there is something of that name."""
         try:
@@ -152,7 +178,10 @@ class Disk:
         return True
 
     def link(self, source: Directory, directory: Directory, name: str) -> bool:
-        """Have a file of another checkpoint in this one as well; False if that cannot be."""
+        """Have a file of another checkpoint in this one as well; False if that cannot be.
+
+        What is in it is waited for: the other may have been copied there just now.
+        """
         try:
             os.link(
                 name, name, src_dir_fd=source.fd, dst_dir_fd=directory.fd, follow_symlinks=False
@@ -161,6 +190,7 @@ class Disk:
             if error.errno in _NO_LINK:
                 return False
             raise failed("link", directory.join(name), error) from error
+        self.sync_file(directory, name)
         return True
 
     def write(self, directory: Directory, name: str, data: bytes) -> None:
@@ -210,7 +240,7 @@ class Disk:
 
     def rename(self, parent: Directory, name: str, to: str) -> None:
         """Give something another name in its directory; one that exists is not replaced."""
-        if not _rename(parent.fd, name, to, _RENAME_NOREPLACE):
+        if not renameat2(parent.fd, name, to, _RENAME_NOREPLACE):
             try:
                 os.stat(to, dir_fd=parent.fd, follow_symlinks=False)
             except FileNotFoundError:
@@ -222,10 +252,14 @@ class Disk:
 
     def exchange(self, parent: Directory, name: str, other: str) -> bool:
         """Swap the names of two, at once; False if this file system cannot."""
-        return _rename(parent.fd, name, other, _RENAME_EXCHANGE)
+        return renameat2(parent.fd, name, other, RENAME_EXCHANGE)
 
     def remove(self, parent: Directory, name: str) -> None:
-        """Remove a directory with the files in it; what is missing is well."""
+        """Remove a directory with the files in it; what is missing is well.
+
+        No file of it goes before the device has its present name: a power cut would bring back a part of
+        a checkpoint under the name that it had before.
+        """
         try:
             fd = os.open(
                 name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent.fd
@@ -235,6 +269,7 @@ class Disk:
         except OSError as error:
             raise failed("remove", parent.join(name), error) from error
         with Directory(fd, parent.join(name)) as directory:
+            self.sync(parent)
             self.clear(directory)
         try:
             os.rmdir(name, dir_fd=parent.fd)
@@ -260,6 +295,10 @@ class Disk:
             if isinstance(error, TransferError):
                 raise
             raise failed("remove", directory.join(name), error) from error
+
+    def _sync_above(self, path: str) -> None:
+        with self.open(os.path.dirname(path)) as parent:
+            self.sync(parent)
 
     def _rename_plainly(self, parent: Directory, name: str, to: str) -> None:
         try:
@@ -334,7 +373,7 @@ def failed(op: str, path: str, error: OSError, nbytes: int = 0) -> TransferError
     )
 
 
-def _rename(fd: int, name: str, to: str, flag: int) -> bool:
+def renameat2(fd: int, name: str, to: str, flag: int) -> bool:
     """False: it cannot be done in this way. Raises TransferError for any other reason."""
     try:
         call = _libc.renameat2

@@ -6,7 +6,10 @@
     the device. Then one rename gives it its name, or swaps it with what has that name; and the parent
     directory is waited for. Whenever the writer is killed, there is under that name what was there
     before, or all of the new one. The next save to that name, or a ``Checkpointer``, removes what a
-    dead writer left: one that is alive holds the lock.
+    dead writer left: one that is alive holds the lock. It may be what had the name before, and may have
+    it again after a power cut: so the parent directory is waited for before anything in it is touched.
+    If the wait for the parent directory fails, the names are changed back: no later wait would make that
+    change safe, but it does make this one.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from penstock.core.errors import (
     ConfigError,
     NoSpaceError,
     PenstockError,
+    TransferError,
     free_space_bytes,
 )
 from penstock.core.units import MIB, format_bytes, round_up
@@ -55,11 +59,10 @@ def claim(disk: Disk, parent: Directory, name: str, *, spare: Collection[str] | 
         spare: What it may have of the spare's files, by name ([Note: spare files]); None: it is empty.
     """
     hidden_name = hidden_name_of(name)
-    is_spare = False
+    is_spare = is_new = False
     while True:
         is_spare = spare is not None and take(disk, parent, hidden_name)
-        if not is_spare:
-            disk.make_directory(parent, hidden_name)
+        is_new = not is_spare and disk.make_directory(parent, hidden_name)
         hidden = disk.open_in(parent, hidden_name)
         try:
             if not lock(hidden):
@@ -77,7 +80,8 @@ def claim(disk: Disk, parent: Directory, name: str, *, spare: Collection[str] | 
         try:
             if is_spare and spare is not None:
                 sort_out(disk, parent, hidden, spare)
-            else:
+            elif not is_new:
+                disk.sync(parent)
                 disk.clear(hidden)
             yield hidden
         except BaseException:
@@ -90,18 +94,26 @@ def claim(disk: Disk, parent: Directory, name: str, *, spare: Collection[str] | 
 def publish(disk: Disk, parent: Directory, name: str) -> None:
     """Give what was made its name; what has it is removed. Raises CheckpointError, TransferError."""
     hidden_name = hidden_name_of(name)
-    if not os.path.lexists(parent.join(name)):
+    is_first = not os.path.lexists(parent.join(name))
+    if is_first:
         disk.rename(parent, hidden_name, name)
-        disk.sync(parent)
-        return
-    if not disk.exchange(parent, hidden_name, name):
+    elif not disk.exchange(parent, hidden_name, name):
         raise CheckpointError(
             f"{parent.join(name)!r} exists, and this file system cannot swap two directories at"
             " once: save under another name"
         )
-    disk.sync(parent)
-    with suppress(PenstockError):  # the next save removes what is left of the old one
-        disk.remove(parent, hidden_name)
+    try:
+        disk.sync(parent)
+    except TransferError:
+        with suppress(PenstockError):
+            if is_first:
+                disk.rename(parent, name, hidden_name)
+            else:
+                disk.exchange(parent, hidden_name, name)
+        raise
+    if not is_first:
+        with suppress(PenstockError):  # the next save removes what is left of the old one
+            disk.remove(parent, hidden_name)
 
 
 def remove_leftovers(disk: Disk, parent: Directory, names: Iterable[str]) -> None:

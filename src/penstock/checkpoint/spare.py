@@ -3,11 +3,11 @@
 [Note: spare files]
     For a new file a file system looks for space, writes down where it is, and, when bytes have arrived,
     that they have. Bytes for space that a file has had before cost nothing of that. So a ``Checkpointer``
-    that retires a checkpoint keeps it as a spare: it gets a name that no checkpoint can have and loses
-    its manifest, and the next save has its directory for its hidden one, and its files for those of the
-    same names. It waits until both names are on the device before the first byte is written over, so
-    that no power cut brings back a checkpoint with bytes of another. After that all is as in a save into
-    new files ([Note: a save]).
+    that retires a checkpoint keeps it as a spare: it gets a name that no checkpoint can have, and the
+    next save has its directory for its hidden one, and its files for those of the same names. It waits
+    until that name is on the device before anything in it is changed, so that no power cut brings back a
+    checkpoint without its manifest, or with bytes of another. After that all is as in a save into new
+    files ([Note: a save]).
 
     A file is written over only if nobody can miss what it held: it has no other name (in another
     checkpoint, whoever linked it), and nobody has it open or mapped, in this process or another, which
@@ -44,8 +44,6 @@ def retire(disk: Disk, parent: Directory, name: str) -> bool:
     ):
         return False
     disk.rename(parent, name, SPARE)
-    with disk.open_in(parent, SPARE) as spare:
-        disk.drop(spare, FILE_NAME)
     return True
 
 
@@ -58,15 +56,14 @@ def take(disk: Disk, parent: Directory, name: str) -> bool:
 
 
 def sort_out(disk: Disk, parent: Directory, hidden: Directory, wanted: Collection[str]) -> None:
-    """Leave in what was the spare nothing but files of some names; wait until that is on the device.
+    """Leave in what was the spare nothing but files of some names, once its name is on the device.
 
     Raises TransferError.
     """
+    disk.sync(parent)
     for name in hidden.names():
         if name not in wanted:
             disk.drop(hidden, name)
-    disk.sync(hidden)
-    disk.sync(parent)
 
 
 def held_bytes(directory: Directory, needed: Mapping[str, int] | None = None) -> int:

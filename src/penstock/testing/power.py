@@ -13,13 +13,16 @@
     change safe, for it may be in the device's own cache. Every other change may be there, or not, or be
     torn between sectors, and they may have come in any order. What a torn write has made longer may be
     zeros.
-    What one call changes in a directory is there as a whole or not at all.
+    What one call changes in a directory is there as a whole or not at all: any call may be missing, but
+    those that are not came in their order. A file may have several names; a directory has one, the last
+    that it got of those that are left.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import stat
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +30,7 @@ from random import Random
 from typing import Any, Final, Literal
 
 from penstock.core.locks import Lock
+from penstock.testing.power_calls import CALLS
 
 Content = bytearray | dict[str, int]
 """Of a file, or of a directory: which node has which name."""
@@ -54,13 +58,17 @@ class Change:
     names: Mapping[str, int | None] = field(default_factory=dict)
     """The node that a name leads to; None: there is no such name any more."""
 
-    def apply(self, content: Content) -> None:
+    def apply(self, contents: Mapping[int, Content]) -> None:
         """Make it."""
+        content = contents[self.node]
         if isinstance(content, dict):
-            for name, node in self.names.items():
+            made = {name: node for name, node in self.names.items() if node is not None}
+            moved = [node for node in made.values() if isinstance(contents[node], dict)]
+            for name in [name for name, node in content.items() if node in moved]:
+                del content[name]
+            for name in self.names:
                 content.pop(name, None)
-                if node is not None:
-                    content[name] = node
+            content.update(made)
             return
         content.extend(bytes(max(0, self.offset_bytes - len(content))))
         if self.what == "write":
@@ -98,7 +106,8 @@ class Sync:
 class Disk:
     """Everything below a directory, and how it came there. Thread-safe.
 
-    Changes by other means than the functions of ``os`` that are named here are not seen: see ``missed``.
+    Changes by other means than the calls of :mod:`penstock.testing.power_calls` are not seen: see
+    ``missed``.
 
     Attributes:
         root: The directory.
@@ -113,20 +122,22 @@ class Disk:
         self._nodes: dict[tuple[int, int], int] = {}  # by device and inode
         self._changes: list[Change] = []
         self._syncs: list[Sync] = []
+        self._held: list[int] = []
         self._lock = Lock()
         self._take(self.root)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Note what is changed; of one disk at a time, by any thread."""
-        before = {name: getattr(os, name) for name in _CALLS}
-        for name, wrap in _CALLS.items():
-            setattr(os, name, wrap(self, before[name]))
+        before = {place: getattr(*place) for place in CALLS}
+        for place, wrap in CALLS.items():
+            setattr(*place, wrap(self, before[place]))
         try:
             yield
         finally:
-            for name, call in before.items():
-                setattr(os, name, call)
+            for place, call in before.items():
+                setattr(*place, call)
+            self._let_go()
 
     def volatile(self, at: int) -> list[Change]:
         """What was begun by then and is not safe. See [Note: what a loss of power leaves]."""
@@ -147,7 +158,7 @@ class Disk:
             at: The moment.
             into: An empty directory.
             fates: ``LOST``, ``KEPT`` or a way of being torn, for each of ``volatile(at)``.
-            order: Shuffles what is left; None: as it was written.
+            order: Shuffles what is left of files; None: as it was written.
             sector_bytes: What is never torn.
         """
         settled = [each for each in self._changes if self._is_safe(each, at)]
@@ -159,6 +170,7 @@ class Disk:
         settled.sort(key=lambda change: change.ended)
         if order is not None:
             order.shuffle(left)
+            left.sort(key=lambda change: change.ended if change.what == "names" else 0)
         self._make(self._contents_after([*settled, *left]), into)
         return Disk(into)
 
@@ -171,7 +183,7 @@ class Disk:
             replace(each, ended=min(each.ended, at)) for each in self._changes if each.begun <= at
         ]
         made = Disk.__new__(Disk)
-        made.now, made.root, made._lock = at, Path(into), Lock()
+        made.now, made.root, made._lock, made._held = at, Path(into), Lock(), []
         made._contents, made._changes = dict(self._contents), changes
         made._syncs = [each for each in self._syncs if each.ended <= at]
         made._nodes = self._make(self._contents_after(changes), into)
@@ -207,16 +219,27 @@ class Disk:
 
     def node_of(self, file: int | str) -> int | None:
         """The number of an open file, or of a path; None: it is none of these."""
-        facts = os.stat(file)
-        return self._nodes.get((facts.st_dev, facts.st_ino))
+        return self._nodes.get(_identity(file))
 
-    def add(self, descriptor: int) -> int:
-        """Number a file that is new."""
-        facts = os.fstat(descriptor)
+    def add(self, file: int | str) -> int:
+        """Number a file or directory that is new."""
+        is_directory = stat.S_ISDIR(os.stat(file).st_mode)
         with self._lock:
-            node = self._nodes[facts.st_dev, facts.st_ino] = len(self._contents)
-            self._contents[node] = bytearray()
+            node = self._nodes[_identity(file)] = len(self._contents)
+            self._contents[node] = {} if is_directory else bytearray()
         return node
+
+    def hold(self, path: str) -> None:
+        """Have the system give nothing new the identity of what loses its name."""
+        with self._lock:
+            self._held.append(os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC))
+
+    def _let_go(self) -> None:
+        while self._held:
+            held = self._held.pop()
+            if os.fstat(held).st_nlink == 0:
+                self._nodes.pop(_identity(held), None)
+            os.close(held)
 
     # -- states -----------------------------------------------------------------------------------
 
@@ -234,12 +257,14 @@ class Disk:
     def _contents_after(self, changes: Sequence[Change]) -> dict[int, Content]:
         contents = {node: content.copy() for node, content in self._contents.items()}
         for change in changes:
-            change.apply(contents[change.node])
+            change.apply(contents)
         return contents
 
     def _take(self, path: Path) -> int:
-        facts = path.stat()
-        node = self._nodes[facts.st_dev, facts.st_ino] = len(self._contents)
+        known = self.node_of(str(path))
+        if known is not None:
+            return known
+        node = self._nodes[_identity(path)] = len(self._contents)
         if path.is_dir():
             content: dict[str, int] = {}
             self._contents[node] = content
@@ -252,16 +277,17 @@ class Disk:
         self, contents: Mapping[int, Content], into: str | os.PathLike[str]
     ) -> dict[tuple[int, int], int]:
         """Write out a tree of files; the numbers of what it is made of."""
-        nodes = {}
+        made: dict[int, Path] = {}
         for path, node in self._walk(contents, Path(into)):
             content = contents[node]
             if isinstance(content, dict):
                 path.mkdir(exist_ok=True)
+            elif node in made:
+                os.link(made[node], path)
             else:
                 path.write_bytes(content)
-            facts = path.stat()
-            nodes[facts.st_dev, facts.st_ino] = node
-        return nodes
+            made.setdefault(node, path)
+        return {_identity(path): node for node, path in made.items()}
 
     def _walk(
         self, contents: Mapping[int, Content], path: Path, node: int = _ROOT
@@ -273,75 +299,6 @@ class Disk:
                 yield from self._walk(contents, path / name, inner)
 
 
-_Wrap = Callable[[Disk, Callable[..., Any]], Callable[..., Any]]
-
-
-def _open(disk: Disk, call: Callable[..., Any]) -> Callable[..., Any]:
-    def noted(path: Any, flags: int, *args: Any, **more: Any) -> Any:
-        begun = disk.now
-        descriptor = call(path, flags, *args, **more)
-        node = disk.node_of(descriptor)
-        if node is not None:
-            if flags & os.O_TRUNC:
-                disk.note(begun, node, "truncate")
-        elif flags & os.O_CREAT and more.get("dir_fd") is None:
-            parent = disk.node_of(os.path.dirname(os.path.abspath(path)))
-            if parent is not None:
-                names = {os.path.basename(path): disk.add(descriptor)}
-                disk.note(begun, parent, "names", names=names)
-        return descriptor
-
-    return noted
-
-
-def _write(disk: Disk, call: Callable[..., Any]) -> Callable[..., Any]:
-    def noted(descriptor: int, data: Any, offset: int) -> Any:
-        node = disk.node_of(descriptor)
-        if node is None:
-            return call(descriptor, data, offset)
-        # the memory may be another's as soon as this returns
-        kept = b"".join(map(bytes, data)) if isinstance(data, list) else bytes(data)
-        begun = disk.now
-        moved = call(descriptor, data, offset)
-        disk.note(begun, node, "write", offset, data=kept[:moved])
-        return moved
-
-    return noted
-
-
-def _resize(what: str) -> _Wrap:
-    def wrap(disk: Disk, call: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(descriptor: int, *args: int) -> Any:
-            node, begun = disk.node_of(descriptor), disk.now
-            call(descriptor, *args)
-            if node is not None:
-                disk.note(begun, node, what, sum(args))
-
-        return noted
-
-    return wrap
-
-
-def _sync(disk: Disk, call: Callable[..., Any]) -> Callable[..., Any]:
-    def noted(descriptor: int) -> Any:
-        node, begun = disk.node_of(descriptor), disk.now
-        failed = True
-        try:
-            call(descriptor)
-            failed = False
-        finally:
-            if node is not None:
-                disk.note_sync(begun, node, failed=failed)
-
-    return noted
-
-
-_CALLS: Final[dict[str, _Wrap]] = {
-    "open": _open,
-    "pwrite": _write,
-    "pwritev": _write,
-    "ftruncate": _resize("truncate"),
-    "posix_fallocate": _resize("extend"),
-    "fsync": _sync,
-    "fdatasync": _sync,
-}
+def _identity(file: int | str | Path) -> tuple[int, int]:
+    facts = os.stat(file)
+    return facts.st_dev, facts.st_ino
