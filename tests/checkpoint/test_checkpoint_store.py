@@ -23,7 +23,7 @@ from penstock import (
     checkpoint,
 )
 from penstock.checkpoint import moves, prepared, values
-from penstock.checkpoint.disk import Directory, lock
+from penstock.checkpoint.disk import Directory, Disk, lock
 from penstock.checkpoint.dtypes import DTYPES
 from penstock.io.arena import Arena
 
@@ -335,6 +335,27 @@ def test_a_checkpoint_is_replaced_and_nothing_else_is(disk_path):
         STORE.save(disk_path / "no" / "where", state(1))
     with pytest.raises(CheckpointError, match="missing"):
         STORE.load(disk_path / "b")
+
+
+def test_an_empty_directory_gives_way_and_one_that_was_filled_meanwhile_does_not(
+    disk_path, monkeypatch
+):
+    (disk_path / "a").mkdir()
+    store = small_store()
+    store.save(disk_path / "a", state(1))
+    assert_same(store.load(disk_path / "a"), state(1))
+    (disk_path / "b").mkdir()
+    sync_file = Disk.sync_file
+
+    def filled(disk, directory, name):
+        (disk_path / "b" / "theirs").write_text("x")
+        sync_file(disk, directory, name)
+
+    monkeypatch.setattr(Disk, "sync_file", filled)
+    with pytest.raises(CheckpointError, match="is no checkpoint"):
+        store.save(disk_path / "b", state(1))
+    assert (disk_path / "b" / "theirs").read_text() == "x"
+    assert sorted(os.listdir(disk_path)) == ["a", "b"]
 
 
 def test_two_writers_are_refused_and_a_dead_ones_leftover_is_removed(disk_path):

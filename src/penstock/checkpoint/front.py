@@ -22,12 +22,12 @@ def save(
 ) -> Saved:
     """Save a state. Returns when it is on the device; until then what was there before is there.
 
-    Bytes go from the tensors through some buffers of 48 MiB in all to new files, past the page cache. No
+    Bytes go from the tensors through some buffers of 16 MiB in all to new files, past the page cache. No
     tensor may change meanwhile.
 
     Args:
-        path: A directory that is made; a checkpoint that is there is replaced, at once and when the new
-            one is durable. Its parent must exist.
+        path: A directory that is made; an empty one, or a checkpoint, is replaced, at once and when the
+            new one is durable. Its parent must exist.
         state: Nested dictionaries, lists and tuples of tensors on any device, NumPy arrays, numbers,
             strings, bytes, None, and of objects with a ``state_dict``. Tensors that share memory are
             saved once. Nothing is pickled.

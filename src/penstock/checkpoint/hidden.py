@@ -94,6 +94,9 @@ def claim(disk: Disk, parent: Directory, name: str, *, spare: Collection[str] | 
 def publish(disk: Disk, parent: Directory, name: str) -> None:
     """Give what was made its name; what has it is removed. Raises CheckpointError, TransferError."""
     hidden_name = hidden_name_of(name)
+    with suppress(OSError):  # an empty directory, as mkdtemp makes, gives way
+        os.rmdir(name, dir_fd=parent.fd)
+    check_replaceable(parent.join(name))  # it may have been made meanwhile
     is_first = not os.path.lexists(parent.join(name))
     if is_first:
         disk.rename(parent, hidden_name, name)
@@ -138,13 +141,21 @@ def parent_of(path: str) -> str:
 
 
 def check_replaceable(path: str) -> None:
-    """Nothing but a checkpoint is ever replaced. Raises CheckpointError."""
+    """Nothing but a checkpoint, or an empty directory, is ever replaced. Raises CheckpointError."""
     if os.path.lexists(path) and (
-        os.path.islink(path) or not os.path.isfile(os.path.join(path, FILE_NAME))
+        os.path.islink(path)
+        or not (os.path.isfile(os.path.join(path, FILE_NAME)) or _is_empty(path))
     ):
         raise CheckpointError(
             f"{path!r} exists and is no checkpoint: it is not replaced; remove it, or name another"
         )
+
+
+def _is_empty(path: str) -> bool:
+    try:
+        return not os.listdir(path)
+    except OSError:
+        return False
 
 
 def check_space(parent: Directory, nbytes: int) -> None:
