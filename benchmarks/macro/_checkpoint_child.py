@@ -12,6 +12,9 @@ import time
 from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from _checkpoint_sides import SIDES, build, is_same, nbytes
 
 

@@ -30,13 +30,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from _checkpoint_child import files_of
 
+import _peers
 import _results
 
 LAYERS = 12
@@ -95,22 +94,7 @@ def flip(path):
 def interpreter(options, side):
     """One that has what a side needs: this one, or one of ``--peer-python``; None: there is none."""
     wanted = NEEDS.get(side)
-    if wanted is None or has(wanted):
-        return sys.executable
-    return next((each for each in options.peer_python if has(wanted, each)), None)
-
-
-@cache
-def has(package, python=None):
-    """The version of a package that an interpreter has; None: it has none."""
-    if python is None:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return None
-    ask = f"from importlib.metadata import version; print(version({package!r}))"
-    done = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else None
+    return sys.executable if wanted is None else _peers.interpreter(wanted, options.peer_python)
 
 
 def measure(options, directory, gathered, side, number):
@@ -221,7 +205,7 @@ def main():
         config["state_bytes"] = first["bytes"]
         for side, package in NEEDS.items():
             python = interpreter(options, side)
-            known = None if python is None else has(package, python)
+            known = None if python is None else _peers.has(package, python)
             config[f"{side}_version"] = known or "absent"
         size = "" if options.layers == LAYERS else f"_{options.layers}_layers"
         name = Path(__file__).stem + size

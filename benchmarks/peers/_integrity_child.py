@@ -21,6 +21,9 @@ from itertools import accumulate
 from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from _integrity_ways import WAYS, build, is_same
 
 SEEDS = (1, 2, 3, 4)

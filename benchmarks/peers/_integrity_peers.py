@@ -241,7 +241,6 @@ class TensorizerVerified(Tensorizer):
 class FastPersist(TorchSave):
     """DeepSpeed's writer: libaio, O_DIRECT, two halves of a pinned buffer; torch loads."""
 
-    BLOCK, BUFFER = 8 << 20, 64 << 20
     made = None
 
     @staticmethod
@@ -251,30 +250,10 @@ class FastPersist(TorchSave):
 
         AsyncIOBuilder().load()
 
-    def make(self):
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        import deepspeed.io.fast_file_writer as writer  # noqa: PLC0415
-        from deepspeed.io import FastFileWriter, FastFileWriterConfig  # noqa: PLC0415
-        from deepspeed.ops.op_builder import AsyncIOBuilder  # noqa: PLC0415
-
-        class Casts:  # DeepSpeed has no build of this one for CPUs; a view does the same
-            def load(self):
-                return self
-
-            def cast_to_byte_tensor(self, tensors):
-                return [each.reshape(-1).view(torch.uint8) for each in tensors]
-
-        writer.UtilsBuilder = Casts
-        handle = AsyncIOBuilder().load().aio_handle(
-            block_size=self.BLOCK, queue_depth=16, single_submit=False, overlap_events=True,
-            intra_op_parallelism=1,
-        )  # fmt: skip
-        pinned = handle.new_cpu_locked_tensor(self.BUFFER, torch.empty(0, dtype=torch.uint8))
-        config = FastFileWriterConfig(dnvme_handle=handle, pinned_tensor=pinned, double_buffer=True)
-        return lambda path: FastFileWriter(file_path=str(path), config=config)
-
     def save(self, state, path):
-        self.made = self.made or self.make()
+        import _fastpersist  # noqa: PLC0415
+
+        self.made = self.made or _fastpersist.writer_maker()
         path.mkdir(exist_ok=True)
         (path / "state.pt").unlink(
             missing_ok=True
