@@ -21,17 +21,23 @@ BY_CHANCE = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "count"), BY_CHANCE)
-def test_after_a_loss_of_power_the_last_completed_save_loads_and_the_next_one_works(
-    kind, count, disk_path
-):
-    settings = KINDS[kind]
+def trained(settings, disk_path):
+    """A disk on which a run has saved as it trained, and the run."""
     with Chance(None, disk_path).folder_for() as path:
         disk = Disk(path)
         with disk.recording():
             run = Run(disk, **settings)
             train(run)
         assert not disk.missed()
+    return disk, run
+
+
+@pytest.mark.parametrize(("kind", "count"), BY_CHANCE)
+def test_after_a_loss_of_power_the_last_completed_save_loads_and_the_next_one_works(
+    kind, count, disk_path
+):
+    settings = KINDS[kind]
+    disk, run = trained(settings, disk_path)
 
     @examples(count)
     @given(st.data())
@@ -48,11 +54,7 @@ def test_after_a_loss_of_power_the_last_completed_save_loads_and_the_next_one_wo
 @pytest.mark.parametrize(("kind", "count"), BY_CHANCE)
 def test_a_kill_or_a_loss_of_power_and_then_a_loss_of_power(kind, count, disk_path):
     settings = KINDS[kind]
-    with Chance(None, disk_path).folder_for() as path:
-        disk = Disk(path)
-        with disk.recording():
-            run = Run(disk, **settings)
-            train(run)
+    disk, run = trained(settings, disk_path)
     doubtful = renaming(disk)
 
     @examples(count)
@@ -129,7 +131,7 @@ def test_one_name_has_the_old_one_or_the_new_after_a_kill_and_a_loss_of_power(
 def test_what_a_failed_sync_has_left_in_doubt_is_not_relied_on(kind, disk_path, monkeypatch):
     settings = KINDS[kind]
 
-    def trained(at):
+    def saved_with_a_failure(at):
         """With one wait that fails; how many there were."""
         with Chance(None, disk_path).folder_for() as path, monkeypatch.context() as patch:
             disk, waits = Disk(path), Waits(patch, at)
@@ -144,13 +146,13 @@ def test_what_a_failed_sync_has_left_in_doubt_is_not_relied_on(kind, disk_path, 
                     run.ours.close()
             return disk, run, waits.count
 
-    *_, count = trained(None)
+    *_, count = saved_with_a_failure(None)
 
     @examples(40)
     @given(st.data())
     def lose(data):
         chance = Chance(data, disk_path)
-        disk, run, _ = trained(chance.moment(0, count - 1))
+        disk, run, _ = saved_with_a_failure(chance.moment(0, count - 1))
         at = chance.moment(run.opened, disk.now)
         with chance.without_power(disk, at) as left:
             again = Run(left, run, at, **settings)
