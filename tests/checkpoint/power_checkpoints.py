@@ -80,20 +80,23 @@ class Run:
         self.points[-1] = (step, seed, begun, self.disk.now)
 
     def stays(self, at):
-        """What must be there at the least, seeds by step: without a save on its way, or with it."""
+        """What must be there at the least, seeds by step; a save that is not over or failed may be."""
         if at < self.opened:
             return self.stayed
         done = max((each[3] for each in self.points if each[3] <= at), default=0)
-        found = []
-        for latest in (-1, at):
-            there = {}
-            for step, seed, begun, ended in self.points:
-                if ended <= at or done <= begun <= latest:
-                    there[step] = seed
-                    steps = {step, *sorted(there)[-self.ours._keep :]}
-                    there = {step: there[step] for step in steps}
-            found.append(there)
-        return found
+        possible = [{}]
+        for step, seed, begun, ended in self.points:
+            found = [self._with(there, step, seed) for there in possible]
+            if ended <= at:
+                possible = found
+            elif done <= begun <= at:
+                possible += found
+        return possible
+
+    def _with(self, there, step, seed):
+        there = {**there, step: seed}
+        steps = {step, *sorted(there)[-self.ours._keep :]}
+        return {each: there[each] for each in steps}
 
     def check(self, possible):
         """What is there is what was saved, the latest is found, and enough before it; which ones."""
