@@ -6,9 +6,8 @@ the same bytes, so the device never waits, and no more than the buffers is ever 
 
 [Note: few buffers]
     What is copied to a buffer is read again at once, by the checksum and by the device. All buffers
-    together are therefore to fit in the caches: 16 MiB of them are written 1.2 times as fast as 48, where
-    the device is as fast as memory is. And the engine has fewer than there are, or none would be full
-    when it has done one.
+    together are therefore to fit in the caches, which is felt where the device is as fast as memory is.
+    And the engine has fewer than there are, or none would be full when it has done one.
 """
 
 from __future__ import annotations
