@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Final
 
@@ -60,6 +61,7 @@ DTYPES: Final = {
 """By torch's name."""
 
 
+@functools.cache
 def name_of(dtype: torch.dtype) -> str:
     """Torch's name of it, without the module."""
     return str(dtype).removeprefix("torch.")

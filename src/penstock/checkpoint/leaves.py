@@ -47,7 +47,7 @@ class Leaf:
     @property
     def nbytes(self) -> int:
         """Bytes of all its elements."""
-        return self.tensor.numel() * self.tensor.element_size()
+        return self.tensor.nbytes
 
 
 class Leaves:
@@ -108,10 +108,10 @@ def _checked(path: Path, value: torch.Tensor | Array) -> torch.Tensor:
         raise _unfit(path, "a lazy module's parameter before its first run", "run it")
     tensor = value.detach() if isinstance(value, torch.Tensor) else _of_array(path, value)
     kind = type(tensor)
-    if hasattr(tensor, "_local_tensor"):
-        raise _unfit(path, f"a {kind.__qualname__}", "save shards by penstock.checkpoint.dcp")
     if kind is not torch.Tensor:
-        raise _unfit(path, f"a {kind.__qualname__}", "save what it is made of")
+        sharded = hasattr(tensor, "_local_tensor")
+        advice = "save shards by penstock.checkpoint.dcp" if sharded else "save what it is made of"
+        raise _unfit(path, f"a {kind.__qualname__}", advice)
     if tensor.is_quantized:
         raise _unfit(
             path, f"a quantized tensor of {tensor.dtype}", "save its int_repr() and scales"
@@ -147,7 +147,7 @@ def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     if not tensor.numel():
         return (None,)
     bits = tensor.is_conj(), tensor.is_neg()
-    place = str(tensor.device), tensor.data_ptr(), tensor.dtype
+    place = tensor.device, tensor.data_ptr(), tensor.dtype
     return (*place, tuple(tensor.shape), tensor.stride(), *bits)
 
 
@@ -185,10 +185,10 @@ def _owners(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
 
 
 def _by_storage(tensors: Sequence[torch.Tensor]) -> Iterator[list[int]]:
-    groups: dict[tuple[str, int], list[int]] = {}
+    groups: dict[tuple[torch.device, int], list[int]] = {}
     for index, tensor in enumerate(tensors):
         if tensor.numel() and not tensor.is_conj() and not tensor.is_neg():
-            key = str(tensor.device), tensor.untyped_storage().data_ptr()
+            key = tensor.device, tensor.untyped_storage().data_ptr()
             groups.setdefault(key, []).append(index)
     return (members for members in groups.values() if len(members) > 1)
 
