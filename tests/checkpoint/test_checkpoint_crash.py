@@ -1,5 +1,6 @@
 """Whatever happens in a save, what was there before it or all of the new one loads."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -18,8 +19,16 @@ from checkpoint_runs import (
     state,
 )
 
-from penstock import CheckpointError, NoSpaceError, TransferError
-from penstock.checkpoint import hidden
+from penstock import (
+    CheckpointError,
+    DamagedError,
+    NoSpaceError,
+    PenstockWarning,
+    TransferError,
+)
+from penstock.checkpoint import Checkpointer, hidden
+from penstock.io.threads import ThreadEngine
+from penstock.testing.faults import Fail, FaultySyscalls
 
 STORE = small_store()
 
@@ -123,18 +132,60 @@ def test_a_file_system_that_cannot_swap_says_so(disk_path, monkeypatch):
     assert os.listdir(disk_path) == ["a"]
 
 
-def test_reads_that_fail_are_errors(disk_path):
-    from penstock.io.threads import ThreadEngine
-    from penstock.testing.faults import Fail, FaultySyscalls
+def store_that_fails(faults):
+    """At calls counted over all its loads."""
+    calls = FaultySyscalls(faults)
+    return small_store(make_engine=lambda: ThreadEngine(1, syscalls=calls))
 
+
+def test_reads_that_fail_are_errors(disk_path):
     STORE.save(disk_path / "a", state(1))
     calls = FaultySyscalls()
     small_store(make_engine=lambda: ThreadEngine(1, syscalls=calls)).load(disk_path / "a")
     for at in range(len(calls.calls)):
-        faulty = FaultySyscalls({at: Fail(5)})
-        store = small_store(make_engine=lambda faulty=faulty: ThreadEngine(1, syscalls=faulty))
-        with pytest.raises(TransferError):
-            store.load(disk_path / "a")
+        with pytest.raises(TransferError, match="Cannot allocate memory"):
+            store_that_fails({at: Fail(errno.ENOMEM)}).load(disk_path / "a")
+        for lost in (errno.EIO, errno.ENODATA):  # as a controller, and as an SSD, say it
+            with pytest.raises(DamagedError, match=r"cannot be read .*load another") as caught:
+                store_that_fails({at: Fail(lost)}).load(disk_path / "a", state(2))
+            assert ".safetensors" in caught.value.path
+            assert ("overwritten already" if at else "nothing was changed") in str(caught.value)
+
+
+def test_a_sector_that_cannot_be_read_is_damage_and_the_one_before_is_loaded(disk_path):
+    with Checkpointer(disk_path / "run", store=STORE) as ours:
+        ours.save(1, state(1))
+        ours.save(2, state(2))
+    store = store_that_fails({1: Fail(errno.EIO)})
+    with (
+        Checkpointer(disk_path / "run", store=store) as ours,
+        pytest.warns(PenstockWarning, match=r"Input/output error.*before it is"),
+    ):
+        assert_same(ours.load(), state(1))
+    path = disk_path / "run" / "step-000000000002"
+    found = store_that_fails({1: Fail(errno.EIO)}).verify(path)
+    assert not found.ok
+    assert "Input/output error" in found.damage[0]
+
+
+def test_a_manifest_or_directory_that_cannot_be_read_is_damage(disk_path, monkeypatch):
+    STORE.save(disk_path / "a", state(1))
+    real = os.open
+    for name, code, kind in (
+        ("manifest.json", errno.EIO, DamagedError),
+        ("a", errno.EUCLEAN, DamagedError),
+        ("a", errno.EACCES, TransferError),
+    ):
+
+        def refuse(path, *args, name=name, code=code, **rest):
+            if os.path.basename(path) == name:
+                raise OSError(code, os.strerror(code))
+            return real(path, *args, **rest)
+
+        monkeypatch.setattr(os, "open", refuse)
+        with pytest.raises(kind):
+            STORE.load(disk_path / "a")
+        monkeypatch.undo()
 
 
 PROGRAM = """

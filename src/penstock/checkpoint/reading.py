@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Final
 
 from penstock.checkpoint.disk import Directory, Disk
 from penstock.checkpoint.frames import Decoding
@@ -13,7 +15,13 @@ from penstock.checkpoint.manifest import FILE_NAME, MAX_BYTES, Manifest, blocks_
 from penstock.checkpoint.moves import Region
 from penstock.checkpoint.streams import Buffers, Wanted, digest, empty, read_blocks
 from penstock.checkpoint.values import FormError
-from penstock.core.errors import CheckpointError, CodecError, DamagedError, TransferError
+from penstock.core.errors import (
+    CheckpointError,
+    CodecError,
+    DamagedError,
+    TransferError,
+    transfer_error,
+)
 from penstock.io.engine import Engine
 from penstock.io.files import DirectFile, open_at
 
@@ -64,7 +72,12 @@ class Opened:
         found = self._files.get(index)
         if found is None:
             name = self.manifest.files[index].name
-            found = open_at(self.directory.fd, name, "r", path=self.directory.join(name))
+            path = self.directory.join(name)
+            try:
+                found = open_at(self.directory.fd, name, "r", path=path)
+            except TransferError as error:
+                _say_if_lost(error, path)
+                raise
             self._files[index] = found
         return found
 
@@ -83,7 +96,8 @@ class Opened:
             engine: What moves blocks; one of its own if None.
 
         Raises:
-            DamagedError: A block is not what was written; says which. Blocks before it were handed over.
+            DamagedError: A block is not what was written, or the device has lost it; says which. Blocks
+                before it were handed over.
             TransferError: The device refuses.
         """
         starts = {index: [start for start, _ in regions] for index, regions in targets.items()}
@@ -95,15 +109,19 @@ class Opened:
             self._close_before(index)  # blocks come in order: nothing of those is on its way
             entry = self.manifest.files[index]
             if digest(address, wanted.nbytes) != entry.sums[wanted.offset // size]:
-                raise self._damaged(wanted, "their checksum differs", targets)
+                raise self._damaged(wanted, _OTHERS.format("their checksum differs"), targets)
             end = wanted.offset + wanted.nbytes
             try:
                 empty(targets[index], starts[index], wanted.offset, end, address)
             except CodecError as error:
-                raise self._damaged(wanted, str(error), targets) from error
+                raise self._damaged(wanted, _OTHERS.format(error), targets) from error
+
+        def lost(wanted: Wanted, error: TransferError) -> None:
+            if error.errno in _LOST:
+                raise self._damaged(wanted, _unreadable(error), targets) from error
 
         with Buffers(size, engine) as buffers:
-            read_blocks(buffers, self._wanted(targets, everything), use)
+            read_blocks(buffers, self._wanted(targets, everything), use, lost)
 
     def verify(self, *, engine: Engine | None = None) -> list[DamagedError]:
         """Read all of it, and decode what is encoded; what is damaged, a file at a time.
@@ -179,8 +197,8 @@ class Opened:
         ]
         filled = {(key, start) for key, regions in targets.items() for start, _ in regions}
         return DamagedError(
-            f"{path!r}: the {nbytes} bytes at offset {offset} ({some(names) or 'the header'}) are not"
-            f" what was written there: {why}; {_ADVICE}",
+            f"{path!r}: the {nbytes} bytes at offset {offset} ({some(names) or 'the header'}) {why};"
+            f" {_ADVICE}",
             path=path,
             overwritten=[
                 each.name
@@ -197,7 +215,22 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-_ADVICE = "the checkpoint is torn or damaged: load another, and look at the device"
+_ADVICE: Final = "the checkpoint is torn or damaged: load another, and look at the device"
+_OTHERS: Final = "are not what was written there: {}"
+_LOST: Final = frozenset(
+    {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG}
+)
+"""What a device or its file system says of bytes that it cannot give back, or not unchanged."""
+
+
+def _unreadable(error: OSError) -> str:
+    return f"cannot be read ({os.strerror(error.errno or errno.EIO)})"
+
+
+def _say_if_lost(error: OSError, path: str) -> None:
+    """Raises DamagedError if the device has lost a part of the checkpoint."""
+    if error.errno in _LOST:
+        raise DamagedError(f"{path!r} {_unreadable(error)}; {_ADVICE}", path=path) from error
 
 
 def _open(path: str, disk: Disk) -> Directory:
@@ -205,7 +238,11 @@ def _open(path: str, disk: Disk) -> Directory:
         raise CheckpointError(
             f"there is no checkpoint at {path!r}: it is {'a file' if os.path.exists(path) else 'missing'}"
         )
-    return disk.open(path)
+    try:
+        return disk.open(path)
+    except TransferError as error:
+        _say_if_lost(error, path)
+        raise
 
 
 def _manifest(directory: Directory) -> Manifest:
@@ -222,9 +259,9 @@ def _manifest(directory: Directory) -> Manifest:
     try:
         data = _small_file(directory.fd)
     except OSError as error:
-        raise TransferError(
-            errno=error.errno or 0, op="read", path=path, offset_bytes=0, nbytes=0
-        ) from error
+        _say_if_lost(error, path)
+        code = error.errno or errno.EIO
+        raise transfer_error(errno=code, op="read", path=path, offset_bytes=0, nbytes=0) from error
     if len(data) > MAX_BYTES:
         raise DamagedError(f"{path!r} is longer than {MAX_BYTES} bytes; {_ADVICE}", path=path)
     try:

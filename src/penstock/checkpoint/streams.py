@@ -24,6 +24,7 @@ from typing import Final, NamedTuple
 import xxhash
 
 from penstock.checkpoint.moves import Region
+from penstock.core.errors import TransferError
 from penstock.core.locks import Lock
 from penstock.core.process import this
 from penstock.core.units import MIB, round_down, round_up
@@ -274,13 +275,22 @@ class Wanted(NamedTuple):
 
 
 def read_blocks(
-    buffers: Buffers, wanted: Iterable[Wanted], use: Callable[[Wanted, int], None]
+    buffers: Buffers,
+    wanted: Iterable[Wanted],
+    use: Callable[[Wanted, int], None],
+    lost: Callable[[Wanted, TransferError], None],
 ) -> None:
     """Read blocks ahead, and hand each over, in order, with its address.
 
+    Args:
+        buffers: For blocks on their way.
+        wanted: Which.
+        use: Is given each.
+        lost: Is given the first that could not be read, and why, and may raise another error.
+
     Raises:
-        TransferError: One could not be read. What ``use`` raises goes through. Nothing is under way
-            then.
+        TransferError: One could not be read. What ``use`` and ``lost`` raise goes through. Nothing is
+            under way then.
     """
     flying: deque[tuple[Wanted, Transfer | None, Block]] = deque()
     coming = iter(wanted)
@@ -295,7 +305,11 @@ def read_blocks(
             if not flying:
                 return
             each, transfer, block = flying[0]
-            _complete(each, transfer, block)
+            try:
+                _complete(each, transfer, block)
+            except TransferError as error:
+                lost(each, error)
+                raise
             use(each, block.address)
             flying.popleft()
             buffers.give(block)
