@@ -1,5 +1,6 @@
 """Many checkpoints in one directory: the latest that is whole, so many kept, one writer."""
 
+import errno
 import json
 import os
 import random
@@ -17,9 +18,11 @@ from penstock import (
     DamagedError,
     MismatchError,
     PenstockWarning,
+    TransferError,
     checkpoint,
 )
 from penstock.checkpoint import Checkpointer, Rng, training_state
+from penstock.checkpoint import disk as checkpoint_disk
 from penstock.checkpoint.interval import Interval
 from penstock.cli import main
 
@@ -390,3 +393,61 @@ def test_states_on_flash_are_saved_and_resumed(wait, disk_path, small_knobs):
     assert_same(its.state_dict()["state"], optimizer.state_dict()["state"])
     optimizer.close()
     its.close()
+
+
+def saved(ours, step, *, wait):
+    ours.save(step, state(step), wait=wait)
+    ours.wait()
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("how", ["removed", "replaced", "linked elsewhere"])
+def test_a_directory_that_is_another_by_now_is_not_saved_into(disk_path, how, wait):
+    where, real = disk_path / "run", disk_path / "real"
+    real.mkdir()
+    where.symlink_to("real")
+    with checkpointer(where, keep=1) as ours:
+        for step in (1, 2):
+            ours.save(step, state(step))
+        real.rename(disk_path / "away")
+        if how == "replaced":
+            real.mkdir()
+        elif how == "linked elsewhere":
+            (disk_path / "other").mkdir()
+            where.unlink()
+            where.symlink_to("other")
+        with pytest.raises(CheckpointError, match="not the directory any more .* put it back"):
+            saved(ours, 3, wait=wait)
+        assert ours.stats.failures == 1
+        if how != "removed":
+            assert os.listdir(where) == []
+            with checkpointer(where) as another:  # that is nobody's
+                another.save(7, state(7))
+            (where / "step-000000000007").rename(disk_path / "seven")
+            where.unlink()
+            where.symlink_to("away")
+        else:
+            (disk_path / "away").rename(real)
+        ours.save(4, state(4))
+        assert [each.step for each in ours.checkpoints()] == [4]
+
+
+def test_on_a_disk_that_has_become_read_only_the_last_one_loads(disk_path, monkeypatch):
+    with checkpointer(disk_path, keep=1) as ours:
+        for step in (1, 2):
+            ours.save(step, state(step))
+        (disk_path / "..spare.saving").rename(disk_path / "away")
+    (disk_path / "away").rename(disk_path / "..spare.saving")  # as a killed process leaves it
+
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for name in ("unlink", "rmdir", "mkdir"):
+        monkeypatch.setattr(os, name, refuse)
+    monkeypatch.setattr(checkpoint_disk, "renameat2", refuse)
+    with checkpointer(disk_path) as ours:
+        assert_same(ours.load(), state(2))
+        with pytest.raises(TransferError, match=r"rename .*Read-only file system") as caught:
+            ours.save(3, state(3))
+        assert caught.value.path.startswith(str(disk_path))
+    assert (disk_path / "..spare.saving").exists()

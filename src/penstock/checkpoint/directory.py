@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import operator
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.checkpoint.background import Saving, steady_in
-from penstock.checkpoint.disk import Directory, lock
+from penstock.checkpoint.disk import Directory, leads_to, lock
 from penstock.checkpoint.frames import Encoder
 from penstock.checkpoint.hidden import hidden_name_of, is_hidden, remove_leftovers
 from penstock.checkpoint.interval import Interval
@@ -32,6 +33,7 @@ from penstock.core.errors import (
     DamagedError,
     PenstockError,
     PenstockWarning,
+    TransferError,
 )
 from penstock.core.units import parse_bytes
 
@@ -134,7 +136,8 @@ class Checkpointer:
                     " close that, or name another directory"
                 )
             self._store.disk.sync(self._root)  # what is found stays, whoever was killed before this
-            self._remove_leftovers(self._root)
+            with _not_on_read_only():
+                self._remove_leftovers(self._root)
             for each in listeners:
                 each.opened()
         except BaseException:
@@ -189,7 +192,8 @@ class Checkpointer:
             What was done, or with ``wait=False`` what is being done.
 
         Raises:
-            CheckpointError: Something in the state has no form in a checkpoint.
+            CheckpointError: Something in the state has no form in a checkpoint; or the directory was
+                replaced.
             NoSpaceError: There is no room; the checkpoints that there are stay.
             TransferError: The device refuses; the same.
         """
@@ -205,6 +209,7 @@ class Checkpointer:
         base = self._base()
 
         def write(watcher: Saving | None = None, regions: Any = None) -> Saved:
+            self._check_same(root)
             said = {"step": step, **(facts or {})}
             return self._store.write(
                 path,
@@ -397,10 +402,29 @@ class Checkpointer:
         latest = self.latest() if self._incremental else None
         return None if latest is None else latest.path
 
+    def _check_same(self, root: Directory) -> None:
+        """Whoever saved into another would not have it alone. Raises CheckpointError."""
+        if not leads_to(self.directory, root):
+            raise CheckpointError(
+                f"{self.directory!r} is not the directory any more that this Checkpointer has: that was"
+                " removed, moved, or unmounted, or the path leads elsewhere now; put it back, or make"
+                " another Checkpointer"
+            )
+
     def _check_open(self) -> Directory:
         if self._root is None:
             raise ClosedError(f"the Checkpointer of {self.directory!r} is closed")
         return self._root
+
+
+@contextmanager
+def _not_on_read_only() -> Iterator[None]:
+    """Within, what a file system that has become read-only refuses is let be: what is there loads."""
+    try:
+        yield
+    except TransferError as error:
+        if error.errno != errno.EROFS:
+            raise
 
 
 def _is_whole(value: object) -> bool:

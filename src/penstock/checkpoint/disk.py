@@ -240,7 +240,7 @@ class Disk:
 
     def rename(self, parent: Directory, name: str, to: str) -> None:
         """Give something another name in its directory; one that exists is not replaced."""
-        if not renameat2(parent.fd, name, to, _RENAME_NOREPLACE):
+        if not _renamed(parent, name, to, _RENAME_NOREPLACE):
             try:
                 os.stat(to, dir_fd=parent.fd, follow_symlinks=False)
             except FileNotFoundError:
@@ -252,7 +252,7 @@ class Disk:
 
     def exchange(self, parent: Directory, name: str, other: str) -> bool:
         """Swap the names of two, at once; False if this file system cannot."""
-        return renameat2(parent.fd, name, other, RENAME_EXCHANGE)
+        return _renamed(parent, name, other, RENAME_EXCHANGE)
 
     def remove(self, parent: Directory, name: str) -> None:
         """Remove a directory with the files in it; what is missing is well.
@@ -350,8 +350,14 @@ def is_still(parent: Directory, name: str, directory: Directory) -> bool:
     """Whether a name still leads to a directory that was opened by it."""
     with suppress(OSError):
         named = os.stat(name, dir_fd=parent.fd, follow_symlinks=False)
-        opened = os.fstat(directory.fd)
-        return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
+        return os.path.samestat(named, os.fstat(directory.fd))
+    return False
+
+
+def leads_to(path: str, directory: Directory) -> bool:
+    """Whether a path still leads to a directory that was opened by it."""
+    with suppress(OSError):
+        return os.path.samestat(os.stat(path), os.fstat(directory.fd))
     return False
 
 
@@ -373,8 +379,16 @@ def failed(op: str, path: str, error: OSError, nbytes: int = 0) -> TransferError
     )
 
 
+def _renamed(parent: Directory, name: str, to: str, flag: int) -> bool:
+    """False: it cannot be done in this way. Raises TransferError."""
+    try:
+        return renameat2(parent.fd, name, to, flag)
+    except OSError as error:
+        raise failed("rename", parent.join(to), error) from error
+
+
 def renameat2(fd: int, name: str, to: str, flag: int) -> bool:
-    """False: it cannot be done in this way. Raises TransferError for any other reason."""
+    """False: it cannot be done in this way. Raises OSError for any other reason."""
     try:
         call = _libc.renameat2
     except AttributeError:  # a C library from before 2018
@@ -384,4 +398,4 @@ def renameat2(fd: int, name: str, to: str, flag: int) -> bool:
     code = ctypes.get_errno()
     if code in _NOT_POSSIBLE:
         return False
-    raise failed("rename", to, OSError(code, os.strerror(code)))
+    raise OSError(code, os.strerror(code))
