@@ -416,7 +416,7 @@ def test_a_directory_that_is_another_by_now_is_not_saved_into(disk_path, how, wa
             (disk_path / "other").mkdir()
             where.unlink()
             where.symlink_to("other")
-        with pytest.raises(CheckpointError, match="not the directory any more .* put it back"):
+        with pytest.raises(CheckpointError, match=r"not the directory any more .* put it back"):
             saved(ours, 3, wait=wait)
         assert ours.stats.failures == 1
         if how != "removed":

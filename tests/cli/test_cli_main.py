@@ -1,9 +1,13 @@
 """The command line itself: help, errors in one line, exit codes."""
 
+import io
+
 import pytest
+from rich.table import Table
 
 import penstock
 from penstock.cli import main
+from penstock.cli.output import show, write_json
 
 COMMANDS = (
     *(["run"], ["bench"], ["bench", "io"], ["plan"], ["report"], ["doctor"]),
@@ -127,3 +131,17 @@ def test_ctrl_c_ends_a_command_of_ours_without_a_traceback(monkeypatch, capsys, 
     monkeypatch.setattr(bandwidth, "measure", interrupt)
     assert main(["bench", "io", "--dir", str(disk_path)]) == 130
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_table_goes_to_any_output(capsys):
+    table = Table("job ─ état")
+    table.add_row("größe")
+    file = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    show(table, file)
+    file.seek(0)
+    said = file.read()
+    assert "größe" in said
+    assert "job ? état" in said
+    show(table, None)  # it is closed
+    write_json({}, None)
+    assert capsys.readouterr().out == ""

@@ -6,7 +6,7 @@ import textwrap
 import zipfile
 
 import pytest
-from cli_processes import NOTICE, both, end, start_plain, start_under
+from cli_processes import NOTICE, PENSTOCK, End, both, end, start, start_plain, start_under
 
 from penstock import ConfigError
 from penstock.cli import run
@@ -244,3 +244,50 @@ def test_what_is_for_states_on_flash_is_refused_without_them(tmp_path, option):
         settings()
     name = "host_memory" if option == "--optimizer-memory" else "gradient_memory"
     assert settings("--optimizer-state", "flash", "--flash", str(tmp_path))[name] == "0B"
+
+
+def test_a_file_does_not_get_the_number_of_a_closed_output(tmp_path):
+    """Else what writes to standard error would write into it."""
+    (tmp_path / "script.py").write_text(
+        "import os\n"
+        "fd = os.open('out', os.O_CREAT | os.O_WRONLY)\n"
+        "os.system('echo of a child >&2')\n"
+        "os.write(2, b'a message of C')\n"
+        "os.write(fd, b'data %d' % (fd > 2))\n"
+    )
+    command = [*PENSTOCK["module"], "run", "script.py"]
+    closed = end(start(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], tmp_path))
+    assert closed == End(0, "", "")
+    assert (tmp_path / "out").read_bytes() == b"data 1"
+    refused = end(
+        start(["sh", "-c", 'exec "$@" >&-', "sh", *command[:-1], "--json", "a.py"], tmp_path)
+    )
+    assert refused.code == 2
+
+
+def test_what_a_manager_ends_by_hears_it_also_begun_in_the_background(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import signal\nprint(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)\n"
+    )
+    (tmp_path / "channel").write_bytes(bytes(8192))
+    for options, ignored in (([], "True\n"), (["--channel", "channel"], "False\n")):
+        command = [*PENSTOCK["module"], "run", *options, "script.py"]
+        ended = end(start(["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command], tmp_path))
+        assert (ended.code, ended.out) == (0, ignored)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_beneath_its_log_does_not_end_a_job(tmp_path, unbuffered):
+    (tmp_path / "script.py").write_text(
+        "import sys\n"
+        "for _ in range(100): print('x' * 1000, flush=True)\n"
+        "print('to error', file=sys.stderr)\n"
+        "open('done', 'w').close()\n"
+    )
+    (tmp_path / "channel").write_bytes(bytes(8192))
+    for options in (["--channel", "channel"], []):
+        command = [*PENSTOCK["module"], "run", *options, "script.py"]
+        full = ["sh", "-c", 'exec "$@" >/dev/full 2>&1', "sh", *command]
+        code = end(start(full, tmp_path, PYTHONUNBUFFERED=unbuffered)).code
+        assert (code == 0) == (tmp_path / "done").exists() == bool(options)
+        (tmp_path / "done").unlink(missing_ok=True)

@@ -10,6 +10,7 @@ Its memory is a bytearray that is filled when it is awake and dropped when it sl
     start_s=S    how long until it can be put to sleep
     fail=N       the step at which it raises
     refuse=TEXT  it never sleeps, and says why
+    say=TEXT     what it prints at each step
     deaf=1       it does not end by SIGINT and SIGTERM
     child=1      it begins a process that outlives it
 """
@@ -74,6 +75,8 @@ def main(channel, *words):
         if step == int(how.get("fail", -1)):
             raise ValueError("this job was told to fail")
         time.sleep(float(how.get("step_s", 0.005)))
+        if "say" in how:
+            print(how["say"], flush=True)
         job.step_over()
     job.channel.tell(state="over", code=0)
     print("all steps are done", os.getpid())

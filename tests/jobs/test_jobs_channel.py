@@ -1,5 +1,6 @@
 """A manager and a job talk by a file: nothing torn is believed, and both outlive each other."""
 
+import errno
 import os
 import signal
 import threading
@@ -15,7 +16,8 @@ from offload_runs import same_bits, session_in
 from penstock.core.errors import JobError
 from penstock.core.units import MIB
 from penstock.jobs.channel import JobEnd, ManagerEnd, Status, start_ticks
-from penstock.jobs.processes import Identity, Process, describe_end, held_bytes, last_lines
+from penstock.jobs.logs import last_lines, length_of, no_room, turn_over
+from penstock.jobs.processes import Identity, Process, describe_end, held_bytes
 from penstock.jobs.signals import Sleeper
 from penstock.observe.summary_text import render, to_text
 
@@ -93,6 +95,49 @@ def test_a_file_that_was_cut_does_no_harm(ends):
     assert not job.look().sleep
     job.tell(steps=4)
     assert manager.look().steps == 4
+
+
+def test_its_space_is_its_own_before_anything_is_written(disk_path):
+    """A disk that somebody else fills later must end neither side."""
+    manager = ManagerEnd(str(disk_path / "channel"))
+    assert os.stat(manager.path).st_blocks * 512 >= 8192
+    manager.clear()
+    assert os.stat(manager.path).st_blocks * 512 >= 8192
+    manager.close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_what_the_disk_refuses_ends_neither_side_and_is_said_later(ends, monkeypatch, code):
+    manager, job = ends
+
+    def refuse(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    manager.want(sleep=True)
+    assert not job.look().sleep
+    job.tell(state="asleep", steps=4)
+    assert manager.look().steps == 0
+    monkeypatch.setattr(os, "pread", refuse)
+    assert not job.look().sleep
+    monkeypatch.undo()
+    manager.look()
+    assert job.look().sleep
+    assert manager.look().state == "asleep"
+
+
+def test_a_channel_that_cannot_be_made_is_said(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    manager = ManagerEnd(str(tmp_path / "channel"))
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with pytest.raises(JobError, match="cannot be made: No space left"):
+        manager.clear()
+    manager.close()
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(JobError, match="cannot be made: No space left"):
+        ManagerEnd(str(tmp_path / "another"))
 
 
 def test_without_a_manager_there_is_no_channel(tmp_path):
@@ -176,6 +221,32 @@ def test_ends_are_told_in_words(tmp_path):
     assert last_lines(str(tmp_path / "log"), begin=10006) == [" two"]  # an earlier run's is above
     (tmp_path / "log").write_bytes(b"\x1b[31mred\x1b[0m \x1b]0;title\x07\rback\tx\n\x1b[2J\n")
     assert last_lines(str(tmp_path / "log")) == ["red ]0;title", "back\tx"]
+
+
+def test_a_long_log_is_moved_beside_and_goes_on_at_its_beginning(tmp_path, monkeypatch):
+    path = str(tmp_path / "a.log")
+    assert not turn_over(path, most_bytes=10)
+    with open(path, "ab", buffering=0) as file:
+        file.write(b"0123456789")
+        assert not turn_over(path, most_bytes=10)
+        file.write(b"x")
+        assert turn_over(path, most_bytes=10)
+        assert length_of(path) == 0
+        file.write(b"next")
+        assert (tmp_path / "a.log").read_bytes() == b"next"
+        assert (tmp_path / "a.log.1").read_bytes() == b"0123456789x"
+        file.write(b"y" * 100)
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr("shutil.copyfile", full)
+        assert turn_over(path, most_bytes=10)
+    assert os.listdir(tmp_path) == ["a.log"]
+    assert length_of(path) == 0
+    assert not no_room(path)
+    monkeypatch.setattr("penstock.jobs.logs.free_space_bytes", lambda path: 0)
+    assert no_room(path)
 
 
 # -- a session that is told by a manager ----------------------------------------------------------

@@ -204,6 +204,38 @@ def test_a_sleeping_one_is_woken_to_be_stopped_and_a_deaf_one_is_killed(managed)
     assert "SIGKILL" not in done["a"]["told"]
 
 
+def test_it_is_said_who_has_killed_a_deaf_one(managed):
+    with managed({"name": "a", "how": "steps=100000 deaf=1"}) as run:
+        run.until(lambda jobs: jobs["a"]["steps"])
+        run.client.stop("a")
+        done = run.ended()
+    assert done["a"]["told"] == (
+        "stopped (killed by SIGKILL, for it did not end by itself in 0.3 s)"
+    )
+
+
+@pytest.mark.parametrize("phase", ["awake", "asleep"])
+def test_one_that_somebody_has_stopped_is_ended_in_order_all_the_same(managed, phase):
+    jobs = [{"name": name, "how": "steps=100000"} for name in "ab"]
+    with managed(*jobs) as run:
+        found = run.until(lambda jobs: jobs["a"]["sleeps"] and jobs["a"]["phase"] == phase)
+        os.kill(found["a"]["pid"], signal.SIGSTOP)
+        run.client.stop()
+        done = run.ended()
+    assert "SIGKILL" not in done["a"]["told"]
+
+
+def test_a_log_does_not_grow_without_bound(managed, disk_path):
+    words = "x" * 1000
+    with managed({"name": "a", "how": f"steps=400 say={words}"}, log="100KB") as run:
+        done = run.ended()
+    assert run.good
+    log = Path(done["a"]["log"])
+    assert 0 < log.stat().st_size < 200_000
+    assert Path(f"{log}.1").stat().st_size > 100_000
+    assert b"all steps are done" in log.read_bytes()
+
+
 def test_who_is_told_to_end_is_not_put_to_sleep_any_more(managed):
     """It would wake by itself to end, when the memory is another's."""
     jobs = [{"name": "z", "how": "steps=100000 deaf=1"}, {"name": "a", "how": "steps=100000"}]
@@ -466,6 +498,21 @@ def test_a_job_that_was_begun_but_not_recorded_is_found_by_its_lock(killed, disk
     jobs = json.loads(out.splitlines()[-1])["status"]["jobs"]
     assert [each["steps"] for each in jobs] == [150, 150]
     assert out.count("found again") == 2
+
+
+def test_a_manager_that_nohup_has_begun_outlives_its_terminal(killed, disk_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = started(disk_path)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    Running(disk_path).until(lambda jobs: all(each["phase"] != "starting" for each in jobs))
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.5)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=30)
+    assert "stops its jobs" in out
 
 
 def test_ctrl_c_ends_all_in_order_and_hanging_up_leaves_them(killed, disk_path):

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final
 
 from penstock import __version__
@@ -53,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: ``--help`` and ``--version`` (0), or arguments that cannot be parsed (2).
     """
+    _take_standard_descriptors()
     known = _parser().parse_args(argv)
     command: Command = importlib.import_module(f"penstock.cli.{known.command}")
     options = command.parser().parse_args(known.rest)
@@ -67,6 +70,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _INTERRUPTED
     return outcome if isinstance(outcome, int) else outcome()
+
+
+def _take_standard_descriptors() -> None:
+    """Where one is closed, have it lead nowhere.
+
+    Else the next file that is opened would get its number, be it one of a checkpoint, and whatever writes
+    to standard error would write into it.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            with suppress(OSError):
+                os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -31,16 +31,21 @@ def say(message: str) -> None:
             sys.stderr.flush()
 
 
-def show(renderable: RenderableType, file: IO[str]) -> None:
-    """Print with colours on a terminal, as plain text elsewhere."""
+def show(renderable: RenderableType, file: IO[str] | None) -> None:
+    """Print with colours on a terminal, as plain text elsewhere; what that has no letter for is ``?``."""
+    if file is None:  # closed
+        return
     if file.isatty():
         Console(file=file).print(renderable)
     else:
-        file.write(to_text(renderable) + "\n")
+        name = getattr(file, "encoding", None) or "utf-8"
+        file.write((to_text(renderable) + "\n").encode(name, "replace").decode(name))
     file.flush()
 
 
-def write_json(document: dict[str, Any], file: IO[str]) -> None:
+def write_json(document: dict[str, Any], file: IO[str] | None) -> None:
     """Write one document, and a newline."""
+    if file is None:  # closed
+        return
     file.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
     file.flush()

@@ -16,6 +16,7 @@ import argparse
 import atexit
 import importlib
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.jobs.channel import JobEnd
 from penstock.jobs.early import Early
+from penstock.jobs.logs import print_if_there_is_room
 from penstock.plan import policies
 from penstock.runtime.given import SUFFIX, load_plan
 
@@ -143,6 +145,9 @@ def execute(options: argparse.Namespace) -> Callable[[], int]:
     attendant = _Attendant(config, words=words, trace=trace, states=states, debug=options.debug)
     if options.channel is not None:
         attendant.channel = JobEnd(options.channel)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as its manager's shell had it
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # by it the manager ends it
+        print_if_there_is_room()
     attendant.keep = _keeping(options, words)
     if options.json:
         attendant.answer = _take_stdout()
@@ -369,9 +374,8 @@ def _take_stdout() -> IO[str]:
     """
     if sys.stdout is not None:
         sys.stdout.flush()
-    try:
-        kept = os.dup(1)
-        os.dup2(2, 1)
-    except OSError as error:
-        raise ConfigError(f"--json needs both standard output and error open: {error}") from error
+    if sys.__stdout__ is None or sys.__stderr__ is None:
+        raise ConfigError("--json needs both standard output and error open")
+    kept = os.dup(1)
+    os.dup2(2, 1)
     return os.fdopen(kept, "w", encoding="utf-8")

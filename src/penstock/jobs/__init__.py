@@ -5,8 +5,8 @@ Read in this order:
 - ``job``, ``state``, ``space``, ``suspend``, ``recall``: one job, to flash and back, in its process;
 - ``early``, ``signals``: a script that knows nothing of it, told by signal or by a manager;
 - ``description``: what a manager is told; ``policy``: who computes, who sleeps;
-- ``channel``: between manager and job; ``processes``: jobs from outside; ``command``: what they run;
-  ``task``: one job's life; ``keeper``: what of it survives its process;
+- ``channel``: between manager and job; ``processes``: jobs from outside; ``logs``: what they print;
+  ``command``: what they run; ``task``: one job's life; ``keeper``: what of it survives its process;
 - ``manager``; ``limits``; ``budget``, ``enclosure``, ``cgroups``: what keeps the budget; ``interrupts``,
   ``ending``: how it ends; ``teller``; ``record``: what it leaves on disk; ``control``: its socket.
 """

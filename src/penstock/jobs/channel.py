@@ -7,6 +7,9 @@
     two steps and while it sleeps, so it needs neither a thread nor signals, and goes on in the state
     that it is in when its manager dies. The next manager reads the same file.
 
+    The space of the file is reserved when it is made, so that a disk that is full later takes nothing
+    from those who live. What could not be written all the same is written at the next look.
+
     The manager holds a lock on the file in a descriptor that the job inherits: as long as any process
     of the job lives, nobody else gets that lock. A process number alone may be another's by then.
 """
@@ -20,6 +23,7 @@ import struct
 import time
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
@@ -78,15 +82,29 @@ class _Half:
     def __init__(self, fd: int, place: int) -> None:
         self._fd = fd
         self._offset = place * _HALF_BYTES
-        self._head = b""
+        self._head = self._unwritten = b""
 
     def write(self, document: Mapping[str, Any]) -> None:
         text = json.dumps(document, separators=(",", ":")).encode()
         assert len(text) <= _MOST_BYTES
-        os.pwrite(self._fd, _HEAD.pack(len(text), zlib.crc32(text)) + text, self._offset)
+        self._unwritten = _HEAD.pack(len(text), zlib.crc32(text)) + text
+        self.write_again()
+
+    def write_again(self) -> None:
+        """Write what could not be written, if there is any: a failure here must end neither side."""
+        if self._unwritten:
+            with suppress(OSError):
+                os.pwrite(self._fd, self._unwritten, self._offset)
+                self._unwritten = b""
 
     def read(self) -> dict[str, Any] | None:
         """What was written since the last call; None: nothing, or it is not whole."""
+        try:
+            return self._read()
+        except OSError:
+            return None
+
+    def _read(self) -> dict[str, Any] | None:
         head = os.pread(self._fd, _HEAD.size, self._offset)
         if head == self._head or len(head) < _HEAD.size:
             return None
@@ -128,6 +146,7 @@ class JobEnd:
 
     def look(self) -> Order:
         """What the manager wants now."""
+        self._mine.write_again()
         found = self._orders.read()
         if found is not None:
             self.order = _made(Order, found) or self.order
@@ -156,9 +175,13 @@ class ManagerEnd:
         self.path = path
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            os.ftruncate(self._fd, 2 * _HALF_BYTES)
         except OSError as error:
-            raise JobError(f"channel {path!r} cannot be made: {error.strerror}") from error
+            raise self._unmade(error) from error
+        try:
+            os.posix_fallocate(self._fd, 0, 2 * _HALF_BYTES)
+        except OSError as error:
+            os.close(self._fd)
+            raise self._unmade(error) from error
         self._mine = _Half(self._fd, 0)
         self._job = _Half(self._fd, 1)
         self.status = Status()
@@ -167,14 +190,20 @@ class ManagerEnd:
         self.look()
 
     def clear(self) -> None:
-        """Forget what an earlier job has told. Only when no process of it lives."""
-        os.ftruncate(self._fd, 0)
-        os.ftruncate(self._fd, 2 * _HALF_BYTES)
+        """Forget what an earlier job has told. Only when no process of it lives. Raises JobError."""
+        try:
+            os.pwrite(self._fd, bytes(2 * _HALF_BYTES), 0)
+        except OSError as error:
+            raise self._unmade(error) from error
         self.status = Status()
         self.order = Order()
 
+    def _unmade(self, error: OSError) -> JobError:
+        return JobError(f"channel {self.path!r} cannot be made: {error.strerror}")
+
     def look(self) -> Status:
         """How the job is."""
+        self._mine.write_again()
         found = self._job.read()
         if found is not None:
             self.status = _made(Status, found) or self.status

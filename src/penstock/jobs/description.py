@@ -50,6 +50,9 @@ class Machine:
     asleep: int | str = 256 * MIB
     """What the process of a job is expected to hold while it sleeps; measured once it has slept."""
 
+    log: int | str = 64 * MIB
+    """How long the log of a job may become; what was in it is then kept beside, once."""
+
     enforce: str = "auto"
     """What keeps ``memory``: ``cgroup``, the kernel; ``looking``, the manager alone; ``auto``, the kernel
     where that is permitted."""
@@ -59,7 +62,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         """Turn sizes into bytes, durations into seconds, directories into a tuple."""
-        for name in ("memory", "flash_capacity", "device_memory", "asleep"):
+        for name in ("memory", "flash_capacity", "device_memory", "asleep", "log"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, parse_bytes(value, what=name))
                 if getattr(self, name) == 0 and name != "asleep":
@@ -102,6 +105,11 @@ class Machine:
     def asleep_bytes(self) -> int:
         """``asleep`` in bytes."""
         return _whole(self.asleep)
+
+    @property
+    def log_bytes(self) -> int:
+        """``log`` in bytes."""
+        return _whole(self.log)
 
     @property
     def slice_s(self) -> float:

@@ -1,4 +1,8 @@
-"""How a job is ended: in order first, then in harsher ways."""
+"""How a job is ended: in order first, then in harsher ways.
+
+One that is awake is over after twice the time of grace, at the latest. One that sleeps has three times
+that to be awake, and then as much as the other: five times in all.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,13 @@ class Ending:
         """Say how long it may take at each of SIGINT, SIGTERM, SIGKILL."""
         self._grace_s = grace_s
         self._times = 0
+        self._has_killed = False
         self._told_s: float | None = None
+
+    @property
+    def has_killed(self) -> bool:
+        """Whether it came to the last one."""
+        return self._has_killed
 
     @property
     def has_begun(self) -> bool:
@@ -36,6 +46,7 @@ class Ending:
         """
         if self._told_s is None:
             self._told_s = now
+            process.send(signal.SIGCONT)  # who was stopped would hear none of the others
             if asleep:
                 return
         waited = now - self._told_s
@@ -45,6 +56,7 @@ class Ending:
         self._times += 1
         self._told_s = now
         if number is signal.SIGKILL:
+            self._has_killed = True
             process.kill_all()
         else:
             process.send(number)

@@ -28,10 +28,10 @@ class Interrupts:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {
-            number: signal.signal(number, self._hear)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        }
+        heard = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else nohup has begun it
+            heard.append(signal.SIGHUP)
+        before = {number: signal.signal(number, self._hear) for number in heard}
         try:
             yield
         finally:

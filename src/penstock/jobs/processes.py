@@ -8,7 +8,6 @@ by a descriptor (``pidfd``), so that no signal reaches another that has got the 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -20,9 +19,6 @@ from typing import Final, Self
 from penstock.core.errors import JobError
 from penstock.jobs.channel import start_ticks
 
-_SUMMARY: Final = re.compile(r"Penstock  +\d+ steps? in ")
-_CONTROLS: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Colours and what else moves a terminal; and all other characters that are none to read."""
 _OWN: Final = ("RssAnon", "RssShmem")
 """What a process does not share with a file: it cannot be dropped by the kernel."""
 
@@ -199,34 +195,3 @@ def describe_end(code: int | None) -> str:
     name = signal.Signals(-code).name if -code in {each.value for each in signal.Signals} else code
     cause = ", perhaps for want of memory (see dmesg)" if code == -signal.SIGKILL else ""
     return f"killed by {name}{cause}"
-
-
-def length_of(path: str) -> int:
-    """Of a log in bytes; 0: there is none."""
-    with suppress(OSError):
-        return os.stat(path).st_size
-    return 0
-
-
-def last_lines(path: str, *, begin: int = 0, count: int = 5, most_bytes: int = 16384) -> list[str]:
-    """The end of a log: what the script said last, before the summary of ``penstock run``.
-
-    Args:
-        path: Of the log.
-        begin: Where in it this run's begins; an earlier one's comes before.
-        count: How many lines at most.
-        most_bytes: What is looked at.
-
-    Returns:
-        Lines without what would do something to a terminal.
-    """
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(begin, os.fstat(file.fileno()).st_size - most_bytes))
-            text = file.read(most_bytes).decode("utf-8", "replace")
-    except OSError:
-        return []
-    found = [_CONTROLS.sub("", line) for line in text.splitlines()]
-    lines = [line for line in found if line.strip()]
-    summaries = [place for place, line in enumerate(lines) if _SUMMARY.match(line)]
-    return lines[: summaries[-1] if summaries else None][-count:]

@@ -13,8 +13,9 @@ from penstock.jobs.channel import ManagerEnd, Status
 from penstock.jobs.description import JobSpec, Machine
 from penstock.jobs.enclosure import Room
 from penstock.jobs.ending import Ending
+from penstock.jobs.logs import last_lines, length_of, no_room, turn_over
 from penstock.jobs.policy import ALIVE, Entry, Phase
-from penstock.jobs.processes import Identity, Process, describe_end, last_lines, length_of
+from penstock.jobs.processes import Identity, Process, describe_end
 from penstock.jobs.record import StateDirectory
 
 _SLACK: Final = 1.05
@@ -189,6 +190,8 @@ class Task:
         self.phase = self._phase_of(status)
         if before is not self.phase and self.phase in (Phase.ASLEEP, Phase.AWAKE):
             measure = True
+        if measure:
+            self._turn_log()
         if measure or self.phase is Phase.ASLEEP:
             self._measure()
         if self.phase in (Phase.AWAKE, Phase.SUSPENDING, Phase.STARTING):
@@ -202,6 +205,10 @@ class Task:
         if self.stopping:
             asleep = self.phase in (Phase.ASLEEP, Phase.SUSPENDING, Phase.WAKING)
             self._ending.proceed(self._process, now, asleep=asleep)
+
+    def _turn_log(self) -> None:
+        if turn_over(self.log, most_bytes=self._machine.log_bytes):
+            self._log_begin = 0
 
     def _phase_of(self, status: Status) -> Phase:
         order = self.channel.order
@@ -281,9 +288,14 @@ class Task:
         if self._overrun:
             text = f"{text.partition(',')[0]}: {self._overrun}"
         elif self.stopping:
-            text = f"stopped ({text})"
+            how = text.partition(",")[0]
+            if self._ending.has_killed:
+                how += f", for it did not end by itself in {self._machine.grace_s:g} s"
+            text = f"stopped ({how})"
         elif lines:
             text += f"; its log ends: {' | '.join(lines)}"
+        if code and not self.stopping and no_room(self.log):
+            text += f"; there is no space left for its log, {self.log!r}"
         self._end(text)
 
     def _end(self, text: str) -> None:
