@@ -215,3 +215,40 @@ def test_a_device_that_fails_is_told_and_training_goes_on(disk_path):
     with Checkpointer(disk_path) as ours:
         check(ours.load(), before)
         assert [each.step for each in ours.checkpoints()] == [2]
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_where_no_thread_is_to_be_had_a_save_fails_and_training_goes_on(
+    disk_path, monkeypatch, fails
+):
+    """The optimizer's next step waited for a thread that there was not."""
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step():
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+
+    step()
+    with Checkpointer(disk_path, memory="16MiB") as ours:
+        ours.save(1, {"model": model, "optimizer": optimizer})
+        start, begun = threading.Thread.start, []
+
+        def refuse(thread):
+            begun.append(thread)
+            if len(begun) > fails:  # the first is ours, the next one of what moves blocks
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(TransferError, match=r"a thread for the save .*unavailable"):
+            ours.save(2, {"model": model, "optimizer": optimizer}, wait=False).wait()
+        monkeypatch.undo()
+        step()
+        assert not optimizer._optimizer_step_pre_hooks
+        if fails:
+            with pytest.warns(PenstockWarning, match="those before it stay"):
+                ours.save(3, {"model": model, "optimizer": optimizer})
+        else:
+            ours.save(3, {"model": model, "optimizer": optimizer})
+        assert [each.step for each in ours.checkpoints()] == [3, 1]

@@ -451,3 +451,18 @@ def test_on_a_disk_that_has_become_read_only_the_last_one_loads(disk_path, monke
             ours.save(3, state(3))
         assert caught.value.path.startswith(str(disk_path))
     assert (disk_path / "..spare.saving").exists()
+
+
+def test_what_a_failed_save_could_not_remove_does_not_take_the_room_of_the_next(
+    disk_path, monkeypatch
+):
+    seen = []
+    monkeypatch.setattr(
+        "penstock.checkpoint.store.check_space", lambda *_: seen.append(os.listdir(disk_path))
+    )
+    with checkpointer(disk_path) as ours:
+        left = disk_path / ".step-000000000001.saving"
+        left.mkdir()
+        (left / "data-00000.safetensors").write_bytes(bytes(10**6))
+        ours.save(2, state(2))
+    assert seen == [[".step-000000000002.saving"]]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import penstock
 from offload_runs import same_bits, session_in
-from penstock.core.errors import JobError
+from penstock.core.errors import JobError, TransferError
 from penstock.core.units import MIB
 from penstock.jobs.channel import JobEnd, ManagerEnd, Status, start_ticks
 from penstock.jobs.logs import last_lines, length_of, no_room, turn_over
@@ -370,3 +370,31 @@ def test_a_refusal_is_told_to_the_manager(ends, one_thread, handlers):
             optimizer.step()
         assert "no directory" in manager.look().refused
         assert (manager.status.state, manager.status.order) == ("awake", 1)
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("no thread")])
+def test_what_the_system_refuses_is_a_refusal_and_not_the_end_of_the_script(
+    trained, ends, monkeypatch, error
+):
+    session, model, optimizer = trained
+    manager, job = ends
+
+    def refuse(*_, **__):
+        raise error
+
+    monkeypatch.setattr("penstock.jobs.signals.suspend", refuse)
+    Sleeper(session, tell=lambda line: None, channel=job)
+    manager.want(sleep=True)
+    for _ in range(2):
+        step(model, optimizer)
+    assert str(error) in manager.look().refused
+    assert manager.status.state == "awake"
+
+
+def test_without_proc_a_suspend_says_so(trained, monkeypatch, tmp_path):
+    session, model, optimizer = trained
+    step(model, optimizer)
+    monkeypatch.setattr("penstock.io.pages._MAPS", str(tmp_path / "maps"))
+    with pytest.raises(TransferError, match="maps"):
+        penstock.suspend(session)
+    step(model, optimizer)

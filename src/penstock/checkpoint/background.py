@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import torch
 
+from penstock.checkpoint.disk import having_threads
 from penstock.checkpoint.fresh import Fresh
 from penstock.checkpoint.leaves import Leaf
 from penstock.checkpoint.moves import Plain, Region
@@ -149,6 +150,9 @@ class Saving:
             steady: Addresses of storages that change in the optimizers' steps only, or never.
             optimizers: Those optimizers.
             budget_bytes: What may be copied in all; the rest is waited for.
+
+        Raises:
+            TransferError: The system starts no thread. It is over then.
         """
         start = time.perf_counter()
         self.stall_s = 0.0
@@ -169,7 +173,13 @@ class Saving:
             target=self._run, args=(write, regions), name="penstock-checkpoint"
         )
         _under_way.add(self)
-        self._thread.start()
+        try:
+            with having_threads("a checkpoint"):
+                self._thread.start()
+        except BaseException:
+            self._over = True  # nobody reads: the optimizers must not wait for that
+            self._let_go()
+            raise
         self._let_change(unsteady)
         self.stall_s += time.perf_counter() - start
 

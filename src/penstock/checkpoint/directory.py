@@ -210,6 +210,8 @@ class Checkpointer:
 
         def write(watcher: Saving | None = None, regions: Any = None) -> Saved:
             self._check_same(root)
+            with suppress(PenstockError):  # of one that failed and could not: its space is needed
+                self._remove_leftovers(root, but=SPARE)
             said = {"step": step, **(facts or {})}
             return self._store.write(
                 path,

@@ -12,7 +12,8 @@ import os
 import signal
 import stat
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from penstock.core.errors import (
@@ -352,6 +353,17 @@ def is_still(parent: Directory, name: str, directory: Directory) -> bool:
         named = os.stat(name, dir_fd=parent.fd, follow_symlinks=False)
         return os.path.samestat(named, os.fstat(directory.fd))
     return False
+
+
+@contextmanager
+def having_threads(path: str) -> Iterator[None]:
+    """Within, a thread that the system does not start is an error of our tree."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "start new thread" not in str(error):
+            raise
+        raise failed("a thread for the save", path, OSError(errnos.EAGAIN, "")) from error
 
 
 def leads_to(path: str, directory: Directory) -> bool:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.checkpoint.disk import Directory, Disk
+from penstock.checkpoint.disk import Directory, Disk, having_threads
 from penstock.checkpoint.encoded import EncodedBody
 from penstock.checkpoint.frames import Encoder
 from penstock.checkpoint.hidden import (
@@ -125,7 +125,11 @@ class Store:
         start = time.perf_counter()
         where = os.path.abspath(path)
         _check_facts(facts)
-        with self.disk.open(parent_of(where)) as parent, self._opened_base(base) as old:
+        with (
+            having_threads(where),
+            self.disk.open(parent_of(where)) as parent,
+            self._opened_base(base) as old,
+        ):
             name = os.path.basename(where)
             check_replaceable(where)
             needed = {each.name: each.nbytes for each in prepared.plans}

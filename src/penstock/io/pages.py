@@ -17,7 +17,7 @@ import errno
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from penstock.core.errors import TransferError
+from penstock.core.errors import TransferError, transfer_error
 from penstock.core.units import round_down, round_up
 from penstock.io.mapping import HUGE_PAGE_BYTES, PAGE_BYTES
 
@@ -25,6 +25,7 @@ _PROT_NONE: Final = 0
 _PROT_READ_WRITE: Final = 1 | 2
 _MADV_DONTNEED: Final = 4
 _MADV_HUGEPAGE: Final = 14
+_MAPS: Final = "/proc/self/maps"
 _ANONYMOUS: Final = ("", "[heap]")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -49,10 +50,19 @@ class PrivateMemory:
     """The process's private memory that belongs to no file, as it is now."""
 
     def __init__(self) -> None:
-        """Read what the kernel says of this process."""
+        """Read what the kernel says of this process. Raises TransferError."""
         self._starts: list[int] = []
         self._ends: list[int] = []
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+        try:
+            self._read()
+        except OSError as error:
+            code = error.errno or errno.EIO
+            raise transfer_error(
+                errno=code, op="open", path=_MAPS, offset_bytes=0, nbytes=0
+            ) from error
+
+    def _read(self) -> None:
+        with open(_MAPS, encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 addresses, rights, _, _, _, *path = line.split(maxsplit=5)
                 name = path[0].strip() if path else ""

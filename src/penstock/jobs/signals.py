@@ -126,7 +126,7 @@ class Sleeper:
             while self._is_to_sleep:
                 self._fetch()
                 time.sleep(_LOOK_S)
-        except PenstockError as error:
+        except (PenstockError, OSError, MemoryError, RuntimeError) as error:  # no threads, say
             self._refuse(error)
         finally:
             self.asked = False
@@ -150,7 +150,7 @@ class Sleeper:
             status.moving_s += moving_s
             self._channel.tell(order=self._channel.order.number, **changes)
 
-    def _refuse(self, error: PenstockError) -> None:
+    def _refuse(self, error: Exception) -> None:
         self._tell(f"cannot be suspended, and goes on: {error}")
         if self._channel is not None:
             self._refused = self._channel.order.number
