@@ -8,11 +8,12 @@ import textwrap
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_runs import assert_same, small_store
+from checkpoint_runs import assert_same, no_space, small_store
 from torch.distributed.checkpoint.api import CheckpointException
 
-from penstock import CheckpointError, DamagedError, checkpoint
+from penstock import CheckpointError, DamagedError, NoSpaceError, checkpoint
 from penstock.checkpoint.dcp import DcpReader, DcpWriter
+from penstock.checkpoint.disk import Disk, failed
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed is")
 
@@ -59,6 +60,32 @@ def test_another_dtype_is_converted_as_dcp_does(disk_path):
     found = {"x": torch.zeros(5000, dtype=torch.float64)}
     load(disk_path / "a", found)
     assert torch.equal(found["x"], torch.arange(5000.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("what", ["finish", "write"])  # of data files; of the manifest
+def test_a_save_that_fails_leaves_nothing_but_what_was_there(disk_path, monkeypatch, what):
+    save(disk_path / "a", made(3))
+
+    def full(*_):
+        raise failed(what, str(disk_path), no_space())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Disk, what, full)
+        kept = [failure(lambda name=name: save(disk_path / name, made(4))) for name in ("a", "b")]
+    assert all(isinstance(each, NoSpaceError) for each in kept)
+    assert os.listdir(disk_path) == ["a"]
+    found = made(1)
+    load(disk_path / "a", found)
+    assert_same(found, made(3))
+    save(disk_path / "a", made(4))
+
+
+def test_what_another_rank_has_spoiled_is_removed_when_the_next_save_begins(disk_path):
+    writer = DcpWriter(disk_path / "a", store=small_store())
+    writer.set_up_storage_writer(True)
+    (disk_path / ".a.saving" / "rank00000-00000.safetensors").write_bytes(bytes(5000))
+    writer.reset(disk_path / "b")
+    assert os.listdir(disk_path) == []
 
 
 def test_damage_is_found(disk_path):

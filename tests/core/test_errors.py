@@ -1,6 +1,7 @@
 """The error tree is the one that its docstring draws, and each error says what a user needs."""
 
 import errno
+import os
 import re
 
 import pytest
@@ -73,6 +74,13 @@ def test_transfer_errors_say_what_where_and_how_much(tmp_path, code, kind):
 def test_free_space_of_a_missing_directory(tmp_path):
     assert errors.free_space_bytes(str(tmp_path)) > 0
     assert errors.free_space_bytes(str(tmp_path / "missing")) == -1
+
+
+def test_a_file_system_without_blocks_does_not_know_its_space(monkeypatch):
+    """It is not full."""
+    nothing = os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: nothing)
+    assert errors.free_space_bytes("/") == -1
 
 
 def test_a_budget_error_carries_its_figures():

@@ -91,7 +91,7 @@ class DcpWriter(StorageWriter):
         """A new save begins, perhaps to another path."""
         if checkpoint_id is not None:
             self._path = os.path.abspath(checkpoint_id)
-        self._let_go()
+        self._let_go(CheckpointError("another rank has failed"))
 
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
         """On the coordinator: make the hidden directory. Raises as :func:`penstock.checkpoint.save`."""
@@ -118,6 +118,13 @@ class DcpWriter(StorageWriter):
             CheckpointError: Something has no form in a checkpoint.
             TransferError: The device refuses.
         """
+        try:
+            return self._write_data(plan, planner)
+        except BaseException as error:
+            self._let_go(error)
+            raise
+
+    def _write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         leaves = Leaves()
         numbers: list[int] = []
         documents: list[Json] = []
@@ -173,18 +180,24 @@ class DcpWriter(StorageWriter):
         document = {_KEY: _describe(metadata, places, values)}
         try:
             self._store.publish(self._path, tuple(files), _without_twins(tensors), document)
-        finally:
-            self._let_go()
+        except BaseException as error:
+            self._let_go(error)
+            raise
+        self._let_go()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it is a path."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
-    def _let_go(self) -> None:
+    def _let_go(self, error: BaseException | None = None) -> None:
+        """Of the hidden directory; what is in it is removed if there was an error."""
         claimed, self._claimed = self._claimed, None
         if claimed is not None:
-            claimed.close()
+            if error is None:
+                claimed.close()
+            else:
+                claimed.__exit__(type(error), error, error.__traceback__)
 
 
 class DcpReader(StorageReader):

@@ -207,9 +207,12 @@ def transfer_error(
 
 
 def free_space_bytes(path: str) -> int:
-    """Free space for an ordinary user on ``path``'s file system, or -1 where it cannot be asked."""
+    """Free space for an ordinary user on ``path``'s file system, or -1 where it cannot be asked.
+
+    One that says it has no blocks at all, as some over a network do, does not know.
+    """
     try:
         stat = os.statvfs(path)
     except OSError:
         return -1
-    return stat.f_bavail * stat.f_frsize
+    return stat.f_bavail * stat.f_frsize if stat.f_blocks else -1
