@@ -466,3 +466,18 @@ def test_what_a_failed_save_could_not_remove_does_not_take_the_room_of_the_next(
         (left / "data-00000.safetensors").write_bytes(bytes(10**6))
         ours.save(2, state(2))
     assert seen == [[".step-000000000002.saving"]]
+
+
+@pytest.mark.parametrize("clock", [-3e9, 5e11])
+def test_a_clock_that_is_wrong_changes_nothing_but_what_is_said_of_the_time(
+    disk_path, monkeypatch, capsys, clock
+):
+    with checkpointer(disk_path) as ours:
+        ours.save(1, state(1))
+        monkeypatch.setattr(time, "time", lambda: clock)
+        ours.save(2, state(2))
+        monkeypatch.undo()
+        assert [each.step for each in ours.checkpoints()] == [2, 1]
+        assert_same(ours.load(), state(2))
+    assert main(["checkpoint", "list", str(disk_path)]) == 0
+    assert capsys.readouterr().out.count("whole") == 2

@@ -28,6 +28,8 @@ examples:
 
 The exit code is 0 if everything that was looked at is whole, else 1."""
 _JSON: Final = "print one JSON document on standard output"
+_YEAR_10000: Final = 253402300800
+"""In seconds of Unix: later ones are not told, whatever a clock or a manifest says."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -156,6 +158,6 @@ def _table(names: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Renderabl
 
 def _when(facts: Any) -> str:
     seconds = facts.get("saved_unix_s")
-    if not isinstance(seconds, int) or not 0 <= seconds < 2**40:
+    if not isinstance(seconds, int) or not 0 <= seconds < _YEAR_10000:
         return ""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
