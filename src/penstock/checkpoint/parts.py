@@ -64,7 +64,7 @@ def plain_state(state: object, private: list[Any], depth: int = 0) -> Any:
     """
     if is_stateful(state):
         made = state.state_dict()
-        if isinstance(state, OnFlash):
+        if isinstance(stepped(state), OnFlash):
             private.append(made)
         return made
     if depth < MAX_DEPTH:
@@ -90,7 +90,8 @@ def frozen_in(state: object, depth: int = 0) -> list[torch.Tensor]:
 def optimizers_in(state: object, depth: int = 0) -> list[torch.optim.Optimizer]:
     """The optimizers of a state whose states are in memory."""
     if isinstance(state, torch.optim.Optimizer):
-        return [] if isinstance(state, OnFlash) else [state]
+        optimizer = stepped(state)
+        return [] if optimizer is None or isinstance(optimizer, OnFlash) else [optimizer]
     if depth > MAX_DEPTH or is_stateful(state):
         return []
     if isinstance(state, Mapping):
@@ -98,6 +99,32 @@ def optimizers_in(state: object, depth: int = 0) -> list[torch.optim.Optimizer]:
     if isinstance(state, list | tuple):
         return [found for each in state for found in optimizers_in(each, depth + 1)]
     return []
+
+
+def stepped(value: object) -> torch.optim.Optimizer | None:
+    """The optimizer that steps where one stands, which may be a wrapper around it.
+
+    Those of accelerate and Lightning are optimizers by their class, and were never made one; what
+    torch keeps of an optimizer, its hooks among it, is the other's. None: there is none to be found.
+    """
+    for _ in range(MAX_DEPTH):
+        if not isinstance(value, torch.optim.Optimizer):
+            return None
+        if "_optimizer_step_pre_hooks" in vars(value):
+            return value
+        value = getattr(value, "optimizer", None)
+    return None
+
+
+def taker_of(target: Stateful) -> Stateful:
+    """Who takes a state: an optimizer itself where torch's ``load_state_dict`` would set its wrapper."""
+    if isinstance(target, torch.optim.Optimizer) and not _has_own_load(target):
+        return stepped(target) or target
+    return target
+
+
+def _has_own_load(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
 
 
 def tensors_in(value: object) -> list[torch.Tensor]:
@@ -124,7 +151,7 @@ def give_state(target: Stateful, state: Any, name: str) -> Stateful:
     """
     try:
         target.load_state_dict(state)
-        if isinstance(target, torch.optim.Optimizer):
+        if isinstance(target, torch.optim.Optimizer) and not _has_own_load(target):
             _undo_casts(target, state)
     except PenstockError:
         raise
@@ -144,7 +171,7 @@ def _undo_casts(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> N
         optimizer._optimizer_load_state_dict_pre_hooks
         or optimizer._optimizer_load_state_dict_post_hooks
     )
-    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict or has_hooks:
+    if has_hooks:
         return  # what they have made of it is theirs
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     numbers = [each for group in state["param_groups"] for each in group["params"]]

@@ -28,6 +28,8 @@ from penstock.checkpoint.parts import (
     is_plain_value,
     is_stateful,
     refilled,
+    stepped,
+    taker_of,
 )
 from penstock.checkpoint.values import (
     FormError,
@@ -289,13 +291,20 @@ class Targets:
                     self._differ((*path, key), how)
 
     def _bind_stateful(self, target: Stateful, document: Json, path: Path) -> Callable[[], Any]:
-        if isinstance(target, torch.optim.Optimizer):
-            self._check_optimizer(target, document, path)
-        if isinstance(target, OnFlash):
-            made = self.value(document, path, self._fresh_for(target))
+        taker = taker_of(target)
+        if isinstance(taker, torch.optim.Optimizer):
+            self._check_optimizer(taker, document, path)
+        optimizer = stepped(taker)
+        if isinstance(optimizer, OnFlash):
+            made = self.value(document, path, self._fresh_for(optimizer))
         else:
-            made = self._reuse(target.state_dict(), document, path)
-        return lambda: give_state(target, made(), shown(path))
+            made = self._reuse(taker.state_dict(), document, path)
+
+        def give() -> Stateful:
+            give_state(taker, made(), shown(path))
+            return target
+
+        return give
 
     def _reuse(self, state: Any, document: Json, path: Path) -> Callable[[], Any]:
         """The checkpoint's state in the memory that tensors of the same key and form have here."""
