@@ -7,6 +7,7 @@ import torch
 from checkpoint_runs import small_store
 
 from penstock import CheckpointError
+from penstock.checkpoint import Checkpointer
 
 STORE = small_store()
 STEPS = 6
@@ -149,3 +150,39 @@ def test_facts_that_are_no_json_are_refused_before_anything_is_written(disk_path
         with pytest.raises(CheckpointError, match="facts are a dictionary of JSON"):
             STORE.save(disk_path / "a", {"x": 1}, facts={"loss": fact})
     assert not list(disk_path.iterdir())
+
+
+def test_an_average_that_was_made_in_inference_mode_is_saved_and_loaded(disk_path):
+    with torch.inference_mode():
+        average = {"plain": torch.arange(12.0), "turned": torch.arange(12.0).reshape(3, 4).t()}
+        average["part"] = average["plain"][2:5]
+        with Checkpointer(disk_path, store=STORE) as checkpoints:
+            checkpoints.save(1, average, wait=False)
+        empty = {name: torch.zeros_like(each) for name, each in average.items()}
+    with Checkpointer(disk_path, store=STORE) as checkpoints:
+        checkpoints.save(2, average, wait=False)
+        checkpoints.load(empty)
+    for name, each in average.items():
+        assert torch.equal(each, empty[name])
+
+
+def test_what_is_loaded_during_an_evaluation_can_be_trained_on(disk_path):
+    def parts():
+        weight = torch.nn.Parameter(torch.ones(3))
+        return {"weight": weight, "optimizer": torch.optim.AdamW([weight])}
+
+    def train(state):
+        state["optimizer"].zero_grad()
+        state["weight"].square().sum().backward()
+        state["optimizer"].step()
+
+    plain, resumed = parts(), parts()
+    train(plain)
+    STORE.save(disk_path / "a", plain)
+    with torch.inference_mode():
+        STORE.load(disk_path / "a", resumed)
+        alone = STORE.load(disk_path / "a")
+    train(resumed)
+    train(plain)
+    assert torch.equal(plain["weight"], resumed["weight"].data)
+    alone["weight"].requires_grad_()

@@ -60,13 +60,14 @@ class Source(Region):
         self._place = file, start
         self._region = region
         self._leaf = leaf
-        self._version = leaf.tensor._version
+        self.has_version = not leaf.tensor.is_inference()
+        self._version = leaf.tensor._version if self.has_version else 0
         self._copies: dict[int, Region] = {}
 
     @property
     def was_changed(self) -> bool:
         """Whether the tensor is not what it was."""
-        return self._leaf.tensor._version != self._version
+        return self.has_version and self._leaf.tensor._version != self._version
 
     @property
     def pieces(self) -> int:
@@ -167,7 +168,9 @@ class Saving:
         self._fresh = Fresh()
         self._all: list[Source] = []
         regions = self._sources(prepared)
-        unsteady = [each for each in self._all if each.storage not in steady]
+        unsteady = [
+            each for each in self._all if each.storage not in steady or not each.has_version
+        ]
         self._hooks = [each.register_step_pre_hook(self._before_step) for each in optimizers]
         self._thread = threading.Thread(
             target=self._run, args=(write, regions), name="penstock-checkpoint"

@@ -156,4 +156,10 @@ def _copy_range(
 
 def _copy(part: torch.Tensor, flat: torch.Tensor, *, out: bool) -> None:
     target, source = (flat, part) if out else (part, flat)
-    target.copy_(source)
+    set_to(target, source)
+
+
+def set_to(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy, also to a tensor that was made in inference mode, which torch lets change there only."""
+    with torch.inference_mode(target.is_inference()):
+        target.copy_(source)

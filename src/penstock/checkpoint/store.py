@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from penstock.checkpoint.disk import Directory, Disk, having_threads
 from penstock.checkpoint.encoded import EncodedBody
 from penstock.checkpoint.frames import Encoder
@@ -267,7 +269,10 @@ class Store:
         self, path: str | os.PathLike[str], into: object = None, *, partial: bool = False
     ) -> Any:
         """See :func:`penstock.checkpoint.load`."""
-        where = os.path.abspath(path)
+        with torch.inference_mode(mode=False):  # what is made here is to be trained on
+            return self._load(os.path.abspath(path), into, partial=partial)
+
+    def _load(self, where: str, into: object, *, partial: bool) -> Any:
         with Opened(where, self.disk) as opened:
             targets = Targets(opened.manifest, partial=partial)
             state = opened.manifest.state

@@ -20,7 +20,7 @@ from penstock.checkpoint.frames import stored_in
 from penstock.checkpoint.fresh import Fresh
 from penstock.checkpoint.leaves import identity, is_plain
 from penstock.checkpoint.manifest import Manifest, TensorEntry
-from penstock.checkpoint.moves import Region
+from penstock.checkpoint.moves import Region, set_to
 from penstock.checkpoint.parts import (
     LIKE_LISTS,
     Stateful,
@@ -154,7 +154,7 @@ class Targets:
     @staticmethod
     def _fill(target: torch.Tensor, source: torch.Tensor, name: str) -> None:
         try:
-            target.copy_(source)
+            set_to(target, source)
         except RuntimeError as error:  # torch sees that they overlap
             raise CheckpointError(
                 f"{name} shares memory with other tensors here in another way than in the checkpoint, so"
