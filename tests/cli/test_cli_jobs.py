@@ -9,8 +9,10 @@ import pytest
 from rich.console import Console
 
 from penstock.cli import jobs, main
+from penstock.cli.jobs_options import check_options
 from penstock.cli.jobs_view import Watch, table
 from penstock.core.errors import JobError
+from penstock.jobs.description import Description
 from penstock.observe.summary_text import to_text
 
 SCRIPT = """
@@ -110,6 +112,9 @@ def test_a_script_that_is_wrong_is_quoted(disk_path):
         ("JOB\ndurable = 1", r"job 'a': durable is 1"),
         ('JOB\n[[job]]\nname = "a"\nscript = "y.py"', r"job 'a': there are two"),
         ('JOB\n[[job]]\nname = "a/b"\nscript = "y.py"', r"name is 'a/b'"),
+        ('JOB\nargs = ["a\\u0000"]', r"job 'a': args has 'a\\x00'"),
+        ('JOB\nenv = {"A=B" = "x"}', r"job 'a': env has 'A=B'; a name is not empty"),
+        ('[machine]\nmemory = "8GiB"\nflash = ""\n', r"\[machine\]: flash is ''; it is a directory"),
         ("JOB\n[jobs]", r"unknown table 'jobs'"),
         ("JOB", r"jobs\.toml: job 'a': script '.*x.py' is not there"),
         ('JOB\ncwd = "no"', r"job 'a': cwd '.*no' is no directory"),
@@ -125,6 +130,76 @@ def test_what_is_wrong_with_the_file_is_named(disk_path, capsys, text, message):
     assert told.startswith("penstock: error: ")
     assert re.search(message, told), told
     assert "jobs.toml" in told or "job 'a'" in told
+
+
+KNOWN = r"known are --device-memory, --host-memory, .*, --optimizer-state, .*--trace"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--devicememory", "2GiB"], "unrecognized arguments: --devicememory.*; " + KNOWN),
+        (["--device-memory"], "its last option has no value; " + KNOWN),
+        (["--device-memory", "2G"], "'2G' is ambiguous"),
+        (["--optimizer-state", "tape"], "invalid choice: 'tape'.*flash.*; " + KNOWN),
+        (["--optimizer-memory", "1GiB"], "--optimizer-memory is for --optimizer-state flash"),
+        (["--policy", "none"], "unknown policy 'none'"),
+        (["--codec", "gzip"], "there is no codec 'gzip'; there are zero-value"),
+        (["--config", "no.toml"], "No such file"),
+        (["--trace", "no/trace.json"], "--trace: '.*/sub/no/trace.json' cannot be written"),
+        (["--flash", "no"], "directory '.*/sub/no' cannot be spilled to"),
+        (["y.py"], "'y.py x.py' would be run; what is run is script or module"),
+        (["-m", "y"], "'y x.py' would be run"),
+        (["--help"], "help is not for a job"),
+        (["--channel", "c"], "--channel is not for a job: it is the manager's; " + KNOWN),
+        (["--state", "kept"], "--state is not for a job: the manager sets it: durable = true"),
+        (["--resume"], "--resume is not for a job"),
+    ],
+)
+def test_options_that_would_be_refused_are_named_before_anything_begins(
+    disk_path, capsys, options, message
+):
+    (disk_path / "sub").mkdir()
+    for name in ("first.py", "sub/x.py"):
+        (disk_path / name).write_text("open('begun', 'w')")
+    path = disk_path / "jobs.toml"
+    path.write_text(
+        '[machine]\nmemory = "8GiB"\nflash = "."\n[[job]]\nname = "first"\nscript = "first.py"\n'
+        f'[[job]]\nname = "a"\nscript = "x.py"\ncwd = "sub"\noptions = {json.dumps(options)}\n'
+    )
+    assert main(["jobs", "run", str(path), "--state", str(disk_path / "state")]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.count("\n") == 1
+    assert f"jobs.toml: job 'a': options is {options!r}: " in told.err
+    assert re.search(message, told.err), told.err
+    assert not (disk_path / "begun").exists()
+    assert not (disk_path / "state").exists()
+
+
+def test_options_that_are_taken_are_taken_from_the_directory_of_the_job(disk_path, tmp_path):
+    (disk_path / "sub/spill").mkdir(parents=True)
+    (disk_path / "sub/o.toml").write_text('[offload]\nfloor = "2MiB"\n')
+    options = ["--config", "o.toml", "--flash", "spill", "--trace", "t", "--optimizer-state=flash"]
+    job = {"name": "a", "module": "m", "args": ["--flash", "no"], "cwd": "sub", "options": options}
+    document = {"machine": {"memory": "1GiB"}, "job": [job]}
+    check_options(Description.from_json(document, source="f", base=str(disk_path)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("folder", r"script '.*/x.py' is a directory without __main__.py"), ("shut", "cannot be read")],
+)
+def test_a_script_that_cannot_be_run_is_named(disk_path, monkeypatch, capsys, kind, message):
+    if kind == "folder":
+        (disk_path / "x.py").mkdir()
+    else:
+        (disk_path / "x.py").touch()
+        monkeypatch.setattr("os.access", lambda path, mode: not str(path).endswith("x.py"))
+    path = disk_path / "jobs.toml"
+    path.write_text('[machine]\nmemory = "8GiB"\n[[job]]\nname = "a"\nscript = "x.py"')
+    assert main(["jobs", "run", str(path), "--state", str(disk_path / "state")]) == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_a_file_that_is_not_there_is_said(tmp_path, capsys):

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Final
 
 from penstock.cli.command import add_common, formatter
+from penstock.cli.jobs_options import check_options
 from penstock.cli.jobs_view import Watch, table
 from penstock.cli.output import say, show, write_json
 from penstock.core.errors import ConfigError, JobError
@@ -79,6 +80,7 @@ def execute(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     description = load(options.file)
+    check_options(description)
     watch = Watch(sys.stderr)
     with Manager(description, state=options.state, tell=watch.tell) as manager:
         if manager.found:

@@ -138,9 +138,7 @@ def execute(options: argparse.Namespace) -> Callable[[], int]:
     words: list[str] = [*module, *options.script]  # `-mname args` has its arguments in `script`
     if not words:
         raise ConfigError("nothing to run; name a script, or a module with -m")
-    config = _config(options)
-    trace = _file(options.trace, "--trace")
-    states = _optimizer_settings(options, config)
+    config, trace, states = checked(options)
     program = find(words[0], words[1:], is_module=bool(module))
     attendant = _Attendant(config, words=words, trace=trace, states=states, debug=options.debug)
     if options.channel is not None:
@@ -152,6 +150,14 @@ def execute(options: argparse.Namespace) -> Callable[[], int]:
     if options.json:
         attendant.answer = _take_stdout()
     return lambda: _run(program, attendant)
+
+
+def checked(
+    options: argparse.Namespace,
+) -> tuple[OffloadConfig, str | None, dict[str, Any] | None]:
+    """Settings of the session, where a trace goes, settings of optimizers. Raises ConfigError."""
+    config = _config(options)
+    return config, _file(options.trace, "--trace"), _optimizer_settings(options, config)
 
 
 def _run(program: Program, attendant: _Attendant) -> int:

@@ -76,6 +76,8 @@ class Machine:
         _check_type("flash", flash, tuple, "a directory, or a list of them")
         for each in flash:
             _check_type("flash", each, str, "a directory, or a list of them")
+            if not each:
+                raise ConfigError("flash is ''; it is a directory, as '.', or is left out")
         object.__setattr__(self, "flash", flash)
         if self.flash_capacity is not None and not flash:
             raise ConfigError("flash_capacity is set, but flash names no directory")
@@ -175,6 +177,7 @@ class JobSpec:
             )
         for name in ("script", "module", "cwd"):
             _check_type(name, getattr(self, name), str, "a string")
+            _check_no_nul(name, getattr(self, name))
         if bool(self.script) == bool(self.module):
             raise ConfigError(
                 f"script is {self.script!r} and module is {self.module!r}; name one of both"
@@ -199,8 +202,10 @@ class JobSpec:
         if not isinstance(self.env, Mapping):
             raise ConfigError(f"env is {self.env!r}; it is a table of strings")
         for key, value in self.env.items():
-            if not isinstance(value, str) or not key or "=" in key or "\0" in key + value:
+            if not isinstance(value, str) or "\0" in value:
                 raise ConfigError(f"env.{key} is {value!r}; it is a string without a NUL")
+            if not key or "=" in key or "\0" in key:
+                raise ConfigError(f"env has {key!r}; a name is not empty, without '=' and NUL")
 
     @property
     def memory_bytes(self) -> int | None:
@@ -272,8 +277,8 @@ class Description:
         for job in self.jobs:
             if not os.path.isdir(job.cwd):
                 raise ConfigError(f"job {job.name!r}: cwd {job.cwd!r} is no directory")
-            if job.script and not os.path.exists(path := os.path.join(job.cwd, job.script)):
-                raise ConfigError(f"job {job.name!r}: script {path!r} is not there")
+            if job.script:
+                _check_script(job.name, os.path.join(job.cwd, job.script))
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, source: str, base: str = ".") -> Self:
@@ -346,6 +351,17 @@ def _within(where: str, make: Callable[[], Any]) -> Any:
         raise ConfigError(f"{where}: {error}") from error
 
 
+def _check_script(job: str, path: str) -> None:
+    """It needs no permission to be executed, for Python reads it; a folder is run by its ``__main__``."""
+    inner = os.path.join(path, "__main__.py")
+    if not os.path.exists(path):
+        raise ConfigError(f"job {job!r}: script {path!r} is not there")
+    if os.path.isdir(path) and not os.path.exists(inner) and not os.path.exists(inner + "c"):
+        raise ConfigError(f"job {job!r}: script {path!r} is a directory without __main__.py")
+    if not os.access(path, os.R_OK):
+        raise ConfigError(f"job {job!r}: script {path!r} cannot be read")
+
+
 def _whole(value: int | str) -> int:
     assert isinstance(value, int)  # made so by __post_init__
     return value
@@ -356,11 +372,17 @@ def _check_type(name: str, value: object, kind: type, what: str) -> None:
         raise ConfigError(f"{name} is {value!r}; it is {what}")
 
 
+def _check_no_nul(name: str, value: str) -> None:
+    if "\0" in value:
+        raise ConfigError(f"{name} has {value!r}; a process can be given no NUL")
+
+
 def _strings(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, list | tuple):
         raise ConfigError(f"{name} is {value!r}; it is a list of strings")
     for each in value:
         _check_type(name, each, str, "a list of strings")
+        _check_no_nul(name, each)
     return tuple(value)
 
 
