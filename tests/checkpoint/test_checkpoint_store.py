@@ -183,7 +183,7 @@ def test_another_model_is_refused_and_nothing_changes(disk_path):
 
 @pytest.mark.parametrize(
     ("value", "what"),
-    [(object(), "builtins.object"), ({1, 2}, "set"), (print, "builtin_function"), (1j, "complex")],
+    [(object(), "builtins.object"), ({object()}, "object in a set"), (print, "builtin_function")],
 )
 def test_what_has_no_form_is_refused_by_its_keys(value, what, disk_path):
     with pytest.raises(CheckpointError, match=rf"outer\.0\.inner: .*{what}"):

@@ -114,7 +114,10 @@ def test_a_script_that_is_wrong_is_quoted(disk_path):
         ('JOB\n[[job]]\nname = "a/b"\nscript = "y.py"', r"name is 'a/b'"),
         ('JOB\nargs = ["a\\u0000"]', r"job 'a': args has 'a\\x00'"),
         ('JOB\nenv = {"A=B" = "x"}', r"job 'a': env has 'A=B'; a name is not empty"),
-        ('[machine]\nmemory = "8GiB"\nflash = ""\n', r"\[machine\]: flash is ''; it is a directory"),
+        (
+            '[machine]\nmemory = "8GiB"\nflash = ""\n',
+            r"\[machine\]: flash is ''; it is a directory",
+        ),
         ("JOB\n[jobs]", r"unknown table 'jobs'"),
         ("JOB", r"jobs\.toml: job 'a': script '.*x.py' is not there"),
         ('JOB\ncwd = "no"', r"job 'a': cwd '.*no' is no directory"),
@@ -188,7 +191,10 @@ def test_options_that_are_taken_are_taken_from_the_directory_of_the_job(disk_pat
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("folder", r"script '.*/x.py' is a directory without __main__.py"), ("shut", "cannot be read")],
+    [
+        ("folder", r"script '.*/x.py' is a directory without __main__.py"),
+        ("shut", "cannot be read"),
+    ],
 )
 def test_a_script_that_cannot_be_run_is_named(disk_path, monkeypatch, capsys, kind, message):
     if kind == "folder":

@@ -17,13 +17,15 @@ from typing import Any, Final
 import xxhash
 
 from penstock.checkpoint.dtypes import DTYPES
-from penstock.checkpoint.values import FormError, Json, whole
+from penstock.checkpoint.values import FormError, Json, has_later, whole
 from penstock.core.units import KIB, MIB
 
 PLAIN: Final = 1
 """The version of a checkpoint none of whose tensors is encoded."""
 ENCODED: Final = 2
 """The version of one that has encoded tensors."""
+SETS: Final = 3
+"""The version of one whose state has sets, complex numbers or paths; it may have encoded tensors too."""
 CODECS: Final = ("byteplane", "zero-value", "zero-value+byteplane", "narrow")
 """What a tensor may be encoded with: every bit comes back."""
 FRAME_BYTES: Final = MIB
@@ -142,6 +144,8 @@ class Manifest:
     @property
     def version(self) -> int:
         """Of the format."""
+        if has_later(self.state):
+            return SETS
         return ENCODED if any(each.codec for each in self.tensors) else PLAIN
 
     @property
@@ -181,8 +185,8 @@ class Manifest:
             raise FormError("it is torn or damaged: its checksum is not that of its bytes")
         document = _parse(data)
         version = whole(document.get("penstock_checkpoint"))
-        if version not in (PLAIN, ENCODED):
-            raise FormError(f"its version is {version}, known are {PLAIN} and {ENCODED}")
+        if not PLAIN <= version <= SETS:
+            raise FormError(f"its version is {version}, known are {PLAIN} to {SETS}")
         if document.get("checksum") != "xxh3-128":
             raise FormError(f"its checksums are {document.get('checksum')!r}, known are 'xxh3-128'")
         facts = document.get("facts")
@@ -196,7 +200,7 @@ class Manifest:
             block_bytes=whole(document.get("block_bytes")),
         )
         if made.version > version:
-            raise FormError(f"it has encoded tensors, which version {version} has not")
+            raise FormError(f"it has what is of version {made.version}, and says {version}")
         return made
 
 

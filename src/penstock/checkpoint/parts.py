@@ -43,14 +43,16 @@ def is_plain_value(value: object, depth: int = 0) -> bool:
 
 
 def refilled(target: object, made: Any) -> Any:
-    """A list or dictionary of plain values with others in it, however many; or those."""
+    """A list, set or dictionary of plain values with others in it, however many; or those."""
     if isinstance(target, list) and isinstance(made, list):
         target[:] = made
         return target
-    if isinstance(target, MutableMapping) and isinstance(made, dict):
-        target.clear()
-        target.update(made)
-        return target
+    is_dict = isinstance(target, MutableMapping) and isinstance(made, dict)
+    if is_dict or (isinstance(target, set) and isinstance(made, set)):
+        both: Any = target
+        both.clear()
+        both.update(made)
+        return both
     return made
 
 

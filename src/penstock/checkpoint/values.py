@@ -8,22 +8,27 @@
     (base64), ``$tuple`` (an array), ``$dict`` (an array of pairs: other keys), ``$tensor`` (a number:
     that tensor of the manifest), ``$array`` (the same, as a NumPy array), ``$scalar`` (a NumPy scalar:
     its dtype's string and its bytes in base64), ``$size`` (a torch.Size: an array), ``$dtype`` (a torch
-    dtype's name) and ``$device``. Nothing of it names a class or a function: reading it runs no code.
+    dtype's name) and ``$device``. Version 3 of the format has four more: ``$set`` and ``$frozenset``
+    (arrays), ``$complex`` (its two parts) and ``$path`` (a string: a pathlib path). Nothing of it names
+    a class or a function: reading it runs no code.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import json
 import struct
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
+from pathlib import Path as FilePath
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penstock.checkpoint.advice import advice_on
 from penstock.checkpoint.dtypes import DTYPES, name_of
 from penstock.core.errors import CheckpointError
 
@@ -38,6 +43,21 @@ _EXACT: Final = 2**53
 _MAX_DIGITS: Final = 4000
 _DICTS: Final = (dict, OrderedDict, defaultdict, Counter)
 _SCALAR_KINDS: Final = "biufcSU"
+_SETS: Final = {set: "$set", frozenset: "$frozenset"}
+_LATER: Final = frozenset({*_SETS.values(), "$complex", "$path"})
+"""What versions of the format before the third have not."""
+_KEYS: Final = (
+    str,
+    int,
+    float,
+    bool,
+    type(None),
+    tuple,
+    bytes,
+    complex,
+    frozenset,
+    type(FilePath()),
+)
 
 
 class FormError(ValueError):
@@ -94,14 +114,29 @@ def _dict(
     pairs = []
     for key, each in value.items():
         here = (*path, str(key))
-        if type(key) not in (str, int, float, bool, type(None), tuple, bytes):
-            raise _refused(key, here, "as a dictionary's key")
-        pairs.append([encode(key, _no_tensor, here), encode(each, add, here)])
+        pairs.append([_key(key, here, "as a dictionary's key"), encode(each, add, here)])
     return {"$dict": pairs}
 
 
+def _set(value: set[Any] | frozenset[Any], path: Path) -> Json:
+    made = [_key(each, path, "in a set") for each in value]
+    return {_SETS[type(value)]: sorted(made, key=json.dumps)}  # the same for the same set
+
+
+def _key(key: object, path: Path, how: str) -> Json:
+    """What is found by its hash."""
+    if type(key) not in _KEYS:
+        raise _refused(key, path, how)
+    made = encode(key, _no_tensor, path)
+    try:
+        key_of(made)
+    except FormError as error:
+        raise CheckpointError(f"{shown(path)}: {error}; make it simpler, or leave it out") from None
+    return made
+
+
 def _no_tensor(path: Path, _: object) -> int:
-    raise CheckpointError(f"{shown(path)}: a tensor cannot be part of a dictionary's key")
+    raise CheckpointError(f"{shown(path)}: a tensor cannot be part of a key, or in a set")
 
 
 def _plain(value: object, path: Path) -> Json:
@@ -110,15 +145,31 @@ def _plain(value: object, path: Path) -> Json:
         return value
     if kind is int or kind is float:
         return _number(value, path)  # type: ignore[arg-type]
+    made = _tagged(value, path)
+    if made is None:
+        raise _refused(value, path, "as a value")
+    return made
+
+
+def _tagged(value: object, path: Path) -> Json:
+    """What is one object in JSON; None: there is no form for it."""
+    kind = type(value)
+    made: Json = None
     if isinstance(value, bytes) and kind is bytes:
-        return {"$bytes": base64.b64encode(value).decode("ascii")}
-    if isinstance(value, torch.dtype):
-        return {"$dtype": name_of(value)}
-    if isinstance(value, torch.device):
-        return {"$device": str(value)}
-    if isinstance(value, np.generic) and value.dtype.kind in _SCALAR_KINDS:
-        return {"$scalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode("ascii")]}
-    raise _refused(value, path, "as a value")
+        made = {"$bytes": base64.b64encode(value).decode("ascii")}
+    elif isinstance(value, complex) and kind is complex:
+        made = {"$complex": [_number(value.real, path), _number(value.imag, path)]}
+    elif isinstance(value, set | frozenset) and kind in _SETS:
+        made = _set(value, path)
+    elif isinstance(value, FilePath):
+        made = {"$path": str(value)}
+    elif isinstance(value, torch.dtype):
+        made = {"$dtype": name_of(value)}
+    elif isinstance(value, torch.device):
+        made = {"$device": str(value)}
+    elif isinstance(value, np.generic) and value.dtype.kind in _SCALAR_KINDS:
+        made = {"$scalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode("ascii")]}
+    return made
 
 
 def _number(value: int | float, path: Path) -> Json:
@@ -141,8 +192,8 @@ def _refused(value: object, path: Path, how: str) -> CheckpointError:
     kind = type(value)
     return CheckpointError(
         f"{shown(path)}: {kind.__module__}.{kind.__qualname__} {how} has no form in a checkpoint, which"
-        " holds tensors, arrays, numbers, strings, bytes, None, and lists, tuples and dictionaries of"
-        " them (nothing is pickled): give its state_dict(), convert it, or leave it out"
+        " holds tensors, arrays, numbers, strings, bytes, paths, None, and lists, tuples, sets and"
+        f" dictionaries of them (nothing is pickled): {advice_on(value)}"
     )
 
 
@@ -183,7 +234,21 @@ def _decode_tagged(
         return tuple(decode(each, tensor, array, depth + 1) for each in items_of(body))
     if tag == "$dict":
         return {key_of(key): decode(each, tensor, array, depth + 1) for key, each in pairs_of(body)}
-    return _atom(tag, body)
+    return _later(tag, body) if tag in _LATER else _atom(tag, body)
+
+
+def has_later(document: Json) -> bool:
+    """Whether anything in it is of version 3 of the format."""
+    left = [document]
+    while left:  # however deep somebody has made it
+        each = left.pop()
+        if isinstance(each, dict):
+            if not _LATER.isdisjoint(each):
+                return True
+            left.extend(each.values())
+        elif isinstance(each, list):
+            left.extend(each)
+    return False
 
 
 def has_tensors(document: Json) -> bool:
@@ -301,6 +366,27 @@ def _atom(tag: str, body: Json) -> Any:
     except (ValueError, KeyError, TypeError, RuntimeError, binascii.Error):
         pass
     raise FormError(f"{tag!r} of {str(body)[:40]!r} is not known")
+
+
+def _later(tag: str, body: Json) -> Any:
+    if tag == "$complex":
+        parts = [_part(each) for each in items_of(body)]
+        if len(parts) != 2:
+            raise FormError(f"a complex number has {len(parts)} parts")
+        return complex(*parts)
+    if tag == "$path":
+        if not isinstance(body, str) or "\0" in body:
+            raise FormError(f"{str(body)[:40]!r} is no path")
+        return FilePath(body)
+    members = [key_of(each) for each in items_of(body)]
+    return set(members) if tag == "$set" else frozenset(members)
+
+
+def _part(body: Json) -> float:
+    part = decode(body, _no_number, _no_number, MAX_DEPTH)
+    if type(part) is not float:
+        raise FormError(f"{str(body)[:40]!r} is no part of a complex number")
+    return part
 
 
 def _scalar(body: list[Json]) -> Any:

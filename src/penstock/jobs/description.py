@@ -199,13 +199,7 @@ class JobSpec:
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise ConfigError(f"priority is {self.priority!r}; it is a whole number")
         _check_type("durable", self.durable, bool, "true or false")
-        if not isinstance(self.env, Mapping):
-            raise ConfigError(f"env is {self.env!r}; it is a table of strings")
-        for key, value in self.env.items():
-            if not isinstance(value, str) or "\0" in value:
-                raise ConfigError(f"env.{key} is {value!r}; it is a string without a NUL")
-            if not key or "=" in key or "\0" in key:
-                raise ConfigError(f"env has {key!r}; a name is not empty, without '=' and NUL")
+        _check_env(self.env)
 
     @property
     def memory_bytes(self) -> int | None:
@@ -370,6 +364,16 @@ def _whole(value: int | str) -> int:
 def _check_type(name: str, value: object, kind: type, what: str) -> None:
     if not isinstance(value, kind):
         raise ConfigError(f"{name} is {value!r}; it is {what}")
+
+
+def _check_env(env: object) -> None:
+    if not isinstance(env, Mapping):
+        raise ConfigError(f"env is {env!r}; it is a table of strings")
+    for key, value in env.items():
+        if not isinstance(value, str) or "\0" in value:
+            raise ConfigError(f"env.{key} is {value!r}; it is a string without a NUL")
+        if not key or "=" in key or "\0" in key:
+            raise ConfigError(f"env has {key!r}; a name is not empty, without '=' and NUL")
 
 
 def _check_no_nul(name: str, value: str) -> None:
