@@ -1,9 +1,10 @@
-"""Optimizers in the wrappers that accelerate and Lightning put around them."""
+"""Models and optimizers in wrappers: torch.compile's, DDP's, accelerate's, Lightning's."""
 
 import pytest
 import torch
 from checkpoint_runs import assert_same, small_store
 
+from penstock import MismatchError
 from penstock.checkpoint import Checkpointer, training_state
 from penstock.optim import FlashAdamW
 
@@ -132,3 +133,53 @@ def test_without_an_optimizer_whose_steps_are_heard_of_the_save_takes_all_at_onc
         checkpoints.load(state)
     assert torch.equal(weight, torch.ones(9000))
     assert optimizer.rate == 0.5
+
+
+def linear():
+    return torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+
+
+def test_a_compiled_model_resumes_exactly_and_says_what_its_keys_are(disk_path):
+    def made():
+        torch.manual_seed(0)
+        model = torch.compile(torch.nn.Linear(40, 30), backend="eager")
+        return training_state(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+
+    state = made()
+    train(state)
+    STORE.save(disk_path / "a", state)
+    train(state)
+    resumed = made()
+    STORE.load(disk_path / "a", resumed)
+    train(resumed)
+    assert_same(resumed["model"].state_dict(), state["model"].state_dict())
+    plain = {"model": torch.nn.Linear(40, 30)}
+    expected = (
+        r"model has keys with '_orig_mod\.' in the checkpoint, where torch\.compile puts it, and"
+    )
+    with pytest.raises(MismatchError, match=expected + " not here: give the module that is in it"):
+        STORE.load(disk_path / "a", plain, partial=True)
+    STORE.load(disk_path / "a", {"model": resumed["model"]}, partial=True)
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+@pytest.mark.parametrize(
+    ("wrap", "what"),
+    [
+        (Wrapper, r"has keys with 'module\.' here, where DistributedDataParallel puts it"),
+        (
+            lambda it: torch.nn.Sequential(torch.compile(it[0], backend="eager"), it[1]),
+            r"with '_orig_mod\.' here",
+        ),
+        (lambda it: it[:1], r"model\.1\.weight is in the checkpoint, and not here"),
+    ],
+)
+def test_a_wrapper_that_was_not_there_is_named(disk_path, wrap, what):
+    STORE.save(disk_path / "a", {"model": linear()})
+    with pytest.raises(MismatchError, match=what):
+        STORE.load(disk_path / "a", {"model": wrap(linear())})

@@ -277,7 +277,7 @@ class Store:
             targets = Targets(opened.manifest, partial=partial)
             state = opened.manifest.state
             made = targets.value(state, ()) if into is None else targets.bind(into, state)
-            targets.check(where)
+            targets.differences.check(where)
             with self._engine() as engine:
                 try:
                     opened.read(targets.regions(), engine=engine)

@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from penstock.checkpoint.differences import Differences
 from penstock.checkpoint.dtypes import DTYPES, name_of
 from penstock.checkpoint.frames import stored_in
 from penstock.checkpoint.fresh import Fresh
@@ -42,11 +43,10 @@ from penstock.checkpoint.values import (
     shown,
     tensor_of,
 )
-from penstock.core.errors import CheckpointError, MismatchError
+from penstock.core.errors import CheckpointError
 from penstock.core.units import MIB
 from penstock.optim import OnFlash
 
-_MOST_SHOWN: Final = 5
 _IN_MEMORY_BYTES: Final = 64 * MIB
 """States on their way to flash are in memory up to this."""
 
@@ -55,7 +55,7 @@ class Targets:
     """Where the tensors of a checkpoint go. See [Note: two passes].
 
     Attributes:
-        differences: What differs, in words.
+        differences: What differs.
     """
 
     def __init__(self, manifest: Manifest, *, partial: bool = False) -> None:
@@ -65,7 +65,7 @@ class Targets:
             manifest: Of the checkpoint.
             partial: Whether the checkpoint may have keys that nobody wants.
         """
-        self.differences: list[str] = []
+        self.differences = Differences()
         self._manifest = manifest
         self._partial = partial
         self._fresh = Fresh()
@@ -101,7 +101,7 @@ class Targets:
                 document, lambda i: self._new(i, fresh), lambda i: _as_array(self._new(i, fresh))
             )
         except FormError as error:
-            self._differ(path, f"cannot be read: {error}")
+            self.differences.add(path, f"cannot be read: {error}")
             return lambda: None
         return lambda: made
 
@@ -194,21 +194,21 @@ class Targets:
         index = tensor_of(document)
         entry = self._entry(index)
         if index is None or entry is None:
-            self._differ(path, "is a tensor here, and none in the checkpoint")
+            self.differences.add(path, "is a tensor here, and none in the checkpoint")
             return lambda: target
         tensor = target.detach() if isinstance(target, torch.Tensor) else _of_array(target)
         if tensor is None:
-            self._differ(path, f"is an array of {target.dtype} that cannot be loaded into")
+            self.differences.add(path, f"is an array of {target.dtype} that cannot be loaded into")
             return lambda: target
         theirs = f"{entry.dtype} {entry.shape}"
         ours = f"{name_of(tensor.dtype)} {tuple(tensor.shape)}"
         if ours != theirs:
-            self._differ(path, f"is {ours} here, and {theirs} in the checkpoint")
+            self.differences.add(path, f"is {ours} here, and {theirs} in the checkpoint")
         elif tensor.is_meta or tensor.layout is not torch.strided:
             where = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
-            self._differ(path, f"is {where}, and has no memory to be loaded into")
+            self.differences.add(path, f"is {where}, and has no memory to be loaded into")
         elif _overlaps_itself(tensor):
-            self._differ(path, "has elements that share memory, and cannot be loaded into")
+            self.differences.add(path, "has elements that share memory, and cannot be loaded into")
         else:
             self._load_to(tensor, index)
         return lambda: target
@@ -228,9 +228,9 @@ class Targets:
     ) -> Callable[[], Any]:
         theirs = members_of(document)
         if theirs is None:
-            self._differ(path, "is a dictionary here, and none in the checkpoint")
+            self.differences.add(path, "is a dictionary here, and none in the checkpoint")
             return lambda: target
-        self._compare_keys(target, theirs, path)
+        self.differences.compare_keys(target, theirs, path, partial=self._partial)
         made = {
             key: self.bind(each, theirs[key], (*path, str(key)))
             for key, each in target.items()
@@ -247,7 +247,9 @@ class Targets:
     def _bind_list(self, target: Any, document: Json, path: Path) -> Callable[[], Any]:
         theirs = list_of(document, type(target)) or []
         if len(theirs) != len(target):
-            self._differ(path, f"has {len(target)} items here, and {len(theirs)} in the checkpoint")
+            self.differences.add(
+                path, f"has {len(target)} items here, and {len(theirs)} in the checkpoint"
+            )
         made = [
             self.bind(each, other, (*path, str(i)))
             for i, (each, other) in enumerate(zip(target, theirs, strict=False))
@@ -281,14 +283,14 @@ class Targets:
     def _compare_forms(self, state: Mapping[str, Any], document: Json, path: Path) -> None:
         """For a module that must be given its state by ``load_state_dict``, which checks too late."""
         theirs = members_of(document) or {}
-        self._compare_keys(state, theirs, path)
+        self.differences.compare_keys(state, theirs, path, partial=self._partial)
         for key, each in state.items():
             if isinstance(each, torch.Tensor) and key in theirs:
                 entry = self._entry(tensor_of(theirs[key]))
                 if entry is None or tuple(each.shape) != entry.shape:
                     shape = None if entry is None else entry.shape
                     how = f"is of {tuple(each.shape)} here, and of {shape} in the checkpoint"
-                    self._differ((*path, key), how)
+                    self.differences.add((*path, key), how)
 
     def _bind_stateful(self, target: Stateful, document: Json, path: Path) -> Callable[[], Any]:
         taker = taker_of(target)
@@ -335,7 +337,7 @@ class Targets:
             params = (members_of(group) or {}).get("params")
             theirs.append(len(params) if isinstance(params, list) else -1)
         if ours != theirs:
-            self._differ(
+            self.differences.add(
                 path, f"has groups of {ours} parameters here, and {theirs} in the checkpoint"
             )
 
@@ -348,28 +350,6 @@ class Targets:
     def _entry(self, index: int | None) -> TensorEntry | None:
         tensors = self._manifest.tensors
         return tensors[index] if index is not None and index < len(tensors) else None
-
-    def _compare_keys(self, ours: Mapping[Any, Any], theirs: Mapping[Any, Any], path: Path) -> None:
-        for key in ours:
-            if key not in theirs:
-                self._differ((*path, str(key)), "is here, and not in the checkpoint")
-        if not self._partial:
-            for key in theirs:
-                if key not in ours:
-                    self._differ((*path, str(key)), "is in the checkpoint, and not here")
-
-    def _differ(self, path: Path, how: str) -> None:
-        self.differences.append(f"{shown(path)} {how}")
-
-    def check(self, where: str) -> None:
-        """Raise MismatchError, with what differs first, if anything does."""
-        if not self.differences:
-            return
-        first, more = self.differences[:_MOST_SHOWN], len(self.differences) - _MOST_SHOWN
-        tail = f"; and {more} more" if more > 0 else ""
-        raise MismatchError(
-            f"the checkpoint {where!r} is of another state: {'; '.join(first)}{tail}. Nothing was changed"
-        )
 
 
 def _of_array(array: Any) -> torch.Tensor | None:
