@@ -175,6 +175,28 @@ def test_memory_that_is_not_ours_alone_stays(disk_path, tmp_path):
         penstock.resume(session)
 
 
+def test_a_sparse_gradient_goes_too(disk_path):
+    def trained(between):
+        torch.manual_seed(0)
+        model = torch.nn.Embedding(4096, 64, sparse=True)
+        optimizer = torch.optim.SparseAdam(model.parameters())
+        with session_in(disk_path, model, optimizer) as session:
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.randint(0, 4096, (2048,))).square().sum().backward()
+                between(session)
+                optimizer.step()
+        return [each.detach() for each in model.parameters()]
+
+    def suspending(session):
+        suspended = penstock.suspend(session)
+        assert not suspended.stayed
+        assert suspended.nbytes > 4096 * 64 * 4 + 2048 * 64 * 3  # but for pages that are not whole
+        penstock.resume(session)
+
+    assert all(map(torch.equal, trained(suspending), trained(lambda _: None)))
+
+
 def test_resident_memory_goes_back_to_the_system(disk_path):
     found = program("suspended_program.py", disk_path)
     assert found["files"] == 0

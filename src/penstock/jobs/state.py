@@ -57,12 +57,21 @@ def tensors_of(
 def _with_gradient(name: str, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     yield name, parameter
     if parameter.grad is not None:
-        yield f"{name}.grad", parameter.grad
+        yield from _parts(f"{name}.grad", parameter.grad)
+
+
+def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """It, or what a sparse one is made of, which is what has memory."""
+    if tensor.layout is torch.sparse_coo:
+        yield f"{name}.indices", tensor._indices()
+        yield f"{name}.values", tensor._values()
+    else:
+        yield name, tensor
 
 
 def _nested(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
-        yield name, value
+        yield from _parts(name, value)
     elif isinstance(value, Mapping):
         for key, each in value.items():
             yield from _nested(f"{name}.{key}", each)
