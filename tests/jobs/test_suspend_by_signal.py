@@ -113,6 +113,19 @@ def test_without_a_directory_it_says_so_and_goes_on(tmp_path):
         assert process.stdout.readline() == "3\n"
 
 
+def test_a_script_without_an_optimizer_is_told_why_it_did_not_sleep(tmp_path, spill):
+    (tmp_path / "script.py").write_text(
+        "import os, signal, torch\n"
+        "weight = torch.ones(9, requires_grad=True)\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "weight.square().sum().backward()\n"
+        "weight.data -= weight.grad\n"
+    )
+    command = [sys.executable, "-m", "penstock", "run", "--flash", str(spill), "script.py"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert "a signal asked it to sleep, and it did not: it sleeps when the step()" in done.stderr
+
+
 def test_killed_while_it_sleeps_it_leaves_nothing(tmp_path, spill):
     with started(tmp_path, 10**6, "--flash", str(spill)) as process:
         suspended(process, tmp_path)

@@ -215,6 +215,7 @@ class _Attendant:
         self._debug = debug
         self._pid = os.getpid()
         self._session: Session | None = None
+        self._sleeper: Any = None
         self._was_refused = False
 
     def start(self) -> None:
@@ -248,7 +249,7 @@ class _Attendant:
             self._was_refused = True
             raise SystemExit(report(error)) from None
         self._session = session
-        importlib.import_module("penstock.jobs.signals").Sleeper(
+        self._sleeper = importlib.import_module("penstock.jobs.signals").Sleeper(
             session, tell=say, channel=self.channel, keeper=self._keeper, early=self.early
         )
         # before what the script registers from now on, so that it runs after that
@@ -278,6 +279,11 @@ class _Attendant:
         trace.write_trace(self._session.recorder, self._trace, about=about)
 
     def _tell(self) -> None:
+        if self._sleeper is not None and self._sleeper.asked:
+            say(
+                "warning: a signal asked it to sleep, and it did not: it sleeps when the step() of an"
+                " optimizer of torch's ends, and none has since"
+            )
         summary = None if self._session is None else self._session.summary()
         if self.answer is not None:
             facts = None if summary is None else summary.to_json()
