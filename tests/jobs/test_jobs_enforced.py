@@ -13,8 +13,9 @@ from test_jobs_manager import TOML, cmdline, described, managed, started
 
 from penstock.core.errors import JobError
 from penstock.core.units import MIB
-from penstock.jobs import Client
+from penstock.jobs import Client, Manager
 from penstock.jobs.cgroups import Group, own_place
+from penstock.jobs.description import Description
 from penstock.jobs.enclosure import Enclosure, discard
 
 __all__ = ["managed"]  # a fixture
@@ -50,6 +51,23 @@ def test_a_process_begins_inside_and_so_do_its_children(tmp_path):
     assert out.count(f"/{Path(made.path).name}/a\n") == 2
     made.close()
     assert not os.path.exists(made.path)
+
+
+def test_a_job_has_the_environment_that_was_described(disk_path):
+    script = "import os; print(os.environ['A B'], os.environ['run.id'], os.environ['PLAIN'])"
+    (disk_path / "x.py").write_text(script)
+    env = {"A B": "x \u00fc", "run.id": "7=8", "PLAIN": "z"}
+    document = {
+        "machine": {"memory": "1GiB", "enforce": "cgroup"},
+        "job": [{"name": "a", "script": "x.py", "env": env, "memory": "500MiB"}],
+    }
+    description = Description.from_json(document, source="here", base=str(disk_path))
+    with Manager(description, state=str(disk_path / "state")) as manager:
+        manager.run()
+        (job,) = manager.status()["jobs"]
+    assert job["outcome"] == "done", job["told"]
+    with open(job["log"], encoding="utf-8") as log:
+        assert "x \u00fc 7=8 z\n" in log.read()
 
 
 def test_jobs_share_a_budget_that_the_kernel_keeps(managed):

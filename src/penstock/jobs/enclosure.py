@@ -17,7 +17,7 @@ import errno
 import hashlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from penstock.core.errors import JobError
@@ -25,6 +25,7 @@ from penstock.core.units import MIB
 from penstock.jobs.cgroups import ADVICE, NO_LIMIT, Group, Place
 from penstock.jobs.limits import shares
 from penstock.jobs.policy import Entry
+from penstock.jobs.processes import past_a_shell
 
 _STEP_BYTES: Final = MIB
 """A limit that is off by less is not set anew."""
@@ -51,9 +52,9 @@ class Room:
         """What the kernel counts of it, but for what it would take back."""
         return self._group.held_bytes()
 
-    def inside(self, command: Sequence[str]) -> list[str]:
-        """A command that begins in it."""
-        return self._group.inside(command)
+    def inside(self, command: Sequence[str], env: Mapping[str, str]) -> list[str]:
+        """A command that begins in it, and has all of this environment."""
+        return self._group.inside([*past_a_shell(env), *command])
 
     def was_overrun(self) -> bool:
         """Whether the kernel has ended a process in it since the last call."""

@@ -8,6 +8,7 @@ by a descriptor (``pidfd``), so that no signal reaches another that has got the 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,8 @@ from typing import Final, Self
 from penstock.core.errors import JobError
 from penstock.jobs.channel import start_ticks
 
+_SHELLS: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+"""Names of variables that every shell hands on; others it may leave out."""
 _OWN: Final = ("RssAnon", "RssShmem")
 """What a process does not share with a file: it cannot be dropped by the kernel."""
 
@@ -182,6 +185,12 @@ def _fields(path: str, names: Sequence[str]) -> int:
             if name in names:
                 total += int(value.split()[0]) * 1024
     return total
+
+
+def past_a_shell(env: Mapping[str, str]) -> list[str]:
+    """What goes before a command that a shell begins, so that it has the variables that those drop."""
+    odd = [f"{name}={value}" for name, value in env.items() if not _SHELLS.fullmatch(name)]
+    return ["/usr/bin/env", "--", *odd] if odd else []
 
 
 def describe_end(code: int | None) -> str:

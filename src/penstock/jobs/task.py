@@ -129,12 +129,13 @@ class Task:
             self.channel.clear()
             self._log_begin = length_of(self.log)
             self._room = budget.room_for(self.spec.name)
+            env = {**os.environ, **self.spec.env}
             if self._room is not None:
-                command = self._room.inside(command)
+                command = self._room.inside(command, env)
             self._process = Process.begin(
                 command,
                 cwd=self.spec.cwd,
-                env={**os.environ, **self.spec.env},
+                env=env,
                 log=self.log,
                 inherit=lock,
             )
