@@ -58,6 +58,23 @@ def check(loaded, before):
     assert_same(list(loaded["optimizer"]["state"].values()), before["optimizer"])
 
 
+def test_several_hear_of_a_step(disk_path):
+    weights, optimizer, state = trained()
+    heard = []
+    with Checkpointer(disk_path / "a") as one, Checkpointer(disk_path / "b") as other:
+        for number in (1, 2, 3):
+            before = snapshot(state)
+            for each in (one, other):
+                each.save(number, state, wait=False)
+            hook = optimizer.register_step_pre_hook(lambda *_: heard.append(1))
+            step(weights, optimizer)
+            hook.remove()
+            for each in (one, other):
+                check(each.load(), before)
+    assert heard == [1] * 3
+    assert not optimizer._optimizer_step_pre_hooks
+
+
 def test_what_a_step_is_about_to_change_is_copied(gate, disk_path):
     weights, optimizer, state = trained()
     before = snapshot(state)

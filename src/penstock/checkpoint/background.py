@@ -205,8 +205,7 @@ class Saving:
     def before_update(self) -> None:
         """Everything in the state may change when this returns; optimizers of torch call it."""
         start = time.perf_counter()
-        self._let_change(self._all)
-        self._let_go()
+        self._let_change(self._all)  # hooks stay until wait(): torch is going through them now
         self.stall_s += time.perf_counter() - start
 
     def _let_change(self, sources: Sequence[Source]) -> None:
