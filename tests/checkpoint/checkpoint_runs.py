@@ -1,11 +1,13 @@
 """States, and disks that fail, for the tests of checkpoints."""
 
 import errno
+import json
 import os
 import random
 
 import numpy as np
 import torch
+import xxhash
 
 from penstock.checkpoint.disk import Disk, failed
 from penstock.checkpoint.store import Store
@@ -191,3 +193,19 @@ def small_store(**settings):
 
 def no_space():
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def sealed(document):
+    """A manifest's bytes, whose checksum is right whatever it says."""
+    data = document if isinstance(document, bytes) else json.dumps(
+        {key: value for key, value in document.items() if key != "sum"}, separators=(",", ":")
+    ).encode()[:-1]  # fmt: skip
+    return data + b',"sum":"%s"}\n' % xxhash.xxh3_128_hexdigest(data).encode()
+
+
+def rewrite(path, change):
+    """Have a manifest say something else, by a function that changes its document."""
+    file = path / "manifest.json"
+    document = json.loads(file.read_bytes())
+    change(document)
+    file.write_bytes(sealed(document))

@@ -5,10 +5,11 @@ import subprocess
 import sys
 import textwrap
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_runs import assert_same, no_space, small_store
+from checkpoint_runs import assert_same, no_space, rewrite, small_store
 from torch.distributed.checkpoint.api import CheckpointException
 
 from penstock import CheckpointError, DamagedError, NoSpaceError, checkpoint
@@ -53,6 +54,52 @@ def test_what_dcp_saves_comes_back(disk_path):
     save(disk_path / "a", made(4))
     load(disk_path / "a", found)
     assert_same(found, made(4))
+
+
+@pytest.mark.parametrize("into", ["apart", "alone", "as_one"])
+def test_two_names_of_one_memory_are_loaded_into_memory_of_their_own(into, disk_path):
+    weight, flat = torch.randn(40, 30).T, torch.arange(9.0)
+    save(disk_path / "a", {"a": weight, "b": weight, "flat": flat, "same": flat})
+    found = {"a": torch.zeros(30, 40), "b": torch.zeros(30, 40), "same": torch.zeros(9)}
+    if into == "as_one":
+        found["b"] = found["a"]
+    elif into == "alone":
+        del found["a"]
+    load(disk_path / "a", found)
+    assert torch.equal(found["same"], flat)
+    for name in found.keys() & {"a", "b"}:
+        assert torch.equal(found[name], weight), name
+    assert checkpoint.verify(disk_path / "a").ok
+
+
+def test_an_array_could_not_be_loaded_and_is_not_saved(disk_path):
+    rng = {"keys": np.arange(3)}
+    error = failure(lambda: save(disk_path / "a", {"x": torch.ones(3), "rng": rng}))
+    assert isinstance(error, CheckpointError)
+    assert "rng.keys: a tensor or an array" in str(error)
+    assert not (disk_path / "a").exists()
+
+
+def test_of_a_save_whose_end_fails_nothing_is_left(disk_path):
+    (disk_path / "a").mkdir()
+    writer = DcpWriter(disk_path / "a", store=small_store())
+    claim = writer.set_up_storage_writer
+
+    def spoiled(*args, **settings):
+        claim(*args, **settings)
+        (disk_path / "a" / "mine").write_text("not a checkpoint's")
+
+    writer.set_up_storage_writer = spoiled
+    error = failure(lambda: dcp.save({"x": torch.ones(9)}, storage_writer=writer, no_dist=True))
+    assert isinstance(error, CheckpointError)
+    assert os.listdir(disk_path) == ["a"]
+
+
+def test_chunks_that_are_none_are_refused(disk_path):
+    save(disk_path / "a", {"x": torch.arange(12.0)})
+    rewrite(disk_path / "a", lambda made: made["tensors"][0].update(shape=[3]))
+    with pytest.raises(CheckpointError, match="no chunk of 'x'"):
+        DcpReader(disk_path / "a").read_metadata()
 
 
 def test_another_dtype_is_converted_as_dcp_does(disk_path):

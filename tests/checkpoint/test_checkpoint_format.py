@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from checkpoint_runs import BLOCK, small_store, state
+from checkpoint_runs import BLOCK, sealed, small_store, state
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,13 +27,6 @@ def saved(disk_path):
 
 def read(path):
     return json.loads((path / "manifest.json").read_bytes())
-
-
-def sealed(document):
-    data = document if isinstance(document, bytes) else json.dumps(
-        {key: value for key, value in document.items() if key != "sum"}, separators=(",", ":")
-    ).encode()[:-1]  # fmt: skip
-    return data + b',"sum":"%s"}\n' % xxhash.xxh3_128_hexdigest(data).encode()
 
 
 def test_a_manifest_is_as_the_specification_says(saved):

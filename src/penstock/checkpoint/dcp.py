@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -51,7 +51,7 @@ from penstock.checkpoint.packing import pack
 from penstock.checkpoint.reading import Opened
 from penstock.checkpoint.store import Store
 from penstock.checkpoint.streams import Buffers
-from penstock.checkpoint.values import FormError, Json, decode, encode, whole
+from penstock.checkpoint.values import FormError, Json, Path, decode, encode, shown, whole
 from penstock.checkpoint.writing import FilesWriter
 from penstock.core.errors import CheckpointError, DamagedError
 
@@ -131,7 +131,7 @@ class DcpWriter(StorageWriter):
         for item in plan.items:
             path = (_name_of(item.index),)
             if item.type is WriteItemType.BYTE_IO:
-                documents.append(encode(_object(planner, item), leaves.add, path))
+                documents.append(encode(_object(planner, item), _refuse, path))
                 numbers.append(-1)
             else:
                 data = planner.resolve_data(item)
@@ -223,10 +223,9 @@ class DcpReader(StorageReader):
     def read_metadata(self) -> Metadata:
         """What there is. Raises DamagedError, or CheckpointError if it is none of DCP's."""
         with Opened(self._path, self._store.disk) as opened:
-            state = opened.manifest.state
-            count = len(opened.manifest.tensors)
+            manifest = opened.manifest
         try:
-            return _metadata(state[_KEY], count)
+            return _metadata(manifest.state[_KEY], manifest.tensors)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{self._path!r} was not written by torch.distributed.checkpoint ({str(error)[:80]}):"
@@ -255,7 +254,7 @@ class DcpReader(StorageReader):
                 if item.type is LoadItemType.BYTE_IO:
                     planner.load_bytes(item, _bytes(self._values[item.storage_index.fqn]))
                 else:
-                    entry = opened.manifest.tensors[self._places[item.storage_index]]
+                    entry = _owner(opened.manifest.tensors, self._places[item.storage_index])
                     files.setdefault(entry.file, []).append((item, entry))
             for index, members in sorted(files.items()):
                 _read_file(opened, index, members, planner)
@@ -300,6 +299,12 @@ def _read_file(
         planner.commit_tensor(item, target)
 
 
+def _owner(tensors: Sequence[TensorEntry], number: int) -> TensorEntry:
+    """Where a tensor's bytes are: it, or what it is another name of. See ``_without_twins``."""
+    entry = tensors[number]
+    return entry if entry.owner < 0 else tensors[entry.owner]
+
+
 def _object(planner: SavePlanner, item: WriteItem) -> Any:
     find = getattr(planner, "lookup_object", None)
     if find is None:
@@ -322,10 +327,10 @@ def _without_twins(tensors: list[TensorEntry]) -> tuple[TensorEntry, ...]:
     made: list[TensorEntry] = []
     for index, each in enumerate(tensors):
         owner = owners.setdefault((each.file, each.offset_bytes), index) if each.nbytes else index
-        if owner == index:
-            made.append(each)
-        else:
-            made.append(replace(each, file=-1, offset_bytes=0, owner=owner))
+        made.append(each)
+        if owner != index:
+            made[owner] = replace(made[owner], strides=None)  # as the format has owners of views
+            made[index] = replace(made[owner], name=each.name, file=-1, offset_bytes=0, owner=owner)
     return tuple(made)
 
 
@@ -354,11 +359,18 @@ def _describe(
     }
 
 
+def _refuse(path: Path, _: object) -> int:
+    raise CheckpointError(
+        f"{shown(path)}: a tensor or an array within a value that torch.distributed.checkpoint hands over"
+        " as one has no form in its checkpoint: save it as a tensor, under a key of its own"
+    )
+
+
 def _none(*_: Any) -> int:
     raise CheckpointError("a tensor stands in a path of keys")
 
 
-def _metadata(document: Json, count: int) -> Metadata:
+def _metadata(document: Json, stored: Sequence[TensorEntry]) -> Metadata:
     """What ``_describe`` was given. Raises KeyError, TypeError or ValueError if it is none of that."""
     found: dict[str, Any] = {}
     places: dict[MetadataIndex, int] = {}
@@ -366,8 +378,10 @@ def _metadata(document: Json, count: int) -> Metadata:
         parts = []
         for offsets, sizes, tensor in chunks:
             number = whole(tensor["$tensor"])
-            if number >= count:
+            if number >= len(stored):
                 raise FormError(f"there is no tensor {number}")
+            if not stored[number].shape == _owner(stored, number).shape == tuple(sizes):
+                raise FormError(f"tensor {number} is no chunk of {name!r}")
             parts.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
             places[MetadataIndex(name, torch.Size(offsets))] = number
         properties = TensorProperties(dtype=decode(dtype, _no_tensor, _no_tensor))
