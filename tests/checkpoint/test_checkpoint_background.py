@@ -1,5 +1,7 @@
 """A save in the background is of one moment, whatever training does meanwhile."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -269,3 +271,38 @@ def test_where_no_thread_is_to_be_had_a_save_fails_and_training_goes_on(
         else:
             ours.save(3, {"model": model, "optimizer": optimizer})
         assert [each.step for each in ours.checkpoints()] == [3, 1]
+
+
+PROGRAM = """
+import os, sys, torch
+from penstock.checkpoint import Checkpointer, streams
+
+def refused(fd):
+    raise OSError(5, "no such luck")
+
+if sys.argv[3] == "fails":
+    os.fdatasync = refused
+streams._DEVICE_BYTES_PER_S = float(sys.argv[2])
+weight = torch.nn.Parameter(torch.randn(4_000_000))
+checkpoints = Checkpointer(sys.argv[1])
+checkpoints.save(1, {"weight": weight}, wait=False)
+"""
+
+
+@pytest.mark.parametrize("memory_bytes_per_s", [1.0, 1e18], ids=["memory", "slow memory"])
+def test_a_save_is_done_when_the_program_ends(memory_bytes_per_s, disk_path):
+    done = ended(disk_path, memory_bytes_per_s, "ends")
+    assert done.stderr == ""
+    with Checkpointer(disk_path) as checkpoints:
+        assert checkpoints.load()["weight"].shape == (4_000_000,)
+
+
+def test_a_save_that_fails_when_the_program_ends_is_told(disk_path):
+    done = ended(disk_path, 1.0, "fails")
+    assert "sync of" in done.stderr
+    assert "those before it stay" in done.stderr
+
+
+def ended(*arguments):
+    command = [sys.executable, "-c", PROGRAM, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

@@ -10,7 +10,7 @@ Read in this order:
 - ``prepared``: what goes where; ``parts``: what is in a state; ``values``: what is no tensor, as JSON;
   ``leaves``: the tensors; ``dtypes``;
 - ``packing``: tensors to files; ``manifest``: what a checkpoint says of itself;
-- ``moves``, ``streams``: tensors to blocks, blocks to files; ``writing``, ``reading``;
+- ``moves``, ``streams``: tensors to blocks, blocks to files; ``writing``, ``reading``; ``threads``;
 - ``frames``, ``encoded``, ``blocks``: tensors by a codec, and files whose length is known last;
 - ``targets``: loading in place; ``fresh``: memory for what has none; ``disk``: what changes directories.
 """

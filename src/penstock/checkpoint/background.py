@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -27,7 +28,7 @@ from penstock.checkpoint.leaves import Leaf
 from penstock.checkpoint.moves import Plain, Region
 from penstock.checkpoint.prepared import Prepared
 from penstock.checkpoint.store import Saved
-from penstock.core.errors import CheckpointError
+from penstock.core.errors import CheckpointError, PenstockWarning
 from penstock.core.locks import condition
 from penstock.core.units import MIB
 
@@ -262,6 +263,8 @@ class Saving:
             self._saved = write(self, regions)
         except BaseException as error:  # noqa: BLE001  (whoever waits gets it)
             self._error = error.with_traceback(None)
+            if not threading.main_thread().is_alive():  # the program ends: nobody will ask
+                warnings.warn(failure_told(error), PenstockWarning, stacklevel=2)
         with self._changed:
             self._over = True
             self._all = []
@@ -288,6 +291,11 @@ class Saving:
                 file.append((offset, source))
             made.append(file)
         return made
+
+
+def failure_told(error: BaseException) -> str:
+    """What is said of a save that failed where nobody waited for it."""
+    return f"a checkpoint could not be saved, and those before it stay: {error}"
 
 
 def let_all_change() -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.checkpoint.background import Saving, steady_in
+from penstock.checkpoint.background import Saving, failure_told, steady_in
 from penstock.checkpoint.disk import Directory, leads_to, lock
 from penstock.checkpoint.frames import Encoder
 from penstock.checkpoint.hidden import hidden_name_of, is_hidden, remove_leftovers
@@ -335,8 +335,7 @@ class Checkpointer:
         try:
             self._finish()
         except PenstockError as error:
-            message = f"a checkpoint could not be saved, and those before it stay: {error}"
-            warnings.warn(message, PenstockWarning, stacklevel=4)
+            warnings.warn(failure_told(error), PenstockWarning, stacklevel=4)
 
     def _finish(self, root: Directory | None = None) -> None:
         if self._saving is None:

@@ -17,13 +17,14 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Final, NamedTuple
 
 import xxhash
 
 from penstock.checkpoint.moves import Region
+from penstock.checkpoint.threads import in_thread
 from penstock.core.errors import TransferError
 from penstock.core.locks import Lock
 from penstock.core.process import this
@@ -80,7 +81,6 @@ class Buffers:
         self._free: list[Block] = []
         self._made = 0
         self._is_slow = False
-        self._maker: ThreadPoolExecutor | None = None
         self._making: Future[Block] | None = None
 
     def __enter__(self) -> Buffers:
@@ -100,9 +100,7 @@ class Buffers:
         self._made += 1
         if not self._is_slow:
             return self._make()
-        if self._maker is None:
-            self._maker = ThreadPoolExecutor(1, "penstock-buffers")
-        self._making = self._maker.submit(self._make)
+        self._making = in_thread("penstock-buffers", self._make)
         return None
 
     def need(self) -> Block:
@@ -145,10 +143,8 @@ class Buffers:
 
     def close(self) -> None:
         """Give the memory back. Nothing may be on its way."""
-        if self._maker is not None:
-            self._maker.shutdown()
-            if self._making is not None and self._making.exception() is None:
-                self._have_made()
+        if self._making is not None and self._making.exception() is None:
+            self._have_made()
         for block in self._free:
             block.free()
         self._free.clear()

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
@@ -21,6 +20,7 @@ from penstock.checkpoint.disk import Directory, Disk
 from penstock.checkpoint.encoded import EncodedBody
 from penstock.checkpoint.manifest import FileEntry, Manifest, blocks_of
 from penstock.checkpoint.streams import Buffers, Outbound, Regions, fill
+from penstock.checkpoint.threads import all_at_once
 from penstock.core.errors import CheckpointError, TransferError
 from penstock.io.engine import Transfer
 from penstock.io.files import DirectFile, open_at
@@ -188,10 +188,7 @@ class FilesWriter:
         ]
         if also is not None:
             waits.append(also)
-        with ThreadPoolExecutor(_MOST_OPEN + 2, "penstock-sync") as threads:
-            found = [threads.submit(each) for each in waits]
-        for future in found:
-            future.result()
+        all_at_once("penstock-sync", waits)
         while self._open:
             self._open.pop().file.close()
         self._out.settle()

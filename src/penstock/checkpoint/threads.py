@@ -1,0 +1,50 @@
+"""Work in threads of its own, also while the interpreter ends.
+
+A pool of ``concurrent.futures`` takes nothing more once the main thread is done; but a save in the
+background is waited for then, and has still to wait for the device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from typing import TypeVar
+
+Made = TypeVar("Made")
+
+
+def in_thread(name: str, work: Callable[[], Made]) -> Future[Made]:
+    """Do something in a thread of its own.
+
+    Args:
+        name: Of the thread.
+        work: Is called there.
+
+    Returns:
+        What comes of it, or what it raises.
+    """
+    future: Future[Made] = Future()
+
+    def run() -> None:
+        try:
+            made = work()
+        except BaseException as error:  # noqa: BLE001  (whoever waits gets it)
+            future.set_exception(error)
+        else:
+            future.set_result(made)
+
+    threading.Thread(target=run, name=name).start()
+    return future
+
+
+def all_at_once(name: str, work: Iterable[Callable[[], object]]) -> None:
+    """Do several things, each in a thread of its own, and wait for all. Raises what the first raises."""
+    begun: list[Future[object]] = []
+    try:
+        for each in work:
+            begun.append(in_thread(name, each))  # noqa: PERF401  (if one cannot begin, others have)
+    finally:
+        wait(begun)
+    for future in begun:
+        future.result()
