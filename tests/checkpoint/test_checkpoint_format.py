@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import CheckpointError, DamagedError
+from penstock.checkpoint.listing import info_of
 from penstock.checkpoint.manifest import LEAST_PART, Manifest
 from penstock.checkpoint.values import FormError
 
@@ -108,6 +109,15 @@ HOSTILE = {
     "a device of its own": lambda d: d.update(state={"$device": "no such"}),
     "a length of words": lambda d: d.update(state={"$size": ["3"]}),
     "a length beyond all": lambda d: d.update(state={"$size": [2**70]}),
+    "an empty tensor of overflowing lengths": lambda d: (
+        d["tensors"][0].update(shape=[2**62, 2**62, 0]), d.update(state={"$tensor": 0})),
+    "a float of seven bytes": lambda d: d.update(state={"$float": "7ff00000000000  "}),
+    "a number with spaces": lambda d: d.update(state={"$int": " 1_0"}),
+    "a number in other digits": lambda d: d.update(state={"$int": "\u0661"}),
+    "a scalar that is no Python": lambda d: d.update(state={"$scalar": ["(1,f4", "AAAAAAAAAAA="]}),
+    "a scalar of a structure": lambda d: d.update(state={"$scalar": ["f4,i4", "AAAAAAAAAAA="]}),
+    "a scalar of too few bytes": lambda d: d.update(state={"$scalar": ["<f8", "AAAA"]}),
+    "a key twice": lambda d: d.update(state={"$dict": [[1, 2], [1, 3]]}),
     "an array of what NumPy has not": lambda d: (
         d["tensors"][0].update(dtype="bfloat16"), d.update(state={"$array": 0})),
 }  # fmt: skip
@@ -144,6 +154,34 @@ def test_a_state_that_is_too_deep_is_refused(saved):
     (saved / "manifest.json").write_bytes(sealed(document))
     with pytest.raises(CheckpointError, match="deep"):
         STORE.load(saved)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (b'"x":NaN,', "NaN"), (b'"x":-Infinity,', "Infinity"), (b'"x":1e999,', "1e999"),
+        (b'"x":1,"x":1,', "two members of one name"),
+    ],
+)  # fmt: skip
+def test_what_parsers_of_json_let_through_is_refused(more, why, saved):
+    file = saved / "manifest.json"
+    whole = file.read_bytes()
+    file.write_bytes(sealed(whole[:-43].replace(b'"facts":{', b'"facts":{' + more)))
+    with pytest.raises(DamagedError, match=why):
+        STORE.load(saved)
+
+
+@pytest.mark.parametrize("what", ["state", "facts"])
+def test_nothing_walks_what_is_deeper_than_any_value(what, saved):
+    """asdict, for one, calls itself three times a level."""
+    document = read(saved)
+    document["facts"]["x"] = document["state"]["x"] = 1
+    for _ in range(300):
+        document[what]["x"] = [document[what]["x"]]
+    (saved / "manifest.json").write_bytes(sealed(document))
+    with pytest.raises(DamagedError, match="nested"):
+        STORE.load(saved, into={"x": 1}, partial=True)
+    assert "nested" in info_of(0, str(saved)).damage
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "data-00000.safetensors"])

@@ -183,8 +183,9 @@ def test_another_model_is_refused_and_nothing_changes(disk_path):
 
 @pytest.mark.parametrize(
     ("value", "what"),
-    [(object(), "builtins.object"), ({object()}, "object in a set"), (print, "builtin_function")],
-)
+    [(object(), "builtins.object"), ({object()}, "object in a set"), (print, "builtin_function"),
+     (torch.qint8, "torch.dtype"), (np.datetime64("2020-01-01"), "datetime64")],
+)  # fmt: skip
 def test_what_has_no_form_is_refused_by_its_keys(value, what, disk_path):
     with pytest.raises(CheckpointError, match=rf"outer\.0\.inner: .*{what}"):
         STORE.save(disk_path / "a", {"outer": [{"inner": value}]})
@@ -317,6 +318,25 @@ def test_numpy_and_torch_scalars_keep_their_kind(disk_path):
              "e": torch.device("cpu")}  # fmt: skip
     STORE.save(disk_path / "a", saved)
     assert_same(STORE.load(disk_path / "a"), saved)
+
+
+@pytest.mark.parametrize("text", ["", "a", "a\0", "\ud800", "\U0001f600"])
+def test_strings_of_numpy_keep_every_character(text, disk_path):
+    saved = [np.str_(text), np.bytes_(text.encode("utf-8", "surrogatepass"))]
+    STORE.save(disk_path / "a", saved)
+    found = STORE.load(disk_path / "a")
+    assert [type(each) for each in found] == [np.str_, np.bytes_]
+    assert found == saved
+
+
+def test_keys_nest_as_deep_as_values_do(disk_path):
+    key = 1
+    for _ in range(values.MAX_DEPTH - 1):
+        key = (key,)
+    STORE.save(disk_path / "a", {key: 1})
+    assert STORE.load(disk_path / "a") == {key: 1}
+    with pytest.raises(CheckpointError, match="nested more than"):
+        STORE.save(disk_path / "b", {(key,): 1})
 
 
 def test_a_checkpoint_is_replaced_and_nothing_else_is(disk_path):

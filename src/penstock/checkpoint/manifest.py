@@ -17,7 +17,7 @@ from typing import Any, Final
 import xxhash
 
 from penstock.checkpoint.dtypes import DTYPES
-from penstock.checkpoint.values import FormError, Json, has_later, whole
+from penstock.checkpoint.values import MAX_DEPTH, FormError, Json, has_later, whole
 from penstock.core.units import KIB, MIB
 
 PLAIN: Final = 1
@@ -41,6 +41,8 @@ BLOCK_BYTES: Final = 2 * MIB
 _MIN_BLOCK_BYTES: Final = 4 * KIB
 _MAX_BLOCK_BYTES: Final = 16 * MIB
 _MAX_DIMS: Final = 64
+_MAX_JSON_DEPTH: Final = 4 * MAX_DEPTH
+"""A container takes an array, an object and two arrays at most."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _SUM: Final = re.compile(r"[0-9a-f]{32}")
 _TAIL: Final = b',"sum":"%s"}\n'
@@ -192,6 +194,7 @@ class Manifest:
         facts = document.get("facts")
         if not isinstance(facts, dict):
             raise FormError("it has no facts")
+        _check_depth([facts, document.get("state")])
         made = cls(
             files=tuple(_file_from(each) for each in _objects(document, "files")),
             tensors=tuple(_tensor_from(each) for each in _objects(document, "tensors")),
@@ -224,7 +227,7 @@ def _check_file(file: FileEntry, block_bytes: int) -> None:
 def _check_tensor(tensor: TensorEntry, manifest: Manifest) -> None:
     if tensor.dtype not in DTYPES:
         raise FormError(f"{tensor.name!r} is of {tensor.dtype[:40]!r}, which is not known")
-    if len(tensor.shape) > _MAX_DIMS or max(tensor.shape, default=0) >= 2**63:
+    if len(tensor.shape) > _MAX_DIMS or math.prod(filter(None, tensor.shape)) >= 2**63:
         raise FormError(f"{tensor.name!r} has a shape that no tensor has")
     if tensor.strides is not None and (
         len(tensor.strides) != len(tensor.shape) or max(tensor.strides, default=0) >= 2**63
@@ -287,7 +290,9 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 def _parse(data: bytes) -> dict[str, Json]:
     try:
-        document = json.loads(data, object_pairs_hook=_object, parse_constant=_no_constant)
+        document = json.loads(
+            data, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite
+        )
     except (ValueError, RecursionError) as error:
         raise FormError(f"it is no JSON of this format: {str(error)[:80]}") from None
     if not isinstance(document, dict):
@@ -300,6 +305,25 @@ def _object(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     if len(made) < len(pairs):
         raise FormError("an object has two members of one name")
     return made
+
+
+def _check_depth(level: list[Json]) -> None:
+    """What is deeper than any value is not walked by anything that calls itself."""
+    for _ in range(_MAX_JSON_DEPTH):
+        level = [each for each in level if isinstance(each, dict | list)]
+        level = [
+            inner for each in level for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return
+    raise FormError(f"values are nested more than {MAX_DEPTH} deep")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise FormError(f"{text[:40]} is no number of 64 bits")
+    return number
 
 
 def _no_constant(text: str) -> Json:

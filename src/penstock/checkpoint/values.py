@@ -18,7 +18,9 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import re
 import struct
+import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path as FilePath
@@ -58,6 +60,10 @@ _KEYS: Final = (
     frozenset,
     type(FilePath()),
 )
+_SCALAR: Final = re.compile(rf"[<>|=]?[{_SCALAR_KINDS}]\d{{1,5}}", re.ASCII)
+_INT: Final = re.compile(rf"-?[0-9]{{1,{_MAX_DIGITS}}}")
+_FLOAT: Final = re.compile(r"[0-9a-fA-F]{16}")
+_WIDE: Final = "utf-32-le" if sys.byteorder == "little" else "utf-32-be"
 
 
 class FormError(ValueError):
@@ -129,7 +135,7 @@ def _key(key: object, path: Path, how: str) -> Json:
         raise _refused(key, path, how)
     made = encode(key, _no_tensor, path)
     try:
-        key_of(made)
+        key_of(made, len(path))
     except FormError as error:
         raise CheckpointError(f"{shown(path)}: {error}; make it simpler, or leave it out") from None
     return made
@@ -163,13 +169,18 @@ def _tagged(value: object, path: Path) -> Json:
         made = _set(value, path)
     elif isinstance(value, FilePath):
         made = {"$path": str(value)}
-    elif isinstance(value, torch.dtype):
+    elif isinstance(value, torch.dtype) and name_of(value) in DTYPES:
         made = {"$dtype": name_of(value)}
     elif isinstance(value, torch.device):
         made = {"$device": str(value)}
     elif isinstance(value, np.generic) and value.dtype.kind in _SCALAR_KINDS:
-        made = {"$scalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode("ascii")]}
+        made = {"$scalar": [value.dtype.str, base64.b64encode(_bytes_of(value)).decode("ascii")]}
     return made
+
+
+def _bytes_of(value: np.generic) -> bytes:
+    """Of a NumPy scalar; an empty string has none, though NumPy shows some."""
+    return value.tobytes()[: value.dtype.itemsize]
 
 
 def _number(value: int | float, path: Path) -> Json:
@@ -233,8 +244,14 @@ def _decode_tagged(
             return torch.Size([_length(each) for each in items_of(body)])
         return tuple(decode(each, tensor, array, depth + 1) for each in items_of(body))
     if tag == "$dict":
-        return {key_of(key): decode(each, tensor, array, depth + 1) for key, each in pairs_of(body)}
-    return _later(tag, body) if tag in _LATER else _atom(tag, body)
+        made = {
+            key_of(key, depth + 1): decode(each, tensor, array, depth + 1)
+            for key, each in pairs_of(body)
+        }
+        if len(made) < len(body):
+            raise FormError("a dictionary has two entries of one key")
+        return made
+    return _later(tag, body, depth) if tag in _LATER else _atom(tag, body)
 
 
 def has_later(document: Json) -> bool:
@@ -321,9 +338,9 @@ def pairs_of(body: Json) -> list[tuple[Json, Json]]:
     return found
 
 
-def key_of(document: Json) -> Any:
+def key_of(document: Json, depth: int = 0) -> Any:
     """A dictionary's key. Raises FormError."""
-    key = decode(document, _no_number, _no_number, MAX_DEPTH - 2)
+    key = decode(document, _no_number, _no_number, depth)
     try:
         hash(key)
     except TypeError:
@@ -351,9 +368,9 @@ def _no_number(_: int) -> Any:
 def _atom(tag: str, body: Json) -> Any:
     try:
         match tag:
-            case "$int" if isinstance(body, str) and len(body) <= _MAX_DIGITS:
+            case "$int" if isinstance(body, str) and _INT.fullmatch(body):
                 return int(body)
-            case "$float" if isinstance(body, str) and len(body) == 16:
+            case "$float" if isinstance(body, str) and _FLOAT.fullmatch(body):
                 return struct.unpack(">d", bytes.fromhex(body))[0]
             case "$bytes" if isinstance(body, str):
                 return base64.b64decode(body, validate=True)
@@ -368,7 +385,7 @@ def _atom(tag: str, body: Json) -> Any:
     raise FormError(f"{tag!r} of {str(body)[:40]!r} is not known")
 
 
-def _later(tag: str, body: Json) -> Any:
+def _later(tag: str, body: Json, depth: int) -> Any:
     if tag == "$complex":
         parts = [_part(each) for each in items_of(body)]
         if len(parts) != 2:
@@ -378,8 +395,11 @@ def _later(tag: str, body: Json) -> Any:
         if not isinstance(body, str) or "\0" in body:
             raise FormError(f"{str(body)[:40]!r} is no path")
         return FilePath(body)
-    members = [key_of(each) for each in items_of(body)]
-    return set(members) if tag == "$set" else frozenset(members)
+    members = [key_of(each, depth + 1) for each in items_of(body)]
+    found = set(members) if tag == "$set" else frozenset(members)
+    if len(found) < len(members):
+        raise FormError("a set has a member twice")
+    return found
 
 
 def _part(body: Json) -> float:
@@ -390,7 +410,14 @@ def _part(body: Json) -> float:
 
 
 def _scalar(body: list[Json]) -> Any:
-    dtype = np.dtype(str(body[0]))
-    if dtype.kind not in _SCALAR_KINDS or dtype.itemsize > 2**16:
+    name, data = body
+    if not isinstance(name, str) or not _SCALAR.fullmatch(name):  # NumPy would take much more
+        raise FormError(f"a scalar of {str(name)[:40]!r} is not known")
+    dtype, plain = np.dtype(name), base64.b64decode(data, validate=True)
+    if dtype.itemsize > 2**16:
         raise FormError(f"a scalar of {dtype} is not known")
-    return np.frombuffer(base64.b64decode(body[1], validate=True), dtype, 1)[0]
+    if dtype.kind == "S":  # an array of NumPy would drop zeros at the end
+        return np.bytes_(plain[: dtype.itemsize])
+    if dtype.kind == "U":
+        return np.str_(plain[: dtype.itemsize].decode(_WIDE, "surrogatepass"))
+    return np.frombuffer(plain, dtype, 1)[0]
