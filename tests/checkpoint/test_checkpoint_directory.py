@@ -21,8 +21,7 @@ from penstock import (
     TransferError,
     checkpoint,
 )
-from penstock.checkpoint import Checkpointer, Rng, training_state
-from penstock.checkpoint import disk as checkpoint_disk
+from penstock.checkpoint import Checkpointer, Rng, disk, listing, reading, spare, training_state
 from penstock.checkpoint.interval import Interval
 from penstock.cli import main
 
@@ -134,6 +133,66 @@ def test_a_dead_writers_leftovers_are_removed(disk_path):
     (disk_path / ".step-000000000007.saving" / "data-00000.safetensors").write_bytes(b"x")
     with checkpointer(disk_path):
         assert os.listdir(disk_path) == []
+
+
+@pytest.mark.parametrize("kind", ["link", "file"])
+@pytest.mark.parametrize("reuse", [True, False])
+def test_what_is_called_a_checkpoint_and_is_no_directory_holds_up_nobody(kind, reuse, disk_path):
+    """Somebody has put an old checkpoint elsewhere, and left a link."""
+    there, here = disk_path / "archive", disk_path / "run" / "step-000000000001"
+    with checkpointer(disk_path / "run", keep=1, reuse=reuse) as ours:
+        ours.save(1, state(1))
+        here.rename(there)
+        here.symlink_to(there) if kind == "link" else here.write_text("x")
+        for step in (2, 3):
+            ours.save(step, state(step))
+        assert [each.step for each in ours.checkpoints()] == [3]
+    assert os.listdir(disk_path / "run") == ["step-000000000003"]
+    assert checkpoint.verify(there).ok
+    (disk_path / "run" / ".step-000000000001.saving").symlink_to(there)
+    with checkpointer(disk_path / "run"):
+        assert os.listdir(disk_path / "run") == ["step-000000000003"]
+    assert checkpoint.verify(there).ok
+
+
+def test_only_names_that_a_checkpointer_gives_are_its_own(disk_path):
+    names = ["step-0000000000001", "step-00000000000\u0661", "step-1", "step-000000000001.old"]
+    for name in names:
+        (disk_path / name).mkdir()
+    with checkpointer(disk_path, keep=1) as ours:
+        ours.save(2, state(2))
+        ours.save(10**15, state(3))
+        assert [each.step for each in ours.checkpoints()] == [10**15]
+    assert sorted(os.listdir(disk_path)) == sorted([*names, f"step-{10**15}"])
+
+
+def test_where_no_file_may_be_opened_no_checkpoint_is_called_damaged(disk_path, monkeypatch):
+    with checkpointer(disk_path) as ours:
+        for step in (1, 2):
+            ours.save(step, state(step))
+
+        def refused(*_, **__):
+            raise TransferError(errno=errno.EMFILE, op="open", path="x", offset_bytes=0, nbytes=0)
+
+        monkeypatch.setattr(reading, "open_at", refused)
+        with pytest.raises(TransferError, match="Too many open files"):
+            ours.load()
+
+
+def test_a_directory_is_listed_while_its_owner_retires_what_is_in_it(disk_path, monkeypatch):
+    with checkpointer(disk_path, keep=1) as ours:
+        for step in (1, 2):
+            ours.save(step, state(step))
+        was_there = spare.is_there(disk.Disk().open(disk_path))
+        monkeypatch.setattr(listing, "is_there", lambda _: was_there)
+        names = listing.steps_in(disk_path)
+        monkeypatch.setattr(listing, "steps_in", lambda _: names)
+        assert listing.spare_bytes(disk_path) > 0
+        ours.save(3, state(3))
+        assert [each.step for each in listing.listing(disk_path)] == []
+        with disk.Disk().open(disk_path) as root:
+            disk.Disk().remove(root, spare.SPARE)
+        assert listing.spare_bytes(disk_path) == 0
 
 
 @pytest.mark.parametrize(
@@ -444,7 +503,7 @@ def test_on_a_disk_that_has_become_read_only_the_last_one_loads(disk_path, monke
 
     for name in ("unlink", "rmdir", "mkdir"):
         monkeypatch.setattr(os, name, refuse)
-    monkeypatch.setattr(checkpoint_disk, "renameat2", refuse)
+    monkeypatch.setattr(disk, "renameat2", refuse)
     with checkpointer(disk_path) as ours:
         assert_same(ours.load(), state(2))
         with pytest.raises(TransferError, match=r"rename .*Read-only file system") as caught:

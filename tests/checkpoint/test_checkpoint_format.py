@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from checkpoint_runs import BLOCK, sealed, small_store, state
+from checkpoint_runs import BLOCK, rewrite, sealed, small_store, state
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -194,6 +194,14 @@ def test_what_is_no_regular_file_is_refused(name, saved, disk_path):
     (saved / name).unlink()
     os.mkfifo(saved / name)
     with pytest.raises(CheckpointError):
+        STORE.load(saved)
+    (saved / name).unlink()
+    (saved / name).mkdir()
+    nbytes = (saved / name).stat().st_size  # as long as it says, and there are not that many bytes
+    if name != "manifest.json":
+        rewrite(saved, lambda made: made.update(files=[{"name": name, "nbytes": nbytes, "sums": [
+            "0" * 32]}], tensors=[], state={}))  # fmt: skip
+    with pytest.raises(DamagedError, match=r"regular file|cannot be opened"):
         STORE.load(saved)
 
 

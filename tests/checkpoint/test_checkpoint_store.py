@@ -392,6 +392,24 @@ def test_two_writers_are_refused_and_a_dead_ones_leftover_is_removed(disk_path):
     assert_same(STORE.load(disk_path / "a"), state(1))
 
 
+def test_a_writer_that_has_just_finished_makes_room(disk_path):
+    """The hidden directory was there when this one wanted to make it, and then was gone."""
+
+    class Late(Disk):
+        def make_directory(self, parent, name):
+            made = super().make_directory(parent, name)
+            if len(seen) == 0:
+                os.rmdir(disk_path / name)
+            seen.append(made)
+            return made
+
+    seen = []
+    (disk_path / ".a.saving").mkdir()
+    small_store(disk=Late()).save(disk_path / "a", state(1))
+    assert seen == [False, True]
+    assert_same(STORE.load(disk_path / "a"), state(1))
+
+
 def test_anyone_can_read_the_data_files(disk_path):
     """By the rules of the format, and with its own library where there is one."""
     saved = state(4)

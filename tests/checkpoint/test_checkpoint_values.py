@@ -149,8 +149,3 @@ def test_the_advice_on_generators_is_right(disk_path):
         for each in (ours, theirs)
     ]
     assert draws[0] == draws[1]
-
-
-def test_a_key_that_could_not_be_loaded_is_refused(disk_path):
-    with pytest.raises(CheckpointError, match="nested more than"):
-        STORE.save(disk_path / "a", {"seen": {((((((1,),),),),),): 2}})

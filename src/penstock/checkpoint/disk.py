@@ -31,6 +31,7 @@ _PERMISSIONS: Final = 0o666
 _NOT_POSSIBLE: Final = frozenset(
     {errnos.EINVAL, errnos.ENOSYS, errnos.EOPNOTSUPP, errnos.ENOTTY, errnos.EXDEV}
 )
+NO_DIRECTORY: Final = frozenset({errnos.ENOTDIR, errnos.ELOOP})
 _NO_LINK: Final = frozenset({errnos.EPERM, errnos.EMLINK, errnos.EXDEV, errnos.EOPNOTSUPP})
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -256,10 +257,10 @@ class Disk:
         return _renamed(parent, name, other, RENAME_EXCHANGE)
 
     def remove(self, parent: Directory, name: str) -> None:
-        """Remove a directory with the files in it; what is missing is well.
+        """Remove a directory with the files in it, or what else has its name; what is missing is well.
 
-        No file of it goes before the device has its present name: a power cut would bring back a part of
-        a checkpoint under the name that it had before.
+        A link goes, and not what it leads to. No file of it goes before the device has its present name:
+        a power cut would bring back a part of a checkpoint under the name that it had before.
         """
         try:
             fd = os.open(
@@ -268,6 +269,9 @@ class Disk:
         except FileNotFoundError:
             return
         except OSError as error:
+            if error.errno in NO_DIRECTORY:
+                self.drop(parent, name)
+                return
             raise failed("remove", parent.join(name), error) from error
         with Directory(fd, parent.join(name)) as directory:
             self.sync(parent)

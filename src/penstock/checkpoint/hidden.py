@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
-from penstock.checkpoint.disk import Directory, Disk, is_still, lock
+from penstock.checkpoint.disk import NO_DIRECTORY, Directory, Disk, is_still, lock
 from penstock.checkpoint.manifest import FILE_NAME
 from penstock.checkpoint.spare import sort_out, take
 from penstock.core.errors import (
@@ -63,7 +63,12 @@ def claim(disk: Disk, parent: Directory, name: str, *, spare: Collection[str] | 
     while True:
         is_spare = spare is not None and take(disk, parent, hidden_name)
         is_new = not is_spare and disk.make_directory(parent, hidden_name)
-        hidden = disk.open_in(parent, hidden_name)
+        try:
+            hidden = disk.open_in(parent, hidden_name)
+        except TransferError as error:
+            if error.errno == errno.ENOENT:
+                continue  # its writer has finished with it between the two: begin anew
+            raise
         try:
             if not lock(hidden):
                 raise ConfigError(
@@ -122,7 +127,13 @@ def publish(disk: Disk, parent: Directory, name: str) -> None:
 def remove_leftovers(disk: Disk, parent: Directory, names: Iterable[str]) -> None:
     """Remove hidden directories whose writers are dead. Raises TransferError."""
     for name in names:
-        hidden = disk.open_in(parent, name)
+        try:
+            hidden = disk.open_in(parent, name)
+        except TransferError as error:
+            if error.errno not in NO_DIRECTORY:
+                raise
+            disk.drop(parent, name)  # a link that somebody had made of a checkpoint, say
+            continue
         with hidden:
             if lock(hidden) and is_still(parent, name, hidden):
                 disk.remove(parent, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Mapping
@@ -13,10 +14,10 @@ from penstock.checkpoint.manifest import Manifest
 from penstock.checkpoint.reading import Opened
 from penstock.checkpoint.spare import SPARE, held_bytes, is_there
 from penstock.checkpoint.values import Json
-from penstock.core.errors import CheckpointError, PenstockError
+from penstock.core.errors import CheckpointError, PenstockError, TransferError
 
 _NAME: Final = "step-{:012}"
-_PATTERN: Final = re.compile(r"step-(\d{12,18})")
+_PATTERN: Final = re.compile(r"step-([0-9]{12}|[1-9][0-9]{12,17})")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +54,8 @@ def listing(directory: str | os.PathLike[str]) -> list[Info]:
 
     Raises CheckpointError if there is no such directory, or TransferError.
     """
-    return [info_of(step, path) for step, path in steps_in(directory)]
+    found = [info_of(step, path) for step, path in steps_in(directory)]
+    return [each for each in found if each.ok or os.path.lexists(each.path)]  # still: others write
 
 
 def steps_in(directory: str | os.PathLike[str]) -> list[tuple[int, str]]:
@@ -75,7 +77,13 @@ def spare_bytes(directory: str | os.PathLike[str]) -> int:
     with Disk().open(os.path.abspath(directory)) as root:
         if not is_there(root):
             return 0
-        with Disk().open_in(root, SPARE) as spare:
+        try:
+            spare = Disk().open_in(root, SPARE)
+        except TransferError as error:
+            if error.errno == errno.ENOENT:  # a save has taken it just now
+                return 0
+            raise
+        with spare:
             return held_bytes(spare)
 
 

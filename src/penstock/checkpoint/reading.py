@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -175,6 +176,8 @@ class Opened:
             raise DamagedError(
                 f"{path!r} is missing: {error.strerror}; {_ADVICE}", path=path
             ) from None
+        if not stat.S_ISREG(facts.st_mode):
+            raise DamagedError(f"{path!r} is no regular file; {_ADVICE}", path=path)
         if facts.st_size != entry.nbytes:
             raise DamagedError(
                 f"{path!r} is {facts.st_size} bytes long and was written with {entry.nbytes}; {_ADVICE}",
@@ -216,6 +219,8 @@ def some(names: Sequence[str]) -> str:
 
 
 _ADVICE: Final = "the checkpoint is torn or damaged: load another, and look at the device"
+_NOT_THERE: Final = frozenset({errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.ENXIO})
+"""No such file, a link, or no regular one."""
 _OTHERS: Final = "are not what was written there: {}"
 _LOST: Final = frozenset(
     {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG}
@@ -250,6 +255,9 @@ def _manifest(directory: Directory) -> Manifest:
     try:
         file = open_at(directory.fd, FILE_NAME, "r", path=path)
     except TransferError as error:
+        if error.errno not in _NOT_THERE:
+            _say_if_lost(error, path)
+            raise  # no file may be opened, say: that tells nothing of this one
         raise DamagedError(
             f"{directory.path!r} holds no checkpoint, or not all of one: {path!r} cannot be opened"
             f" ({os.strerror(error.errno or 0)}); load another",

@@ -80,6 +80,8 @@ def held_bytes(directory: Directory, needed: Mapping[str, int] | None = None) ->
     for name in directory.names():
         try:
             facts = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            continue  # its owner is at work
         except OSError as error:
             raise failed("look at", directory.join(name), error) from error
         space = facts.st_blocks * _UNIT_BYTES
