@@ -3,14 +3,16 @@
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
 from checkpoint_runs import assert_same, small_store
 
 from penstock import CheckpointError, PenstockWarning, TransferError
-from penstock.checkpoint import Checkpointer, Saving
+from penstock.checkpoint import Checkpointer, Saving, directory
 from penstock.checkpoint.background import Source
+from penstock.checkpoint.fresh import Fresh
 from penstock.core.units import MIB
 from penstock.io.threads import ThreadEngine
 from penstock.testing.faults import Fail, FaultySyscalls, GatedSyscalls
@@ -271,6 +273,82 @@ def test_where_no_thread_is_to_be_had_a_save_fails_and_training_goes_on(
         else:
             ours.save(3, {"model": model, "optimizer": optimizer})
         assert [each.step for each in ours.checkpoints()] == [3, 1]
+
+
+def test_where_there_is_no_memory_for_copies_the_step_waits(disk_path, monkeypatch):
+    weights, optimizer, state = trained()
+    before = snapshot(state)
+
+    def none(self, nbytes):
+        raise TransferError(errno=12, op="allocate", path="memory", offset_bytes=0, nbytes=nbytes)
+
+    monkeypatch.setattr(Fresh, "memory", none)
+    with stored(disk_path, FaultySyscalls(), memory="64MiB") as ours:
+        saving = ours.save(1, state, wait=False)
+        step(weights, optimizer)
+        saving.wait()
+        assert saving.copied_bytes == 0
+        check(ours.load(), before)
+
+
+def test_a_save_that_is_interrupted_as_it_begins_leaves_nothing_behind(disk_path, monkeypatch):
+    weights, optimizer, state = trained()
+
+    def interrupted(self, sources):
+        raise KeyboardInterrupt
+
+    with stored(disk_path, FaultySyscalls()) as ours:
+        with monkeypatch.context() as patched:
+            patched.setattr(Saving, "_let_change", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                ours.save(1, state, wait=False)
+        assert not optimizer._optimizer_step_pre_hooks
+        assert "penstock-checkpoint" not in [each.name for each in threading.enumerate()]
+        step(weights, optimizer)
+        ours.save(2, state, wait=False)
+    assert Checkpointer(disk_path).latest().step == 2
+
+
+class Slow:
+    """What takes long to say what is in it."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def state_dict(self):
+        time.sleep(self.seconds)
+        return {}
+
+    def load_state_dict(self, state_dict):
+        pass
+
+
+def test_a_stall_is_counted_once_and_wholly(disk_path, monkeypatch):
+    """What a state takes to be gathered, the wait for the save before, and what retiring takes."""
+    retire = Checkpointer._retire
+
+    def slowly(*args):
+        time.sleep(0.1)
+        retire(*args)
+
+    monkeypatch.setattr(Checkpointer, "_retire", slowly)
+    gate = GatedSyscalls()
+    with stored(disk_path, gate) as ours:
+        start = time.perf_counter()
+        ours.save(1, {"slow": Slow(0.2), "x": torch.ones(9)}, wait=False)
+        threading.Timer(0.2, gate.open).start()
+        ours.save(2, {"slow": Slow(0.2), "x": torch.ones(9)})
+        held = time.perf_counter() - start
+        assert 0.2 + 0.2 + 0.2 + 0.1 + 0.1 - 0.05 < ours.stats.stall_s <= held
+
+
+def test_a_save_that_somebody_wants_now_and_that_fails_is_counted(disk_path, monkeypatch):
+    monkeypatch.setattr(directory, "is_wanted", lambda: True)
+    syscalls = FaultySyscalls({0: Fail(5)})
+    with stored(disk_path, syscalls) as ours:
+        with pytest.raises(TransferError):
+            ours.save(1, trained()[2], wait=False)
+        assert (ours.stats.saves, ours.stats.failures) == (0, 1)
 
 
 PROGRAM = """

@@ -28,7 +28,7 @@ from penstock.checkpoint.leaves import Leaf
 from penstock.checkpoint.moves import Plain, Region
 from penstock.checkpoint.prepared import Prepared
 from penstock.checkpoint.store import Saved
-from penstock.core.errors import CheckpointError, PenstockWarning
+from penstock.core.errors import CheckpointError, PenstockError, PenstockWarning
 from penstock.core.locks import condition
 from penstock.core.units import MIB
 
@@ -180,11 +180,14 @@ class Saving:
         try:
             with having_threads("a checkpoint"):
                 self._thread.start()
-        except BaseException:
-            self._over = True  # nobody reads: the optimizers must not wait for that
+            self._let_change(unsteady)
+        except BaseException:  # nobody is given this, to wait for it
             self._let_go()
+            if self._thread.ident is None:
+                self._over = True  # nobody reads: the optimizers must not wait for that
+            else:
+                self._thread.join()
             raise
-        self._let_change(unsteady)
         self.stall_s += time.perf_counter() - start
 
     @property
@@ -230,7 +233,11 @@ class Saving:
                     return end
                 if source.was_changed:
                     return 0, 0  # the thread that writes will say so
-                copy = source.copied(piece, self._fresh.memory(nbytes))
+                try:
+                    memory = self._fresh.memory(nbytes)
+                except PenstockError:  # there is none: as if no more were allowed
+                    return end
+                copy = source.copied(piece, memory)
                 self.copied_bytes += nbytes
                 with self._changed:
                     source.take(piece, copy)

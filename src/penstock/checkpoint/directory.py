@@ -124,7 +124,7 @@ class Checkpointer:
         self._room = Room.within(parse_bytes(memory, what="memory"), self._store.block_bytes)
         self._reuse = reuse and not incremental
         self._clock = clock
-        self._saving: tuple[Saving, int] | None = None
+        self._saving: tuple[Saving, float] | None = None  # and what its stall was when it had begun
         self._last_due: tuple[int, float] | None = None
         self._stalled_s = 0.0
         self._store.disk.make_path(self.directory)
@@ -203,6 +203,8 @@ class Checkpointer:
         step = operator.index(step)
         start = self._clock()
         self._settle()
+        settled = self._clock()
+        waits = wait or is_wanted()
         path = os.path.join(root.path, name_of_step(step))
         private: list[Any] = []
         prepared = self._store.prepare(state, private=private)
@@ -226,14 +228,14 @@ class Checkpointer:
             )
 
         try:
-            if wait or is_wanted():
-                saved = self._count(write(), start)
+            if waits:
+                saved = self._count(write(), settled)
                 for each in listeners:
                     each.saved(path, step, state)
                 return saved
-            return self._begin(state, prepared, private, write, step)
+            return self._begin(state, prepared, private, write, settled)
         except PenstockError:
-            self.stats.failures += wait
+            self.stats.failures += waits
             raise
         finally:
             self._held_up(start)
@@ -241,7 +243,11 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait until what is on its way is durable. Raises what went wrong with it."""
         self._check_open()
-        self._finish()
+        start = self._clock()
+        try:
+            self._finish()
+        finally:
+            self._held_up(start)
 
     def checkpoints(self) -> list[Info]:
         """What there is, the latest step first. Raises TransferError."""
@@ -317,9 +323,10 @@ class Checkpointer:
             root.close()
 
     def _begin(
-        self, state: object, prepared: Prepared, private: list[Any], write: Any, step: int
+        self, state: object, prepared: Prepared, private: list[Any], write: Any, start: float
     ) -> Saving:
         optimizers = optimizers_in(state)
+        prepared_s = self._clock() - start
         saving = Saving(
             prepared,
             write,
@@ -327,7 +334,8 @@ class Checkpointer:
             optimizers=optimizers,
             budget_bytes=self._room.copies_bytes,
         )
-        self._saving = saving, step
+        saving.stall_s += prepared_s
+        self._saving = saving, saving.stall_s
         return saving
 
     def _settle(self) -> None:
@@ -340,8 +348,9 @@ class Checkpointer:
     def _finish(self, root: Directory | None = None) -> None:
         if self._saving is None:
             return
-        saving, _ = self._saving
+        saving, known_s = self._saving
         self._saving = None
+        self._stalled_s += saving.stall_s - known_s  # in steps; what calls take is counted there
         try:
             saved = saving.wait()
         except PenstockError:
@@ -350,10 +359,11 @@ class Checkpointer:
         finally:
             self.stats.stall_s += saving.stall_s
             self.stats.copied_bytes += saving.copied_bytes
-            self._stalled_s += saving.stall_s
         if self._interval is not None:
             self._interval.saved(stall_s=saving.stall_s, busy_s=saved.seconds)
+        start = self._clock()
         self._add(saved, root)
+        self.stats.stall_s += self._clock() - start
 
     def _count(self, saved: Saved, start: float) -> Saved:
         self._add(saved, None)
