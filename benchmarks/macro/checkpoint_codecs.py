@@ -1,7 +1,7 @@
 """What lossless codecs make of checkpoints: bytes, and the time that they take, of trained states.
 
 Networks of the poster's, some scaled down, are trained for some steps on their data and saved plain and
-with each codec; the weights that are loaded are compared by a fingerprint of all their bits. Times are of
+with each codec; what is loaded is compared by a fingerprint of all its bits. Times are of
 the processor, for the save and the load each: what waits for flash is not in them.
 
     python benchmarks/macro/checkpoint_codecs.py --dir /nvme/scratch
@@ -56,8 +56,7 @@ def measure(name, directory):
             start = time.process_time()
             saved = checkpoint.save(folder / "a", state, codec=codec)
             save_s = time.process_time() - start
-            with torch.no_grad():
-                next(iter(training.module.parameters())).zero_()
+            training.wipe()
             start = time.process_time()
             checkpoint.load(folder / "a", state)
             load_s = time.process_time() - start

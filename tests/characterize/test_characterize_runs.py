@@ -15,10 +15,11 @@ import torch
 from test_characterize_results import SCHEMA
 
 from penstock import WorkerError, zoo
-from penstock.characterize import Settings, characterize
+from penstock.characterize import Settings, characterize, saving
 from penstock.characterize.halves import halves, tied, whole_loss
 from penstock.characterize.networks import NETWORKS
 from penstock.characterize.teams import hire
+from penstock.characterize.training import Training
 from penstock.cli import main
 
 SMALL = {"scale": 0.05, "epochs": 1, "steps": 1, "seconds": 0.05}
@@ -87,6 +88,26 @@ def test_a_run_from_the_command_line_leaves_its_results_and_nothing_else(disk_pa
     assert record["dram"]["written_bytes"] == 0  # the checkpoint has it
     assert not list(place.iterdir())
     assert not workers()
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer", None])
+@pytest.mark.parametrize("way", ["torch_save", "sync"])
+def test_a_restore_that_leaves_a_part_out_is_noticed(part, way, disk_path, monkeypatch):
+    training = Training("resnet18", scale=0.05, parallel="none", device=torch.device("cpu"))
+    wanted = training.fingerprint()
+    saving.save(training, way, disk_path / "way", steps=0, step_s=1.0)
+    if part is not None:
+        whole = saving._LOADS[way]
+
+        def partly(training, folder):
+            whole(training, folder)
+            last = list(training.module.parameters())[-1]
+            (last if part == "model" else training.optimizer.state[last]["momentum_buffer"]).zero_()
+
+        monkeypatch.setitem(saving._LOADS, way, partly)
+    with torch.no_grad():
+        found = saving.restore(training, way, disk_path / "way", wanted=wanted)
+    assert found["same"] is (part is None)
 
 
 def test_what_makes_no_sense_is_said_in_a_line(disk_path, capsys):

@@ -321,6 +321,14 @@ def test_a_manager_puts_it_to_sleep_and_has_it_fetch_and_go_on(trained, ends):
     assert "its manager wakes it" in told[0]
 
 
+def test_the_space_of_a_channel_is_there_before_the_disk_is_full(ends):
+    manager, _ = ends
+    for change in (lambda: None, manager.clear):
+        change()
+        facts = os.stat(manager.path)
+        assert (facts.st_size, facts.st_blocks * 512 >= 8192) == (8192, True)
+
+
 def test_a_signal_does_not_put_to_sleep_what_a_manager_runs(trained, ends):
     """The manager would take it for awake, and wait for its turn to pass for ever."""
     session, model, optimizer = trained

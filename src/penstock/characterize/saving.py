@@ -52,12 +52,11 @@ def save(
     return made
 
 
-def restore(training: Training, way: str, folder: Path, *, wanted: int) -> dict[str, Any]:
-    """Restore what ``save`` has left, cold; ``restore_s``, and whether the weights are those wanted."""
+def restore(training: Training, way: str, folder: Path, *, wanted: str) -> dict[str, Any]:
+    """Restore what ``save`` has left, cold; ``restore_s``, and whether its bits are those wanted."""
     if not training.saves:
         return {}
-    with torch.no_grad():
-        next(iter(training.module.parameters())).zero_()
+    training.wipe()
     _drop(folder)
     start = time.perf_counter()
     _LOADS[way](training, folder)

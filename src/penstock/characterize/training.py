@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import Any, Final
 
 import torch
+import xxhash
 
 from penstock import checkpoint, zoo
 from penstock.characterize.data import batches
@@ -89,13 +90,25 @@ class Training:
             found |= {v.data_ptr(): v.nbytes for v in state.values() if torch.is_tensor(v)}
         return sum(found.values())
 
-    def fingerprint(self) -> int:
-        """Of all bits of the parameters, to be compared before and after a restore."""
-        total = 0
+    def fingerprint(self) -> str:
+        """Of all bits of parameters and states of the optimizer, compared before and after a restore."""
+        total = xxhash.xxh3_128()
+        for each in self._tensors():
+            plain = each.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            total.update(plain.numpy().data)
+        return total.hexdigest()
+
+    @torch.no_grad()
+    def wipe(self) -> None:
+        """Have none of those bits any more."""
+        for each in self._tensors():
+            each.zero_()
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
         for each in self.module.parameters():
-            words = each.detach().cpu().contiguous().view(torch.int32)
-            total = (total * 31 + int(words.to(torch.int64).sum())) % (1 << 61)
-        return total
+            yield each
+            kept = self.optimizer.state.get(each, {})
+            yield from (kept[name] for name in sorted(kept) if torch.is_tensor(kept[name]))
 
     def _begin(self, stage: str) -> None:
         self.data, made = batches(self._config, self._case.batch, stage, seed=self._seed)

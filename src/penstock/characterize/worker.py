@@ -41,7 +41,7 @@ class Worker:
             told["network"], scale=told["scale"], parallel=told["parallel"], device=device
         )
         self._session: penstock.Session | None = None
-        self._saved: dict[str, int] = {}
+        self._saved: dict[str, str] = {}
 
     def facts(self) -> dict[str, Any]:
         """What is trained."""
