@@ -135,6 +135,13 @@ def test_a_dead_writers_leftovers_are_removed(disk_path):
         assert os.listdir(disk_path) == []
 
 
+def test_what_another_saves_there_now_is_no_leftover(disk_path):
+    with small_store().claimed(str(disk_path / "mine")):
+        with checkpointer(disk_path) as ours:
+            ours.save(1, state(1))
+        assert (disk_path / ".mine.saving").is_dir()
+
+
 @pytest.mark.parametrize("kind", ["link", "file"])
 @pytest.mark.parametrize("reuse", [True, False])
 def test_what_is_called_a_checkpoint_and_is_no_directory_holds_up_nobody(kind, reuse, disk_path):

@@ -410,6 +410,33 @@ def test_a_writer_that_has_just_finished_makes_room(disk_path):
     assert_same(STORE.load(disk_path / "a"), state(1))
 
 
+def test_a_directory_that_got_its_name_just_before_it_was_locked_is_not_written_to(disk_path):
+    """Its writer has finished: this one must not write into a checkpoint that is there."""
+
+    class Late(Disk):
+        def open_in(self, parent, name):
+            opened = super().open_in(parent, name)
+            if not seen:
+                (disk_path / name).rename(disk_path / "theirs")
+            seen.append(name)
+            return opened
+
+    seen = []
+    (disk_path / ".a.saving").mkdir()
+    small_store(disk=Late()).save(disk_path / "a", state(1))
+    assert len(seen) > 1
+    assert os.listdir(disk_path / "theirs") == []
+    assert_same(STORE.load(disk_path / "a"), state(1))
+
+
+def test_a_file_that_is_longer_than_it_was_written_is_damage(disk_path):
+    STORE.save(disk_path / "a", state(1))
+    path = files_of(disk_path / "a")[0]
+    path.write_bytes(path.read_bytes() + b"\0")
+    with pytest.raises(DamagedError, match="bytes long and was written with"):
+        STORE.load(disk_path / "a")
+
+
 def test_anyone_can_read_the_data_files(disk_path):
     """By the rules of the format, and with its own library where there is one."""
     saved = state(4)
