@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from checkpoint_runs import assert_same, small_store
+from checkpoint_runs import BLOCK, assert_same, small_store
 
 from penstock import CheckpointError, PenstockWarning, TransferError
 from penstock.checkpoint import Checkpointer, Saving, directory
@@ -122,6 +122,22 @@ def test_a_step_waits_for_what_is_over_the_budget(budget, gate, disk_path):
         assert (saving.copied_bytes > 0) is (budget != 0)
         ours.wait()
         check(ours.load(), before)
+
+
+def test_what_has_been_read_is_not_copied(gate, disk_path):
+    weights, optimizer, state = trained()
+    with stored(disk_path, gate) as ours:
+        saving = ours.save(1, state, wait=False)
+        gate.let_through(8 * MIB // BLOCK)
+        end = time.monotonic() + 20
+        while saving._released < (3, 0) and time.monotonic() < end:
+            time.sleep(0.001)
+        step(weights, optimizer)
+        gate.open()
+        ours.wait()
+        assert (
+            0 < saving.copied_bytes <= 3 * SIZE * 4 + 64
+        )  # of six tensors, each a file of its own
 
 
 def test_what_may_change_at_any_moment_is_copied_at_once(gate, disk_path):

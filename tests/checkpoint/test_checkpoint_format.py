@@ -171,6 +171,49 @@ def test_what_parsers_of_json_let_through_is_refused(more, why, saved):
         STORE.load(saved)
 
 
+def small(**changes):
+    """A manifest of two owners and a view, which fill their file; lengths are exact."""
+    made = {
+        "penstock_checkpoint": 2, "block_bytes": 4096, "checksum": "xxh3-128", "facts": {}, "state": {},
+        "files": [{"name": "a", "nbytes": 72, "sums": ["0" * 32]}],
+        "tensors": [
+            {"name": "x", "dtype": "uint8", "shape": [32], "file": 0, "offset": 8},
+            {"name": "y", "dtype": "uint8", "shape": [1024], "file": 0, "offset": 40,
+             "codec": "narrow", "stored": 32},
+            {"name": "v", "dtype": "uint8", "shape": [4, 4], "strides": [8, 1], "owner": 0, "skip": 4},
+        ],
+    }  # fmt: skip
+    for place, value in changes.items():
+        *way, last = place.split("__")
+        inner = made
+        for key in way:
+            inner = inner[int(key) if key.isdecimal() else key]
+        inner[int(last) if last.isdecimal() else last] = value
+    return sealed(made)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"tensors__1__offset": 39}, "overlap"),
+        ({"tensors__1__offset": 41}, "longer than its file"),
+        ({"tensors__1__shape": [1025]}, "cannot stand for"),
+        ({"tensors__2__skip": 5}, "does not lie within"),
+        ({"tensors__0__strides": [1]}, "view of no owner"),
+        ({"penstock_checkpoint": 1}, "version 1 has not"),
+        ({"files": [{"name": "a", "nbytes": 72, "sums": ["0" * 32]},
+                    {"name": "A", "nbytes": 0, "sums": []}]}, "the same name"),
+        ({"files__0__nbytes": 4097}, "has 1 checksums"),
+        ({"block_bytes": 4097}, "none of this format"),
+    ],
+)  # fmt: skip
+def test_every_bound_is_exact(changes, why):
+    """What breaks a rule by one is refused for that, and what keeps it is not."""
+    Manifest.decode(small())
+    with pytest.raises(FormError, match=why):
+        Manifest.decode(small(**changes))
+
+
 @pytest.mark.parametrize("what", ["state", "facts"])
 def test_nothing_walks_what_is_deeper_than_any_value(what, saved):
     """asdict, for one, calls itself three times a level."""

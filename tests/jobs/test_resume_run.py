@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -264,3 +265,21 @@ def test_a_directory_keeps_one_run_at_a_time(tmp_path):
     assert os.waitpid(child, 0)[1] == 0
     os.close(held)
     os.close(second.hold())
+
+
+def test_of_two_optimizers_of_a_kind_both_are_compared(disk_path, keeper_for):
+    """As a generator and a discriminator have them: their states have the same names."""
+    model = torch.nn.Linear(256, 256)
+    ours = [torch.optim.SGD([each], lr=0.0, momentum=0.9) for each in model.parameters()]
+    job = SimpleNamespace(modules=[("", model)], optimizers=ours)
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    for each in ours:
+        each.step()
+    keeper_for().keep(job, 1)
+    listeners.clear()
+    keeper_for(resume=True).step_over(job, 1)
+    listeners.clear()
+    ours[0].state[model.weight]["momentum_buffer"].add_(1)
+    with pytest.raises(SuspendError, match=r"1 of \d+ parts .*: SGD.state.0.momentum_buffer"):
+        keeper_for(resume=True).step_over(job, 1)

@@ -17,7 +17,8 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
@@ -210,7 +211,7 @@ class Keeper:
             )
         if steps == before["steps"]:
             self._before = None
-            differ = _differing(dict(before["digests"]), dict(self._digests(job)))
+            differ = _differing(_told_apart(before["digests"]), _told_apart(self._digests(job)))
             if differ:
                 raise SuspendError(
                     f"--resume: after {steps} steps {len(differ)} of {len(before['digests'])} parts are"
@@ -330,6 +331,16 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _told_apart(digests: Iterable[Sequence[str]]) -> dict[str, str]:
+    """By name; two optimizers of a kind have parts of one name."""
+    made: dict[str, str] = {}
+    seen: Counter[str] = Counter()
+    for name, digest in digests:
+        seen[name] += 1
+        made[name if seen[name] == 1 else f"{name} ({seen[name]})"] = digest
+    return made
 
 
 def _differing(before: dict[str, str], now: dict[str, str]) -> list[str]:
