@@ -92,6 +92,44 @@ def test_damaged_ones_do_not_count_among_those_that_stay(disk_path):
         assert [each.step for each in ours.checkpoints()] == [3]
 
 
+def test_one_whose_file_is_gone_does_not_count_among_those_that_stay(disk_path):
+    with checkpointer(disk_path, keep=2) as ours:
+        for step in (1, 2):
+            ours.save(step, state(step))
+        next((disk_path / "step-000000000002").glob("*.safetensors")).unlink()
+        ours.save(3, state(3))
+        assert [(each.step, each.ok) for each in ours.checkpoints()] == [
+            (3, True), (2, False), (1, True)
+        ]  # fmt: skip
+
+
+def test_what_was_saved_last_stays_whatever_its_step(disk_path):
+    with checkpointer(disk_path, keep=1) as ours:
+        for step in (6, 3):
+            ours.save(step, state(step))
+        assert [each.step for each in ours.checkpoints()] == [6, 3]
+
+
+class Drawing:
+    """What draws numbers as it is loaded."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state_dict):
+        torch.rand(3), random.random()
+
+
+def test_what_draws_numbers_as_it_is_loaded_changes_no_generator(disk_path):
+    saved = training_state(part=Drawing(), zoo=Drawing())
+    store = small_store()
+    store.save(disk_path / "a", saved)
+    expected = torch.rand(2), random.random()
+    store.load(disk_path / "a", saved)
+    assert torch.equal(torch.rand(2), expected[0])
+    assert random.random() == expected[1]
+
+
 def test_two_writers_of_a_directory_are_refused(disk_path):
     with checkpointer(disk_path), pytest.raises(ConfigError, match="held by another"):
         checkpointer(disk_path)
