@@ -57,6 +57,8 @@ def assert_same(ours, theirs, path="state"):
         assert len(ours) == len(theirs), path
         for i, pair in enumerate(zip(ours, theirs, strict=True)):
             assert_same(*pair, f"{path}.{i}")
+    elif isinstance(ours, set | frozenset):
+        assert sorted(map(repr, ours)) == sorted(map(repr, theirs)), path
     else:
         assert repr(ours) == repr(theirs), path  # nan is not nan
 

@@ -200,7 +200,7 @@ def small(**changes):
         ({"tensors__1__shape": [1025]}, "cannot stand for"),
         ({"tensors__2__skip": 5}, "does not lie within"),
         ({"tensors__0__strides": [1]}, "view of no owner"),
-        ({"penstock_checkpoint": 1}, "version 1 has not"),
+        ({"penstock_checkpoint": 1}, "of version 2, and says 1"),
         ({"files": [{"name": "a", "nbytes": 72, "sums": ["0" * 32]},
                     {"name": "A", "nbytes": 0, "sums": []}]}, "the same name"),
         ({"files__0__nbytes": 4097}, "has 1 checksums"),
