@@ -436,6 +436,48 @@ def test_memory_that_cannot_be_opened_is_named_and_can_be_tried_again(disk_path,
     assert_same([each.detach() for each in model.parameters()], expected)
 
 
+def test_what_cannot_be_fetched_ahead_comes_with_the_rest(disk_path, monkeypatch):
+    """The reads before it went on into memory that the next ones were to fill."""
+    model = network()
+    expected = [each.detach().clone() for each in model.parameters()]
+    real = suspend.memory.open_to_refill
+    with session_in(disk_path, model) as session:
+        suspended = penstock.suspend(session)
+        opened = []
+
+        def refuse(which):
+            opened.append(which)
+            if len(opened) == 2:
+                raise TransferError(errno=12, op="mprotect", path="", offset_bytes=0, nbytes=0)
+            real(which)
+
+        monkeypatch.setattr(suspend.memory, "open_to_refill", refuse)
+        assert suspended.fetch(suspended.nbytes) == opened[0].nbytes
+        penstock.resume(session)
+    assert_same([each.detach() for each in model.parameters()], expected)
+
+
+def test_what_cannot_be_asked_for_stays_closed(disk_path, monkeypatch):
+    """It was left open, and full of zeros."""
+    model = network()
+    expected = [each.detach().clone() for each in model.parameters()]
+    with session_in(disk_path, model) as session:
+        suspended = penstock.suspend(session)
+        held = [each.held.pages for each in suspended._away]
+
+        def refuse(*_, **__):
+            raise ClosedError("not now")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(suspended._tier, "read", refuse)
+            with pytest.raises(SuspendError, match="not now"):
+                penstock.resume(session)
+        private = PrivateMemory()
+        assert not any(private.holds(each) for each in held)
+        penstock.resume(session)
+    assert_same([each.detach() for each in model.parameters()], expected)
+
+
 def test_no_space_is_said_before_anything_is_written(disk_path, monkeypatch):
     model = network()
     with session_in(disk_path, model) as session:

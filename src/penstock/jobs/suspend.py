@@ -177,7 +177,10 @@ class Suspended:
                 continue
             if there + each.held.nbytes > nbytes:
                 break
-            reads.append((each, *self._begin_read(each)))
+            try:
+                reads.append((each, *self._begin_read(each)))
+            except PenstockError:
+                break
             there += each.held.nbytes
         failed: dict[str, BaseException] = {}
         for each, transfer, buffer in reads:
@@ -259,7 +262,11 @@ class Suspended:
         assert ticket is not None
         if pages is not None:
             memory.open_to_refill(pages)
-            return self._tier.read(ticket, pages.address, keep_alive=away.held.storage), None
+            try:
+                return self._tier.read(ticket, pages.address, keep_alive=away.held.storage), None
+            except BaseException:
+                memory.close_to_all([pages])
+                raise
         buffer = torch.empty(ticket.window.nbytes + granule, dtype=torch.uint8)
         start = round_up(buffer.data_ptr(), granule) - buffer.data_ptr()
         target = buffer[start : start + ticket.window.nbytes]
@@ -276,15 +283,19 @@ class Suspended:
         assert ticket is not None
         try:
             transfer.wait()
-        except (PenstockError, OSError) as error:
+            if buffer is not None:
+                skew = ticket.window.skew
+                storage.resize_(ticket.nbytes)
+                storage.copy_(buffer[skew : skew + ticket.nbytes].clone().untyped_storage())
+        except (
+            PenstockError,
+            OSError,
+            RuntimeError,
+        ) as error:  # a device may be full: RuntimeError
             failed[away.held.name] = error
             if pages is not None:
                 memory.close_to_all([pages])
             return
-        if buffer is not None:
-            skew = ticket.window.skew
-            storage.resize_(ticket.nbytes)
-            storage.copy_(buffer[skew : skew + ticket.nbytes].clone().untyped_storage())
         away.back = True
 
     def open_for_exit(self) -> None:
