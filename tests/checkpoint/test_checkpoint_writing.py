@@ -1,0 +1,62 @@
+"""Files on their way: each is waited for, however many there are, and none is written of two moments."""
+
+import pytest
+import torch
+from checkpoint_runs import BLOCK, assert_same, small_store
+
+from penstock import CheckpointError
+from penstock.checkpoint.disk import Disk
+from penstock.checkpoint.writing import FilesWriter
+
+FILES = 100
+"""More than are kept open at once."""
+
+
+def many(fill=0.0):
+    return {f"t{i}": torch.full((BLOCK // 4,), fill + i) for i in range(FILES)}
+
+
+def test_of_more_files_than_are_open_at_once_each_is_waited_for(disk_path, monkeypatch):
+    finish, finished = Disk.finish, []
+
+    def noted(self, file, nbytes):
+        finished.append(file.path)
+        finish(self, file, nbytes)
+
+    monkeypatch.setattr(Disk, "finish", noted)
+    store = small_store(file_bytes=BLOCK)
+    store.save(disk_path / "a", many())
+    assert len(finished) == len(set(finished)) == FILES
+    assert_same(store.load(disk_path / "a"), many())
+
+
+@pytest.mark.parametrize("fails", [0, 30, FILES - 1])
+def test_a_file_that_cannot_be_waited_for_fails_the_save(disk_path, monkeypatch, fails):
+    finish, finished = Disk.finish, []
+
+    def refused(self, file, nbytes):
+        finished.append(file.path)
+        if len(finished) == fails + 1:
+            raise CheckpointError("not durable")
+        finish(self, file, nbytes)
+
+    monkeypatch.setattr(Disk, "finish", refused)
+    with pytest.raises(CheckpointError, match="not durable"):
+        small_store(file_bytes=BLOCK).save(disk_path / "a", many())
+    assert not list(disk_path.iterdir())
+
+
+def test_what_changes_between_being_compared_and_being_written_is_refused(disk_path, monkeypatch):
+    store, x = small_store(), torch.zeros(BLOCK)
+    store.save(disk_path / "a", {"x": x})
+    x[-1] = 1  # in the last block: those before it are compared, and written only then
+    make = FilesWriter.make
+
+    def changing(*words):
+        x[0] = 2
+        return make(*words)
+
+    monkeypatch.setattr(FilesWriter, "make", changing)
+    with pytest.raises(CheckpointError, match="changed while it was saved"):
+        store.save(disk_path / "b", {"x": x}, base=disk_path / "a")
+    assert [each.name for each in disk_path.iterdir()] == ["a"]
