@@ -188,8 +188,8 @@ def compare(depth: int, options: argparse.Namespace) -> dict[str, Any]:
         out = child.ask("suspend")
         during = child.resident_bytes
         time.sleep(SLEEP_S)
-        limit = plain_limit(options.dir, out["nbytes"])
         back = child.ask("resume")
+        limit = plain_limit(options.dir, out["nbytes"])  # its memory is away for as long
         assert back["weight"] == weight, "weights have changed"
         held = before - bare_bytes
         rounds.append(

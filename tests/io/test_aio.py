@@ -279,6 +279,7 @@ def test_interrupted_while_it_asks(file):
     source, target = aligned(3 * PIECE_BYTES, seed=1), aligned(3 * PIECE_BYTES)
     for count in range(1, 100):
         engine = AioEngine(2, PIECE_BYTES)
+        gc.disable()  # else an engine of another test may be abandoned there, and that interrupted
         sys.settrace(interrupted_at(count))
         try:
             transfer = move(engine, "write", file, 0, source)
@@ -289,6 +290,7 @@ def test_interrupted_while_it_asks(file):
             through = True
         finally:
             sys.settrace(None)
+            gc.enable()
         transfer.wait(PATIENCE_S)
         move(engine, "read", file, 0, target).wait(PATIENCE_S)
         assert np.array_equal(source, target)
