@@ -306,6 +306,36 @@ def test_a_failure_during_a_save_keeps_the_last_one(disk_path):
         assert_same(ours.load(), state(1))
 
 
+@pytest.mark.parametrize("reuse", [True, False])
+def test_what_cannot_be_retired_is_told_and_the_save_is_good(disk_path, monkeypatch, reuse):
+    """It was raised, as if the save had failed."""
+    retire, spans = Checkpointer._retire, []
+
+    def noted(self, *args):
+        begin = len(fuse.calls)
+        retire(self, *args)
+        spans.append(range(begin, len(fuse.calls)))
+
+    monkeypatch.setattr(Checkpointer, "_retire", noted)
+    fuse = Fuse()
+    with checkpointer(disk_path / "count", keep=1, reuse=reuse, store=fused_store(fuse)) as ours:
+        ours.save(1, state(1))
+        ours.save(2, state(2))
+    assert spans[1]
+    for at in spans[1]:
+        path, fuse = disk_path / f"a{at}", Fuse(at, no_space())
+        with checkpointer(path, keep=1, reuse=reuse, store=fused_store(fuse)) as ours:
+            ours.save(1, state(1))
+            with pytest.warns(
+                PenstockWarning, match="step-000000000002' is saved, but what is older"
+            ):
+                ours.save(2, state(2))
+            assert (ours.stats.saves, ours.stats.failures) == (2, 0)
+            assert_same(ours.load(), state(2))
+            ours.save(3, state(3))
+            assert [each.step for each in ours.checkpoints()] == [3]
+
+
 def test_what_did_not_change_is_shared(disk_path):
     with checkpointer(disk_path, keep=1, incremental=True) as ours:
         old = state(1)

@@ -127,6 +127,7 @@ def test_one_name_has_the_old_one_or_the_new_after_a_kill_and_a_loss_of_power(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is saved, but what is older")
 @pytest.mark.parametrize("kind", ["one", "linked"])
 def test_what_a_failed_sync_has_left_in_doubt_is_not_relied_on(kind, disk_path, monkeypatch):
     settings = KINDS[kind]

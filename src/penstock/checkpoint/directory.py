@@ -378,7 +378,16 @@ class Checkpointer:
         self.stats.write_s += saved.seconds
         self.stats.written_bytes += saved.written_bytes
         self.stats.reused_bytes += saved.reused_bytes
-        self._retire(self._check_open() if root is None else root, saved.path)
+        root = self._check_open() if root is None else root
+        try:
+            self._retire(root, saved.path)
+        except TransferError as error:
+            warnings.warn(
+                f"{saved.path!r} is saved, but what is older could not be removed: {error}; the next"
+                " save tries again",
+                PenstockWarning,
+                stacklevel=4,
+            )
 
     def _held_up(self, start: float) -> None:
         self._stalled_s += self._clock() - start
