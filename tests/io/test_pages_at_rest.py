@@ -3,22 +3,9 @@
 import numpy as np
 import pytest
 
+from pages_resident import resident_bytes
 from penstock.core.units import MIB
 from penstock.io import pages as memory
-
-
-def resident_bytes(pages):
-    """Of the mappings that lie within."""
-    found, within = 0, False
-    with open("/proc/self/smaps") as lines:
-        for line in lines:
-            head = line.split(maxsplit=1)[0]
-            if "-" in head and not head.endswith(":"):
-                start, end = (int(each, 16) for each in head.split("-"))
-                within = pages.address <= start and end <= pages.address + pages.nbytes
-            elif within and head == "Rss:":
-                found += 1024 * int(line.split()[1])
-    return found
 
 
 @pytest.mark.parametrize("again", [memory.open_again, memory.open_to_refill])

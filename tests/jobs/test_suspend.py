@@ -13,6 +13,7 @@ import torch
 
 import penstock
 from offload_runs import assert_nothing_held, same_bits, session_in
+from pages_resident import resident_bytes
 from penstock import checkpoint
 from penstock.checkpoint.store import Store
 from penstock.core.errors import (
@@ -27,7 +28,7 @@ from penstock.core.units import MIB
 from penstock.io import pages
 from penstock.io.pages import PrivateMemory, whole_pages
 from penstock.io.threads import ThreadEngine
-from penstock.jobs import suspend
+from penstock.jobs import returning, suspend
 from penstock.jobs.state import LEAST_BYTES, storages_of
 from penstock.optim import FlashAdamW
 from penstock.testing.faults import GatedSyscalls
@@ -440,7 +441,7 @@ def test_what_cannot_be_fetched_ahead_comes_with_the_rest(disk_path, monkeypatch
     """The reads before it went on into memory that the next ones were to fill."""
     model = network()
     expected = [each.detach().clone() for each in model.parameters()]
-    real = suspend.memory.open_to_refill
+    real = returning.memory.open_to_refill
     with session_in(disk_path, model) as session:
         suspended = penstock.suspend(session)
         opened = []
@@ -451,8 +452,8 @@ def test_what_cannot_be_fetched_ahead_comes_with_the_rest(disk_path, monkeypatch
                 raise TransferError(errno=12, op="mprotect", path="", offset_bytes=0, nbytes=0)
             real(which)
 
-        monkeypatch.setattr(suspend.memory, "open_to_refill", refuse)
-        assert suspended.fetch(suspended.nbytes) == opened[0].nbytes
+        monkeypatch.setattr(returning.memory, "open_to_refill", refuse)
+        assert suspended.fetch(suspended.nbytes) == suspended.nbytes - opened[1].nbytes
         penstock.resume(session)
     assert_same([each.detach() for each in model.parameters()], expected)
 
@@ -474,6 +475,33 @@ def test_what_cannot_be_asked_for_stays_closed(disk_path, monkeypatch):
                 penstock.resume(session)
         private = PrivateMemory()
         assert not any(private.holds(each) for each in held)
+        penstock.resume(session)
+    assert_same([each.detach() for each in model.parameters()], expected)
+
+
+def test_after_ctrl_c_in_a_resume_all_that_is_not_back_is_closed_and_takes_no_memory(
+    disk_path, monkeypatch
+):
+    model = network()
+    expected = [each.detach().clone() for each in model.parameters()]
+    with session_in(disk_path, model) as session:
+        suspended = penstock.suspend(session)
+        held = [each.held.pages for each in suspended._away]
+        real, transfers = suspended._tier.read, []
+
+        def interrupted(*words, **named):
+            if transfers:
+                raise KeyboardInterrupt
+            transfers.append(real(*words, **named))
+            return transfers[0]
+
+        with monkeypatch.context() as patched:
+            patched.setattr(suspended._tier, "read", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                penstock.resume(session)
+        assert transfers[0].done
+        assert not any(PrivateMemory().holds(each) for each in held)
+        assert not any(resident_bytes(each) for each in held)
         penstock.resume(session)
     assert_same([each.detach() for each in model.parameters()], expected)
 

@@ -19,6 +19,7 @@ from penstock.checkpoint.manifest import TensorEntry
 from penstock.core.units import MIB, round_up
 from penstock.io.files import open_unlinked_buffered
 from penstock.io.mapping import PAGE_BYTES, Mapping
+from penstock.io.pages import Pages
 
 _CHUNK_BYTES: Final = 64 * MIB
 """Tensors share mappings of about this, which live as long as any of them."""
@@ -28,7 +29,11 @@ _LARGE_BYTES: Final = MIB
 
 
 class Fresh:
-    """Makes tensors; nothing of them is resident until something is written to them."""
+    """Makes tensors; nothing of them is resident until something is written to them.
+
+    Attributes:
+        pages: What they have taken of memory, oldest first; it lives as long as they do.
+    """
 
     def __init__(self, directory: str | None = None) -> None:
         """Begin.
@@ -36,7 +41,9 @@ class Fresh:
         Args:
             directory: Where a file without a name may be; None: in memory.
         """
+        self.pages: list[Pages] = []
         self._directory = directory
+        self._chunk_bytes = 0
         self._left: NDArray[np.uint8] = np.empty(0, np.uint8)
 
     def tensor(self, entry: TensorEntry) -> torch.Tensor:
@@ -57,8 +64,12 @@ class Fresh:
     def _take(self, nbytes: int) -> NDArray[np.uint8]:
         taken = round_up(nbytes, _ALIGNMENT_BYTES)
         if taken > self._left.nbytes:
-            self._left = self._chunk(round_up(max(taken, _CHUNK_BYTES), PAGE_BYTES))
+            self._chunk_bytes = round_up(max(taken, _CHUNK_BYTES), PAGE_BYTES)
+            self._left = self._chunk(self._chunk_bytes)
         memory, self._left = self._left[:nbytes], self._left[taken:]
+        if self.pages:
+            used = self._chunk_bytes - self._left.nbytes
+            self.pages[-1] = Pages(self.pages[-1].address, round_up(used, PAGE_BYTES))
         return memory
 
     def _chunk(self, nbytes: int) -> Any:
@@ -66,6 +77,7 @@ class Fresh:
             return _mapped_file(self._directory, nbytes)
         mapping = Mapping(nbytes)
         memory = mapping.array(0, nbytes)
+        self.pages.append(Pages(mapping.address, 0))
         weakref.finalize(memory, _let_go, mapping).atexit = False
         return memory
 

@@ -41,6 +41,7 @@ from penstock.checkpoint.values import FormError, Json
 from penstock.checkpoint.writing import Base, FilesWriter, Watcher
 from penstock.core.errors import CheckpointError, DamagedError
 from penstock.io.engine import Engine
+from penstock.io.supply import Supply
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -278,9 +279,10 @@ class Store:
             state = opened.manifest.state
             made = targets.value(state, ()) if into is None else targets.bind(into, state)
             targets.differences.check(where)
-            with self._engine() as engine:
+            regions = targets.regions()
+            with self._engine() as engine, Supply(targets.new_memory):
                 try:
-                    opened.read(targets.regions(), engine=engine)
+                    opened.read(regions, engine=engine)
                 except DamagedError as error:
                     if into is None:
                         raise

@@ -45,6 +45,7 @@ from penstock.checkpoint.values import (
 )
 from penstock.core.errors import CheckpointError
 from penstock.core.units import MIB
+from penstock.io.pages import Pages
 from penstock.optim import OnFlash
 
 _IN_MEMORY_BYTES: Final = 64 * MIB
@@ -119,6 +120,11 @@ class Targets:
         for regions in found.values():
             regions.sort(key=lambda each: each[0])
         return found
+
+    @property
+    def new_memory(self) -> list[Pages]:
+        """What tensors lie in that had no place. It lives as long as they do."""
+        return self._fresh.pages
 
     @torch.no_grad()
     def settle(self) -> None:

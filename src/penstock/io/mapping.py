@@ -23,8 +23,9 @@ from penstock.core.units import MIB, round_up
 HUGE_PAGE_BYTES: Final = 2 * MIB
 PAGE_BYTES: Final = mmap.PAGESIZE
 
+MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
+
 _MADV_NOHUGEPAGE: Final = 15
-_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
 _MREMAP_MAYMOVE_FIXED_DONTUNMAP: Final = 1 | 2 | 4  # Linux 5.7
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
@@ -78,7 +79,7 @@ class Mapping:
 
     def populate(self, offset: int, nbytes: int) -> bool:
         """Make a page-aligned range resident, contents unchanged; False on kernels before 5.14."""
-        return self._advise(_MADV_POPULATE_WRITE, offset, nbytes)
+        return self._advise(MADV_POPULATE_WRITE, offset, nbytes)
 
     def drop(self, offset: int, nbytes: int) -> bool:
         """Give the pages of a page-aligned range back to the system; contents become zero."""

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from penstock.core.errors import TransferError, transfer_error
 from penstock.core.units import round_down, round_up
-from penstock.io.mapping import HUGE_PAGE_BYTES, PAGE_BYTES
+from penstock.io.mapping import HUGE_PAGE_BYTES, MADV_POPULATE_WRITE, PAGE_BYTES
 
 _PROT_NONE: Final = 0
 _PROT_READ_WRITE: Final = 1 | 2
@@ -104,6 +104,15 @@ def close_to_all(pages: Sequence[Pages]) -> None:
         _call("mprotect", each, _PROT_NONE)
 
 
+def abandon(pages: Pages) -> None:
+    """Close pages whose contents nobody needs, and drop them if the system lets them go.
+
+    Raises TransferError if they cannot be closed.
+    """
+    close_to_all([pages])
+    _libc.madvise(pages.address, pages.nbytes, _MADV_DONTNEED)
+
+
 def open_again(pages: Pages) -> None:
     """Let the pages be written and read again; they are zeros until they are filled."""
     _call("mprotect", pages, _PROT_READ_WRITE)
@@ -118,6 +127,11 @@ def open_to_refill(pages: Pages) -> None:
     open_again(pages)
     if pages.nbytes >= HUGE_PAGE_BYTES:  # a refusal costs speed only
         _libc.madvise(pages.address, pages.nbytes, _MADV_HUGEPAGE)
+
+
+def populate(pages: Pages) -> bool:
+    """Make open pages resident, contents unchanged; False if the system refuses (before Linux 5.14)."""
+    return int(_libc.madvise(pages.address, pages.nbytes, MADV_POPULATE_WRITE)) == 0
 
 
 def trim_heap() -> None:

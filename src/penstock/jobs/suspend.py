@@ -19,43 +19,22 @@ import gc
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
 
 import torch
 
 from penstock.checkpoint.background import let_all_change
 from penstock.checkpoint.moves import await_devices
 from penstock.core.errors import ClosedError, ConfigError, PenstockError, SuspendError
-from penstock.core.units import MIB, round_up
 from penstock.io import pages as memory
-from penstock.io.engine import Transfer
 from penstock.jobs.job import Job
 from penstock.jobs.recall import Recall
+from penstock.jobs.returning import STAGED_BYTES, Away, Return
 from penstock.jobs.space import Space
 from penstock.jobs.state import Held, storages_of, tensors_of
 from penstock.tier.base import Ticket, Tier
 from penstock.tier.flash import StrPath
 
-STAGED_BYTES: Final = 256 * MIB
-"""How much of a device's memory waits in host memory to be written, or has been read for it."""
-
 _asleep: weakref.WeakSet[Suspended] = weakref.WeakSet()
-
-
-@dataclass(slots=True)
-class _Away:
-    """A storage on flash."""
-
-    held: Held
-    ticket: Ticket | None
-    """None: a checkpoint has it."""
-    gone: bool = False
-    """Whether its memory may have been given back."""
-    ahead: bool = False
-    """Whether its bytes are there again, closed still, and on flash as well."""
-    back: bool = False
-    """Whether it is there again, or still."""
 
 
 class Suspended:
@@ -95,13 +74,13 @@ class Suspended:
         self._recall = recall
         known = frozenset[Held]() if recall is None else recall.held
         self.written_bytes = sum(each.nbytes for each in held if each not in known)
-        self._away: list[_Away] = []
+        self._away: list[Away] = []
         try:
             self._write([each for each in held if each not in known])
         except BaseException:
             self._discard_all()
             raise
-        self._away += [_Away(each, None) for each in held if each in known]
+        self._away += [Away(each, None) for each in held if each in known]
         _asleep.add(self)
         try:
             self._give_back()
@@ -126,26 +105,7 @@ class Suspended:
                 assert each.held.pages is not None
                 memory.open_again(each.held.pages)
                 each.ahead, each.back = False, True
-        missing = [each for each in self._away if each.gone and not each.back]
-        failed: dict[str, BaseException] = {}
-        self._bring_back([each for each in missing if each.ticket is None], failed)
-        missing = [each for each in missing if each.ticket is not None]
-        reads: deque[tuple[_Away, Transfer, torch.Tensor | None]] = deque()
-        staged = 0
-        for each in missing:
-            try:
-                transfer, buffer = self._begin_read(each)
-            except PenstockError as refused:
-                failed[each.held.name] = refused
-                continue
-            reads.append((each, transfer, buffer))
-            staged += 0 if buffer is None else buffer.nbytes
-            while staged > STAGED_BYTES:
-                _, _, first = reads[0]
-                staged -= 0 if first is None else first.nbytes
-                self._end_read(*reads.popleft(), failed)
-        while reads:
-            self._end_read(*reads.popleft(), failed)
+        failed = self._bring_back([each for each in self._away if each.gone and not each.back])
         if failed:
             name, error = next(iter(failed.items()))
             raise SuspendError(
@@ -171,20 +131,16 @@ class Suspended:
                 memory.give_back(each.held.pages)
                 each.ahead = False
                 there -= each.held.nbytes
-        reads: list[tuple[_Away, Transfer, torch.Tensor | None]] = []
+        wanted = list[Away]()
         for each in self._away:
             if each.back or each.ahead or each.held.pages is None or each.ticket is None:
                 continue
             if there + each.held.nbytes > nbytes:
                 break
-            try:
-                reads.append((each, *self._begin_read(each)))
-            except PenstockError:
-                break
+            wanted.append(each)
             there += each.held.nbytes
-        failed: dict[str, BaseException] = {}
-        for each, transfer, buffer in reads:
-            self._end_read(each, transfer, buffer, failed)
+        self._bring_back(wanted)
+        for each in wanted:
             each.ahead, each.back = each.back, False
             if each.ahead and each.held.pages is not None:
                 memory.close_to_all([each.held.pages])
@@ -201,7 +157,7 @@ class Suspended:
                 source.copy_(each.storage)
             address, nbytes = each.pages or (source.data_ptr(), each.nbytes)
             ticket = self._tier.write(address, nbytes, keep_alive=source, label=each.name)
-            self._away.append(_Away(each, ticket))
+            self._away.append(Away(each, ticket))
             if each.pages is None:
                 staged.append(ticket)
                 while sum(one.nbytes for one in staged) > STAGED_BYTES:
@@ -240,63 +196,11 @@ class Suspended:
 
     # -- back -------------------------------------------------------------------------------------
 
-    def _bring_back(self, missing: Sequence[_Away], failed: dict[str, BaseException]) -> None:
-        """What a checkpoint has."""
-        if not missing:
-            return
-        assert self._recall is not None
-        place_of = self._recall.place_of  # in its order: files that were passed are closed
-        for each in sorted(missing, key=lambda one: place_of(one.held)):
-            assert each.held.pages is not None
-            try:
-                memory.open_to_refill(each.held.pages)
-                self._recall.bring_back(each.held)
-            except (PenstockError, OSError) as error:
-                failed[each.held.name] = error
-                memory.close_to_all([each.held.pages])
-            else:
-                each.back = True
-
-    def _begin_read(self, away: _Away) -> tuple[Transfer, torch.Tensor | None]:
-        pages, ticket, granule = away.held.pages, away.ticket, self._tier.spec.granule_bytes
-        assert ticket is not None
-        if pages is not None:
-            memory.open_to_refill(pages)
-            try:
-                return self._tier.read(ticket, pages.address, keep_alive=away.held.storage), None
-            except BaseException:
-                memory.close_to_all([pages])
-                raise
-        buffer = torch.empty(ticket.window.nbytes + granule, dtype=torch.uint8)
-        start = round_up(buffer.data_ptr(), granule) - buffer.data_ptr()
-        target = buffer[start : start + ticket.window.nbytes]
-        return self._tier.read(ticket, target.data_ptr(), keep_alive=target), target
-
-    def _end_read(
-        self,
-        away: _Away,
-        transfer: Transfer,
-        buffer: torch.Tensor | None,
-        failed: dict[str, BaseException],
-    ) -> None:
-        pages, storage, ticket = away.held.pages, away.held.storage, away.ticket
-        assert ticket is not None
-        try:
-            transfer.wait()
-            if buffer is not None:
-                skew = ticket.window.skew
-                storage.resize_(ticket.nbytes)
-                storage.copy_(buffer[skew : skew + ticket.nbytes].clone().untyped_storage())
-        except (
-            PenstockError,
-            OSError,
-            RuntimeError,
-        ) as error:  # a device may be full: RuntimeError
-            failed[away.held.name] = error
-            if pages is not None:
-                memory.close_to_all([pages])
-            return
-        away.back = True
+    def _bring_back(self, wanted: Sequence[Away]) -> dict[str, BaseException]:
+        """Have them filled and open; why some could not be, by name."""
+        coming = Return(wanted, tier=self._tier, recall=self._recall)
+        coming.run()
+        return coming.failed
 
     def open_for_exit(self) -> None:
         """The process ends: what cleans up behind it may touch what is left, which is zeros."""
