@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from _checkpoint_sides import SIDES, build, is_same, nbytes
+from _checkpoint_sides import SIDES, build, is_same, limit_s, nbytes
 
 
 def files_of(path):
@@ -118,6 +118,8 @@ def child(options):
         told["stall_s"] = side.stall_s
     if options.what != "save":
         told["same"] = loaded is None or is_same(loaded, options.layers, 1)
+    if options.what in getattr(side, "limits", ()):
+        told["limit_s"] = limit_s(path, options.what)
     sys.stdout.write("RESULT " + json.dumps(told) + "\n")
     sys.stdout.flush()
     os._exit(0)

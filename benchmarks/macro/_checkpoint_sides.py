@@ -54,22 +54,17 @@ def nbytes(state):
     return sum(each.nbytes for each in state.values())
 
 
-class Raw:
-    """One file, one piece of memory."""
+class Plain:
+    """The engine alone, and one piece of memory, in huge pages or in those of 4 KiB."""
 
-    def __init__(self, huge, reused=False):
-        self.huge, self.reused = huge, reused
-
-    def prepare(self, state):
+    def __init__(self, nbytes, huge=True):
         from penstock.io.aio import default_engine  # noqa: PLC0415
         from penstock.io.engine import Request  # noqa: PLC0415
-        from penstock.io.files import open_path  # noqa: PLC0415
         from penstock.io.mapping import Mapping  # noqa: PLC0415
 
-        self.request, self.open = Request, open_path
-        self.n = nbytes(state) // 4096 * 4096
+        self.request, self.n = Request, nbytes // 4096 * 4096
         self.engine = default_engine()
-        if self.huge:
+        if huge:
             self.mapping = Mapping(self.n)
             self.address = self.mapping.address
         else:
@@ -77,25 +72,42 @@ class Raw:
             self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.mapping))
         ctypes.memset(self.address, 1, self.n)
 
+    def move(self, op, places):
+        """All of the memory to or from some files, each with how much of it."""
+        transfers, start = [], 0
+        for file, nbytes in places:
+            for at in range(0, nbytes, PIECE):
+                length = min(PIECE, nbytes - at)
+                request = self.request(op=op, file=file, offset_bytes=at, address=self.address + start,
+                                       nbytes=length, keep_alive=None)  # fmt: skip
+                transfers.append(self.engine.submit(request))
+                start += length
+        for each in transfers:
+            each.wait()
+
+
+class Raw:
+    """One file, one piece of memory."""
+
+    def __init__(self, huge, reused=False):
+        self.huge, self.reused = huge, reused
+
+    def prepare(self, state):
+        from penstock.io.files import open_path  # noqa: PLC0415
+
+        self.open = open_path
+        self.plain = Plain(nbytes(state), self.huge)
+
     def before(self, state, path):
         if self.reused:
             path.mkdir()
             self._write(path, "x+")
 
-    def _move(self, op, file):
-        transfers = [
-            self.engine.submit(self.request(op=op, file=file, offset_bytes=at, address=self.address + at,
-                                            nbytes=min(PIECE, self.n - at), keep_alive=None))
-            for at in range(0, self.n, PIECE)
-        ]  # fmt: skip
-        for each in transfers:
-            each.wait()
-
     def _write(self, path, mode):
         file = self.open(path / "raw", mode)
         if mode == "x+":
-            file.preallocate(self.n)
-        self._move("write", file)
+            file.preallocate(self.plain.n)
+        self.plain.move("write", [(file, self.plain.n)])
         os.fsync(file.fd)
         file.close()
 
@@ -108,11 +120,33 @@ class Raw:
 
     def load(self, path, state):
         file = self.open(path / "raw", "r")
-        self._move("read", file)
+        self.plain.move("read", [(file, self.plain.n)])
         file.close()
 
 
+def limit_s(path, what):
+    """Seconds of the engine alone for the very files of a checkpoint; a save leaves them spoiled."""
+    from penstock.io.files import open_path  # noqa: PLC0415
+
+    op, mode = ("write", "r+") if what == "save" else ("read", "r")
+    newest = max(path.rglob("penstock.json"), key=lambda each: each.stat().st_mtime).parent
+    found = sorted(newest.glob("*.safetensors"))
+    files = [(open_path(each, mode), each.stat().st_size // 4096 * 4096) for each in found]
+    plain = Plain(sum(each for _, each in files))
+    start = time.perf_counter()
+    plain.move(op, files)
+    if what == "save":
+        for file, _ in files:
+            os.fsync(file.fd)
+    seconds = time.perf_counter() - start
+    for file, _ in files:
+        file.close()
+    return seconds
+
+
 class Ours:
+    limits = ("load",)
+
     def __init__(self, fresh=False):
         self.fresh = fresh
 
@@ -130,6 +164,8 @@ class Ours:
 
 class OursRetired:
     """A directory that keeps one checkpoint, and has the files of the one before that for the next."""
+
+    limits = ("save",)
 
     def prepare(self, state):
         from penstock.checkpoint import Checkpointer  # noqa: PLC0415

@@ -16,8 +16,11 @@ same round. The state has the shapes of BERT-Base with Adam's two moments: 597 f
 engine, and reads them back to huge pages that are resident; ``raw_small`` reads to resident pages of
 4 KiB, which is what the memory of torch's tensors is. ``raw_reused`` writes them over a file that has
 been written before, and ``ours_reused`` over the files of a retired checkpoint, as every save of a
-``Checkpointer`` does once one is retired. Peers that are not installed are left out, and recorded as
-absent; ``--peer-python`` names interpreters that have some. ``fastpersist`` is DeepSpeed's writer.
+``Checkpointer`` does once one is retired. Where a file lies on a device makes a difference to what can
+be had of it, so ``of_raw_there`` is a part of what the same engine does with huge pages and the very
+files of the checkpoint, in the same process, afterwards. Peers that are not installed are left out, and
+recorded as absent; ``--peer-python`` names interpreters that have some. ``fastpersist`` is DeepSpeed's
+writer.
 ``--parts`` gathers rounds over several sittings, each of them ended by ``--limit``.
 """
 
@@ -158,6 +161,9 @@ def figures(gathered):
         if limits:
             shares = [a / b for a, b in zip(rates, limits, strict=False)]
             told["of_raw"] = round(statistics.median(shares), 3)
+        if "limit_s" in rounds[0]:
+            shares = [each["limit_s"] / each["seconds"] for each in rounds]
+            told["of_raw_there"] = round(statistics.median(shares), 3)
         if "stall_s" in rounds[0]:
             told["stall_s"] = round(statistics.median(each["stall_s"] for each in rounds), 4)
         if what == "load":

@@ -1,11 +1,12 @@
 """A job is suspended and resumed in its process: how long, at what share of flash, and what RAM is back.
 
 A child trains a GPT-like stack with AdamW. Between two steps it is suspended and resumed, as often as
-there are rounds, each time first into new files and then into those that it has. Its resident memory is
-read from outside. In the same rounds, in turn with it, a plain limit: as many bytes, from huge pages, by
-threads with ``pwritev`` into a new file, once more into the same file, and back by ``preadv``. Beside
-that stands what people do today: a checkpoint by ``torch.save``, the end of the process, and a new one
-that loads it.
+there are rounds, each time first into new files and then into those that it has; first it is resumed at
+once, and then after some seconds, as a job that had to wait for another. Its resident memory is read from
+outside. In the same rounds, in turn with it, a plain limit: as many bytes, from huge pages, by threads
+with ``pwritev`` into a new file, into the very places that the child has written (what can be had of a
+device depends on the place), and back by ``preadv``, at once and after as long. Beside that stands what
+people do today: a checkpoint by ``torch.save``, the end of the process, and a new one that loads it.
 
     python benchmarks/macro/suspend.py --dir /nvme/scratch
 """
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +36,24 @@ import torch
 import _results
 import penstock
 from penstock.cli.bandwidth import Course
-from penstock.core.units import GIB, MIB
+from penstock.core.units import GIB, MIB, round_up
 from penstock.io import pages
 from penstock.io.aio import default_engine
+from penstock.io.engine import Request
+from penstock.io.files import open_path
 
 WIDTH = 2048
 LAYER_BYTES = 16 * WIDTH * WIDTH
 """Weights, gradients and two moments of a layer, in float32."""
-SLEEP_S = 1.0
-"""For so long memory is away: a virtual machine may have given it to its host by then."""
+SLEEP_S = 5.0
+"""For so long memory is away, a slice of another job: a virtual machine may have given it to its host."""
 RAM_TARGET, RATE_TARGET = 0.95, 0.9
-SHARES = (("first_suspend", "write"), ("suspend", "overwrite"), ("resume", "read"))
+SHARES = (
+    ("first_suspend", "write"),
+    ("suspend", "overwrite"),
+    ("resume_at_once", "read_at_once"),
+    ("resume", "read"),
+)
 """What is compared with which limit."""
 
 
@@ -99,12 +108,14 @@ def job(kind: str, depth: int, directory: str, load: str | None) -> None:
         answer(seconds=time.perf_counter() - begun)
         for line in sys.stdin:
             begun = time.perf_counter()
-            nbytes = 0
+            nbytes, places = 0, []
             match line.strip():
                 case "step":
                     step(model, optimizer, features)
                 case "suspend":
                     nbytes = penstock.suspend(session).nbytes
+                case "places":
+                    places = places_of(session)
                 case "resume":
                     penstock.resume(session)
                 case "forget":  # the files of the times before
@@ -115,7 +126,14 @@ def job(kind: str, depth: int, directory: str, load: str | None) -> None:
                     torch.save(
                         {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path
                     )
-            answer(seconds=time.perf_counter() - begun, nbytes=nbytes, weight=checksum(model, line))
+            seconds = time.perf_counter() - begun
+            answer(seconds=seconds, nbytes=nbytes, weight=checksum(model, line), places=places)
+
+
+def places_of(session: Any) -> list[tuple[int, int, int]]:
+    """Where a suspended job is: descriptors, offsets and lengths."""
+    pieces = [piece for each in session.suspended._away for piece in each.ticket.place.pieces]
+    return [(each.file.fd, each.offset_bytes, each.nbytes) for each in pieces]
 
 
 def step(model: Any, optimizer: Any, features: Any) -> None:
@@ -182,21 +200,23 @@ def compare(depth: int, options: argparse.Namespace) -> dict[str, Any]:
     for _ in range(options.rounds + 1):  # the first does not count
         child.ask("forget")
         first = child.ask("suspend")
-        child.ask("resume")
+        at_once = child.ask("resume")
         weight = child.ask("step")["weight"]
         before = child.resident_bytes
         out = child.ask("suspend")
         during = child.resident_bytes
         time.sleep(SLEEP_S)
+        places = child.ask("places")["places"]
         back = child.ask("resume")
-        limit = plain_limit(options.dir, out["nbytes"])  # its memory is away for as long
+        limit = plain_limit(options.dir, child, places)
         assert back["weight"] == weight, "weights have changed"
         held = before - bare_bytes
         rounds.append(
             {
                 "first_suspend_s": first["seconds"],
                 "suspend_s": out["seconds"],
-                "resume_s": back["seconds"] - summing(child),
+                "resume_at_once_s": at_once["seconds"],
+                "resume_s": back["seconds"],
                 "returned_share": (before - during) / held,
                 "held_bytes": held,
                 "moved_bytes": out["nbytes"],
@@ -215,24 +235,48 @@ def compare(depth: int, options: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
-def summing(child: Child) -> float:
-    """How long an answer takes in which nothing but the weights are added up."""
-    return float(child.ask("resume")["seconds"])  # it is resumed already
+def plain_limit(directory: str, child: Child, places: list[list[int]]) -> dict[str, float]:
+    """Seconds to write so much into a new file, and where the child has it, and to read that, by hand.
 
-
-def plain_limit(directory: str, nbytes: int) -> dict[str, float]:
-    """Seconds to write so much into a new file, and to read it into new memory, by hand."""
-    whole = nbytes // (64 * MIB) * (64 * MIB)
-    with Course([directory], whole, default_engine(), buffer_bytes=whole) as course:
-        took = {}
-        for kind, of in (("overwrite", "write"), ("overwrite", "overwrite"), ("read", "read")):
-            requests = list(course.requests(kind, whole, 0))
-            if of == "read":
-                pages.give_back(memory := pages.Pages(course.address, whole))
-                time.sleep(SLEEP_S)
-                pages.open_again(memory)
-            took[f"limit_{of}_s"] = course.plain_pass(requests) * nbytes / whole
+    The child is resumed, and needs what is there no more. What is read into is away as its memory was.
+    """
+    nbytes = sum(length for _, _, length in places)
+    whole = round_up(nbytes, 64 * MIB)
+    with (
+        ExitStack() as opened,
+        Course([directory], whole, default_engine(), buffer_bytes=whole) as course,
+    ):
+        files = {}
+        for fd in {fd for fd, _, _ in places}:
+            files[fd] = open_path(f"/proc/{child.process.pid}/fd/{fd}", "r+")
+            opened.callback(files[fd].close)
+        new = list(course.requests("overwrite", whole, 0))
+        took = {"limit_write_s": course.plain_pass(new) * nbytes / whole}
+        took["limit_overwrite_s"] = course.plain_pass(requests_of("write", course, files, places))
+        reads = requests_of("read", course, files, places)
+        for what, away_s in (("read_at_once", 0.0), ("read", SLEEP_S)):
+            pages.give_back(memory := pages.Pages(course.address, whole))
+            time.sleep(away_s)
+            pages.open_again(memory)
+            took[f"limit_{what}_s"] = course.plain_pass(reads)
     return took
+
+
+def requests_of(op: str, course: Course, files: Any, places: list[list[int]]) -> list[Request]:
+    made, address = [], course.address
+    for fd, offset, length in places:
+        made.append(
+            Request(
+                op=op,
+                file=files[fd],
+                offset_bytes=offset,
+                address=address,
+                nbytes=length,
+                keep_alive=None,
+            )
+        )
+        address += length
+    return made
 
 
 def by_checkpoint(child: Child, depth: int, directory: str) -> dict[str, float]:
@@ -259,7 +303,11 @@ def show(depth: int, one: dict[str, Any]) -> None:
         f" more in {one['suspend_s']['median']:.2f} s ({one['suspend_gb_per_s']['median']:.2f} GB/s,"
         f" {one['suspend_share_of_overwrite']['median']:.2f} of overwriting; wanted {RATE_TARGET}),"
         f" {one['returned_share']:.1%} of the memory is back (wanted {RAM_TARGET:.0%});"
-        f" resumed in {one['resume_s']['median']:.2f} s ({one['resume_gb_per_s']['median']:.2f} GB/s,"
+        f" resumed at once in {one['resume_at_once_s']['median']:.2f} s"
+        f" ({one['resume_at_once_gb_per_s']['median']:.2f} GB/s,"
+        f" {one['resume_at_once_share_of_read_at_once']['median']:.2f} of a plain read), after"
+        f" {SLEEP_S:.0f} s in {one['resume_s']['median']:.2f} s"
+        f" ({one['resume_gb_per_s']['median']:.2f} GB/s,"
         f" {one['resume_share_of_read']['median']:.2f} of a plain read); by torch.save and a restart"
         f" {one['by_checkpoint']['save_and_end_s']:.1f} s and"
         f" {one['by_checkpoint']['start_and_load_s']:.1f} s"
