@@ -22,10 +22,12 @@ from penstock import (
     TransferError,
     checkpoint,
 )
-from penstock.checkpoint import moves, prepared, values
+from penstock.checkpoint import moves, prepared, store, values
 from penstock.checkpoint.disk import Directory, Disk, lock
 from penstock.checkpoint.dtypes import DTYPES
+from penstock.core.units import MIB
 from penstock.io.arena import Arena
+from penstock.io.supply import Supply
 
 STORE = small_store()
 
@@ -569,3 +571,25 @@ def test_where_there_is_no_memory_for_another_block_it_is_said(disk_path, monkey
     with pytest.raises(TransferError):
         STORE.save(disk_path / "a", {"x": torch.randn(60 * BLOCK // 4)}, codec="byteplane")
     assert os.listdir(disk_path) == []
+
+
+def test_new_memory_is_asked_for_ahead_and_no_more_than_is_taken(disk_path, monkeypatch):
+    asked = []
+
+    class Noted(Supply):
+        def __init__(self, pages):
+            asked.extend(pages)
+            super().__init__(pages)
+
+    monkeypatch.setattr(store, "Supply", Noted)
+    sizes = {"large": 65 * MIB, "next": 40 * MIB, "third": 30 * MIB, "small": 1000}
+    old = {name: torch.full((size,), 7, dtype=torch.uint8) for name, size in sizes.items()}
+    checkpoint.save(disk_path / "a", old)
+    new = checkpoint.load(disk_path / "a")
+    assert_same(new, old)
+    for name in ("large", "next", "third"):
+        begin, end = new[name].data_ptr(), new[name].data_ptr() + sizes[name]
+        assert any(each.address <= begin and end <= each.address + each.nbytes for each in asked)
+    assert sum(each.nbytes for each in asked) == 135 * MIB
+    checkpoint.load(disk_path / "a", new)
+    assert sum(each.nbytes for each in asked) == 135 * MIB

@@ -1,9 +1,12 @@
 """Pages that were given back come back empty, writable, and no larger than before."""
 
+import mmap
+
 import numpy as np
 import pytest
 
 from pages_resident import resident_bytes
+from penstock.core.errors import TransferError
 from penstock.core.units import MIB
 from penstock.io import pages as memory
 
@@ -23,3 +26,21 @@ def test_pages_come_back_empty_and_no_larger(again, nbytes):
     assert not inside[1::4096].any()
     assert resident_bytes(pages) <= pages.nbytes
     assert held[:start].min() == 7 == held[start + pages.nbytes :].min()
+
+
+def test_what_is_abandoned_is_dropped_and_one_that_cannot_be_closed_keeps_no_other_open(
+    monkeypatch,
+):
+    held = np.full(64 * mmap.PAGESIZE, 7, np.uint8)
+    first = memory.whole_pages(held.ctypes.data, 20 * mmap.PAGESIZE)
+    second = memory.whole_pages(first.address + first.nbytes, 20 * mmap.PAGESIZE)
+    real, refuse = memory._libc.mprotect, iter([-1])
+    with monkeypatch.context() as patch:
+        patch.setattr(memory._libc, "mprotect", lambda *words: next(refuse, 0) or real(*words))
+        with pytest.raises(TransferError, match=f"{first.address:#x}"):
+            memory.abandon([first, second])
+    assert resident_bytes(first) == 0 == resident_bytes(second)
+    private = memory.PrivateMemory()
+    assert private.holds(first)
+    assert not private.holds(second)
+    memory.open_again(second)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from penstock.core.errors import TransferError, transfer_error
@@ -104,13 +104,21 @@ def close_to_all(pages: Sequence[Pages]) -> None:
         _call("mprotect", each, _PROT_NONE)
 
 
-def abandon(pages: Pages) -> None:
-    """Close pages whose contents nobody needs, and drop them if the system lets them go.
+def abandon(pages: Iterable[Pages]) -> None:
+    """Close pages whose contents nobody needs, and drop what the system lets go.
 
-    Raises TransferError if they cannot be closed.
+    Raises:
+        TransferError: Some cannot be closed; all others are.
     """
-    close_to_all([pages])
-    _libc.madvise(pages.address, pages.nbytes, _MADV_DONTNEED)
+    refused: TransferError | None = None
+    for each in pages:
+        try:
+            _call("mprotect", each, _PROT_NONE)
+        except TransferError as error:
+            refused = error
+        _libc.madvise(each.address, each.nbytes, _MADV_DONTNEED)
+    if refused is not None:
+        raise refused
 
 
 def open_again(pages: Pages) -> None:

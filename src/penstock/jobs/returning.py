@@ -88,9 +88,8 @@ class Return:
                 read.transfer.cancel()
                 with suppress(Exception):
                     read.transfer.wait()
-            for each in opened:
-                if not each.back and each.held.pages is not None:
-                    memory.abandon(each.held.pages)
+            lost = [each.held.pages for each in opened if not each.back]
+            memory.abandon(each for each in lost if each is not None)
 
     def _in_order(self) -> Iterator[Away]:
         """What a checkpoint has comes in the order of its files: those that were passed are closed."""
