@@ -30,6 +30,14 @@ else:
     settings.load_profile("penstock")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory):
+    """Indexes of data sets, here and in what is started: a user's own would be found again by path."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.mktemp("indexes")))
+        yield
+
+
 @pytest.fixture
 def disk_path(tmp_path):
     """A fresh directory that a flash tier accepts, also where ``/tmp`` is in memory."""

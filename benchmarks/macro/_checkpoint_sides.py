@@ -129,7 +129,7 @@ def limit_s(path, what):
     from penstock.io.files import open_path  # noqa: PLC0415
 
     op, mode = ("write", "r+") if what == "save" else ("read", "r")
-    newest = max(path.rglob("penstock.json"), key=lambda each: each.stat().st_mtime).parent
+    newest = max(path.rglob("manifest.json"), key=lambda each: each.stat().st_mtime).parent
     found = sorted(newest.glob("*.safetensors"))
     files = [(open_path(each, mode), each.stat().st_size // 4096 * 4096) for each in found]
     plain = Plain(sum(each for _, each in files))
