@@ -179,6 +179,8 @@ class Checkpointer:
     ) -> Saving | Saved:
         """Save the state after a step. One that is on its way is waited for first.
 
+        That older ones could not be removed is a PenstockWarning, for what was saved is good.
+
         Args:
             step: Its number. One that is there is replaced.
             state: As for :func:`penstock.checkpoint.save`.
