@@ -1,12 +1,14 @@
 """A job is suspended and resumed in its process: how long, at what share of flash, and what RAM is back.
 
-A child trains a GPT-like stack with AdamW. Between two steps it is suspended and resumed, as often as
-there are rounds, each time first into new files and then into those that it has; first it is resumed at
-once, and then after some seconds, as a job that had to wait for another. Its resident memory is read from
-outside. In the same rounds, in turn with it, a plain limit: as many bytes, from huge pages, by threads
-with ``pwritev`` into a new file, into the very places that the child has written (what can be had of a
-device depends on the place), and back by ``preadv``, at once and after as long. Beside that stands what
-people do today: a checkpoint by ``torch.save``, the end of the process, and a new one that loads it.
+A child trains a stack of layers with AdamW, large ones and small ones. Between two steps it is
+suspended and resumed, as often as there are rounds, each time first into new files and then into those
+that it has; first it is resumed at once, and then after some seconds, as a job that had to wait for
+another. Its resident memory is read from outside. In the same rounds, in turn with it, a plain limit:
+as many bytes, from huge pages, by threads with ``pwritev`` into a new file, into the very places that
+the child has written (what can be had of a device depends on the place), once and once more, and back
+by ``preadv``, at once and after as long, from and to memory that was away as the child's was. Beside
+that stands what people do today: a checkpoint by ``torch.save``, the end of the process, and a new one
+that loads it.
 
     python benchmarks/macro/suspend.py --dir /nvme/scratch
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -42,15 +45,15 @@ from penstock.io.aio import default_engine
 from penstock.io.engine import Request
 from penstock.io.files import open_path
 
-WIDTH = 2048
-LAYER_BYTES = 16 * WIDTH * WIDTH
-"""Weights, gradients and two moments of a layer, in float32."""
+WIDTH, SMALL_WIDTH = 2048, 256
+"""Of square layers: tensors of 16 MiB, and of 256 KiB."""
 SLEEP_S = 5.0
 """For so long memory is away, a slice of another job: a virtual machine may have given it to its host."""
 RAM_TARGET, RATE_TARGET = 0.95, 0.9
 SHARES = (
     ("first_suspend", "write"),
     ("suspend", "overwrite"),
+    ("suspend", "overwrite_again"),
     ("resume_at_once", "read_at_once"),
     ("resume", "read"),
 )
@@ -60,16 +63,20 @@ SHARES = (
 def main() -> None:
     options = parse()
     if options.child:
-        job(options.child, options.depth, options.dir, options.load)
+        job(options.child, options.depth, options.width, options.dir, options.load)
         return
     _results.warn_if_busy()
     figures = {}
-    for nbytes in options.bytes:
-        depth = max(1, round(nbytes / LAYER_BYTES))
-        figures[f"{depth * LAYER_BYTES / GIB:.2f} GiB"] = one = compare(depth, options)
-        show(depth, one)
+    sizes = [(each, WIDTH) for each in options.bytes] + [(options.bytes[0], SMALL_WIDTH)]
+    for nbytes, width in sizes:
+        depth = max(1, round(nbytes / layer_bytes(width)))
+        name = (
+            f"{depth * layer_bytes(width) / GIB:.2f} GiB, tensors of {4 * width * width >> 10} KiB"
+        )
+        figures[name] = one = compare(depth, width, options)
+        show(name, one)
     if not options.quick:
-        config = {"width": WIDTH, "rounds": options.rounds, "targets": [RAM_TARGET, RATE_TARGET]}
+        config = {"rounds": options.rounds, "targets": [RAM_TARGET, RATE_TARGET]}
         path = _results.write(Path(__file__).stem, figures, config, directory=options.dir)
         print(f"wrote {path.name}")
 
@@ -82,6 +89,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="two rounds, small; no result file")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--depth", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--width", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--load", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.quick:
@@ -89,16 +97,21 @@ def parse() -> argparse.Namespace:
     return options
 
 
+def layer_bytes(width: int) -> int:
+    """Weights, gradients and two moments of a layer, in float32."""
+    return 16 * width * width
+
+
 # -- the child ----------------------------------------------------------------------------------------
 
 
-def job(kind: str, depth: int, directory: str, load: str | None) -> None:
+def job(kind: str, depth: int, width: int, directory: str, load: str | None) -> None:
     """Trains a step for each line that it is sent, or does what the line says; answers with one."""
     begun = time.perf_counter()
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(depth)))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    features = torch.randn(8, WIDTH)
+    features = torch.randn(8, width)
     if load:
         state = torch.load(load, mmap=False)
         model.load_state_dict(state["model"])
@@ -121,6 +134,7 @@ def job(kind: str, depth: int, directory: str, load: str | None) -> None:
                 case "forget":  # the files of the times before
                     session.space.close()
                     session.space = None
+                    os.sync()  # the file system tells the device now what is free, and not later
                 case "save":
                     path = Path(directory) / "checkpoint.pt"
                     torch.save(
@@ -132,7 +146,7 @@ def job(kind: str, depth: int, directory: str, load: str | None) -> None:
 
 def places_of(session: Any) -> list[tuple[int, int, int]]:
     """Where a suspended job is: descriptors, offsets and lengths."""
-    pieces = [piece for each in session.suspended._away for piece in each.ticket.place.pieces]
+    pieces = [piece for each in session.suspended._parcels for piece in each.ticket.place.pieces]
     return [(each.file.fd, each.offset_bytes, each.nbytes) for each in pieces]
 
 
@@ -156,9 +170,15 @@ def answer(**what: Any) -> None:
 class Child:
     """A process that trains, and its resident memory as seen from outside."""
 
-    def __init__(self, depth: int, directory: str, load: Path | None = None) -> None:
+    def __init__(self, depth: int, width: int, directory: str, load: Path | None = None) -> None:
         command = [sys.executable, __file__, "--child", "job", "--depth", str(depth)]
-        command += ["--dir", directory, *(["--load", str(load)] if load else [])]
+        command += [
+            "--width",
+            str(width),
+            "--dir",
+            directory,
+            *(["--load", str(load)] if load else []),
+        ]
         begun = time.perf_counter()
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -187,12 +207,12 @@ class Child:
 # -- the parent ---------------------------------------------------------------------------------------
 
 
-def compare(depth: int, options: argparse.Namespace) -> dict[str, Any]:
-    bare = Child(1, options.dir)
+def compare(depth: int, width: int, options: argparse.Namespace) -> dict[str, Any]:
+    bare = Child(1, width, options.dir)
     bare.ask("step")
-    bare_bytes = bare.resident_bytes - LAYER_BYTES
+    bare_bytes = bare.resident_bytes - layer_bytes(width)
     bare.end()
-    child = Child(depth, options.dir)
+    child = Child(depth, width, options.dir)
     child.ask("step")
     child.ask("suspend")
     child.ask("resume")
@@ -223,7 +243,7 @@ def compare(depth: int, options: argparse.Namespace) -> dict[str, Any]:
                 **limit,
             }
         )
-    today = by_checkpoint(child, depth, options.dir)
+    today = by_checkpoint(child, depth, width, options.dir)
     figures: dict[str, Any] = {"rounds": rounds[1:], "by_checkpoint": today}
     for what, of in SHARES:
         ratios = [one[f"limit_{of}_s"] / one[f"{what}_s"] for one in rounds[1:]]
@@ -238,7 +258,9 @@ def compare(depth: int, options: argparse.Namespace) -> dict[str, Any]:
 def plain_limit(directory: str, child: Child, places: list[list[int]]) -> dict[str, float]:
     """Seconds to write so much into a new file, and where the child has it, and to read that, by hand.
 
-    The child is resumed, and needs what is there no more. What is read into is away as its memory was.
+    The child is resumed, and needs what is there no more. What is read into was away as its memory was,
+    and so was what is first written from: a virtual machine's host is slower with memory that is new to
+    it. Written once more it is not, and nearest to what the device itself can do.
     """
     nbytes = sum(length for _, _, length in places)
     whole = round_up(nbytes, 64 * MIB)
@@ -252,13 +274,17 @@ def plain_limit(directory: str, child: Child, places: list[list[int]]) -> dict[s
             opened.callback(files[fd].close)
         new = list(course.requests("overwrite", whole, 0))
         took = {"limit_write_s": course.plain_pass(new) * nbytes / whole}
-        took["limit_overwrite_s"] = course.plain_pass(requests_of("write", course, files, places))
+        writes = requests_of("write", course, files, places)
         reads = requests_of("read", course, files, places)
+        memory = pages.Pages(course.address, whole)
         for what, away_s in (("read_at_once", 0.0), ("read", SLEEP_S)):
-            pages.give_back(memory := pages.Pages(course.address, whole))
+            pages.give_back(memory)
             time.sleep(away_s)
             pages.open_again(memory)
             took[f"limit_{what}_s"] = course.plain_pass(reads)
+            if not away_s:  # from memory that has just come back at once, as the child's had
+                took["limit_overwrite_s"] = course.plain_pass(writes)
+                took["limit_overwrite_again_s"] = course.plain_pass(writes)
     return took
 
 
@@ -279,7 +305,7 @@ def requests_of(op: str, course: Course, files: Any, places: list[list[int]]) ->
     return made
 
 
-def by_checkpoint(child: Child, depth: int, directory: str) -> dict[str, float]:
+def by_checkpoint(child: Child, depth: int, width: int, directory: str) -> dict[str, float]:
     """Save, end the process, start another that loads it and has made a step."""
     path = Path(directory) / "checkpoint.pt"
     try:
@@ -287,21 +313,23 @@ def by_checkpoint(child: Child, depth: int, directory: str) -> dict[str, float]:
         begun = time.perf_counter()
         child.end()
         ended = time.perf_counter() - begun
-        other = Child(depth, directory, load=path)
+        other = Child(depth, width, directory, load=path)
         other.end()
     finally:
         path.unlink(missing_ok=True)
     return {"save_and_end_s": saved + ended, "start_and_load_s": other.started_s}
 
 
-def show(depth: int, one: dict[str, Any]) -> None:
+def show(name: str, one: dict[str, Any]) -> None:
     held = statistics.median(each["held_bytes"] for each in one["rounds"])
     print(
-        f"{held / GIB:.2f} GiB held: suspended into new files in"
+        f"{name}, {held / GIB:.2f} GiB held: suspended into new files in"
         f" {one['first_suspend_s']['median']:.2f} s ({one['first_suspend_gb_per_s']['median']:.2f} GB/s,"
         f" {one['first_suspend_share_of_write']['median']:.2f} of a plain write into a new file), once"
         f" more in {one['suspend_s']['median']:.2f} s ({one['suspend_gb_per_s']['median']:.2f} GB/s,"
-        f" {one['suspend_share_of_overwrite']['median']:.2f} of overwriting; wanted {RATE_TARGET}),"
+        f" {one['suspend_share_of_overwrite']['median']:.2f} of overwriting,"
+        f" {one['suspend_share_of_overwrite_again']['median']:.2f} of doing so again; wanted"
+        f" {RATE_TARGET}),"
         f" {one['returned_share']:.1%} of the memory is back (wanted {RAM_TARGET:.0%});"
         f" resumed at once in {one['resume_at_once_s']['median']:.2f} s"
         f" ({one['resume_at_once_gb_per_s']['median']:.2f} GB/s,"

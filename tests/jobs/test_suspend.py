@@ -1,5 +1,6 @@
 """A job is suspended between two steps: its memory goes to flash, and comes back to the last bit."""
 
+import itertools
 import json
 import shutil
 import signal
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import penstock
 from offload_runs import assert_nothing_held, same_bits, session_in
@@ -26,12 +29,21 @@ from penstock.core.errors import (
 )
 from penstock.core.units import MIB
 from penstock.io import pages
-from penstock.io.pages import PrivateMemory, whole_pages
+from penstock.io.pages import (
+    Pages,
+    PrivateMemory,
+    around,
+    huge_pages_within,
+    whole_pages,
+)
 from penstock.io.threads import ThreadEngine
 from penstock.jobs import returning, suspend
-from penstock.jobs.state import LEAST_BYTES, storages_of
+from penstock.jobs.parcels import BUFFER_BYTES, BUFFERS, packed
+from penstock.jobs.space import Space
+from penstock.jobs.state import LEAST_BYTES, Held, storages_of
 from penstock.optim import FlashAdamW
 from penstock.testing.faults import GatedSyscalls
+from penstock.tier.base import Tier
 from penstock.tier.wrappers import FaultyTier
 
 WIDTH = 512
@@ -358,6 +370,11 @@ def test_a_checkpoint_that_is_not_there_is_said(disk_path, tmp_path):
 # -- what goes wrong ------------------------------------------------------------------------------
 
 
+def large():
+    """A layer of 9 MiB, in the midst of which there are whole pages of 2 MiB."""
+    return torch.nn.Linear(1536, 1536, bias=False)
+
+
 def faulty(**faults):
     def wrap(tier):
         return FaultyTier(tier, **faults) if tier.spec.name == "suspended" else tier
@@ -386,7 +403,7 @@ def test_a_write_that_fails_leaves_everything_as_it_was(disk_path, at, mode):
 
 @pytest.mark.parametrize("mode", ["settle", "corrupt"])
 def test_a_read_that_fails_is_named_and_can_be_tried_again(disk_path, mode):
-    model = network()
+    model = torch.nn.Sequential(large(), torch.nn.Linear(WIDTH, WIDTH))
     expected = [each.detach().clone() for each in model.parameters()]
     wrap = faulty(fail_at={"read": 0}, mode=mode, times=1)
     with session_in(disk_path, model, wrap_tier=wrap) as session:
@@ -395,7 +412,24 @@ def test_a_read_that_fails_is_named_and_can_be_tried_again(disk_path, mode):
             penstock.resume(session)
         assert not suspended.is_back
         assert session.suspended is suspended
-        assert same_bits(model[3].weight.detach(), expected[4])  # it is back
+        assert same_bits(model[1].weight.detach(), expected[1])  # it is back
+        penstock.resume(session)
+        assert_same([each.detach() for each in model.parameters()], expected)
+
+
+@pytest.mark.parametrize("mode", ["settle", "corrupt"])
+def test_small_ones_that_went_together_stay_together_if_their_read_fails(disk_path, mode):
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)))
+    expected = [each.detach().clone() for each in model.parameters()]
+    wrap = faulty(fail_at={"read": 1}, mode=mode, times=1)
+    with session_in(disk_path, model, wrap_tier=wrap) as session:
+        suspended = penstock.suspend(session)
+        assert len(suspended._parcels) == 3  # of 2 MiB; 2 of 1 MiB fit in one, less a page each
+        with pytest.raises(SuspendError, match=r"3 of 6 tensors .* Sequential\.2\.weight"):
+            penstock.resume(session)
+        there = [each.back for each in suspended._away]
+        assert there == [True, True, False, False, False, True]
+        assert [PrivateMemory().holds(each.held.pages) for each in suspended._away] == there
         penstock.resume(session)
         assert_same([each.detach() for each in model.parameters()], expected)
 
@@ -479,10 +513,11 @@ def test_what_cannot_be_asked_for_stays_closed(disk_path, monkeypatch):
     assert_same([each.detach() for each in model.parameters()], expected)
 
 
+@pytest.mark.parametrize("which", [[large, network], [network] * 3], ids=["large", "small"])
 def test_after_ctrl_c_in_a_resume_all_that_is_not_back_is_closed_and_takes_no_memory(
-    disk_path, monkeypatch
+    disk_path, monkeypatch, which
 ):
-    model = network()
+    model = torch.nn.Sequential(*(layer() for layer in which))
     expected = [each.detach().clone() for each in model.parameters()]
     with session_in(disk_path, model) as session:
         suspended = penstock.suspend(session)
@@ -543,6 +578,66 @@ def test_it_is_refused_where_it_makes_no_sense(disk_path):
         penstock.suspend(session)
 
 
+def test_ctrl_c_while_small_ones_are_gathered_leaves_everything_as_it_was(disk_path, monkeypatch):
+    model = torch.nn.Sequential(large(), *(network() for _ in range(3)))
+    expected = [each.detach().clone() for each in model.parameters()]
+    real, sent = Tier.write, []
+
+    def interrupted(*words, **named):
+        if len(sent) == 2:
+            raise KeyboardInterrupt
+        sent.append(real(*words, **named))
+        return sent[-1]
+
+    with session_in(disk_path, model) as session:
+        with monkeypatch.context() as patched:
+            patched.setattr(Tier, "write", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                penstock.suspend(session)
+        assert session.suspended is None
+        assert_same([each.detach() for each in model.parameters()], expected)
+        penstock.suspend(session)
+        penstock.resume(session)
+        assert_same([each.detach() for each in model.parameters()], expected)
+        assert_nothing_held(session)
+
+
+def test_more_small_ones_than_there_are_buffers_for(disk_path):
+    """Buffers are used again, out and back; none is overwritten before its write is over."""
+    ours = [torch.randn(MIB // 4 + 999 * i) for i in range(2 * BUFFERS * BUFFER_BYTES // MIB)]
+    expected = [each.clone() for each in ours]
+    with session_in(disk_path, torch.nn.Linear(2, 2)) as session:
+        suspended = penstock.suspend(session, also=ours)
+        assert len(suspended._parcels) <= 2 * BUFFERS + 1
+        half = suspended.fetch(suspended.nbytes // 2)  # to the midst of a parcel
+        assert suspended.nbytes // 2 - 2 * MIB < half <= suspended.nbytes // 2
+        penstock.resume(session)
+        assert_same(ours, expected)
+
+
+def test_what_is_no_memory_of_the_host_goes_as_a_whole_and_has_its_bytes_again(disk_path):
+    """As the memory of a device does; here it is the host's, treated as such."""
+    tensors = [torch.randn(MIB // 4), torch.randn(12345)]
+    expected = [each.clone() for each in tensors]
+    held = [
+        Held(name=str(i), storage=each.untyped_storage(), pages=None)
+        for i, each in enumerate(tensors)
+    ]
+    with session_in(disk_path, torch.nn.Linear(2, 2)) as session:
+        space = Space(
+            disk_path,
+            capacity_bytes=Space.needed_bytes(held, disk_path),
+            recorder=session.recorder,
+        )
+        suspended = suspend.Suspended(
+            held, tier=space.tier, stayed={}, recall=None, meanwhile=lambda: None
+        )
+        assert [each.storage.nbytes() for each in held] == [0, 0]
+        suspended.resume()
+        assert_same(tensors, expected)
+        space.close()
+
+
 # -- parts ----------------------------------------------------------------------------------------
 
 
@@ -550,6 +645,43 @@ def test_only_whole_pages_go():
     assert whole_pages(4096, 8192) == (4096, 8192)
     assert whole_pages(4097, 8191) == (8192, 4096)
     assert whole_pages(5000, 100)[1] == 0
+
+
+PAGES = st.builds(
+    Pages,
+    st.integers(1, 4000).map(lambda i: i * 4096),
+    st.integers(1, 1500).map(lambda i: i * 4096),
+)
+
+
+@given(PAGES)
+def test_huge_pages_and_what_is_around_them_are_all_there_is(pages):
+    whole = huge_pages_within(pages)
+    assert (whole.address % (2 * MIB), whole.nbytes % (2 * MIB)) == (0, 0) or not whole.nbytes
+    rest = around(whole, pages)
+    assert all(0 < each.nbytes < (2 if whole.nbytes else 4) * MIB for each in rest)
+    everything = sorted(each for each in (whole, *rest) if each.nbytes)
+    assert everything[0].address == pages.address
+    ends = [each.address + each.nbytes for each in everything]
+    assert ends == [each.address for each in everything[1:]] + [pages.address + pages.nbytes]
+
+
+@given(st.lists(PAGES, max_size=12))
+def test_parcels_have_every_byte_once_and_are_full_but_for_the_last(wanted):
+    parcels = list(packed((i, pages) for i, pages in enumerate(wanted)))
+    lengths = [sum(part.pages.nbytes for part in parts) for parts in parcels]
+    assert all(each == BUFFER_BYTES for each in lengths[:-1])
+    assert all(0 < each <= BUFFER_BYTES for each in lengths)
+    for parts in parcels:
+        begins = itertools.accumulate((part.pages.nbytes for part in parts), initial=0)
+        assert [part.offset for part in parts] == list(begins)[:-1]
+    found = [(part.away, part.pages) for parts in parcels for part in parts]
+    for i, whole in enumerate(wanted):
+        mine = [each for away, each in found if away == i]
+        assert [each.address for each in mine] == [
+            *itertools.accumulate((each.nbytes for each in mine[:-1]), initial=whole.address)
+        ]
+        assert sum(each.nbytes for each in mine) == whole.nbytes
 
 
 def test_the_same_storage_is_found_once_and_small_ones_stay():

@@ -46,6 +46,21 @@ def whole_pages(address: int, nbytes: int) -> Pages:
     return Pages(start, max(0, round_down(address + nbytes, PAGE_BYTES) - start))
 
 
+def huge_pages_within(pages: Pages) -> Pages:
+    """Where huge pages may lie among them: from the first multiple of 2 MiB to the last; may be empty."""
+    start = round_up(pages.address, HUGE_PAGE_BYTES)
+    end = round_down(pages.address + pages.nbytes, HUGE_PAGE_BYTES)
+    return Pages(start, end - start) if start < end else Pages(pages.address, 0)
+
+
+def around(inner: Pages, outer: Pages) -> list[Pages]:
+    """What of the outer pages lies before and behind some that are among them."""
+    before = Pages(outer.address, inner.address - outer.address)
+    end = inner.address + inner.nbytes
+    behind = Pages(end, outer.address + outer.nbytes - end)
+    return [each for each in (before, behind) if each.nbytes]
+
+
 class PrivateMemory:
     """The process's private memory that belongs to no file, as it is now."""
 

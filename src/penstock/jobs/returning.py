@@ -2,48 +2,35 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import ctypes
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from typing import Final, NamedTuple
 
 import torch
 
 from penstock.core.errors import PenstockError
-from penstock.core.units import MIB, round_up
+from penstock.core.units import round_up
 from penstock.io import pages as memory
+from penstock.io.arena import Arena, Block
 from penstock.io.engine import Transfer
 from penstock.io.pages import Pages
 from penstock.io.supply import Supply
+from penstock.jobs.parcels import BUFFER_BYTES, BUFFERS, STAGED_BYTES, Away, Parcel, Part
 from penstock.jobs.recall import Recall
-from penstock.jobs.state import Held
-from penstock.tier.base import Ticket, Tier
+from penstock.tier.base import Tier
 
-STAGED_BYTES: Final = 256 * MIB
-"""How much of a device's memory waits in host memory to be written, or has been read for it."""
 _NO_PAGES: Final = Pages(0, 0)
 
 
-@dataclass(slots=True, eq=False)
-class Away:
-    """A storage on flash."""
-
-    held: Held
-    ticket: Ticket | None
-    """None: a checkpoint has it."""
-    gone: bool = False
-    """Whether its memory may have been given back."""
-    ahead: bool = False
-    """Whether its bytes are there again, closed still, and on flash as well."""
-    back: bool = False
-    """Whether it is there again, or still."""
-
-
 class _Read(NamedTuple):
-    away: Away
+    parcel: Parcel
+    wanted: Sequence[Part]
     transfer: Transfer
-    staged: torch.Tensor | None
+    block: Block | None = None
+    """From which small pages are filled."""
+    staged: torch.Tensor | None = None
     """Host memory from which a device's storage is filled."""
 
 
@@ -54,20 +41,31 @@ class Return:
         failed: Why some are not back, by name.
     """
 
-    def __init__(self, wanted: Sequence[Away], *, tier: Tier, recall: Recall | None) -> None:
+    def __init__(
+        self,
+        wanted: Sequence[Away],
+        parcels: Sequence[Parcel],
+        *,
+        tier: Tier,
+        recall: Recall | None,
+    ) -> None:
         """Touch nothing yet.
 
         Args:
             wanted: What is to come; their pages are closed.
-            tier: Has what has a ticket.
+            parcels: In which the tier has them; of others they may have parts too.
+            tier: Has all that no checkpoint has.
             recall: Has all others; None: there are none.
         """
         self.failed: dict[str, BaseException] = {}
         self._wanted = wanted
+        self._parcels = parcels
         self._tier = tier
         self._recall = recall
+        self._arena = Arena(BUFFERS * BUFFER_BYTES, owner="resume")
         self._reads: deque[_Read] = deque()
         self._staged_bytes = 0
+        self._to_come = Counter[Away]()
 
     def run(self) -> None:
         """Fill them. What is ``back`` then is open, all else is closed, and nothing is on its way."""
@@ -77,10 +75,18 @@ class Return:
                 opened.append(each)  # first, so that it is closed again should this be interrupted
                 if each.held.pages is not None and not self._open(each, each.held.pages):
                     opened.pop()
-            with Supply([each.held.pages or _NO_PAGES for each in opened]) as supply:
-                for number, each in enumerate(opened):
-                    supply.wait_for(number)
-                    self._fill(each)
+            numbers = {each: number for number, each in enumerate(opened)}
+            with (
+                closing(self._arena),
+                Supply([each.held.pages or _NO_PAGES for each in opened]) as supply,
+            ):
+                for each, number in numbers.items():
+                    if each.recalled:
+                        supply.wait_for(number)
+                        self._recall_one(each)
+                for last, parcel, parts in self._coming(numbers):
+                    supply.wait_for(last)
+                    self._begin(parcel, parts)
                 while self._reads:
                     self._end()
         finally:
@@ -88,16 +94,27 @@ class Return:
                 read.transfer.cancel()
                 with suppress(Exception):
                     read.transfer.wait()
+                if read.block is not None:
+                    read.block.free()
             lost = [each.held.pages for each in opened if not each.back]
             memory.abandon(each for each in lost if each is not None)
 
-    def _in_order(self) -> Iterator[Away]:
+    def _in_order(self) -> Sequence[Away]:
         """What a checkpoint has comes in the order of its files: those that were passed are closed."""
+        ordered = [each for each in self._wanted if each.recalled]
         if self._recall is not None:
             place_of = self._recall.place_of
-            recalled = [each for each in self._wanted if each.ticket is None]
-            yield from sorted(recalled, key=lambda each: place_of(each.held))
-        yield from (each for each in self._wanted if each.ticket is not None)
+            ordered.sort(key=lambda each: place_of(each.held))
+        return ordered + [each for each in self._wanted if not each.recalled]
+
+    def _coming(self, numbers: Mapping[Away, int]) -> list[tuple[int, Parcel, list[Part]]]:
+        """Parcels with parts that are wanted, in the order in which the last of those is supplied."""
+        coming = []
+        for parcel in self._parcels:
+            if parts := [each for each in parcel.parts if each.away in numbers]:
+                self._to_come.update(each.away for each in parts)
+                coming.append((max(numbers[each.away] for each in parts), parcel, parts))
+        return sorted(coming, key=lambda one: one[0])
 
     def _open(self, away: Away, pages: Pages) -> bool:
         try:
@@ -107,49 +124,76 @@ class Return:
             return False
         return True
 
-    def _fill(self, away: Away) -> None:
-        """Now, from a checkpoint; or begin to."""
+    def _recall_one(self, away: Away) -> None:
+        assert self._recall is not None
         try:
-            if away.ticket is None:
-                assert self._recall is not None
-                self._recall.bring_back(away.held)
-                away.back = True
-            else:
-                self._reads.append(_Read(away, *self._begin(away, away.ticket)))
+            self._recall.bring_back(away.held)
         except (PenstockError, OSError) as error:
             self.failed[away.held.name] = error
+        else:
+            away.back = True
+
+    def _begin(self, parcel: Parcel, wanted: Sequence[Part]) -> None:
+        try:
+            self._reads.append(self._read(parcel, wanted))
+        except (PenstockError, OSError) as error:
+            self._fail(wanted, error)
         while self._staged_bytes > STAGED_BYTES:
             self._end()
 
-    def _begin(self, away: Away, ticket: Ticket) -> tuple[Transfer, torch.Tensor | None]:
-        pages, granule = away.held.pages, self._tier.spec.granule_bytes
+    def _read(self, parcel: Parcel, wanted: Sequence[Part]) -> _Read:
+        ticket, (away, pages, _) = parcel.ticket, parcel.parts[0]
+        if len(parcel.parts) > 1:
+            while (block := self._arena.allocate(BUFFER_BYTES)) is None:
+                self._end()
+            try:
+                transfer = self._tier.read(ticket, block.address, keep_alive=block)
+            except BaseException:
+                block.free()
+                raise
+            return _Read(parcel, wanted, transfer, block=block)
         if pages is not None:
-            return self._tier.read(ticket, pages.address, keep_alive=away.held.storage), None
+            transfer = self._tier.read(ticket, pages.address, keep_alive=away.held.storage)
+            return _Read(parcel, wanted, transfer)
+        granule = self._tier.spec.granule_bytes
         buffer = torch.empty(ticket.window.nbytes + granule, dtype=torch.uint8)
         start = round_up(buffer.data_ptr(), granule) - buffer.data_ptr()
         target = buffer[start : start + ticket.window.nbytes]
         transfer = self._tier.read(ticket, target.data_ptr(), keep_alive=target)
         self._staged_bytes += target.nbytes
-        return transfer, target
+        return _Read(parcel, wanted, transfer, staged=target)
 
     def _end(self) -> None:
         """Wait for the first of the reads."""
-        away, transfer, staged = self._reads[0]
-        storage, ticket = away.held.storage, away.ticket
-        assert ticket is not None
+        read = self._reads[0]
         try:
-            transfer.wait()
-            if staged is not None:
-                skew = ticket.window.skew
-                storage.resize_(ticket.nbytes)
-                storage.copy_(staged[skew : skew + ticket.nbytes].clone().untyped_storage())
+            read.transfer.wait()
+            self._deliver(read)
         except (
             PenstockError,
             OSError,
             RuntimeError,
         ) as error:  # a device may be full: RuntimeError
-            self.failed[away.held.name] = error
-        else:
-            away.back = True
+            self._fail(read.wanted, error)
         self._reads.popleft()
-        self._staged_bytes -= 0 if staged is None else staged.nbytes
+        if read.block is not None:
+            read.block.free()
+        if read.staged is not None:
+            self._staged_bytes -= read.staged.nbytes
+
+    def _deliver(self, read: _Read) -> None:
+        ticket, storage = read.parcel.ticket, read.wanted[0].away.held.storage
+        if read.staged is not None:
+            skew = ticket.window.skew
+            storage.resize_(ticket.nbytes)
+            storage.copy_(read.staged[skew : skew + ticket.nbytes].clone().untyped_storage())
+        for away, pages, offset in read.wanted:
+            if read.block is not None:
+                assert pages is not None
+                ctypes.memmove(pages.address, read.block.address + offset, pages.nbytes)
+            self._to_come[away] -= 1
+            away.back = not self._to_come[away] and away.held.name not in self.failed
+
+    def _fail(self, wanted: Sequence[Part], error: BaseException) -> None:
+        for part in wanted:
+            self.failed[part.away.held.name] = error

@@ -1,7 +1,8 @@
 """A job between two steps, with its memory on flash: suspended, and resumed in the same process.
 
 1. Everything that can go is written (:mod:`.state` says what that is): straight from the tensors' own
-   pages, by the engine that spills activations, to files that have no name.
+   huge pages, and from small ones by way of a few buffers, by the engine that spills activations, to
+   files that have no name.
 2. When all of it is written, and not before, the pages are given back ([Note: pages at rest]), and
    what Penstock and the C library hold in reserve. A write that fails leaves the job as it was. The
    files stay, to be overwritten when it is suspended again, and vanish with the session.
@@ -17,8 +18,7 @@ from __future__ import annotations
 import atexit
 import gc
 import weakref
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -27,11 +27,13 @@ from penstock.checkpoint.moves import await_devices
 from penstock.core.errors import ClosedError, ConfigError, PenstockError, SuspendError
 from penstock.io import pages as memory
 from penstock.jobs.job import Job
+from penstock.jobs.leaving import Departure
+from penstock.jobs.parcels import Away
 from penstock.jobs.recall import Recall
-from penstock.jobs.returning import STAGED_BYTES, Away, Return
+from penstock.jobs.returning import Return
 from penstock.jobs.space import Space
 from penstock.jobs.state import Held, storages_of, tensors_of
-from penstock.tier.base import Ticket, Tier
+from penstock.tier.base import Tier
 from penstock.tier.flash import StrPath
 
 _asleep: weakref.WeakSet[Suspended] = weakref.WeakSet()
@@ -56,6 +58,7 @@ class Suspended:
         tier: Tier,
         stayed: dict[str, str],
         recall: Recall | None = None,
+        meanwhile: Callable[[], None],
     ) -> None:
         """Write what no checkpoint has, then give the memory back.
 
@@ -64,6 +67,7 @@ class Suspended:
             tier: Where to. It must not be closed before everything is back.
             stayed: What stays.
             recall: What a checkpoint has of it; closed when that is back, or if this fails.
+            meanwhile: Called while the device is writing.
 
         Raises:
             TransferError: Something could not be written; nothing has changed.
@@ -73,14 +77,16 @@ class Suspended:
         self._tier = tier
         self._recall = recall
         known = frozenset[Held]() if recall is None else recall.held
-        self.written_bytes = sum(each.nbytes for each in held if each not in known)
-        self._away: list[Away] = []
+        self._away = [Away(each, recalled=each in known) for each in held]
+        leaving = [each for each in self._away if not each.recalled]
+        self.written_bytes = sum(each.held.nbytes for each in leaving)
+        departure = Departure(tier)
+        self._parcels = departure.parcels
         try:
-            self._write([each for each in held if each not in known])
+            departure.run(leaving, meanwhile)
         except BaseException:
             self._discard_all()
             raise
-        self._away += [Away(each, None) for each in held if each in known]
         _asleep.add(self)
         try:
             self._give_back()
@@ -133,7 +139,7 @@ class Suspended:
                 there -= each.held.nbytes
         wanted = list[Away]()
         for each in self._away:
-            if each.back or each.ahead or each.held.pages is None or each.ticket is None:
+            if each.back or each.ahead or each.held.pages is None or each.recalled:
                 continue
             if there + each.held.nbytes > nbytes:
                 break
@@ -148,31 +154,10 @@ class Suspended:
 
     # -- out --------------------------------------------------------------------------------------
 
-    def _write(self, held: Sequence[Held]) -> None:
-        staged: deque[Ticket] = deque()
-        for each in held:
-            source = each.storage
-            if each.pages is None:
-                source = torch.UntypedStorage(each.nbytes)  # type: ignore[no-untyped-call]
-                source.copy_(each.storage)
-            address, nbytes = each.pages or (source.data_ptr(), each.nbytes)
-            ticket = self._tier.write(address, nbytes, keep_alive=source, label=each.name)
-            self._away.append(Away(each, ticket))
-            if each.pages is None:
-                staged.append(ticket)
-                while sum(one.nbytes for one in staged) > STAGED_BYTES:
-                    staged.popleft().written.wait()
-            del source
-        gc.collect(1)  # meanwhile: what the last steps left behind need not stay in memory
-        for away in self._away:
-            assert away.ticket is not None
-            away.ticket.written.wait()
-
     def _discard_all(self) -> None:
         """Nothing of it on flash is needed any more."""
-        for each in self._away:
-            if each.ticket is not None:
-                self._tier.discard(each.ticket)
+        for parcel in self._parcels:
+            self._tier.discard(parcel.ticket)
         if self._recall is not None:
             self._recall.close()
 
@@ -198,7 +183,7 @@ class Suspended:
 
     def _bring_back(self, wanted: Sequence[Away]) -> dict[str, BaseException]:
         """Have them filled and open; why some could not be, by name."""
-        coming = Return(wanted, tier=self._tier, recall=self._recall)
+        coming = Return(wanted, self._parcels, tier=self._tier, recall=self._recall)
         coming.run()
         return coming.failed
 
@@ -261,10 +246,18 @@ def suspend(
         if recall is not None:
             recall.close()
         raise
-    job.suspended = made = Suspended(held, tier=tier, stayed=stayed, recall=recall)
-    job.give_back_idle()
-    memory.trim_heap()
-    return made
+
+    def give_back_idle() -> None:
+        gc.collect(1)  # what the last steps left behind need not stay in memory
+        job.give_back_idle()
+        memory.trim_heap()
+
+    job.suspended = Suspended(
+        held, tier=tier, stayed=stayed, recall=recall, meanwhile=give_back_idle
+    )
+    if any(each.pages is None for each in held):  # it went through the heap
+        memory.trim_heap()
+    return job.suspended
 
 
 def _space_for(
