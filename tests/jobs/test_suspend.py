@@ -434,18 +434,21 @@ def test_small_ones_that_went_together_stay_together_if_their_read_fails(disk_pa
         assert_same([each.detach() for each in model.parameters()], expected)
 
 
+@pytest.mark.parametrize("layer", [torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(1536, 1536)])
 @pytest.mark.parametrize("refused", ["mprotect", "madvise"])
-def test_memory_that_the_system_does_not_let_go_stays_as_it_was(disk_path, monkeypatch, refused):
+def test_memory_that_the_system_does_not_let_go_stays_as_it_was(
+    disk_path, monkeypatch, refused, layer
+):
     """As where a process would have too many mappings; what was dropped by then would be lost."""
-    model = network()
+    model = torch.nn.Sequential(layer, torch.nn.Linear(WIDTH, WIDTH))
     expected = [each.detach().clone() for each in model.parameters()]
-    real, calls = getattr(pages._libc, refused), []
+    real = getattr(pages._libc, refused)
+    first = whole_pages(model[0].weight.data_ptr(), model[0].weight.nbytes)
 
     def call(address, nbytes, argument):
-        if argument == 1:  # PROT_READ: it is opened again
-            return real(address, nbytes, argument)
-        calls.append(address)
-        return -1 if len(calls) == 1 else real(address, nbytes, argument)
+        closes = argument in (0, 4)  # PROT_NONE, MADV_DONTNEED
+        is_first = first.address <= address < first.address + first.nbytes
+        return -1 if closes and is_first else real(address, nbytes, argument)
 
     with session_in(disk_path, model) as session:
         monkeypatch.setattr(pages._libc, refused, call)
@@ -492,9 +495,10 @@ def test_what_cannot_be_fetched_ahead_comes_with_the_rest(disk_path, monkeypatch
     assert_same([each.detach() for each in model.parameters()], expected)
 
 
-def test_what_cannot_be_asked_for_stays_closed(disk_path, monkeypatch):
+@pytest.mark.parametrize("count", [1, 12], ids=["one parcel", "more than there are buffers"])
+def test_what_cannot_be_asked_for_stays_closed(disk_path, monkeypatch, count):
     """It was left open, and full of zeros."""
-    model = network()
+    model = torch.nn.Sequential(*(network() for _ in range(count)))
     expected = [each.detach().clone() for each in model.parameters()]
     with session_in(disk_path, model) as session:
         suspended = penstock.suspend(session)

@@ -83,7 +83,7 @@ class Departure:
             ticket = self._send(
                 parts, block.address, nbytes, keep_alive=block, priority=Priority.PREFETCH
             )
-        except BaseException:
+        except Exception:  # after Ctrl-C it may have begun: the block stays taken
             block.free()
             raise
         ticket.written.add_done_callback(lambda _: block.free())

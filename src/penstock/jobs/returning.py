@@ -148,7 +148,7 @@ class Return:
                 self._end()
             try:
                 transfer = self._tier.read(ticket, block.address, keep_alive=block)
-            except BaseException:
+            except Exception:  # after Ctrl-C it may have begun: the block stays taken
                 block.free()
                 raise
             return _Read(parcel, wanted, transfer, block=block)
@@ -192,7 +192,7 @@ class Return:
                 assert pages is not None
                 ctypes.memmove(pages.address, read.block.address + offset, pages.nbytes)
             self._to_come[away] -= 1
-            away.back = not self._to_come[away] and away.held.name not in self.failed
+            away.back = not self._to_come[away]
 
     def _fail(self, wanted: Sequence[Part], error: BaseException) -> None:
         for part in wanted:
