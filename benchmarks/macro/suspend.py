@@ -6,9 +6,10 @@ that it has; first it is resumed at once, and then after some seconds, as a job 
 another. Its resident memory is read from outside. In the same rounds, in turn with it, a plain limit:
 as many bytes, from huge pages, by threads with ``pwritev`` into a new file, into the very places that
 the child has written (what can be had of a device depends on the place), once and once more, and back
-by ``preadv``, at once and after as long, from and to memory that was away as the child's was. Beside
-that stands what people do today: a checkpoint by ``torch.save``, the end of the process, and a new one
-that loads it.
+by ``preadv``, at once and after as long, from and to memory that was away as the child's was. And in
+the child itself, in turn with its suspends, the same bytes by hand from where they are to where they
+were written: its own memory is not in one piece. Beside that stands what people do today: a checkpoint
+by ``torch.save``, the end of the process, and a new one that loads it.
 
     python benchmarks/macro/suspend.py --dir /nvme/scratch
 """
@@ -16,6 +17,7 @@ that loads it.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import statistics
@@ -23,6 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -47,6 +51,8 @@ from penstock.io.files import open_path
 
 WIDTH, SMALL_WIDTH = 2048, 256
 """Of square layers: tensors of 16 MiB, and of 256 KiB."""
+PAIRS = 2
+"""In each round: a plain write from the job's own memory, and a suspend."""
 SLEEP_S = 5.0
 """For so long memory is away, a slice of another job: a virtual machine may have given it to its host."""
 RAM_TARGET, RATE_TARGET = 0.95, 0.9
@@ -121,7 +127,7 @@ def job(kind: str, depth: int, width: int, directory: str, load: str | None) -> 
         answer(seconds=time.perf_counter() - begun)
         for line in sys.stdin:
             begun = time.perf_counter()
-            nbytes, places = 0, []
+            seconds, nbytes, places = 0.0, 0, []
             match line.strip():
                 case "step":
                     step(model, optimizer, features)
@@ -129,6 +135,8 @@ def job(kind: str, depth: int, width: int, directory: str, load: str | None) -> 
                     nbytes = penstock.suspend(session).nbytes
                 case "places":
                     places = places_of(session)
+                case "own":
+                    seconds = write_own(session)
                 case "resume":
                     penstock.resume(session)
                 case "forget":  # the files of the times before
@@ -140,7 +148,7 @@ def job(kind: str, depth: int, width: int, directory: str, load: str | None) -> 
                     torch.save(
                         {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path
                     )
-            seconds = time.perf_counter() - begun
+            seconds = seconds or time.perf_counter() - begun
             answer(seconds=seconds, nbytes=nbytes, weight=checksum(model, line), places=places)
 
 
@@ -148,6 +156,41 @@ def places_of(session: Any) -> list[tuple[int, int, int]]:
     """Where a suspended job is: descriptors, offsets and lengths."""
     pieces = [piece for each in session.suspended._parcels for piece in each.ticket.place.pieces]
     return [(each.file.fd, each.offset_bytes, each.nbytes) for each in pieces]
+
+
+def write_own(session: Any) -> float:
+    """Suspend, resume, then write the same memory by hand to the same places; seconds of that alone."""
+    penstock.suspend(session)
+    own = deque(tuple(each.held.pages) for each in session.suspended._away)
+    places = deque(places_of(session))
+    penstock.resume(session)
+    engine = default_engine()
+    piece_bytes, workers = engine.spec.piece_bytes, engine.spec.workers
+    engine.close()
+    pieces = deque[tuple[int, memoryview, int]]()
+    while own and places:
+        (address, has), (fd, offset, room) = own.popleft(), places.popleft()
+        length = min(has, room, piece_bytes)
+        pieces.append((fd, memoryview((ctypes.c_char * length).from_address(address)), offset))
+        if has > length:
+            own.appendleft((address + length, has - length))
+        if room > length:
+            places.appendleft((fd, offset + length, room - length))
+    assert not own, "what was suspended has less room than it has bytes"
+
+    def work() -> None:
+        while True:
+            try:
+                fd, memory, offset = pieces.popleft()
+            except IndexError:
+                return
+            assert os.pwritev(fd, [memory], offset) == memory.nbytes
+
+    with ThreadPoolExecutor(workers) as crew:
+        begun = time.perf_counter()
+        for each in [crew.submit(work) for _ in range(workers)]:
+            each.result()
+        return time.perf_counter() - begun
 
 
 def step(model: Any, optimizer: Any, features: Any) -> None:
@@ -229,6 +272,7 @@ def compare(depth: int, width: int, options: argparse.Namespace) -> dict[str, An
         places = child.ask("places")["places"]
         back = child.ask("resume")
         limit = plain_limit(options.dir, child, places)
+        own = [(child.ask("own")["seconds"], suspend_and_resume(child)) for _ in range(PAIRS)]
         assert back["weight"] == weight, "weights have changed"
         held = before - bare_bytes
         rounds.append(
@@ -240,6 +284,7 @@ def compare(depth: int, width: int, options: argparse.Namespace) -> dict[str, An
                 "returned_share": (before - during) / held,
                 "held_bytes": held,
                 "moved_bytes": out["nbytes"],
+                "own_memory": own,
                 **limit,
             }
         )
@@ -251,8 +296,19 @@ def compare(depth: int, width: int, options: argparse.Namespace) -> dict[str, An
         rates = [one["moved_bytes"] / one[f"{what}_s"] / 1e9 for one in rounds[1:]]
         figures[f"{what}_gb_per_s"] = _results.summary(rates)
         figures[f"{what}_s"] = _results.summary([one[f"{what}_s"] for one in rounds[1:]])
+    figures["suspend_share_of_own_memory"] = _results.summary(
+        [plain / ours for one in rounds[1:] for plain, ours in one["own_memory"]]
+    )
     figures["returned_share"] = min(one["returned_share"] for one in rounds[1:])
     return figures
+
+
+def suspend_and_resume(child: Child) -> float:
+    """Once for the memory to be as it is in ``write_own``, then seconds to suspend it."""
+    for _ in range(2):
+        took = child.ask("suspend")["seconds"]
+        child.ask("resume")
+    return float(took)
 
 
 def plain_limit(directory: str, child: Child, places: list[list[int]]) -> dict[str, float]:
@@ -328,7 +384,8 @@ def show(name: str, one: dict[str, Any]) -> None:
         f" {one['first_suspend_share_of_write']['median']:.2f} of a plain write into a new file), once"
         f" more in {one['suspend_s']['median']:.2f} s ({one['suspend_gb_per_s']['median']:.2f} GB/s,"
         f" {one['suspend_share_of_overwrite']['median']:.2f} of overwriting,"
-        f" {one['suspend_share_of_overwrite_again']['median']:.2f} of doing so again; wanted"
+        f" {one['suspend_share_of_overwrite_again']['median']:.2f} of doing so again,"
+        f" {one['suspend_share_of_own_memory']['median']:.2f} of doing so from its own memory; wanted"
         f" {RATE_TARGET}),"
         f" {one['returned_share']:.1%} of the memory is back (wanted {RAM_TARGET:.0%});"
         f" resumed at once in {one['resume_at_once_s']['median']:.2f} s"

@@ -24,6 +24,8 @@ import time
 from penstock.jobs.channel import JobEnd
 
 MIB = 1024**2
+MOVING_S = 0.25
+"""What it says that one sleep took."""
 
 
 class Job:
@@ -50,7 +52,9 @@ class Job:
         status = self.channel.status
         self.channel.tell(state="suspending", refused="", order=order.number)
         self.memory = None
-        self.channel.tell(state="asleep", flash_bytes=self.nbytes, sleeps=status.sleeps + 1)
+        status.sleeps += 1
+        status.moving_s += MOVING_S
+        self.channel.tell(state="asleep", flash_bytes=self.nbytes)
         while self.channel.look().sleep:
             if self.channel.order.fetch_bytes != status.fetched_bytes:
                 self.memory = bytearray(b"x") * self.channel.order.fetch_bytes

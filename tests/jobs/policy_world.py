@@ -31,6 +31,7 @@ class Job:
 class World:
     def __init__(self, limits, jobs, *, ticks_to_move=1):
         self.limits = limits
+        self.idle_s = 0.0  # nobody computes
         self.jobs = {each.name: each for each in jobs}
         self.ticks_to_move = ticks_to_move
         self.turn = Turn()
@@ -53,6 +54,7 @@ class World:
         self.jobs[job.name] = job
 
     def tick(self):
+        self.idle_s += 0.0 if self.awake else TICK_S
         for job in self.jobs.values():
             self._pass_time(job)
         chosen = [self.jobs[name].entry.phase for name in self.turn.chosen]

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from fake_job import MOVING_S
 from manager_program import fake_command
 
 from penstock.core.errors import ConfigError, JobError
@@ -21,6 +22,7 @@ from penstock.core.units import MIB
 from penstock.jobs import Client, Description, JobSpec, Machine, Manager
 from penstock.jobs.channel import ManagerEnd
 from penstock.jobs.command import run_command
+from penstock.jobs.policy import MOVING_SHARE
 from penstock.jobs.processes import Identity, held_bytes
 from penstock.jobs.record import StateDirectory
 
@@ -172,6 +174,20 @@ def test_what_comes_ahead_of_its_turn_comes_within_the_budget(managed):
     assert run.good
 
 
+def test_how_long_a_turn_lasts_is_learnt_from_what_moving_takes(managed):
+    with managed({"name": "a", "how": "steps=100000"}, slice="auto") as run:
+        run.until(is_in("a", "awake"))
+        expected_s = 2 * 80 * MIB / 1e9 / MOVING_SHARE
+        assert run.client.status()["machine"]["slice_s"] == pytest.approx(expected_s)
+        run.client.suspend("a")
+        run.until(is_in("a", "asleep"))
+        run.client.resume("a")
+        run.until(is_in("a", "awake"))
+        assert run.client.status()["machine"]["slice_s"] == pytest.approx(MOVING_S / MOVING_SHARE)
+        run.client.stop()
+        run.ended()
+
+
 # -- being told -----------------------------------------------------------------------------------
 
 
@@ -202,6 +218,16 @@ def test_a_sleeping_one_is_woken_to_be_stopped_and_a_deaf_one_is_killed(managed)
     assert [each["outcome"] for each in done.values()] == ["stopped", "stopped"]
     assert "SIGKILL" in done["b"]["told"]
     assert "SIGKILL" not in done["a"]["told"]
+
+
+def test_the_last_of_many_sleepers_is_woken_to_be_stopped_like_the_first(managed):
+    deaf = [{"name": name, "how": "steps=100000 deaf=1"} for name in "abc"]
+    with managed(*deaf, {"name": "z", "how": "steps=100000"}) as run:
+        run.until(lambda jobs: all(each["sleeps"] for each in jobs.values()))
+        run.until(is_in("z", "asleep"))
+        run.client.stop()
+        done = run.ended()
+    assert ["SIGKILL" in each["told"] for each in done.values()] == [True, True, True, False]
 
 
 def test_it_is_said_who_has_killed_a_deaf_one(managed):

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from policy_world import TICK_S, World, job, limits
 
 from penstock.core.units import MIB
-from penstock.jobs.policy import Phase, Turn, ahead, decide, following
+from penstock.jobs.policy import LEAST_SLICE_S, MOVING_SHARE, Phase, Turn, ahead, decide, following
 
 WEIGHTS = st.sampled_from([0.5, 1.0, 2.0, 3.0])
 
@@ -35,6 +35,35 @@ def test_who_cannot_be_together_share_time_by_weight_within_a_slice(
             bound = (slice_s + 2 * TICK_S) / min(weights)
             assert max(shares) - min(shares) <= bound
     assert all(each.turns for each in jobs)
+
+
+@given(ticks_to_move=st.integers(1, 12), count=st.integers(2, 4))
+@settings(max_examples=30, deadline=None)
+def test_unless_a_slice_is_given_moving_takes_a_small_part_of_the_time(ticks_to_move, count):
+    move_s = 2 * ticks_to_move * TICK_S
+    jobs = [job(f"j{i}", move_s=move_s) for i in range(count)]
+    world = World(limits(slice_s=None, patience_s=1e9), jobs, ticks_to_move=ticks_to_move)
+    slice_s = max(LEAST_SLICE_S, move_s / MOVING_SHARE)
+    for _ in range(int(6 * count * slice_s / TICK_S)):
+        world.tick()
+    turns = sum(each.turns for each in jobs)
+    assert 4 * count <= turns <= 6 * count
+    lost_s = move_s + 2 * TICK_S  # and the ticks in which a decision is carried out
+    assert world.idle_s <= lost_s * (turns + 1)
+
+
+def test_a_turn_of_several_is_as_long_as_the_moving_of_all_of_them_asks_for():
+    entries = [job(name, 45, move_s=2.0, phase=Phase.AWAKE).entry for name in "ab"]
+    waits = job("c", 60, phase=Phase.ASLEEP).entry
+    shared = limits(slice_s=None)
+
+    def chosen_after(spent_s):
+        turn = Turn(chosen=frozenset("ab"), spent_s=spent_s)
+        tired = [replace(each, virtual_s=100.0) for each in entries]
+        return decide([*tired, waits], turn, shared).turn.chosen
+
+    assert chosen_after(4.0 / MOVING_SHARE - 0.1) == {"a", "b"}
+    assert chosen_after(4.0 / MOVING_SHARE) == {"c"}
 
 
 @given(
@@ -192,7 +221,7 @@ def test_who_is_next_can_be_told():
     now = job("a", phase=Phase.AWAKE, held_bytes=60, virtual_s=1.0).entry
     later = [job(n, phase=Phase.ASLEEP, virtual_s=v).entry for n, v in (("b", 3.0), ("c", 2.0))]
     turn = Turn(chosen=frozenset("a"), spent_s=1.5)
-    assert following([now, *later], turn, limits(), left_s=5.0).name == "c"
+    assert following([now, *later], turn, limits(slice_s=5.0)).name == "c"
 
 
 def test_what_is_spare_is_lent_to_who_is_next():

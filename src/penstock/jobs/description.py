@@ -17,7 +17,8 @@ from penstock.io.files import filesystem_of
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DURATION: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min)\s*")
-ENFORCE: Final = ("auto", "cgroup", "looking")
+AUTO: Final = "auto"
+ENFORCE: Final = (AUTO, "cgroup", "looking")
 _SCALES: Final = {"ms": 1e-3, "s": 1.0, "min": 60.0}
 
 
@@ -38,8 +39,9 @@ class Machine:
     device_memory: int | str | None = None
     """Memory of the CUDA device; None: it is not shared out."""
 
-    slice: float | str = 2.0
-    """How long a job computes before others have their turn; it ends at the next end of a step."""
+    slice: float | str = AUTO
+    """How long a job computes before others have their turn; it ends at the next end of a step.
+    ``auto``: so long that sleeping and waking takes a twentieth of the time, and 2 seconds at least."""
 
     patience: float | str = 60.0
     """A job that has waited so long goes before those of any priority, once."""
@@ -53,7 +55,7 @@ class Machine:
     log: int | str = 64 * MIB
     """How long the log of a job may become; what was in it is then kept beside, once."""
 
-    enforce: str = "auto"
+    enforce: str = AUTO
     """What keeps ``memory``: ``cgroup``, the kernel; ``looking``, the manager alone; ``auto``, the kernel
     where that is permitted."""
 
@@ -68,7 +70,8 @@ class Machine:
                 if getattr(self, name) == 0 and name != "asleep":
                     raise ConfigError(f"{name} must be more than 0 bytes")
         for name in ("slice", "patience", "grace"):
-            object.__setattr__(self, name, _duration(name, getattr(self, name)))
+            if name != "slice" or self.slice != AUTO:
+                object.__setattr__(self, name, _duration(name, getattr(self, name)))
         _check_type("prefetch", self.prefetch, bool, "true or false")
         if self.enforce not in ENFORCE:
             raise ConfigError(f"enforce is {self.enforce!r}; known are {', '.join(ENFORCE)}")
@@ -114,9 +117,9 @@ class Machine:
         return _whole(self.log)
 
     @property
-    def slice_s(self) -> float:
-        """``slice`` in seconds."""
-        return float(self.slice)
+    def slice_s(self) -> float | None:
+        """``slice`` in seconds; None: ``auto``."""
+        return None if self.slice == AUTO else float(self.slice)
 
     @property
     def patience_s(self) -> float:

@@ -1,7 +1,8 @@
 """How a job is ended: in order first, then in harsher ways.
 
 One that is awake is over after twice the time of grace, at the latest. One that sleeps has three times
-that to be awake, and then as much as the other: five times in all.
+that to be awake, and then as much as the other: five times in all. Of several that sleep each has as much
+when it is its turn to be woken.
 """
 
 from __future__ import annotations
@@ -36,19 +37,23 @@ class Ending:
         """Whether a signal was sent: what follows it does not sleep any more."""
         return self._times > 0
 
-    def proceed(self, process: Process, now: float, *, asleep: bool) -> None:
+    def proceed(self, process: Process, now: float, *, asleep: bool, waits: bool = False) -> None:
         """Do what there is to be done now.
 
         Args:
             process: Of the job.
             now: Seconds.
             asleep: Whether it sleeps, or is on the way to or from that.
+            waits: Whether it sleeps, and others that are to end go before it: its time has not begun.
         """
         if self._told_s is None:
             self._told_s = now
             process.send(signal.SIGCONT)  # who was stopped would hear none of the others
             if asleep:
                 return
+        if waits:
+            self._told_s = now
+            return
         waited = now - self._told_s
         if (asleep or self._times) and waited < self._grace_s * (_ASLEEP_TIMES if asleep else 1):
             return

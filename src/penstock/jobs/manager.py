@@ -37,6 +37,7 @@ from penstock.jobs.policy import (
     Turn,
     ahead,
     decide,
+    slice_s,
     virtual_start,
 )
 from penstock.jobs.record import Recording, StateDirectory
@@ -183,7 +184,9 @@ class Manager:
     def _until_next_look_s(self) -> float:
         if not all(task.phase in _CALM for task in self._tasks.values()):
             return _LOOK_S
-        slice_s = self.description.machine.slice_s
+        slice_s = self._limits.slice_s
+        if slice_s is None:  # it is a long one
+            return _CALM_S
         return max(_LOOK_S, min(_CALM_S, slice_s / _LOOKS_A_SLICE))
 
     def advance(self) -> None:
@@ -193,8 +196,9 @@ class Manager:
         measure = now - self._measured >= _MEASURE_S
         if measure:
             self._measured = now
+        ending = any(task.is_ending for task in self._tasks.values())
         for task in self._tasks.values():
-            task.observe(now, measure=measure)
+            task.observe(now, measure=measure, others_end=ending)
             if task.phase in (Phase.AWAKE, Phase.SUSPENDING):
                 task.awake_s += passed
                 task.virtual_s += passed / task.spec.weight
@@ -292,6 +296,7 @@ class Manager:
             "schema": 1,
             "machine": {
                 "memory_bytes": self._limits.memory_bytes,
+                "slice_s": slice_s(entries, self._turn, self._limits),
                 "held_bytes": sum(task.held_bytes for task in self._tasks.values()),
                 "charged_bytes": sum(each.charge_bytes for each in entries),
                 "flash_capacity_bytes": self._limits.flash_bytes,

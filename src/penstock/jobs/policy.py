@@ -1,10 +1,15 @@
 """Who computes, who sleeps: a pure function of what jobs need, have had, and wait for.
 
-Time goes in turns. At the end of a turn all jobs are ranked: by priority, then by virtual time, which is
-the time that a job has had divided by its weight (start-time fair queueing: Goyal, Vin and Cheng,
-SIGCOMM 1996). Down the ranking each job is chosen that fits beside those chosen before it; so memory
-that the first leave is used, and who comes first is always served. Within a turn those chosen stay, and
-others may fill what room there is. A higher priority ends a turn at once.
+Time goes in turns, of a slice each. At the end of a turn all jobs are ranked: by priority, then by
+virtual time, which is the time that a job has had divided by its weight (start-time fair queueing:
+Goyal, Vin and Cheng, SIGCOMM 1996). Down the ranking each job is chosen that fits beside those chosen
+before it; so memory that the first leave is used, and who comes first is always served. Within a turn
+those chosen stay, and others may fill what room there is. A higher priority ends a turn at once.
+
+[Note: slices]
+    What sharing costs is moving: each turn takes one way from flash and one back. Where no slice is
+    given, a turn lasts so long that this is a small part of it, by what it took those whose turn it is in
+    the past, or is expected to take.
 
 [Note: nobody starves]
     Who has waited for longer than ``patience_s`` ranks first at the end of the turn, whatever his
@@ -59,6 +64,9 @@ UP: Final = (Phase.STARTING, Phase.AWAKE, Phase.WAKING)
 BETWEEN: Final = (Phase.STARTING, Phase.SUSPENDING, Phase.WAKING)
 
 
+LEAST_SLICE_S: Final = 2.0
+MOVING_SHARE: Final = 0.05
+"""What moving may take of the time. See [Note: slices]."""
 _LEAST_FETCH_BYTES: Final = 64 * MIB
 
 
@@ -78,6 +86,8 @@ class Entry:
     """Of its memory so much is allowed to be back already, while it sleeps."""
     device_bytes: int = 0
     """Memory of the device when it is awake."""
+    move_s: float = 0.0
+    """What it takes to go to sleep and to come back, together: measured, or expected."""
     weight: float = 1.0
     priority: int = 0
     virtual_s: float = 0.0
@@ -116,7 +126,8 @@ class Limits:
     """What all of them share."""
 
     memory_bytes: int
-    slice_s: float
+    slice_s: float | None
+    """How long a turn lasts; None: see [Note: slices]."""
     patience_s: float
     device_bytes: int | None = None
     flash_bytes: int | None = None
@@ -160,7 +171,7 @@ def decide(entries: Sequence[Entry], turn: Turn, limits: Limits) -> Decision:
     begun, notes = _may_begin(ranked, limits)
     able = [each for each in ranked if each.runnable and each.name in begun]
     fresh = _choose(able, Turn(), entries, limits)
-    if not _goes_on(able, fresh, turn, limits):
+    if not _goes_on(able, fresh, turn, slice_s(entries, turn, limits)):
         turn = Turn()
     chosen = _choose(able, turn, entries, limits)
     # who has waited too long and is among the first now keeps his turn to its end
@@ -185,6 +196,14 @@ def decide(entries: Sequence[Entry], turn: Turn, limits: Limits) -> Decision:
     return Decision(turn=turn, sleep=sleep, wake=wake, notes=notes)
 
 
+def slice_s(entries: Iterable[Entry], turn: Turn, limits: Limits) -> float:
+    """How long this turn lasts once all of those are awake whose turn it is. See [Note: slices]."""
+    if limits.slice_s is not None:
+        return limits.slice_s
+    moving_s = sum(each.move_s for each in entries if each.name in turn.chosen)
+    return max(LEAST_SLICE_S, moving_s / MOVING_SHARE)
+
+
 def rank(entries: Iterable[Entry], limits: Limits) -> list[Entry]:
     """All jobs, who comes first first."""
 
@@ -198,17 +217,17 @@ def rank(entries: Iterable[Entry], limits: Limits) -> list[Entry]:
     return sorted(entries, key=key)
 
 
-def following(
-    entries: Sequence[Entry], turn: Turn, limits: Limits, *, left_s: float
-) -> Entry | None:
+def following(entries: Sequence[Entry], turn: Turn, limits: Limits) -> Entry | None:
     """Who sleeps and will be woken first when this turn is over, as far as can be told."""
+    whole_s = slice_s(entries, turn, limits)
+    left_s = max(whole_s - turn.spent_s, 0.0)
     later = [
         replace(each, virtual_s=each.virtual_s + left_s / each.weight, waited_s=0.0)
         if each.phase is Phase.AWAKE
         else replace(each, waited_s=each.waited_s + left_s)
         for each in entries
     ]
-    decided = decide(later, replace(turn, spent_s=limits.slice_s), limits)
+    decided = decide(later, replace(turn, spent_s=whole_s), limits)
     named = {each.name: each for each in entries}
     return next(
         (
@@ -231,7 +250,7 @@ def ahead(
         limits: The machine.
         rests: What each has on flash, in bytes.
     """
-    following_one = following(entries, turn, limits, left_s=max(limits.slice_s - turn.spent_s, 0.0))
+    following_one = following(entries, turn, limits)
     if following_one is None or following_one.name in turn.chosen:
         return None
     if following_one.fetch_bytes:
@@ -259,13 +278,13 @@ def _is_aged(each: Entry, limits: Limits) -> bool:
     )
 
 
-def _goes_on(able: Sequence[Entry], fresh: Mapping[str, Entry], turn: Turn, limits: Limits) -> bool:
+def _goes_on(able: Sequence[Entry], fresh: Mapping[str, Entry], turn: Turn, whole_s: float) -> bool:
     """Whether this turn is not over: its time, or because of who would be chosen in a new one."""
     mine = [each for each in able if each.name in turn.chosen]
     others = [each for each in fresh.values() if each.name not in turn.chosen]
     if not mine or any(each.urgent for each in others):
         return False
-    if turn.spent_s >= limits.slice_s:
+    if turn.spent_s >= whole_s:
         return False
     least = min((each.priority for each in mine if each.name not in turn.aged), default=None)
     return least is None or all(each.priority <= least for each in others)

@@ -26,6 +26,8 @@ _STEPS: Final = 2
 """After so many, what a job holds is what it needs."""
 _TRY_AGAIN_S: Final = 30.0
 """For so long a job that could not sleep is not asked again."""
+_EXPECTED_BYTES_PER_S: Final = 1e9
+"""Until it has slept: so much of a job is expected to go, and to come back, in a second."""
 _UNFINISHED: Final = "unfinished"
 
 
@@ -84,6 +86,18 @@ class Task:
         """Whether it has a process."""
         return self.phase in ALIVE
 
+    def _move_s(self, need_bytes: int) -> float:
+        """What one sleep and the way back took on average; see ``Entry.move_s``."""
+        status = self.status
+        if status.sleeps:
+            return status.moving_s / status.sleeps
+        return 2 * need_bytes / _EXPECTED_BYTES_PER_S
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it is to end, and can: it is awake, or about to be."""
+        return self.stopping and self.lives and self.phase is not Phase.ASLEEP
+
     @property
     def io_bytes(self) -> int:
         """What its process has read and written, in all."""
@@ -98,10 +112,11 @@ class Task:
         """
         if self._waits_since is None:
             self._waits_since = now
+        need_bytes = free_bytes if self._need_bytes is None else self._need_bytes
         return Entry(
             name=self.spec.name,
             phase=self.phase,
-            need_bytes=free_bytes if self._need_bytes is None else self._need_bytes,
+            need_bytes=need_bytes,
             held_bytes=self.held_bytes,
             rest_bytes=self._rest_bytes,
             fetch_bytes=self.channel.order.fetch_bytes if self.phase is Phase.ASLEEP else 0,
@@ -109,6 +124,7 @@ class Task:
             weight=self.spec.weight,
             priority=self.spec.priority,
             virtual_s=self.virtual_s,
+            move_s=self._move_s(need_bytes),
             waited_s=now - self._waits_since,
             held_back=self.held_back,
             urgent=self.stopping,
@@ -175,12 +191,13 @@ class Task:
 
     # -- what becomes of it -------------------------------------------------------------------------
 
-    def observe(self, now: float, *, measure: bool) -> None:
+    def observe(self, now: float, *, measure: bool, others_end: bool = False) -> None:
         """Look how it is.
 
         Args:
             now: Seconds.
             measure: Whether its memory is measured too, in any case.
+            others_end: Whether some that are to end are awake, or about to be.
         """
         if self._process is None:
             return
@@ -204,8 +221,9 @@ class Task:
         ):
             self._cannot_sleep(status.refused, now)
         if self.stopping:
+            waits = self.phase is Phase.ASLEEP and others_end
             asleep = self.phase in (Phase.ASLEEP, Phase.SUSPENDING, Phase.WAKING)
-            self._ending.proceed(self._process, now, asleep=asleep)
+            self._ending.proceed(self._process, now, asleep=asleep, waits=waits)
 
     def _turn_log(self) -> None:
         if turn_over(self.log, most_bytes=self._machine.log_bytes):
