@@ -52,6 +52,19 @@ def test_unless_a_slice_is_given_moving_takes_a_small_part_of_the_time(ticks_to_
     assert world.idle_s <= lost_s * (turns + 1)
 
 
+@given(slice_s=st.sampled_from([None, 30.0]), weight=st.sampled_from([2.0, 3.0]))
+def test_weights_and_priorities_count_though_turns_are_long(slice_s, weight):
+    shared = limits(slice_s=slice_s, patience_s=None)
+    jobs = [job("heavy", weight=weight, move_s=2.0), job("light", move_s=2.0)]
+    jobs.append(job("low", priority=-1, move_s=2.0))
+    world = World(shared, jobs)
+    for _ in range(int(3000 / TICK_S)):
+        world.tick()
+    heavy, light, low = (each.awake_s for each in jobs)
+    assert heavy == pytest.approx(weight * light, rel=0.2)
+    assert 0 < low < 0.2 * light
+
+
 def test_a_turn_of_several_is_as_long_as_the_moving_of_all_of_them_asks_for():
     entries = [job(name, 45, move_s=2.0, phase=Phase.AWAKE).entry for name in "ab"]
     waits = job("c", 60, phase=Phase.ASLEEP).entry

@@ -43,8 +43,9 @@ class Machine:
     """How long a job computes before others have their turn; it ends at the next end of a step.
     ``auto``: so long that sleeping and waking takes a twentieth of the time, and 2 seconds at least."""
 
-    patience: float | str = 60.0
-    """A job that has waited so long goes before those of any priority, once."""
+    patience: float | str = AUTO
+    """A job that has waited so long goes before those of any priority, once; ``auto``: as long as ten
+    turns of each job take, and 60 seconds at least."""
 
     grace: float | str = 10.0
     """How long a job that is to stop may take for it, each time it is told in a harsher way."""
@@ -69,8 +70,8 @@ class Machine:
                 object.__setattr__(self, name, parse_bytes(value, what=name))
                 if getattr(self, name) == 0 and name != "asleep":
                     raise ConfigError(f"{name} must be more than 0 bytes")
-        for name in ("slice", "patience", "grace"):
-            if name != "slice" or self.slice != AUTO:
+        for name, can_be_auto in (("slice", True), ("patience", True), ("grace", False)):
+            if not can_be_auto or getattr(self, name) != AUTO:
                 object.__setattr__(self, name, _duration(name, getattr(self, name)))
         _check_type("prefetch", self.prefetch, bool, "true or false")
         if self.enforce not in ENFORCE:
@@ -122,9 +123,9 @@ class Machine:
         return None if self.slice == AUTO else float(self.slice)
 
     @property
-    def patience_s(self) -> float:
-        """``patience`` in seconds."""
-        return float(self.patience)
+    def patience_s(self) -> float | None:
+        """``patience`` in seconds; None: ``auto``."""
+        return None if self.patience == AUTO else float(self.patience)
 
     @property
     def grace_s(self) -> float:

@@ -12,9 +12,10 @@ those chosen stay, and others may fill what room there is. A higher priority end
     the past, or is expected to take.
 
 [Note: nobody starves]
-    Who has waited for longer than ``patience_s`` ranks first at the end of the turn, whatever his
+    Who has waited for longer than the patience ranks first at the end of the turn, whatever his
     priority, and no priority ends that turn before its slice is over. Of several such, the one goes first
     who has waited longest. So with n jobs nobody waits for longer than the patience and n + 1 turns.
+    Where none is given it is the time of several turns of each: shorter, it would be all that decides.
 
 [Note: who may begin]
     A process that sleeps holds some memory all the same. A job begins only if afterwards each of those
@@ -65,6 +66,9 @@ BETWEEN: Final = (Phase.STARTING, Phase.SUSPENDING, Phase.WAKING)
 
 
 LEAST_SLICE_S: Final = 2.0
+LEAST_PATIENCE_S: Final = 60.0
+PATIENT_ROUNDS: Final = 10
+"""So many turns of each job are waited for. See [Note: nobody starves]."""
 MOVING_SHARE: Final = 0.05
 """What moving may take of the time. See [Note: slices]."""
 _LEAST_FETCH_BYTES: Final = 64 * MIB
@@ -128,7 +132,8 @@ class Limits:
     memory_bytes: int
     slice_s: float | None
     """How long a turn lasts; None: see [Note: slices]."""
-    patience_s: float
+    patience_s: float | None
+    """How long anybody waits at most; None: see [Note: nobody starves]."""
     device_bytes: int | None = None
     flash_bytes: int | None = None
     """For memory of those who sleep; None: none of them can, and who has begun goes on to its end."""
@@ -175,7 +180,8 @@ def decide(entries: Sequence[Entry], turn: Turn, limits: Limits) -> Decision:
         turn = Turn()
     chosen = _choose(able, turn, entries, limits)
     # who has waited too long and is among the first now keeps his turn to its end
-    aged = turn.aged | {each.name for each in able if _is_aged(each, limits)}
+    patient_s = patience_s(entries, limits)
+    aged = turn.aged | {each.name for each in able if _is_aged(each, patient_s)}
     turn = replace(turn, chosen=frozenset(chosen), aged=aged & frozenset(chosen))
     crowded = _is_crowded(chosen, entries, limits)
     sleep = tuple(
@@ -204,13 +210,23 @@ def slice_s(entries: Iterable[Entry], turn: Turn, limits: Limits) -> float:
     return max(LEAST_SLICE_S, moving_s / MOVING_SHARE)
 
 
-def rank(entries: Iterable[Entry], limits: Limits) -> list[Entry]:
+def patience_s(entries: Sequence[Entry], limits: Limits) -> float:
+    """Who has waited for longer than this goes first. See [Note: nobody starves]."""
+    if limits.patience_s is not None:
+        return limits.patience_s
+    alone = [Turn(chosen=frozenset({each.name})) for each in entries if each.runnable]
+    round_s = sum(slice_s(entries, turn, limits) for turn in alone)
+    return max(LEAST_PATIENCE_S, PATIENT_ROUNDS * round_s)
+
+
+def rank(entries: Sequence[Entry], limits: Limits) -> list[Entry]:
     """All jobs, who comes first first."""
+    patient_s = patience_s(entries, limits)
 
     def key(each: Entry) -> tuple[object, ...]:
         if each.urgent:
             return (0, 0, 0.0, each.name)
-        if _is_aged(each, limits):
+        if _is_aged(each, patient_s):
             return (1, 0, -each.waited_s, each.name)
         return (2, -each.priority, each.virtual_s, each.name)
 
@@ -270,11 +286,11 @@ def virtual_start(entries: Iterable[Entry]) -> float:
     return min((each.virtual_s for each in running), default=0.0)
 
 
-def _is_aged(each: Entry, limits: Limits) -> bool:
+def _is_aged(each: Entry, patient_s: float) -> bool:
     return (
         each.phase in (Phase.WAITING, Phase.ASLEEP)
         and not each.held_back
-        and each.waited_s > limits.patience_s
+        and each.waited_s > patient_s
     )
 
 
