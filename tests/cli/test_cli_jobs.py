@@ -226,6 +226,7 @@ def status(**job):
     return {
         "machine": {
             "memory_bytes": 8 * 2**30,
+            "slice_s": 24.0,
             "held_bytes": 2**30,
             "charged_bytes": 2 * 2**30,
             "flash_bytes": 3 * 2**30,
@@ -257,6 +258,7 @@ def test_the_table_says_who_sleeps_where_and_why():
     told = to_text(table(status()), width=140)
     assert "1.00 GiB held, 2.00 GiB charged of 8.00 GiB" in told
     assert "flash 3.00 GiB of 20.00 GiB in /nvme" in told.replace("\n", " ")
+    assert "turns of 24.00 s" in told.replace("\n", " ")
     assert "2.50 GB/s" in told
     assert "kept by the kernel" in told.replace("\n", " ")
     for what in ("bert", "asleep", "256.00 MiB", "120", "2.00", "waits for its turn"):

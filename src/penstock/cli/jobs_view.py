@@ -119,6 +119,7 @@ def _machine(status: dict[str, Any]) -> str:
         said += (
             f" · flash {format_bytes(machine['flash_bytes'])} of"
             f" {format_bytes(machine['flash_capacity_bytes'])} in {where}"
+            f" · turns of {format_duration(machine['slice_s'])}"
         )
     keeper = "the kernel" if machine["enforced"] else "looking"
     return f"{said} · kept by {keeper} · {format_bandwidth(machine['bytes_per_s'])}"
