@@ -79,6 +79,8 @@ def main() -> None:
         rig.plan(figures["one after the other"]["peak_bytes"])
         figures["managed"] = rig.managed()
         figures["managed, kept by the kernel"] = rig.managed_in_group()
+        if options.also_slice:
+            figures[f"managed, slices of {options.also_slice}"] = rig.managed(options.also_slice)
         if options.unfetched:
             figures["managed, nothing ahead"] = rig.managed(prefetch=False)
         if not options.quick:
@@ -97,7 +99,7 @@ def main() -> None:
             "batch": BATCH,
             "depth": options.depth,
             "steps": options.steps,
-            "slice_s": options.slice,
+            "slice": options.slice,
             "paging_limit_s": options.paging_limit,
             "share": SHARE,
             "target": TARGET,
@@ -111,7 +113,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dir", default=tempfile.gettempdir())
     parser.add_argument("--depth", type=int, default=16)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--slice", type=float, default=22.0, help="seconds")
+    parser.add_argument("--slice", default="auto", help="as in jobs.toml")
+    parser.add_argument("--also-slice", help="managed once more, with such slices")
     parser.add_argument(
         "--unfetched", action="store_true", help="also with nothing ahead of its turn"
     )
@@ -120,7 +123,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a few steps; no result file")
     options = parser.parse_args()
     if options.quick:
-        options.depth, options.steps, options.slice = 6, 12, 1.0
+        options.depth, options.steps, options.slice = 6, 12, "1 s"
         options.paging_limit = 15.0
     return options
 
@@ -216,12 +219,14 @@ class Rig:
         except ConfigError as error:
             return f"not measured: {error}"
 
-    def managed(self, *, prefetch: bool = True, enforce: str = "looking") -> dict[str, Any]:
-        state = self.folder / f"state-{prefetch}-{enforce}"
+    def managed(
+        self, slices: str = "", *, prefetch: bool = True, enforce: str = "looking"
+    ) -> dict[str, Any]:
+        state = self.folder / f"state-{slices}-{prefetch}-{enforce}"
         machine = {
             "memory": self.budget_bytes,
             "flash": "spill",
-            "slice": self.options.slice,
+            "slice": slices or self.options.slice,
             "prefetch": prefetch,
             "enforce": enforce,
         }
