@@ -191,6 +191,24 @@ def test_a_script_with_a_checkpointer_saves_and_sleeps_then(disk_path, keeper_fo
             training(disk_path, keeper_for(resume=True), steps=5)
 
 
+@pytest.mark.parametrize("keep", [1, 9])
+def test_one_that_was_woken_and_went_on_is_resumed_from_what_it_saved_since(
+    disk_path, keeper_for, keep
+):
+    """Else a job that computes by itself for long cannot be resumed when its machine is restarted."""
+    with Checkpointer(disk_path / "run", every=1, keep=keep) as checkpoints:
+        keeper = keeper_for()
+        keeper.opened()
+        training(disk_path, keeper, steps=5, sleep_at=2, checkpoints=checkpoints)
+        checkpoints.wait()
+        assert (disk_path / "run/step-000000000003").exists() == (keep > 1)  # that it slept with
+        listeners.clear()
+        again = training(disk_path, keeper_for(resume=True), steps=7, checkpoints=checkpoints)
+    assert any("step-000000000005', saved since" in each for each in keeper_for.lines)
+    listeners.clear()
+    assert torch.equal(again, training(disk_path, None, steps=7))
+
+
 def test_what_was_deleted_by_hand_is_said(disk_path, keeper_for):
     with Checkpointer(disk_path / "run") as checkpoints:
         keeper = keeper_for()
