@@ -138,9 +138,7 @@ def test_ctrl_c_ends_a_command_of_ours_without_a_traceback(monkeypatch, capsys, 
 
 @pytest.mark.parametrize("words", [[], ["--json"]])
 @pytest.mark.parametrize(("output", "code"), [("pipe", 141), ("/dev/full", 1)])
-def test_output_that_nobody_takes_ends_a_command_without_a_traceback(
-    tmp_path, words, output, code
-):
+def test_output_that_nobody_takes_ends_a_command_without_a_traceback(tmp_path, words, output, code):
     """`penstock ... | head`, and a disk that is full."""
     reader, writer = os.pipe()
     os.close(reader)
