@@ -157,6 +157,7 @@ class Keeper:
         self._knows_checkpointer = self._pending = False
         self._saved: dict[str, Any] | None = None
         self._sleep: Callable[[str, object], None] | None = None
+        self._loaded = ""  # the last that the script went on from
         self._untouched = _generators()
         self._before = record.read() if resume else None
         if self._before is not None and self._before["kind"] == "checkpoint":
@@ -186,6 +187,7 @@ class Keeper:
 
     def loaded(self, path: str) -> None:
         """The script goes on from a checkpoint."""
+        self._loaded = path
         before = self._before
         if before is None or before["kind"] != "checkpoint":
             return
@@ -220,11 +222,22 @@ class Keeper:
                 raise SuspendError(
                     f"--resume: after {steps} steps {len(differ)} of {len(before['digests'])} parts are"
                     " not what they were when the run was suspended:"
-                    f" {', '.join(differ[:_SHOWN])}; the script is not deterministic (seeds, order of its"
-                    " data, threads), so it cannot be resumed: run it without --resume, or give it a"
-                    " Checkpointer"
+                    f" {', '.join(differ[:_SHOWN])}; {self._why_not_the_same()}"
                 )
             self._tell(f"resumed: {steps} steps were done again, and all bits are the same")
+
+    def _why_not_the_same(self) -> str:
+        """And what to do."""
+        if self._loaded:
+            return (
+                f"the script went on from {self._loaded!r}, and not from where it slept, which no"
+                " checkpoint has: run it without --resume, and ask due() of its Checkpointer after each"
+                " step"
+            )
+        return (
+            "the script is not deterministic (seeds, order of its data, threads), so it cannot be"
+            " resumed: run it without --resume, or give it a Checkpointer"
+        )
 
     def puts_off(self) -> bool:
         """Whether a Checkpointer is asked first: sleep when it has saved, or after the next step."""
