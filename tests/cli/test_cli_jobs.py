@@ -285,6 +285,12 @@ def test_the_table_says_who_sleeps_where_and_why():
     assert "killed by SIGKILL [/x] [machine]" in over
 
 
+def test_the_line_of_the_machine_is_as_wide_as_the_terminal_and_not_as_its_table():
+    """Of few jobs that is narrow: figures and their units came apart."""
+    told = to_text(table(status(note="", told="")), width=140)
+    assert told.splitlines()[0].endswith("2.50 GB/s")
+
+
 def test_on_a_terminal_the_view_is_live_and_elsewhere_lines(tmp_path, monkeypatch, capsys):
     with open(tmp_path / "screen", "w+", encoding="utf-8") as file:
         watch = Watch(file)
