@@ -498,6 +498,27 @@ def test_the_command_line_tells_what_is_there(disk_path, capsys):
     assert main(["checkpoint", "list", str(disk_path / "none")]) == 1
 
 
+@pytest.mark.parametrize("what", ["info", "verify"])
+def test_the_directory_of_a_run_is_no_checkpoint_and_its_latest_is_named(disk_path, capsys, what):
+    """It was said to be damaged, and that another should be loaded."""
+    with checkpointer(disk_path, keep=3) as ours:
+        for step in (1, 2):
+            ours.save(step, state(step))
+    assert main(["checkpoint", what, str(disk_path)]) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert f"{str(disk_path)!r} has checkpoints and is none: name one of" in told.err
+    assert repr(str(disk_path / "step-000000000002")) in told.err
+
+
+def test_the_help_of_list_keeps_the_name_of_a_checkpointer(capsys):
+    with pytest.raises(SystemExit):
+        main(["checkpoint", "list", "--help"])
+    assert (
+        "The checkpoints of a directory, as a Checkpointer makes them." in capsys.readouterr().out
+    )
+
+
 @pytest.mark.parametrize("wait", [True, False])
 def test_states_on_flash_are_saved_and_resumed(wait, disk_path, small_knobs):
     from penstock.optim import FlashAdamW

@@ -124,6 +124,7 @@ def test_a_set_is_saved_in_one_order_and_loaded_in_place(disk_path):
         (np.random.default_rng(0), "give its bit_generator.state"),
         (random.Random(0), "give its getstate()"),
         (print, "leave it out: code is no state"),
+        (Progress, "leave it out: code is no state"),
         (object(), "give its state_dict(), convert it, or leave it out"),
     ],
 )

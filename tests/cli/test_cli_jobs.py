@@ -180,6 +180,24 @@ def test_options_that_would_be_refused_are_named_before_anything_begins(
     assert not (disk_path / "state").exists()
 
 
+def test_a_durable_job_that_has_nowhere_to_sleep_is_refused_before_anything_begins(
+    disk_path, capsys
+):
+    """`penstock run --state` would refuse it, and name an option that the description has not."""
+    (disk_path / "x.py").touch()
+    path = disk_path / "jobs.toml"
+    path.write_text(
+        '[machine]\nmemory = "8GiB"\n[[job]]\nname = "a"\nscript = "x.py"\ndurable = true\n'
+    )
+    assert main(["jobs", "run", str(path), "--state", str(disk_path / "state")]) == 2
+    told = capsys.readouterr().err
+    assert (
+        "jobs.toml: job 'a': options is []: durable is true, and [machine] flash names no directory"
+        in told
+    )
+    assert not (disk_path / "state").exists()
+
+
 def test_options_that_are_taken_are_taken_from_the_directory_of_the_job(disk_path, tmp_path):
     (disk_path / "sub/spill").mkdir(parents=True)
     (disk_path / "sub/o.toml").write_text('[offload]\nfloor = "2MiB"\n')
@@ -267,6 +285,12 @@ def test_the_table_says_who_sleeps_where_and_why():
     over = to_text(table(over), width=140)
     assert "failed" in over
     assert "killed by SIGKILL [/x] [machine]" in over
+
+
+def test_the_line_of_the_machine_is_as_wide_as_the_terminal_and_not_as_its_table():
+    """Of few jobs that is narrow: figures and their units came apart."""
+    told = to_text(table(status(note="", told="")), width=140)
+    assert told.splitlines()[0].endswith("2.50 GB/s")
 
 
 def test_on_a_terminal_the_view_is_live_and_elsewhere_lines(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,9 @@
 """The command line itself: help, errors in one line, exit codes."""
 
 import io
+import os
+import subprocess
+import sys
 
 import pytest
 from rich.table import Table
@@ -131,6 +134,23 @@ def test_ctrl_c_ends_a_command_of_ours_without_a_traceback(monkeypatch, capsys, 
     monkeypatch.setattr(bandwidth, "measure", interrupt)
     assert main(["bench", "io", "--dir", str(disk_path)]) == 130
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]])
+@pytest.mark.parametrize(("output", "code"), [("pipe", 141), ("/dev/full", 1)])
+def test_output_that_nobody_takes_ends_a_command_without_a_traceback(tmp_path, words, output, code):
+    """`penstock ... | head`, and a disk that is full."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    if output != "pipe":
+        os.close(writer)
+        writer = os.open(output, os.O_WRONLY)
+    command = [sys.executable, "-m", "penstock", "checkpoint", "list", str(tmp_path), *words]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert done.returncode == code, done.stderr
+    said = "penstock: error: '<stdout>' cannot be written: No space left on device"
+    assert done.stderr.splitlines() == ([said] if code == 1 else [])
 
 
 def test_a_table_goes_to_any_output(capsys):

@@ -71,6 +71,15 @@ def test_transfer_errors_say_what_where_and_how_much(tmp_path, code, kind):
     assert ("free some space" in str(error)) == (kind is errors.NoSpaceError)
 
 
+def test_of_what_moves_no_bytes_none_are_told(tmp_path):
+    """A directory that cannot be opened was "open of 0 bytes at offset 0 of ... after 0 bytes"."""
+    path = str(tmp_path / "file")
+    error = errors.transfer_error(
+        errno=errno.ENOTDIR, op="open", path=path, offset_bytes=0, nbytes=0
+    )
+    assert str(error).startswith(f"open of {path!r} failed: Not a directory (free space: ")
+
+
 def test_free_space_of_a_missing_directory(tmp_path):
     assert errors.free_space_bytes(str(tmp_path)) > 0
     assert errors.free_space_bytes(str(tmp_path / "missing")) == -1

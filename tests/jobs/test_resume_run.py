@@ -191,6 +191,38 @@ def test_a_script_with_a_checkpointer_saves_and_sleeps_then(disk_path, keeper_fo
             training(disk_path, keeper_for(resume=True), steps=5)
 
 
+@pytest.mark.parametrize("keep", [1, 9])
+def test_one_that_was_woken_and_went_on_is_resumed_from_what_it_saved_since(
+    disk_path, keeper_for, keep
+):
+    """Else a job that computes by itself for long cannot be resumed when its machine is restarted."""
+    with Checkpointer(disk_path / "run", every=1, keep=keep) as checkpoints:
+        keeper = keeper_for()
+        keeper.opened()
+        training(disk_path, keeper, steps=5, sleep_at=2, checkpoints=checkpoints)
+        checkpoints.wait()
+        assert (disk_path / "run/step-000000000003").exists() == (keep > 1)  # that it slept with
+        listeners.clear()
+        again = training(disk_path, keeper_for(resume=True), steps=7, checkpoints=checkpoints)
+    assert any("step-000000000005', saved since" in each for each in keeper_for.lines)
+    listeners.clear()
+    assert torch.equal(again, training(disk_path, None, steps=7))
+
+
+def test_one_that_saves_without_asking_due_is_not_called_random(disk_path, keeper_for):
+    """It slept without a checkpoint, and now goes on from an older one: its steps count otherwise."""
+    expected = torch.ones(3)
+    with Checkpointer(disk_path / "run") as checkpoints:
+        checkpoints.save(1, {"weight": expected})
+        keeper = keeper_for()
+        training(disk_path, keeper, steps=5, sleep_at=2)
+        listeners.clear()
+        keeper = keeper_for(resume=True)
+        checkpoints.load()
+        with pytest.raises(SuspendError, match=r"went on from '.*step-0+1', .* ask due\(\)"):
+            training(disk_path, keeper, steps=5, seed=1)
+
+
 def test_what_was_deleted_by_hand_is_said(disk_path, keeper_for):
     with Checkpointer(disk_path / "run") as checkpoints:
         keeper = keeper_for()

@@ -580,6 +580,20 @@ def test_it_is_refused_where_it_makes_no_sense(disk_path):
         pytest.raises(ConfigError, match="no directory"),
     ):
         penstock.suspend(session)
+    for call in (penstock.suspend, penstock.resume):
+        with pytest.raises(SuspendError, match=r"of a Sequential; .*`with penstock.offload"):
+            call(model)
+
+
+def test_of_a_checkpoint_and_its_state_none_is_for_itself(disk_path, tmp_path):
+    """Else all would be written, and nobody would know why."""
+    model = network()
+    checkpoint.save(tmp_path / "a", {"model": model})
+    with session_in(disk_path, model) as session:
+        for half in ({"checkpoint": tmp_path / "a"}, {"state": {"model": model}}):
+            with pytest.raises(ConfigError, match=r"checkpoint=.* and state=.* belong together"):
+                penstock.suspend(session, **half)
+        assert session.suspended is None
 
 
 def test_ctrl_c_while_small_ones_are_gathered_leaves_everything_as_it_was(disk_path, monkeypatch):
@@ -712,6 +726,11 @@ def program(name, *arguments):
     )
     assert done.returncode == 0, done.stderr.decode()
     return json.loads(done.stdout)
+
+
+def test_a_tensor_without_data_stays():
+    held, stay = storages_of([("weight", torch.empty(MIB, device="meta"))])
+    assert (held, stay) == ([], {"weight": "it is on the meta device, without data"})
 
 
 def test_a_lazy_module_that_never_ran_has_nothing_to_suspend():

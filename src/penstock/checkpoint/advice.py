@@ -44,7 +44,7 @@ _ADVICE: Final[tuple[tuple[Any, str], ...]] = (
 
 def advice_on(value: object) -> str:
     """In a few words."""
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return "give dataclasses.asdict(it), and make it anew of that"
     if isinstance(value, tuple):
         return "give it._asdict()" if hasattr(value, "_asdict") else "give tuple(it)"

@@ -41,6 +41,8 @@ examples:
 configuration; those of `penstock run` are the script's own."""
 _INTERRUPTED: Final = 130
 """What shells make of a death by SIGINT."""
+_UNREAD: Final = 141
+"""And by SIGPIPE, as of `penstock ... | head`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,10 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.debug:
             raise
         return output.report(error)  # a module of this package is called report
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, output.UnreadError) as error:
         if options.debug:
             raise
-        return _INTERRUPTED
+        return _UNREAD if isinstance(error, output.UnreadError) else _INTERRUPTED
     return outcome if isinstance(outcome, int) else outcome()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,11 +14,13 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from penstock.checkpoint.listing import listing, spare_bytes
+from penstock.checkpoint.listing import listing, spare_bytes, steps_in
+from penstock.checkpoint.manifest import FILE_NAME
 from penstock.checkpoint.reading import Opened
 from penstock.checkpoint.store import Store
 from penstock.cli.command import add_common, formatter
 from penstock.cli.output import show, write_json
+from penstock.core.errors import CheckpointError
 from penstock.core.units import format_bytes
 
 _EXAMPLES: Final = """\
@@ -49,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     }
     for name, (operand, text, execute_it) in kinds.items():
         each = what.add_parser(
-            name, help=text, description=text.capitalize() + ".", allow_abbrev=False
+            name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
         )
         each.add_argument("path", metavar=operand, nargs="+" if name == "verify" else None)
         add_common(each, json_help=_JSON)
@@ -81,6 +84,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _info(options: argparse.Namespace) -> int:
+    _check_is_one(options.path)
     with Opened(options.path) as opened:
         manifest = opened.manifest
     parts: dict[str, _Part] = {}
@@ -131,7 +135,20 @@ class _Part:
     codecs: list[str] = field(default_factory=list)
 
 
+def _check_is_one(path: str) -> None:
+    """Who names the directory of a run means one of its checkpoints. Raises CheckpointError."""
+    if not os.path.isdir(path) or os.path.lexists(os.path.join(path, FILE_NAME)):
+        return
+    if found := steps_in(path):
+        raise CheckpointError(
+            f"{path!r} has checkpoints and is none: name one of them, as the latest, {found[0][1]!r};"
+            " `penstock checkpoint list` tells all"
+        )
+
+
 def _verify(options: argparse.Namespace) -> int:
+    for path in options.path:
+        _check_is_one(path)
     found = [Store().verify(path) for path in options.path]
     if options.json:
         write_json(

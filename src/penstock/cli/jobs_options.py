@@ -50,6 +50,11 @@ def _check(job: JobSpec, machine: Machine) -> None:
         if getattr(found, name):
             raise ConfigError(f"--{name} is not for a job: {why}; {known}")
     found.flash = [*machine.directories, *(found.flash or [])]
+    if job.durable and not found.flash and found.config is None:
+        raise ConfigError(
+            "durable is true, and [machine] flash names no directory where it could sleep: name one, or"
+            " leave durable out"
+        )
     with chdir(job.cwd):
         config, _, _ = run.checked(found)
     for name in config.codec.split("+"):

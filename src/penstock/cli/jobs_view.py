@@ -85,8 +85,7 @@ def table(status: dict[str, Any], rates: dict[str, float] | None = None) -> Rend
         status: Of a manager.
         rates: Steps a second, by job; without, on average while it was awake.
     """
-    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title=Text(_machine(status)))
-    made.title_justify = "left"
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for name in ("job", "state", "DRAM", "flash", "steps", "steps/s", "awake", ""):
         right = name in ("DRAM", "flash", "steps", "steps/s", "awake")
         made.add_column(name, justify="right" if right else "left", overflow="fold")
@@ -105,7 +104,7 @@ def table(status: dict[str, Any], rates: dict[str, float] | None = None) -> Rend
             format_duration(job["awake_s"]) if job["awake_s"] else "",
             Text(job["note"] or job["told"]),  # may quote what looks like markup
         )
-    return made
+    return Group(Text(_machine(status)), made)  # a title would be as narrow as the table
 
 
 def _machine(status: dict[str, Any]) -> str:

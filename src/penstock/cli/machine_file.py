@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from penstock.cli.output import write_json
+from penstock.cli.output import write_json, write_text
 from penstock.core.errors import ConfigError
 from penstock.plan.machine import Machine
 
@@ -25,5 +25,4 @@ def answer(machine: Machine, *, output: str | None, as_json: bool) -> None:
     if as_json:
         write_json({"schema": 1, "machine": asdict(machine)}, sys.stdout)
     else:
-        sys.stdout.write(machine.to_toml())
-        sys.stdout.flush()
+        write_text(machine.to_toml(), sys.stdout)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
+from collections.abc import Iterator
 from typing import IO, Any
 
 from rich.console import Console, RenderableType
 
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.observe.summary_text import to_text
+
+
+class UnreadError(BrokenPipeError):
+    """Nobody reads what a command writes any more, as with ``| head``."""
 
 
 def report(error: PenstockError) -> int:
@@ -36,16 +42,45 @@ def show(renderable: RenderableType, file: IO[str] | None) -> None:
     if file is None:  # closed
         return
     if file.isatty():
-        Console(file=file).print(renderable)
+        with _taken(file):
+            Console(file=file).print(renderable)
     else:
         name = getattr(file, "encoding", None) or "utf-8"
-        file.write((to_text(renderable) + "\n").encode(name, "replace").decode(name))
-    file.flush()
+        write_text((to_text(renderable) + "\n").encode(name, "replace").decode(name), file)
 
 
 def write_json(document: dict[str, Any], file: IO[str] | None) -> None:
     """Write one document, and a newline."""
-    if file is None:  # closed
-        return
-    file.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
-    file.flush()
+    if file is not None:  # else it is closed
+        write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", file)
+
+
+def write_text(text: str, file: IO[str]) -> None:
+    """Write it at once.
+
+    Raises:
+        UnreadError: Who reads it has seen enough.
+        PenstockError: The disk is full, say.
+    """
+    with _taken(file):
+        file.write(text)
+        file.flush()
+
+
+@contextlib.contextmanager
+def _taken(file: IO[str]) -> Iterator[None]:
+    """Within, what is written and not taken is told once: the interpreter would, when it ends."""
+    try:
+        yield
+    except OSError as error:
+        _lead_nowhere(file)
+        if isinstance(error, BrokenPipeError):
+            raise UnreadError(*error.args) from error
+        raise PenstockError(f"{file.name!r} cannot be written: {error.strerror}") from error
+
+
+def _lead_nowhere(file: IO[str]) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, file.fileno())
+        os.close(nowhere)

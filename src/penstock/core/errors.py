@@ -90,11 +90,13 @@ class TransferError(PenstockError, OSError):
         free_bytes: int = -1,
         advice: str = "",
     ) -> None:
-        reason = os.strerror(errno)
-        text = (
-            f"{op} of {nbytes} bytes at offset {offset_bytes} of {path!r} failed after"
-            f" {moved_bytes} bytes: {reason} (free space: {free_bytes} bytes)"
-        )
+        what = f"{op} of {path!r} failed"
+        if nbytes:
+            what = (
+                f"{op} of {nbytes} bytes at offset {offset_bytes} of {path!r} failed after"
+                f" {moved_bytes} bytes"
+            )
+        text = f"{what}: {os.strerror(errno)} (free space: {free_bytes} bytes)"
         super().__init__(errno, f"{text}; {advice}" if advice else text)
         self.op = op
         self.path = path

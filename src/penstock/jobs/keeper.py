@@ -5,7 +5,8 @@
     Only the script can say what that is. So there are two ways to go on to the same bits, and no third:
 
     1. It has a ``Checkpointer``. When it is to sleep, that says it is ``due``; the script saves what it
-       has, and sleeps when that is durable. A new process loads it and goes on from that step.
+       has, and sleeps when that is durable. A new process loads it and goes on from that step; or, if
+       it was woken and has saved others since, from the last of these.
     2. It has none. When it sleeps, checksums of all tensors and random generators are kept. A new process
        does all its steps again, and is compared there: to go on it must be the same to the last bit. That
        takes as long as the first time, and is refused if the script is not deterministic.
@@ -28,6 +29,7 @@ import xxhash
 
 from penstock.checkpoint import Rng
 from penstock.checkpoint.listeners import listeners
+from penstock.checkpoint.listing import info_of, steps_in
 from penstock.checkpoint.reading import Opened
 from penstock.core.errors import CheckpointError, ConfigError, PenstockError, SuspendError
 from penstock.core.units import MIB
@@ -155,10 +157,11 @@ class Keeper:
         self._knows_checkpointer = self._pending = False
         self._saved: dict[str, Any] | None = None
         self._sleep: Callable[[str, object], None] | None = None
+        self._loaded = ""  # the last that the script went on from
         self._untouched = _generators()
         self._before = record.read() if resume else None
         if self._before is not None and self._before["kind"] == "checkpoint":
-            _check_is_there(str(self._before["path"]))
+            _check_is_there(self._before)
         listeners.append(self)
 
     def sleep_by(self, sleep: Callable[[str, object], None]) -> None:
@@ -184,13 +187,16 @@ class Keeper:
 
     def loaded(self, path: str) -> None:
         """The script goes on from a checkpoint."""
+        self._loaded = path
         before = self._before
         if before is None or before["kind"] != "checkpoint":
             return
-        if os.path.realpath(path) == os.path.realpath(before["path"]):  # not another, or one before
+        later = _saved_since(before)
+        if os.path.realpath(path) in later:  # not another, or one before
             self._before = None
+            when = "since" if later[os.path.realpath(path)] > before["step"] else "when"
             self._tell(
-                f"resumed from {path!r}, saved when it was suspended after step {before['step']}"
+                f"resumed from {path!r}, saved {when} it was suspended after step {before['step']}"
             )
 
     # -- between two steps ----------------------------------------------------------------------------
@@ -216,11 +222,22 @@ class Keeper:
                 raise SuspendError(
                     f"--resume: after {steps} steps {len(differ)} of {len(before['digests'])} parts are"
                     " not what they were when the run was suspended:"
-                    f" {', '.join(differ[:_SHOWN])}; the script is not deterministic (seeds, order of its"
-                    " data, threads), so it cannot be resumed: run it without --resume, or give it a"
-                    " Checkpointer"
+                    f" {', '.join(differ[:_SHOWN])}; {self._why_not_the_same()}"
                 )
             self._tell(f"resumed: {steps} steps were done again, and all bits are the same")
+
+    def _why_not_the_same(self) -> str:
+        """And what to do."""
+        if self._loaded:
+            return (
+                f"the script went on from {self._loaded!r}, and not from where it slept, which no"
+                " checkpoint has: run it without --resume, and ask due() of its Checkpointer after each"
+                " step"
+            )
+        return (
+            "the script is not deterministic (seeds, order of its data, threads), so it cannot be"
+            " resumed: run it without --resume, or give it a Checkpointer"
+        )
 
     def puts_off(self) -> bool:
         """Whether a Checkpointer is asked first: sleep when it has saved, or after the next step."""
@@ -307,10 +324,20 @@ def _close(fd: int) -> None:
         os.close(fd)
 
 
-def _check_is_there(path: str) -> None:
+def _saved_since(before: dict[str, Any]) -> dict[str, int]:
+    """Steps of the checkpoints with which it can go on, by path: that it slept with, and later ones."""
+    directory = os.path.dirname(before["path"])
+    found = steps_in(directory) if os.path.isdir(directory) else []
+    return {os.path.realpath(path): step for step, path in found if step >= before["step"]}
+
+
+def _check_is_there(before: dict[str, Any]) -> None:
+    path = before["path"]
     try:
         Opened(path).close()
     except PenstockError as error:
+        if any(info_of(step, later).ok for later, step in _saved_since(before).items()):
+            return  # it was woken and went on, until that one did not stay
         raise CheckpointError(
             f"--resume: the run was suspended with checkpoint {path!r}, which is not whole any more:"
             f" {error}; without --resume the script goes on from what its Checkpointer finds"

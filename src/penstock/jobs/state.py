@@ -98,6 +98,9 @@ def storages_of(
             continue
         if storage._cdata in held or storage.nbytes() < LEAST_BYTES:
             continue
+        if storage.device.type == "meta":
+            stay[name] = "it is on the meta device, without data"
+            continue
         if storage.device.type != "cpu":
             held[storage._cdata] = Held(name=name, storage=storage, pages=None)
             continue

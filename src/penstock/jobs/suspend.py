@@ -217,20 +217,28 @@ def suspend(
         state: What that was saved from: ``penstock.checkpoint.save(checkpoint, state)``.
 
     Raises:
-        SuspendError: A backward is under way.
+        SuspendError: A backward is under way; or this is no session.
         ClosedError: The job is suspended already.
         NoSpaceError: The file systems have not the space. Nothing has changed; so of the next ones.
-        ConfigError: There is no directory, or one cannot be used.
+        ConfigError: There is no directory, or one cannot be used; or a checkpoint without its state.
         TransferError: Something could not be written.
         CheckpointError: There is no such checkpoint, or it is damaged.
     """
+    _check_is_job(job)
     if torch._C._current_graph_task_id() != -1:
         raise SuspendError("suspend: a backward is under way; call it between two steps")
     if job.suspended is not None:
         raise ClosedError("suspend: this job is suspended already; resume it first")
+    if (checkpoint is None) != (state is None):
+        raise ConfigError(
+            "suspend: checkpoint=... and state=... belong together: the path, and what was saved to it"
+        )
     directories = job.directories if flash is None else flash
     if not directories:
-        raise ConfigError("suspend: there is no directory to write to; name one with flash=")
+        raise ConfigError(
+            "suspend: there is no directory to write to; name one with flash=..., or --flash of"
+            " `penstock run`"
+        )
     let_all_change()  # saves on their way read the tensors themselves
     for optimizer in job.optimizers:
         rest = getattr(optimizer, "rest", None)  # its states are on flash already
@@ -260,6 +268,14 @@ def suspend(
     return job.suspended
 
 
+def _check_is_job(job: object) -> None:
+    if not hasattr(job, "suspended"):
+        raise SuspendError(
+            f"there is no job to suspend or resume of a {type(job).__name__}; give the session, as of"
+            " `with penstock.offload(model, optimizer, flash=...) as session`"
+        )
+
+
 def _space_for(
     job: Job,
     held: Sequence[Held],
@@ -285,6 +301,7 @@ def resume(job: Job) -> None:
     Raises:
         SuspendError: Some could not be read; see ``Suspended.resume``.
     """
+    _check_is_job(job)
     if job.suspended is not None:
         job.suspended.resume()
         job.suspended = None
