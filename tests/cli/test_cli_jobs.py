@@ -94,10 +94,15 @@ def test_a_script_that_is_wrong_is_quoted(disk_path):
         ),
         (
             '[machine]\nmemory = "8GiB"\nslice = "2 h"\n',
-            r"slice is '2 h'; it is a number and ms, s",
+            r"slice is '2 h'; it is a number and ms, s or min, as '2 s', or 'auto'",
         ),
         ('[machine]\nmemory = "8GiB"\nslice = 0\n', r"slice is 0; it must be more than 0"),
         ('[machine]\nmemory = "8GiB"\nflash_capacity = "1GiB"\n', r"flash names no directory"),
+        ('[machine]\nmemory = "8GiB"\ngrace = "auto"\n', r"grace is 'auto'; it is a number"),
+        (
+            '[machine]\nmemory = "8GiB"\nflash = ["a", "./a"]\n',
+            r"\[machine\]: flash names '.*a' twice",
+        ),
         ('[machine]\nmemory = "8GiB"\nflash = 5\n', r"\[machine\]: flash is 5; it is a directory"),
         ("JOB\nweight = 0", r"job 'a': weight is 0; it is from 0.001"),
         ("JOB\npriority = 1.5", r"job 'a': priority is 1.5"),
@@ -112,6 +117,7 @@ def test_a_script_that_is_wrong_is_quoted(disk_path):
         ("JOB\ndurable = 1", r"job 'a': durable is 1"),
         ('JOB\n[[job]]\nname = "a"\nscript = "y.py"', r"job 'a': there are two"),
         ('JOB\n[[job]]\nname = "a/b"\nscript = "y.py"', r"name is 'a/b'"),
+        ('JOB\n[[job]]\nname = "-b"\nscript = "y.py"', r"'-b'; .* begins with a letter or a digit"),
         ('JOB\nargs = ["a\\u0000"]', r"job 'a': args has 'a\\x00'"),
         ('JOB\nenv = {"A=B" = "x"}', r"job 'a': env has 'A=B'; a name is not empty"),
         (

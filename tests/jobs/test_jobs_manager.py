@@ -236,7 +236,7 @@ def test_it_is_said_who_has_killed_a_deaf_one(managed):
         run.client.stop("a")
         done = run.ended()
     assert done["a"]["told"] == (
-        "stopped (killed by SIGKILL, for it did not end by itself in 0.3 s)"
+        "stopped (killed by SIGKILL, for it did not end by itself in 0.6 s)"
     )
 
 

@@ -70,9 +70,10 @@ class Machine:
                 object.__setattr__(self, name, parse_bytes(value, what=name))
                 if getattr(self, name) == 0 and name != "asleep":
                     raise ConfigError(f"{name} must be more than 0 bytes")
-        for name, can_be_auto in (("slice", True), ("patience", True), ("grace", False)):
-            if not can_be_auto or getattr(self, name) != AUTO:
-                object.__setattr__(self, name, _duration(name, getattr(self, name)))
+        for name in ("slice", "patience"):
+            if (value := getattr(self, name)) != AUTO:
+                object.__setattr__(self, name, _duration(name, value, or_else=f", or {AUTO!r}"))
+        object.__setattr__(self, "grace", _duration("grace", self.grace))
         _check_type("prefetch", self.prefetch, bool, "true or false")
         if self.enforce not in ENFORCE:
             raise ConfigError(f"enforce is {self.enforce!r}; known are {', '.join(ENFORCE)}")
@@ -82,6 +83,8 @@ class Machine:
             _check_type("flash", each, str, "a directory, or a list of them")
             if not each:
                 raise ConfigError("flash is ''; it is a directory, as '.', or is left out")
+            if [os.path.abspath(one) for one in flash].count(os.path.abspath(each)) > 1:
+                raise ConfigError(f"flash names {each!r} twice; name each directory once")
         object.__setattr__(self, "flash", flash)
         if self.flash_capacity is not None and not flash:
             raise ConfigError("flash_capacity is set, but flash names no directory")
@@ -177,7 +180,8 @@ class JobSpec:
         """Check each value, and turn sizes into bytes."""
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise ConfigError(
-                f"name is {self.name!r}; it is letters, digits, '.', '_' and '-', at most 64"
+                f"name is {self.name!r}; it is letters, digits, '.', '_' and '-', at most 64, and begins"
+                " with a letter or a digit"
             )
         for name in ("script", "module", "cwd"):
             _check_type(name, getattr(self, name), str, "a string")
@@ -394,14 +398,16 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _duration(name: str, value: float | str) -> float:
+def _duration(name: str, value: float | str, *, or_else: str = "") -> float:
     if isinstance(value, str):
         match = _DURATION.fullmatch(value)
         if match is None:
-            raise ConfigError(f"{name} is {value!r}; it is a number and ms, s or min, as '2 s'")
+            raise ConfigError(
+                f"{name} is {value!r}; it is a number and ms, s or min, as '2 s'{or_else}"
+            )
         value = float(match[1]) * _SCALES[match[2]]
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConfigError(f"{name} is {value!r}; it is a duration, as '2 s'")
+        raise ConfigError(f"{name} is {value!r}; it is a duration, as '2 s'{or_else}")
     if value <= 0:
         raise ConfigError(f"{name} is {value!r}; it must be more than 0")
     return float(value)

@@ -13,6 +13,7 @@ from typing import Final
 from penstock.jobs.processes import Process
 
 _HARSHER: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+_AWAKE_TIMES: Final = len(_HARSHER) - 1
 _ASLEEP_TIMES: Final = 3
 """Who sleeps is woken first, to end as scripts do; that takes longer."""
 
@@ -24,13 +25,13 @@ class Ending:
         """Say how long it may take at each of SIGINT, SIGTERM, SIGKILL."""
         self._grace_s = grace_s
         self._times = 0
-        self._has_killed = False
+        self._killed_after_s: float | None = None
         self._told_s: float | None = None
 
     @property
-    def has_killed(self) -> bool:
-        """Whether it came to the last one."""
-        return self._has_killed
+    def killed_after_s(self) -> float | None:
+        """If it came to the last one: for how long it had been waited."""
+        return self._killed_after_s
 
     @property
     def has_begun(self) -> bool:
@@ -61,7 +62,7 @@ class Ending:
         self._times += 1
         self._told_s = now
         if number is signal.SIGKILL:
-            self._has_killed = True
+            self._killed_after_s = self._grace_s * (_ASLEEP_TIMES if asleep else _AWAKE_TIMES)
             process.kill_all()
         else:
             process.send(number)

@@ -308,8 +308,8 @@ class Task:
             text = f"{text.partition(',')[0]}: {self._overrun}"
         elif self.stopping:
             how = text.partition(",")[0]
-            if self._ending.has_killed:
-                how += f", for it did not end by itself in {self._machine.grace_s:g} s"
+            if (waited_s := self._ending.killed_after_s) is not None:
+                how += f", for it did not end by itself in {waited_s:g} s"
             text = f"stopped ({how})"
         elif lines:
             text += f"; its log ends: {' | '.join(lines)}"
