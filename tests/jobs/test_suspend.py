@@ -401,6 +401,24 @@ def test_a_write_that_fails_leaves_everything_as_it_was(disk_path, at, mode):
     assert list(disk_path.iterdir()) == []
 
 
+def test_after_a_write_that_failed_the_space_of_all_others_is_free_again(disk_path):
+    def wrap(tier):
+        if tier.spec.name != "suspended":
+            return tier
+        slow = FaultyTier(tier, fail_at={"write": 1}, mode="delay", delay_s=0.3, times=None)
+        return FaultyTier(slow, fail_at={"write": 0}, mode="settle")
+
+    model = torch.nn.Sequential(*(network() for _ in range(4)))
+    expected = [each.detach().clone() for each in model.parameters()]
+    with session_in(disk_path, model, wrap_tier=wrap) as session:
+        with pytest.raises(TransferError):
+            penstock.suspend(session)
+        assert session.space.tier.held_bytes == 0
+        penstock.suspend(session)
+        penstock.resume(session)
+    assert_same([each.detach() for each in model.parameters()], expected)
+
+
 @pytest.mark.parametrize("mode", ["settle", "corrupt"])
 def test_a_read_that_fails_is_named_and_can_be_tried_again(disk_path, mode):
     model = torch.nn.Sequential(large(), torch.nn.Linear(WIDTH, WIDTH))
