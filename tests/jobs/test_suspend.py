@@ -39,12 +39,13 @@ from penstock.io.pages import (
 from penstock.io.threads import ThreadEngine
 from penstock.jobs import returning, suspend
 from penstock.jobs.parcels import BUFFER_BYTES, BUFFERS, packed
+from penstock.jobs.recall import Recall
 from penstock.jobs.space import Space
 from penstock.jobs.state import LEAST_BYTES, Held, storages_of
 from penstock.optim import FlashAdamW
 from penstock.testing.faults import GatedSyscalls
 from penstock.tier.base import Tier
-from penstock.tier.wrappers import FaultyTier
+from penstock.tier.wrappers import FaultyTier, LoggedTier
 
 WIDTH = 512
 """A layer's weights take 1 MiB."""
@@ -356,6 +357,31 @@ def test_a_checkpoint_that_is_damaged_meanwhile_is_not_believed(disk_path, tmp_p
         file.write_bytes(content)
         penstock.resume(session)
         assert_same(state_of(model, optimizer), expected)
+
+
+def test_what_could_not_be_read_is_tried_again_though_the_checkpoint_is_gone(
+    disk_path, tmp_path, monkeypatch
+):
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    expected = [each.detach().clone() for each in model.parameters()]
+    real, asked = Recall.bring_back, []
+
+    def refused_once(recall, held):
+        asked.append(held)
+        if len(asked) == 1:
+            raise TransferError(errno=5, op="read", path="", offset_bytes=0, nbytes=0)
+        real(recall, held)
+
+    with session_in(spill(disk_path), model) as session:
+        monkeypatch.setattr(checkpoint.front, "Store", lambda: Store(file_bytes=MIB))
+        checkpoint.save(tmp_path / "saved", {"model": model})
+        penstock.suspend(session, checkpoint=tmp_path / "saved", state={"model": model})
+        shutil.rmtree(tmp_path / "saved")
+        monkeypatch.setattr(Recall, "bring_back", refused_once)
+        with pytest.raises(SuspendError, match=r"1 of 3 tensors"):
+            penstock.resume(session)
+        penstock.resume(session)
+        assert_same([each.detach() for each in model.parameters()], expected)
 
 
 def test_a_checkpoint_that_is_not_there_is_said(disk_path, tmp_path):
