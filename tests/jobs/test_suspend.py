@@ -319,6 +319,7 @@ def test_right_after_a_checkpoint_little_is_written(codec, disk_path, tmp_path):
         suspended = penstock.suspend(session, **known)
         assert suspended.nbytes > 7 * MIB  # of two layers weights, gradients and two moments
         assert suspended.written_bytes <= 2 * MIB  # the gradients, which no checkpoint has
+        assert suspended.fetch(suspended.nbytes) == suspended.written_bytes
         shutil.rmtree(known["checkpoint"])  # as retention does
         penstock.resume(session)
         assert_same(state_of(model, optimizer), expected)
@@ -456,8 +457,11 @@ def test_a_read_that_fails_is_named_and_can_be_tried_again(disk_path, mode):
             penstock.resume(session)
         assert not suspended.is_back
         assert session.suspended is suspended
-        assert same_bits(model[1].weight.detach(), expected[1])  # it is back
+        assert same_bits(model[1].weight.detach(), expected[1])  # it is back, and may change
+        model[1].weight.detach().add_(1.0)
+        expected[1] += 1.0
         penstock.resume(session)
+        suspended.resume()
         assert_same([each.detach() for each in model.parameters()], expected)
 
 
@@ -499,7 +503,10 @@ def test_memory_that_the_system_does_not_let_go_stays_as_it_was(
         suspended = penstock.suspend(session)
         monkeypatch.setattr(pages._libc, refused, real)
         assert list(suspended.stayed) == ["Sequential.0.weight"]
+        assert suspended.fetch(2 * first.nbytes) == suspended.nbytes < 2 * MIB
         assert same_bits(model[0].weight.detach(), expected[0])
+        model[0].weight.detach().add_(1.0)
+        expected[0] += 1.0
         penstock.resume(session)
     assert_same([each.detach() for each in model.parameters()], expected)
 
@@ -650,6 +657,30 @@ def test_ctrl_c_while_small_ones_are_gathered_leaves_everything_as_it_was(disk_p
         assert_nothing_held(session)
 
 
+def test_ctrl_c_while_memory_is_given_back_brings_back_what_has_gone(disk_path, monkeypatch):
+    model = torch.nn.Sequential(*(large() for _ in range(3)))
+    expected = [each.detach().clone() for each in model.parameters()]
+    real, gone, log = suspend.memory.give_back, [], []
+
+    def interrupted(which):
+        real(which)
+        gone.append(which)
+        raise KeyboardInterrupt
+
+    with session_in(disk_path, model, wrap_tier=lambda tier: LoggedTier(tier, log)) as session:
+        with monkeypatch.context() as patched:
+            patched.setattr(suspend.memory, "give_back", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                penstock.suspend(session)
+        assert session.suspended is None
+        assert_same([each.detach() for each in model.parameters()], expected)
+        read_bytes = sum(each.nbytes for each in log if each.what == "read")
+        assert read_bytes < 2 * gone[0].nbytes
+        penstock.suspend(session)
+        penstock.resume(session)
+        assert_same([each.detach() for each in model.parameters()], expected)
+
+
 def test_more_small_ones_than_there_are_buffers_for(disk_path):
     """Buffers are used again, out and back; none is overwritten before its write is over."""
     ours = [torch.randn(MIB // 4 + 999 * i) for i in range(2 * BUFFERS * BUFFER_BYTES // MIB)]
@@ -681,6 +712,7 @@ def test_what_is_no_memory_of_the_host_goes_as_a_whole_and_has_its_bytes_again(d
             held, tier=space.tier, stayed={}, recall=None, meanwhile=lambda: None
         )
         assert [each.storage.nbytes() for each in held] == [0, 0]
+        assert suspended.fetch(suspended.nbytes) == 0
         suspended.resume()
         assert_same(tensors, expected)
         space.close()
