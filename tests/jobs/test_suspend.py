@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -145,6 +146,20 @@ def test_what_is_named_besides_goes_too(disk_path):
         assert same_bits(small, small.clone())  # it has stayed, and can be read
         penstock.resume(session)
         assert same_bits(ours, expected)
+
+
+def test_it_goes_where_one_says_and_leaves_where_it_was(disk_path):
+    a, b, ours = (disk_path / name for name in "abc")
+    for each in (a, b, ours):
+        each.mkdir()
+    model = network()
+    expected = [each.detach().clone() for each in model.parameters()]
+    with session_in(ours, model) as session:
+        for flash in ([a], [b], [a, b]):
+            penstock.suspend(session, flash=flash)
+            assert {Path(each).parent for each in open_below(disk_path)} - {ours} == set(flash)
+            penstock.resume(session)
+    assert_same([each.detach() for each in model.parameters()], expected)
 
 
 def test_states_on_flash_rest_there(disk_path):
@@ -319,6 +334,7 @@ def test_right_after_a_checkpoint_little_is_written(codec, disk_path, tmp_path):
         suspended = penstock.suspend(session, **known)
         assert suspended.nbytes > 7 * MIB  # of two layers weights, gradients and two moments
         assert suspended.written_bytes <= 2 * MIB  # the gradients, which no checkpoint has
+        assert session.space.tier.spec.capacity_bytes < suspended.nbytes
         assert suspended.fetch(suspended.nbytes) == suspended.written_bytes
         shutil.rmtree(known["checkpoint"])  # as retention does
         penstock.resume(session)
@@ -358,6 +374,28 @@ def test_a_checkpoint_that_is_damaged_meanwhile_is_not_believed(disk_path, tmp_p
         file.write_bytes(content)
         penstock.resume(session)
         assert_same(state_of(model, optimizer), expected)
+
+
+def test_files_of_a_checkpoint_are_closed_when_nobody_needs_them(disk_path, tmp_path):
+    model = network()
+    with session_in(spill(disk_path), model) as session:
+        known = saved(tmp_path, model, torch.optim.AdamW(model.parameters()))
+        penstock.suspend(session, **known)
+        assert open_below(tmp_path / "saved")
+        penstock.resume(session)
+        assert not open_below(tmp_path / "saved")
+        with pytest.raises(ConfigError, match="does not exist"):
+            penstock.suspend(session, flash=tmp_path / "no", **known)
+        with pytest.raises(CheckpointError):
+            penstock.suspend(session, checkpoint=known["checkpoint"], state={"model": object()})
+        assert not open_below(tmp_path / "saved")
+        assert session.suspended is None
+
+
+def open_below(folder):
+    """Descriptors of it, and of files in it."""
+    links = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    return [each for each in links if each.startswith(str(folder))]
 
 
 def test_what_could_not_be_read_is_tried_again_though_the_checkpoint_is_gone(
@@ -592,6 +630,26 @@ def test_after_ctrl_c_in_a_resume_all_that_is_not_back_is_closed_and_takes_no_me
         assert transfers[0].done
         assert not any(PrivateMemory().holds(each) for each in held)
         assert not any(resident_bytes(each) for each in held)
+        penstock.resume(session)
+    assert_same([each.detach() for each in model.parameters()], expected)
+
+
+def test_ctrl_c_while_memory_is_opened_leaves_it_closed(disk_path, monkeypatch):
+    model = network()
+    expected = [each.detach().clone() for each in model.parameters()]
+    real = returning.memory.open_to_refill
+
+    def interrupted(which):
+        real(which)
+        raise KeyboardInterrupt
+
+    with session_in(disk_path, model) as session:
+        suspended = penstock.suspend(session)
+        with monkeypatch.context() as patched:
+            patched.setattr(returning.memory, "open_to_refill", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                penstock.resume(session)
+        assert not any(PrivateMemory().holds(each.held.pages) for each in suspended._away)
         penstock.resume(session)
     assert_same([each.detach() for each in model.parameters()], expected)
 
