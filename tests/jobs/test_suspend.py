@@ -715,6 +715,31 @@ def test_ctrl_c_while_small_ones_are_gathered_leaves_everything_as_it_was(disk_p
         assert_nothing_held(session)
 
 
+@pytest.mark.parametrize("what", ["write", "read"])
+def test_after_ctrl_c_a_buffer_stays_while_a_transfer_may_use_it(disk_path, monkeypatch, what):
+    model = torch.nn.Sequential(*(network() for _ in range(3)))
+    expected = [each.detach().clone() for each in model.parameters()]
+    real, used = getattr(Tier, what), []
+
+    def interrupted(*words, keep_alive, **named):
+        real(*words, keep_alive=keep_alive, **named)
+        used.append(keep_alive)
+        raise KeyboardInterrupt
+
+    with session_in(disk_path, model) as session:
+        if what == "read":
+            penstock.suspend(session)
+        with monkeypatch.context() as patched:
+            patched.setattr(Tier, what, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                (penstock.suspend if what == "write" else penstock.resume)(session)
+        assert PrivateMemory().holds(Pages(used[0].address, used[0].nbytes))
+        if what == "write":
+            penstock.suspend(session)
+        penstock.resume(session)
+        assert_same([each.detach() for each in model.parameters()], expected)
+
+
 def test_ctrl_c_while_memory_is_given_back_brings_back_what_has_gone(disk_path, monkeypatch):
     model = torch.nn.Sequential(*(large() for _ in range(3)))
     expected = [each.detach().clone() for each in model.parameters()]

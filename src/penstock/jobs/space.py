@@ -65,8 +65,9 @@ class Space:
         return sum(round_up(each.nbytes, UNIT_BYTES) for each in held) + directories * UNIT_BYTES
 
     def serves(self, flash: StrPath | Sequence[StrPath], capacity_bytes: int) -> bool:
-        """Whether it is in these directories and large enough."""
-        return self._flash == flash and self.tier.spec.capacity_bytes >= capacity_bytes
+        """Whether it is in these directories, large enough, and empty: after Ctrl-C it may not be."""
+        enough = self.tier.spec.capacity_bytes >= capacity_bytes
+        return self._flash == flash and enough and not self.tier.held_bytes
 
     def close(self) -> None:
         """Give the files back. Idempotent."""
