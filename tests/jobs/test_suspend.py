@@ -142,6 +142,7 @@ def test_what_is_named_besides_goes_too(disk_path):
     expected = ours.clone()
     with session_in(disk_path, torch.nn.Linear(2, 2)) as session:
         suspended = penstock.suspend(session, also=[ours, ours[5:], small])
+        assert "also.0" in repr(suspended._away)  # as a debugger shows it, or a log
         assert MIB - 2 * 4096 <= suspended.nbytes <= MIB
         assert same_bits(small, small.clone())  # it has stayed, and can be read
         penstock.resume(session)

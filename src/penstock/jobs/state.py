@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -21,7 +21,7 @@ class Held:
 
     name: str
     """Of the first tensor that was found to be in it, as ``"layer.weight"``."""
-    storage: torch.UntypedStorage
+    storage: torch.UntypedStorage = field(repr=False)  # which reads it, and it may be closed
     pages: Pages | None
     """Its whole pages; None: it is in the memory of a device, and goes as a whole."""
 
