@@ -253,7 +253,9 @@ def test_who_touches_it_meanwhile_does_not_go_on_with_wrong_numbers(disk_path):
 
 def test_a_process_may_end_while_it_is_suspended(disk_path):
     code = (
-        "import sys, torch, penstock\n"
+        "import atexit, sys, torch\n"
+        "atexit.register(lambda: print('ended', model.weight.isfinite().all().item()))\n"
+        "import penstock\n"
         "model = torch.nn.Linear(512, 512)\n"
         "session = penstock.offload(model, flash=sys.argv[1]).__enter__()\n"
         "penstock.suspend(session)\n"
@@ -262,7 +264,7 @@ def test_a_process_may_end_while_it_is_suspended(disk_path):
     done = subprocess.run(
         [sys.executable, "-c", code, str(disk_path)], capture_output=True, timeout=120, check=True
     )
-    assert done.stdout == b"suspended\n"
+    assert done.stdout == b"suspended\nended True\n"
     assert list(disk_path.iterdir()) == []
 
 
