@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import penstock
 from offload_runs import same_bits, session_in
-from penstock.core.errors import ClosedError, JobError, TransferError
+from penstock.core.errors import ClosedError, JobError, SuspendError, TransferError
 from penstock.core.units import MIB
 from penstock.io.pages import PrivateMemory
 from penstock.jobs.channel import JobEnd, ManagerEnd, Status, start_ticks
@@ -381,6 +381,10 @@ def test_what_has_come_ahead_is_closed_and_not_read_again(trained, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(suspended._tier, "read", refuse)
         assert suspended.fetch(there) == suspended.fetch(6 * MIB) == there
+        with pytest.raises(SuspendError, match="not now"):
+            suspended.resume()
+        assert suspended.fetch(0) == 0  # what is back is in use
+        assert sum(each.nbytes for each in held if PrivateMemory().holds(each)) == there
     penstock.resume(session)
     assert all(map(same_bits, (each.detach() for each in model.parameters()), expected))
 
