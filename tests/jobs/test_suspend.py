@@ -1,5 +1,6 @@
 """A job is suspended between two steps: its memory goes to flash, and comes back to the last bit."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -38,7 +39,7 @@ from penstock.io.pages import (
     whole_pages,
 )
 from penstock.io.threads import ThreadEngine
-from penstock.jobs import returning, suspend
+from penstock.jobs import leaving, returning, suspend
 from penstock.jobs.parcels import BUFFER_BYTES, BUFFERS, packed
 from penstock.jobs.recall import Recall
 from penstock.jobs.space import Space
@@ -780,28 +781,84 @@ def test_more_small_ones_than_there_are_buffers_for(disk_path):
         assert_same(ours, expected)
 
 
-def test_what_is_no_memory_of_the_host_goes_as_a_whole_and_has_its_bytes_again(disk_path):
-    """As the memory of a device does; here it is the host's, treated as such."""
+@pytest.fixture
+def suspended_wholly(disk_path):
+    """Suspends tensors as it does those of a device; here they are the host's, treated as such."""
+    with session_in(disk_path, torch.nn.Linear(2, 2)) as session, contextlib.ExitStack() as spaces:
+
+        def begin(tensors, wrap_tier=None):
+            held = [
+                Held(name=str(i), storage=each.untyped_storage(), pages=None)
+                for i, each in enumerate(tensors)
+            ]
+            space = Space(
+                disk_path,
+                capacity_bytes=Space.needed_bytes(held, disk_path),
+                recorder=session.recorder,
+                wrap_tier=wrap_tier,
+            )
+            spaces.callback(space.close)
+            suspended = suspend.Suspended(held, tier=space.tier, stayed={}, meanwhile=lambda: None)
+            assert not any(each.storage.nbytes() for each in held)
+            return suspended
+
+        yield begin
+
+
+def test_what_is_no_memory_of_the_host_goes_as_a_whole_and_has_its_bytes_again(suspended_wholly):
+    tensors = [torch.randn(count) for count in (MIB // 4, 12345, MIB // 4, MIB // 4)]
+    expected = [each.clone() for each in tensors]
+    suspended = suspended_wholly(tensors)
+    assert suspended.fetch(suspended.nbytes) == 0
+    suspended.resume()
+    assert_same(tensors, expected)
+
+
+def test_little_of_it_is_in_the_host_at_once(suspended_wholly, monkeypatch):
+    for each in (leaving, returning):
+        monkeypatch.setattr(each, "STAGED_BYTES", 3 * MIB // 2)
+    tensors = [torch.randn(MIB // 4) for _ in range(5)]
+    expected = [each.clone() for each in tensors]
+    write, read, sent, waiting, back = Tier.write, Tier.read, [], [], []
+
+    def written(*words, **named):
+        waiting.append(sum(not each.written.done for each in sent))
+        sent.append(write(*words, **named))
+        return sent[-1]
+
+    def counted(*words, **named):
+        back.append(sum(each.untyped_storage().nbytes() > 0 for each in tensors))
+        return read(*words, **named)
+
+    def slow(tier):
+        return FaultyTier(tier, fail_at={"write": 0}, mode="delay", delay_s=0.1, times=None)
+
+    monkeypatch.setattr(Tier, "write", written)
+    monkeypatch.setattr(Tier, "read", counted)
+    suspended = suspended_wholly(tensors, wrap_tier=slow)
+    assert max(waiting) == 1
+    suspended.resume()
+    assert back == [0, 0, 1, 2, 3]
+    assert_same(tensors, expected)
+
+
+def test_a_device_that_is_full_is_named_and_can_be_tried_again(suspended_wholly, monkeypatch):
     tensors = [torch.randn(MIB // 4), torch.randn(12345)]
     expected = [each.clone() for each in tensors]
-    held = [
-        Held(name=str(i), storage=each.untyped_storage(), pages=None)
-        for i, each in enumerate(tensors)
-    ]
-    with session_in(disk_path, torch.nn.Linear(2, 2)) as session:
-        space = Space(
-            disk_path,
-            capacity_bytes=Space.needed_bytes(held, disk_path),
-            recorder=session.recorder,
-        )
-        suspended = suspend.Suspended(
-            held, tier=space.tier, stayed={}, recall=None, meanwhile=lambda: None
-        )
-        assert [each.storage.nbytes() for each in held] == [0, 0]
-        assert suspended.fetch(suspended.nbytes) == 0
+    suspended = suspended_wholly(tensors)
+    real, asked = torch.UntypedStorage.resize_, []
+
+    def full_once(storage, nbytes):
+        asked.append(nbytes)
+        if len(asked) == 1:
+            raise RuntimeError("out of memory")
+        return real(storage, nbytes)
+
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", full_once)
+    with pytest.raises(SuspendError, match=r"1 of 2 tensors .* out of memory"):
         suspended.resume()
-        assert_same(tensors, expected)
-        space.close()
+    suspended.resume()
+    assert_same(tensors, expected)
 
 
 # -- parts ----------------------------------------------------------------------------------------
