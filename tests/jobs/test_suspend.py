@@ -41,7 +41,7 @@ from penstock.io.pages import (
 from penstock.io.threads import ThreadEngine
 from penstock.jobs import leaving, returning, suspend
 from penstock.jobs.parcels import BUFFER_BYTES, BUFFERS, packed
-from penstock.jobs.recall import Recall
+from penstock.jobs.recall import Recall, _Range
 from penstock.jobs.space import Space
 from penstock.jobs.state import LEAST_BYTES, Held, storages_of
 from penstock.optim import FlashAdamW
@@ -378,6 +378,24 @@ def test_a_checkpoint_that_is_damaged_meanwhile_is_not_believed(disk_path, tmp_p
         file.write_bytes(content)
         penstock.resume(session)
         assert_same(state_of(model, optimizer), expected)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [lambda x: x[:300], lambda x: x[300:], lambda x: x.t()],
+    ids=["head", "tail", "turned"],
+)
+def test_what_a_checkpoint_has_in_part_or_in_another_order_is_written(disk_path, tmp_path, part):
+    ours = torch.randn(WIDTH, WIDTH)
+    expected, state = ours.clone(), {"ours": part(ours)}
+    with session_in(spill(disk_path), torch.nn.Linear(2, 2)) as session:
+        checkpoint.save(tmp_path / "saved", state)
+        suspended = penstock.suspend(
+            session, also=[ours], checkpoint=tmp_path / "saved", state=state
+        )
+        assert suspended.written_bytes == suspended.nbytes > 0
+        penstock.resume(session)
+        assert same_bits(ours, expected)
 
 
 def test_files_of_a_checkpoint_are_closed_when_nobody_needs_them(disk_path, tmp_path):
@@ -905,6 +923,18 @@ def test_parcels_have_every_byte_once_and_are_full_but_for_the_last(wanted):
             *itertools.accumulate((each.nbytes for each in mine[:-1]), initial=whole.address)
         ]
         assert sum(each.nbytes for each in mine) == whole.nbytes
+
+
+@given(st.integers(0, 30), st.integers(1, 30), st.integers(0, 30), st.sets(st.integers(1, 89)))
+def test_of_a_tensor_only_what_lies_in_the_pages_is_set(begin, nbytes, behind, cuts):
+    length = begin + nbytes + behind
+    tensor = torch.arange(1, length + 1, dtype=torch.uint8)
+    target = torch.zeros(length, dtype=torch.uint8)
+    region = _Range(Pages(target.data_ptr() + begin, nbytes), length, begin)
+    for start, stop in itertools.pairwise([0, *sorted(c for c in cuts if c < length), length]):
+        region.copy_in(start, stop, tensor.data_ptr() + start)
+    assert target[begin : begin + nbytes].equal(tensor[begin : begin + nbytes])
+    assert target.count_nonzero() == nbytes
 
 
 def test_the_same_storage_is_found_once_and_small_ones_stay():
