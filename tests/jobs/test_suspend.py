@@ -164,6 +164,15 @@ def test_it_goes_where_one_says_and_leaves_where_it_was(disk_path):
     assert_same([each.detach() for each in model.parameters()], expected)
 
 
+def test_a_job_in_which_all_is_small_may_sleep_in_several_directories(disk_path):
+    a, b = disk_path / "a", disk_path / "b"
+    for each in (a, b):
+        each.mkdir()
+    with session_in(disk_path, torch.nn.Linear(2, 2)) as session:
+        assert penstock.suspend(session, flash=[a, b]).nbytes == 0
+        penstock.resume(session)
+
+
 def test_states_on_flash_rest_there(disk_path):
     def trained(between):
         model = network()
@@ -523,6 +532,25 @@ def test_a_read_that_fails_is_named_and_can_be_tried_again(disk_path, mode):
         penstock.resume(session)
         suspended.resume()
         assert_same([each.detach() for each in model.parameters()], expected)
+
+
+def test_every_byte_is_checked_whatever_is_said_of_what_is_spilled(disk_path, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_VERIFY", "off")
+    model = large()
+    expected = model.weight.detach().clone()
+    with session_in(disk_path, model) as session:
+        suspended = penstock.suspend(session)
+        piece = suspended._parcels[0].ticket.place.pieces[0]
+        place = piece.offset_bytes + piece.nbytes // 3
+        file = os.open(f"/proc/self/fd/{piece.file.fd}", os.O_RDWR)
+        byte = os.pread(file, 1, place)
+        os.pwrite(file, bytes([byte[0] ^ 1]), place)
+        with pytest.raises(SuspendError, match="have checksum"):
+            penstock.resume(session)
+        os.pwrite(file, byte, place)
+        os.close(file)
+        penstock.resume(session)
+    assert same_bits(model.weight.detach(), expected)
 
 
 @pytest.mark.parametrize("mode", ["settle", "corrupt"])

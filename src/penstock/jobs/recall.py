@@ -48,7 +48,7 @@ class Recall:
         try:
             numbers = {each.name: i for i, each in enumerate(self._opened.manifest.files)}
             entries = {each.name: each for each in self._opened.manifest.tensors}
-            owners = {each.storage._cdata: each for each in held if each.pages is not None}
+            owners = {each.storage._cdata: each for each in held}
             for place in unchanged(path, state):
                 each = owners.get(place.tensor.untyped_storage()._cdata)
                 if (
