@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ from penstock.jobs import leaving, returning, suspend
 from penstock.jobs.parcels import BUFFER_BYTES, BUFFERS, packed
 from penstock.jobs.recall import Recall, _Range
 from penstock.jobs.space import Space
-from penstock.jobs.state import LEAST_BYTES, Held, storages_of
+from penstock.jobs.state import LEAST_BYTES, Held, storages_of, tensors_of
 from penstock.optim import FlashAdamW
 from penstock.testing.faults import GatedSyscalls
 from penstock.tier.base import Tier
@@ -974,7 +975,7 @@ def test_the_same_storage_is_found_once_and_small_ones_stay():
         [
             ("a", large),
             ("b", large[5:]),
-            ("c", torch.zeros(LEAST_BYTES // 8)),
+            ("c", torch.zeros(LEAST_BYTES // 8).share_memory_()),
             ("d", large.view(-1, 2)),
         ]
     )
@@ -989,6 +990,25 @@ def program(name, *arguments):
     )
     assert done.returncode == 0, done.stderr.decode()
     return json.loads(done.stdout)
+
+
+def test_parameters_gradients_buffers_and_nested_states_are_found():
+    model, own = torch.nn.BatchNorm1d(3), torch.nn.Parameter(torch.ones(3))
+    model.weight.grad, own.grad = torch.ones(3), torch.ones(3).to_sparse()
+    optimizer = torch.optim.SGD([own])
+    optimizer.state[own] = {"step": 1, "old": [own, (own, None)], "more": {"mean": own}}
+    assert [name for name, _ in tensors_of([("net", model)], [optimizer])] == [
+        *("net.weight", "net.weight.grad", "net.bias"),
+        *("net.running_mean", "net.running_var", "net.num_batches_tracked"),
+        *("SGD.0.0", "SGD.0.0.grad.indices", "SGD.0.0.grad.values"),
+        *("SGD.state.0.old.0", "SGD.state.0.old.1.0", "SGD.state.0.more.mean"),
+    ]
+
+
+def test_a_sharded_tensor_goes_by_its_part_and_one_without_a_storage_stays():
+    sharded = SimpleNamespace(_local_tensor=torch.zeros(MIB))  # as a DTensor has it
+    held, stay = storages_of([("a", sharded), ("b", torch.eye(3).to_sparse())])
+    assert ([each.name for each in held], list(stay)) == (["a"], ["b"])
 
 
 def test_a_lazy_module_that_never_ran_has_nothing_to_suspend():

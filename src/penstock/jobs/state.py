@@ -93,7 +93,7 @@ def storages_of(
     for name, tensor in tensors:
         try:
             storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-        except (NotImplementedError, RuntimeError, ValueError):  # a subclass without one, or lazy
+        except (RuntimeError, ValueError):  # a subclass without one, or lazy
             stay[name] = f"a {type(tensor).__name__} has no storage of its own"
             continue
         if storage._cdata in held or storage.nbytes() < LEAST_BYTES:
