@@ -9,6 +9,7 @@ from pages_resident import resident_bytes
 from penstock.core.errors import TransferError
 from penstock.core.units import MIB
 from penstock.io import pages as memory
+from penstock.io.mapping import Mapping
 
 
 @pytest.mark.parametrize("again", [memory.open_again, memory.open_to_refill])
@@ -26,6 +27,18 @@ def test_pages_come_back_empty_and_no_larger(again, nbytes):
     assert not inside[1::4096].any()
     assert resident_bytes(pages) <= pages.nbytes
     assert held[:start].min() == 7 == held[start + pages.nbytes :].min()
+
+
+def test_memory_in_several_mappings_is_held_as_one_if_all_of_it_is_open():
+    mapping = Mapping(8 * MIB)
+    whole = memory.Pages(mapping.address, 8 * MIB)
+    middle = memory.Pages(mapping.address + 2 * MIB, 2 * MIB)
+    memory.give_back(middle)
+    assert not memory.PrivateMemory().holds(whole)
+    memory.open_again(middle)
+    memory._libc.madvise(*middle, 15)  # MADV_NOHUGEPAGE, so that the kernel keeps it apart
+    assert memory.PrivateMemory().holds(whole)
+    mapping.unmap()
 
 
 def test_what_is_abandoned_is_dropped_and_one_that_cannot_be_closed_keeps_no_other_open(

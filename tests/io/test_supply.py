@@ -77,6 +77,8 @@ def test_closed_it_asks_for_no_more(lying_apart, monkeypatch):
     closing = threading.Thread(target=supplied.close)
     closing.start()
     supplied.wait_for(3)  # it is over, so nobody is kept
+    closing.join(0.1)
+    assert closing.is_alive()  # until nobody asks
     go_on.set()
     closing.join()
     supplied.close()

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 import penstock
 from offload_runs import same_bits, session_in
-from penstock.core.errors import JobError, TransferError
+from penstock.core.errors import ClosedError, JobError, SuspendError, TransferError
 from penstock.core.units import MIB
+from penstock.io.pages import PrivateMemory
 from penstock.jobs.channel import JobEnd, ManagerEnd, Status, start_ticks
 from penstock.jobs.logs import last_lines, length_of, no_room, turn_over
 from penstock.jobs.processes import Identity, Process, describe_end, held_bytes
@@ -364,6 +365,28 @@ def test_what_comes_ahead_can_go_again_and_all_comes_back(trained):
     penstock.resume(session)
     now = [each.detach() for each in (*model.parameters(), model[0].weight.grad)]
     assert all(map(same_bits, now, expected))
+
+
+def test_what_has_come_ahead_is_closed_and_not_read_again(trained, monkeypatch):
+    session, model, _ = trained
+    expected = [each.detach().clone() for each in model.parameters()]
+    suspended = penstock.suspend(session)
+    held = [each.held.pages for each in suspended._away]
+    there = suspended.fetch(4 * MIB)
+    assert not any(PrivateMemory().holds(each) for each in held)
+
+    def refuse(*_, **__):
+        raise ClosedError("not now")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(suspended._tier, "read", refuse)
+        assert suspended.fetch(there) == suspended.fetch(6 * MIB) == there
+        with pytest.raises(SuspendError, match="not now"):
+            suspended.resume()
+        assert suspended.fetch(0) == 0  # what is back is in use
+        assert sum(each.nbytes for each in held if PrivateMemory().holds(each)) == there
+    penstock.resume(session)
+    assert all(map(same_bits, (each.detach() for each in model.parameters()), expected))
 
 
 def test_a_refusal_is_told_to_the_manager(ends, one_thread, handlers):

@@ -1,13 +1,16 @@
 """A job is suspended between two steps: its memory goes to flash, and comes back to the last bit."""
 
+import contextlib
 import itertools
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,14 +40,15 @@ from penstock.io.pages import (
     whole_pages,
 )
 from penstock.io.threads import ThreadEngine
-from penstock.jobs import returning, suspend
+from penstock.jobs import leaving, returning, suspend
 from penstock.jobs.parcels import BUFFER_BYTES, BUFFERS, packed
+from penstock.jobs.recall import Recall, _Range
 from penstock.jobs.space import Space
-from penstock.jobs.state import LEAST_BYTES, Held, storages_of
+from penstock.jobs.state import LEAST_BYTES, Held, storages_of, tensors_of
 from penstock.optim import FlashAdamW
 from penstock.testing.faults import GatedSyscalls
 from penstock.tier.base import Tier
-from penstock.tier.wrappers import FaultyTier
+from penstock.tier.wrappers import FaultyTier, LoggedTier
 
 WIDTH = 512
 """A layer's weights take 1 MiB."""
@@ -140,10 +144,34 @@ def test_what_is_named_besides_goes_too(disk_path):
     expected = ours.clone()
     with session_in(disk_path, torch.nn.Linear(2, 2)) as session:
         suspended = penstock.suspend(session, also=[ours, ours[5:], small])
+        assert "also.0" in repr(suspended._away)  # as a debugger shows it, or a log
         assert MIB - 2 * 4096 <= suspended.nbytes <= MIB
         assert same_bits(small, small.clone())  # it has stayed, and can be read
         penstock.resume(session)
         assert same_bits(ours, expected)
+
+
+def test_it_goes_where_one_says_and_leaves_where_it_was(disk_path):
+    a, b, ours = (disk_path / name for name in "abc")
+    for each in (a, b, ours):
+        each.mkdir()
+    model = network()
+    expected = [each.detach().clone() for each in model.parameters()]
+    with session_in(ours, model) as session:
+        for flash in ([a], [b], [a, b]):
+            penstock.suspend(session, flash=flash)
+            assert {Path(each).parent for each in open_below(disk_path)} - {ours} == set(flash)
+            penstock.resume(session)
+    assert_same([each.detach() for each in model.parameters()], expected)
+
+
+def test_a_job_in_which_all_is_small_may_sleep_in_several_directories(disk_path):
+    a, b = disk_path / "a", disk_path / "b"
+    for each in (a, b):
+        each.mkdir()
+    with session_in(disk_path, torch.nn.Linear(2, 2)) as session:
+        assert penstock.suspend(session, flash=[a, b]).nbytes == 0
+        penstock.resume(session)
 
 
 def test_states_on_flash_rest_there(disk_path):
@@ -236,7 +264,9 @@ def test_who_touches_it_meanwhile_does_not_go_on_with_wrong_numbers(disk_path):
 
 def test_a_process_may_end_while_it_is_suspended(disk_path):
     code = (
-        "import sys, torch, penstock\n"
+        "import atexit, sys, torch\n"
+        "atexit.register(lambda: print('ended', model.weight.isfinite().all().item()))\n"
+        "import penstock\n"
         "model = torch.nn.Linear(512, 512)\n"
         "session = penstock.offload(model, flash=sys.argv[1]).__enter__()\n"
         "penstock.suspend(session)\n"
@@ -245,7 +275,7 @@ def test_a_process_may_end_while_it_is_suspended(disk_path):
     done = subprocess.run(
         [sys.executable, "-c", code, str(disk_path)], capture_output=True, timeout=120, check=True
     )
-    assert done.stdout == b"suspended\n"
+    assert done.stdout == b"suspended\nended True\n"
     assert list(disk_path.iterdir()) == []
 
 
@@ -318,6 +348,8 @@ def test_right_after_a_checkpoint_little_is_written(codec, disk_path, tmp_path):
         suspended = penstock.suspend(session, **known)
         assert suspended.nbytes > 7 * MIB  # of two layers weights, gradients and two moments
         assert suspended.written_bytes <= 2 * MIB  # the gradients, which no checkpoint has
+        assert session.space.tier.spec.capacity_bytes < suspended.nbytes
+        assert suspended.fetch(suspended.nbytes) == suspended.written_bytes
         shutil.rmtree(known["checkpoint"])  # as retention does
         penstock.resume(session)
         assert_same(state_of(model, optimizer), expected)
@@ -356,6 +388,71 @@ def test_a_checkpoint_that_is_damaged_meanwhile_is_not_believed(disk_path, tmp_p
         file.write_bytes(content)
         penstock.resume(session)
         assert_same(state_of(model, optimizer), expected)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [lambda x: x[:300], lambda x: x[300:], lambda x: x.t()],
+    ids=["head", "tail", "turned"],
+)
+def test_what_a_checkpoint_has_in_part_or_in_another_order_is_written(disk_path, tmp_path, part):
+    ours = torch.randn(WIDTH, WIDTH)
+    expected, state = ours.clone(), {"ours": part(ours)}
+    with session_in(spill(disk_path), torch.nn.Linear(2, 2)) as session:
+        checkpoint.save(tmp_path / "saved", state)
+        suspended = penstock.suspend(
+            session, also=[ours], checkpoint=tmp_path / "saved", state=state
+        )
+        assert suspended.written_bytes == suspended.nbytes > 0
+        penstock.resume(session)
+        assert same_bits(ours, expected)
+
+
+def test_files_of_a_checkpoint_are_closed_when_nobody_needs_them(disk_path, tmp_path):
+    model = network()
+    with session_in(spill(disk_path), model) as session:
+        known = saved(tmp_path, model, torch.optim.AdamW(model.parameters()))
+        penstock.suspend(session, **known)
+        assert open_below(tmp_path / "saved")
+        penstock.resume(session)
+        assert not open_below(tmp_path / "saved")
+        with pytest.raises(ConfigError, match="does not exist"):
+            penstock.suspend(session, flash=tmp_path / "no", **known)
+        with pytest.raises(CheckpointError):
+            penstock.suspend(session, checkpoint=known["checkpoint"], state={"model": object()})
+        assert not open_below(tmp_path / "saved")
+        assert session.suspended is None
+
+
+def open_below(folder):
+    """Descriptors of it, and of files in it."""
+    links = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    return [each for each in links if each.startswith(str(folder))]
+
+
+def test_what_could_not_be_read_is_tried_again_though_the_checkpoint_is_gone(
+    disk_path, tmp_path, monkeypatch
+):
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    expected = [each.detach().clone() for each in model.parameters()]
+    real, asked = Recall.bring_back, []
+
+    def refused_once(recall, held):
+        asked.append(held)
+        if len(asked) == 1:
+            raise TransferError(errno=5, op="read", path="", offset_bytes=0, nbytes=0)
+        real(recall, held)
+
+    with session_in(spill(disk_path), model) as session:
+        monkeypatch.setattr(checkpoint.front, "Store", lambda: Store(file_bytes=MIB))
+        checkpoint.save(tmp_path / "saved", {"model": model})
+        penstock.suspend(session, checkpoint=tmp_path / "saved", state={"model": model})
+        shutil.rmtree(tmp_path / "saved")
+        monkeypatch.setattr(Recall, "bring_back", refused_once)
+        with pytest.raises(SuspendError, match=r"1 of 3 tensors"):
+            penstock.resume(session)
+        penstock.resume(session)
+        assert_same([each.detach() for each in model.parameters()], expected)
 
 
 def test_a_checkpoint_that_is_not_there_is_said(disk_path, tmp_path):
@@ -401,6 +498,24 @@ def test_a_write_that_fails_leaves_everything_as_it_was(disk_path, at, mode):
     assert list(disk_path.iterdir()) == []
 
 
+def test_after_a_write_that_failed_the_space_of_all_others_is_free_again(disk_path):
+    def wrap(tier):
+        if tier.spec.name != "suspended":
+            return tier
+        slow = FaultyTier(tier, fail_at={"write": 1}, mode="delay", delay_s=0.3, times=None)
+        return FaultyTier(slow, fail_at={"write": 0}, mode="settle")
+
+    model = torch.nn.Sequential(*(network() for _ in range(4)))
+    expected = [each.detach().clone() for each in model.parameters()]
+    with session_in(disk_path, model, wrap_tier=wrap) as session:
+        with pytest.raises(TransferError):
+            penstock.suspend(session)
+        assert session.space.tier.held_bytes == 0
+        penstock.suspend(session)
+        penstock.resume(session)
+    assert_same([each.detach() for each in model.parameters()], expected)
+
+
 @pytest.mark.parametrize("mode", ["settle", "corrupt"])
 def test_a_read_that_fails_is_named_and_can_be_tried_again(disk_path, mode):
     model = torch.nn.Sequential(large(), torch.nn.Linear(WIDTH, WIDTH))
@@ -412,9 +527,31 @@ def test_a_read_that_fails_is_named_and_can_be_tried_again(disk_path, mode):
             penstock.resume(session)
         assert not suspended.is_back
         assert session.suspended is suspended
-        assert same_bits(model[1].weight.detach(), expected[1])  # it is back
+        assert same_bits(model[1].weight.detach(), expected[1])  # it is back, and may change
+        model[1].weight.detach().add_(1.0)
+        expected[1] += 1.0
         penstock.resume(session)
+        suspended.resume()
         assert_same([each.detach() for each in model.parameters()], expected)
+
+
+def test_every_byte_is_checked_whatever_is_said_of_what_is_spilled(disk_path, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_VERIFY", "off")
+    model = large()
+    expected = model.weight.detach().clone()
+    with session_in(disk_path, model) as session:
+        suspended = penstock.suspend(session)
+        piece = suspended._parcels[0].ticket.place.pieces[0]
+        place = piece.offset_bytes + piece.nbytes // 3
+        file = os.open(f"/proc/self/fd/{piece.file.fd}", os.O_RDWR)
+        byte = os.pread(file, 1, place)
+        os.pwrite(file, bytes([byte[0] ^ 1]), place)
+        with pytest.raises(SuspendError, match="have checksum"):
+            penstock.resume(session)
+        os.pwrite(file, byte, place)
+        os.close(file)
+        penstock.resume(session)
+    assert same_bits(model.weight.detach(), expected)
 
 
 @pytest.mark.parametrize("mode", ["settle", "corrupt"])
@@ -455,7 +592,10 @@ def test_memory_that_the_system_does_not_let_go_stays_as_it_was(
         suspended = penstock.suspend(session)
         monkeypatch.setattr(pages._libc, refused, real)
         assert list(suspended.stayed) == ["Sequential.0.weight"]
+        assert suspended.fetch(2 * first.nbytes) == suspended.nbytes < 2 * MIB
         assert same_bits(model[0].weight.detach(), expected[0])
+        model[0].weight.detach().add_(1.0)
+        expected[0] += 1.0
         penstock.resume(session)
     assert_same([each.detach() for each in model.parameters()], expected)
 
@@ -545,6 +685,26 @@ def test_after_ctrl_c_in_a_resume_all_that_is_not_back_is_closed_and_takes_no_me
     assert_same([each.detach() for each in model.parameters()], expected)
 
 
+def test_ctrl_c_while_memory_is_opened_leaves_it_closed(disk_path, monkeypatch):
+    model = network()
+    expected = [each.detach().clone() for each in model.parameters()]
+    real = returning.memory.open_to_refill
+
+    def interrupted(which):
+        real(which)
+        raise KeyboardInterrupt
+
+    with session_in(disk_path, model) as session:
+        suspended = penstock.suspend(session)
+        with monkeypatch.context() as patched:
+            patched.setattr(returning.memory, "open_to_refill", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                penstock.resume(session)
+        assert not any(PrivateMemory().holds(each.held.pages) for each in suspended._away)
+        penstock.resume(session)
+    assert_same([each.detach() for each in model.parameters()], expected)
+
+
 def test_no_space_is_said_before_anything_is_written(disk_path, monkeypatch):
     model = network()
     with session_in(disk_path, model) as session:
@@ -620,6 +780,55 @@ def test_ctrl_c_while_small_ones_are_gathered_leaves_everything_as_it_was(disk_p
         assert_nothing_held(session)
 
 
+@pytest.mark.parametrize("what", ["write", "read"])
+def test_after_ctrl_c_a_buffer_stays_while_a_transfer_may_use_it(disk_path, monkeypatch, what):
+    model = torch.nn.Sequential(*(network() for _ in range(3)))
+    expected = [each.detach().clone() for each in model.parameters()]
+    real, used = getattr(Tier, what), []
+
+    def interrupted(*words, keep_alive, **named):
+        real(*words, keep_alive=keep_alive, **named)
+        used.append(keep_alive)
+        raise KeyboardInterrupt
+
+    with session_in(disk_path, model) as session:
+        if what == "read":
+            penstock.suspend(session)
+        with monkeypatch.context() as patched:
+            patched.setattr(Tier, what, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                (penstock.suspend if what == "write" else penstock.resume)(session)
+        assert PrivateMemory().holds(Pages(used[0].address, used[0].nbytes))
+        if what == "write":
+            penstock.suspend(session)
+        penstock.resume(session)
+        assert_same([each.detach() for each in model.parameters()], expected)
+
+
+def test_ctrl_c_while_memory_is_given_back_brings_back_what_has_gone(disk_path, monkeypatch):
+    model = torch.nn.Sequential(*(large() for _ in range(3)))
+    expected = [each.detach().clone() for each in model.parameters()]
+    real, gone, log = suspend.memory.give_back, [], []
+
+    def interrupted(which):
+        real(which)
+        gone.append(which)
+        raise KeyboardInterrupt
+
+    with session_in(disk_path, model, wrap_tier=lambda tier: LoggedTier(tier, log)) as session:
+        with monkeypatch.context() as patched:
+            patched.setattr(suspend.memory, "give_back", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                penstock.suspend(session)
+        assert session.suspended is None
+        assert_same([each.detach() for each in model.parameters()], expected)
+        read_bytes = sum(each.nbytes for each in log if each.what == "read")
+        assert read_bytes < 2 * gone[0].nbytes
+        penstock.suspend(session)
+        penstock.resume(session)
+        assert_same([each.detach() for each in model.parameters()], expected)
+
+
 def test_more_small_ones_than_there_are_buffers_for(disk_path):
     """Buffers are used again, out and back; none is overwritten before its write is over."""
     ours = [torch.randn(MIB // 4 + 999 * i) for i in range(2 * BUFFERS * BUFFER_BYTES // MIB)]
@@ -633,27 +842,84 @@ def test_more_small_ones_than_there_are_buffers_for(disk_path):
         assert_same(ours, expected)
 
 
-def test_what_is_no_memory_of_the_host_goes_as_a_whole_and_has_its_bytes_again(disk_path):
-    """As the memory of a device does; here it is the host's, treated as such."""
+@pytest.fixture
+def suspended_wholly(disk_path):
+    """Suspends tensors as it does those of a device; here they are the host's, treated as such."""
+    with session_in(disk_path, torch.nn.Linear(2, 2)) as session, contextlib.ExitStack() as spaces:
+
+        def begin(tensors, wrap_tier=None):
+            held = [
+                Held(name=str(i), storage=each.untyped_storage(), pages=None)
+                for i, each in enumerate(tensors)
+            ]
+            space = Space(
+                disk_path,
+                capacity_bytes=Space.needed_bytes(held, disk_path),
+                recorder=session.recorder,
+                wrap_tier=wrap_tier,
+            )
+            spaces.callback(space.close)
+            suspended = suspend.Suspended(held, tier=space.tier, stayed={}, meanwhile=lambda: None)
+            assert not any(each.storage.nbytes() for each in held)
+            return suspended
+
+        yield begin
+
+
+def test_what_is_no_memory_of_the_host_goes_as_a_whole_and_has_its_bytes_again(suspended_wholly):
+    tensors = [torch.randn(count) for count in (MIB // 4, 12345, MIB // 4, MIB // 4)]
+    expected = [each.clone() for each in tensors]
+    suspended = suspended_wholly(tensors)
+    assert suspended.fetch(suspended.nbytes) == 0
+    suspended.resume()
+    assert_same(tensors, expected)
+
+
+def test_little_of_it_is_in_the_host_at_once(suspended_wholly, monkeypatch):
+    for each in (leaving, returning):
+        monkeypatch.setattr(each, "STAGED_BYTES", 3 * MIB // 2)
+    tensors = [torch.randn(MIB // 4) for _ in range(5)]
+    expected = [each.clone() for each in tensors]
+    write, read, sent, waiting, back = Tier.write, Tier.read, [], [], []
+
+    def written(*words, **named):
+        waiting.append(sum(not each.written.done for each in sent))
+        sent.append(write(*words, **named))
+        return sent[-1]
+
+    def counted(*words, **named):
+        back.append(sum(each.untyped_storage().nbytes() > 0 for each in tensors))
+        return read(*words, **named)
+
+    def slow(tier):
+        return FaultyTier(tier, fail_at={"write": 0}, mode="delay", delay_s=0.1, times=None)
+
+    monkeypatch.setattr(Tier, "write", written)
+    monkeypatch.setattr(Tier, "read", counted)
+    suspended = suspended_wholly(tensors, wrap_tier=slow)
+    assert max(waiting) == 1
+    suspended.resume()
+    assert back == [0, 0, 1, 2, 3]
+    assert_same(tensors, expected)
+
+
+def test_a_device_that_is_full_is_named_and_can_be_tried_again(suspended_wholly, monkeypatch):
     tensors = [torch.randn(MIB // 4), torch.randn(12345)]
     expected = [each.clone() for each in tensors]
-    held = [
-        Held(name=str(i), storage=each.untyped_storage(), pages=None)
-        for i, each in enumerate(tensors)
-    ]
-    with session_in(disk_path, torch.nn.Linear(2, 2)) as session:
-        space = Space(
-            disk_path,
-            capacity_bytes=Space.needed_bytes(held, disk_path),
-            recorder=session.recorder,
-        )
-        suspended = suspend.Suspended(
-            held, tier=space.tier, stayed={}, recall=None, meanwhile=lambda: None
-        )
-        assert [each.storage.nbytes() for each in held] == [0, 0]
+    suspended = suspended_wholly(tensors)
+    real, asked = torch.UntypedStorage.resize_, []
+
+    def full_once(storage, nbytes):
+        asked.append(nbytes)
+        if len(asked) == 1:
+            raise RuntimeError("out of memory")
+        return real(storage, nbytes)
+
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", full_once)
+    with pytest.raises(SuspendError, match=r"1 of 2 tensors .* out of memory"):
         suspended.resume()
-        assert_same(tensors, expected)
-        space.close()
+    suspended.resume()
+    assert_same(tensors, expected)
 
 
 # -- parts ----------------------------------------------------------------------------------------
@@ -702,6 +968,18 @@ def test_parcels_have_every_byte_once_and_are_full_but_for_the_last(wanted):
         assert sum(each.nbytes for each in mine) == whole.nbytes
 
 
+@given(st.integers(0, 30), st.integers(1, 30), st.integers(0, 30), st.sets(st.integers(1, 89)))
+def test_of_a_tensor_only_what_lies_in_the_pages_is_set(begin, nbytes, behind, cuts):
+    length = begin + nbytes + behind
+    tensor = torch.arange(1, length + 1, dtype=torch.uint8)
+    target = torch.zeros(length, dtype=torch.uint8)
+    region = _Range(Pages(target.data_ptr() + begin, nbytes), length, begin)
+    for start, stop in itertools.pairwise([0, *sorted(c for c in cuts if c < length), length]):
+        region.copy_in(start, stop, tensor.data_ptr() + start)
+    assert target[begin : begin + nbytes].equal(tensor[begin : begin + nbytes])
+    assert target.count_nonzero() == nbytes
+
+
 def test_the_same_storage_is_found_once_and_small_ones_stay():
     large = torch.zeros(MIB)
     private = PrivateMemory()
@@ -711,7 +989,7 @@ def test_the_same_storage_is_found_once_and_small_ones_stay():
         [
             ("a", large),
             ("b", large[5:]),
-            ("c", torch.zeros(LEAST_BYTES // 8)),
+            ("c", torch.zeros(LEAST_BYTES // 8).share_memory_()),
             ("d", large.view(-1, 2)),
         ]
     )
@@ -731,6 +1009,25 @@ def program(name, *arguments):
 def test_a_tensor_without_data_stays():
     held, stay = storages_of([("weight", torch.empty(MIB, device="meta"))])
     assert (held, stay) == ([], {"weight": "it is on the meta device, without data"})
+
+
+def test_parameters_gradients_buffers_and_nested_states_are_found():
+    model, own = torch.nn.BatchNorm1d(3), torch.nn.Parameter(torch.ones(3))
+    model.weight.grad, own.grad = torch.ones(3), torch.ones(3).to_sparse()
+    optimizer = torch.optim.SGD([own])
+    optimizer.state[own] = {"step": 1, "old": [own, (own, None)], "more": {"mean": own}}
+    assert [name for name, _ in tensors_of([("net", model)], [optimizer])] == [
+        *("net.weight", "net.weight.grad", "net.bias"),
+        *("net.running_mean", "net.running_var", "net.num_batches_tracked"),
+        *("SGD.0.0", "SGD.0.0.grad.indices", "SGD.0.0.grad.values"),
+        *("SGD.state.0.old.0", "SGD.state.0.old.1.0", "SGD.state.0.more.mean"),
+    ]
+
+
+def test_a_sharded_tensor_goes_by_its_part_and_one_without_a_storage_stays():
+    sharded = SimpleNamespace(_local_tensor=torch.zeros(MIB))  # as a DTensor has it
+    held, stay = storages_of([("a", sharded), ("b", torch.eye(3).to_sparse())])
+    assert ([each.name for each in held], list(stay)) == (["a"], ["b"])
 
 
 def test_a_lazy_module_that_never_ran_has_nothing_to_suspend():

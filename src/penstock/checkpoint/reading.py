@@ -88,12 +88,14 @@ class Opened:
         *,
         engine: Engine | None = None,
         everything: bool = False,
+        keep_open: bool = False,
     ) -> None:
         """Fill some regions. A block reaches them only after its checksum was found right.
 
         Args:
             targets: By file, where in it they begin; in this order, and none over another.
             everything: Whether blocks are proven that no region lies in.
+            keep_open: Whether files stay open that were passed: they can be read once they are removed.
             engine: What moves blocks; one of its own if None.
 
         Raises:
@@ -107,7 +109,8 @@ class Opened:
         def use(wanted: Wanted, address: int) -> None:
             index = wanted.key
             assert isinstance(index, int)
-            self._close_before(index)  # blocks come in order: nothing of those is on its way
+            if not keep_open:
+                self._close_before(index)  # blocks come in order: nothing of those is on its way
             entry = self.manifest.files[index]
             if digest(address, wanted.nbytes) != entry.sums[wanted.offset // size]:
                 raise self._damaged(wanted, _OTHERS.format("their checksum differs"), targets)

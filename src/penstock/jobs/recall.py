@@ -48,7 +48,7 @@ class Recall:
         try:
             numbers = {each.name: i for i, each in enumerate(self._opened.manifest.files)}
             entries = {each.name: each for each in self._opened.manifest.tensors}
-            owners = {each.storage._cdata: each for each in held if each.pages is not None}
+            owners = {each.storage._cdata: each for each in held}
             for place in unchanged(path, state):
                 each = owners.get(place.tensor.untyped_storage()._cdata)
                 if (
@@ -79,7 +79,7 @@ class Recall:
         return self._places[held]
 
     def bring_back(self, held: Held) -> None:
-        """Fill its pages, which are open. Call it in the order of places.
+        """Fill its pages, which are open. What could not be read can be tried again.
 
         Raises:
             DamagedError: A block of the checkpoint is not what was written.
@@ -91,7 +91,7 @@ class Recall:
         if held in self._encoded:
             entry, begin = self._encoded[held]
             region = Decoding(entry, _Range(held.pages, entry.nbytes, begin))
-        self._opened.read({number: [(offset, region)]})
+        self._opened.read({number: [(offset, region)]}, keep_open=True)
 
     def close(self) -> None:
         """Close the files. Idempotent."""

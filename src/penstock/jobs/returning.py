@@ -100,7 +100,7 @@ class Return:
             memory.abandon(each for each in lost if each is not None)
 
     def _in_order(self) -> Sequence[Away]:
-        """What a checkpoint has comes in the order of its files: those that were passed are closed."""
+        """What a checkpoint has comes first, in the order of its files."""
         ordered = [each for each in self._wanted if each.recalled]
         if self._recall is not None:
             place_of = self._recall.place_of

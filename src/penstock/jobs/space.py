@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from penstock.core.units import round_up
 from penstock.io.aio import default_engine
 from penstock.jobs.state import Held
 from penstock.observe.recorder import Recorder
@@ -62,11 +61,14 @@ class Space:
     def needed_bytes(held: Sequence[Held], flash: StrPath | Sequence[StrPath]) -> int:
         """The capacity that so much takes."""
         directories = 1 if isinstance(flash, (str, os.PathLike)) else len(flash)
-        return sum(round_up(each.nbytes, UNIT_BYTES) for each in held) + directories * UNIT_BYTES
+        loose = sum(each.pages is None for each in held)  # these may begin within a unit
+        units = sum(-(-each.nbytes // UNIT_BYTES) for each in held)
+        return (units + loose + directories) * UNIT_BYTES
 
     def serves(self, flash: StrPath | Sequence[StrPath], capacity_bytes: int) -> bool:
-        """Whether it is in these directories and large enough."""
-        return self._flash == flash and self.tier.spec.capacity_bytes >= capacity_bytes
+        """Whether it is in these directories, large enough, and empty: after Ctrl-C it may not be."""
+        enough = self.tier.spec.capacity_bytes >= capacity_bytes
+        return self._flash == flash and enough and not self.tier.held_bytes
 
     def close(self) -> None:
         """Give the files back. Idempotent."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -21,7 +21,7 @@ class Held:
 
     name: str
     """Of the first tensor that was found to be in it, as ``"layer.weight"``."""
-    storage: torch.UntypedStorage
+    storage: torch.UntypedStorage = field(repr=False)  # which reads it, and it may be closed
     pages: Pages | None
     """Its whole pages; None: it is in the memory of a device, and goes as a whole."""
 
@@ -93,7 +93,7 @@ def storages_of(
     for name, tensor in tensors:
         try:
             storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-        except (NotImplementedError, RuntimeError, ValueError):  # a subclass without one, or lazy
+        except (RuntimeError, ValueError):  # a subclass without one, or lazy
             stay[name] = f"a {type(tensor).__name__} has no storage of its own"
             continue
         if storage._cdata in held or storage.nbytes() < LEAST_BYTES:

@@ -19,6 +19,7 @@ import atexit
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -86,6 +87,9 @@ class Suspended:
             departure.run(leaving, meanwhile)
         except BaseException:
             self._discard_all()
+            for parcel in self._parcels:  # until then their space is taken
+                with suppress(Exception):
+                    parcel.ticket.written.wait()
             raise
         _asleep.add(self)
         try:
