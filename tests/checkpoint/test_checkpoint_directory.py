@@ -478,7 +478,7 @@ def test_the_command_line_tells_what_is_there(disk_path, capsys):
     listed = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [each["step"] for each in listed] == [2, 1]
     assert main(["checkpoint", "list", str(disk_path)]) == 0
-    assert "whole" in capsys.readouterr().out
+    assert "not verified" in capsys.readouterr().out
     assert main(["checkpoint", "info", path, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["parts"]["optimizer"]["tensors"] == 2
@@ -496,6 +496,15 @@ def test_the_command_line_tells_what_is_there(disk_path, capsys):
     assert main(["checkpoint", "list", str(disk_path)]) == 1
     assert main(["checkpoint", "info", path]) == 1
     assert main(["checkpoint", "list", str(disk_path / "none")]) == 1
+
+
+def test_list_is_told_of_a_checkpoint_and_of_a_directory_without_any(disk_path, capsys):
+    with checkpointer(disk_path / "run") as ours:
+        path = ours.save(1, state(1)).path
+    assert main(["checkpoint", "list", str(path)]) == 1
+    assert f"{str(path)!r} is a checkpoint" in capsys.readouterr().err
+    assert main(["checkpoint", "list", str(disk_path)]) == 0
+    assert capsys.readouterr().out == f"no checkpoints in {str(disk_path)!r}\n"
 
 
 @pytest.mark.parametrize("what", ["info", "verify"])
@@ -635,4 +644,4 @@ def test_a_clock_that_is_wrong_changes_nothing_but_what_is_said_of_the_time(
         assert [each.step for each in ours.checkpoints()] == [2, 1]
         assert_same(ours.load(), state(2))
     assert main(["checkpoint", "list", str(disk_path)]) == 0
-    assert capsys.readouterr().out.count("whole") == 2
+    assert capsys.readouterr().out.count("there") == 2

@@ -265,11 +265,13 @@ def test_a_log_does_not_grow_without_bound(managed, disk_path):
 def test_who_is_told_to_end_is_not_put_to_sleep_any_more(managed):
     """It would wake by itself to end, when the memory is another's."""
     jobs = [{"name": "z", "how": "steps=100000 deaf=1"}, {"name": "a", "how": "steps=100000"}]
-    with managed(*jobs, grace="200ms") as run:
-        found = run.until(lambda jobs: jobs["a"]["sleeps"] and jobs["z"]["phase"] == "awake")
+    with managed(*jobs, grace="200ms", slice="30 s") as run:
+        run.until(is_in("a", "awake"))
+        run.client.suspend("a")
+        run.until(is_in("z", "awake"))
         run.client.stop()
         done = run.ended()
-    assert done["z"]["sleeps"] == found["z"]["sleeps"]
+    assert [each["sleeps"] for each in done.values()] == [0, 1]
     assert [each["outcome"] for each in done.values()] == ["stopped", "stopped"]
 
 
@@ -278,6 +280,20 @@ def test_a_manager_that_is_not_there_is_said(tmp_path):
         Client(tmp_path).status()
     with pytest.raises(JobError, match="No such file"):
         Client(tmp_path / "no").status()
+
+
+def test_of_a_manager_that_is_over_it_is_said_how_its_jobs_ended(managed):
+    with managed({"name": "a", "how": "steps=2"}, {"name": "b", "how": "fail=1"}) as run:
+        run.ended()
+        with pytest.raises(JobError, match=r"no manager answers .* jobs were: a done, b failed"):
+            run.client.status()
+
+
+@pytest.mark.parametrize("record", ["", "[]", '{"jobs": [{}]}', '{"jobs": 3}'])
+def test_a_record_that_makes_no_sense_is_no_hindrance_to_say_so(tmp_path, record):
+    (tmp_path / "record.json").write_text(record)
+    with pytest.raises(JobError, match=r"one that was killed \("):
+        Client(tmp_path).status()
 
 
 def test_only_its_user_can_reach_it_and_rubbish_does_no_harm(managed, disk_path):

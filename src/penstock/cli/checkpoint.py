@@ -19,7 +19,7 @@ from penstock.checkpoint.manifest import FILE_NAME
 from penstock.checkpoint.reading import Opened
 from penstock.checkpoint.store import Store
 from penstock.cli.command import add_common, formatter
-from penstock.cli.output import show, write_json
+from penstock.cli.output import show, write_json, write_text
 from penstock.core.errors import CheckpointError
 from penstock.core.units import format_bytes
 
@@ -31,6 +31,7 @@ examples:
 
 The exit code is 0 if everything that was looked at is whole, else 1."""
 _JSON: Final = "print one JSON document on standard output"
+_THERE: Final = "there, not verified"
 _YEAR_10000: Final = 253402300800
 """In seconds of Unix: later ones are not told, whatever a clock or a manifest says."""
 
@@ -67,14 +68,21 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
+    if os.path.lexists(os.path.join(options.path, FILE_NAME)):
+        raise CheckpointError(
+            f"{options.path!r} is a checkpoint: `penstock checkpoint info` tells of it, and `list` of all"
+            f" in a directory, as {os.path.dirname(os.path.abspath(options.path))!r}"
+        )
     found, spare = listing(options.path), spare_bytes(options.path)
     if options.json:
         checkpoints = [{**asdict(each), "ok": each.ok} for each in found]
         told = {"schema": 1, "checkpoints": checkpoints, "spare_bytes": spare}
         write_json(told, sys.stdout)
+    elif not found and not spare:
+        write_text(f"no checkpoints in {options.path!r}\n", sys.stdout)
     else:
         rows = [
-            (str(each.step), format_bytes(each.nbytes), _when(each.facts), each.damage or "whole")
+            (str(each.step), format_bytes(each.nbytes), _when(each.facts), each.damage or _THERE)
             for each in found
         ]
         if spare:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any, Final, Protocol
 
 from penstock.core.errors import JobError, PenstockError
+from penstock.jobs.record import last_known
 
 _NAME: Final = "control"
 _MOST_BYTES: Final = 64 * 1024
@@ -185,6 +186,8 @@ class Client:
             f"no manager answers in {self.path!r}; `penstock jobs run` starts one, and finds the jobs of"
             " one that was killed"
         )
+        if known := last_known(self.path):
+            nobody += f"; when the last one recorded them, its jobs were: {known}"
         try:
             directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:

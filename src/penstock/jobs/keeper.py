@@ -64,6 +64,11 @@ class Record:
         except OSError as error:
             raise ConfigError(f"--state {directory!r}: {error}") from error
 
+    @property
+    def anew(self) -> str:
+        """What to do where it cannot be resumed, in words: of a job nobody types the options."""
+        return f"to begin anew, run it without --resume, or remove {self._path!r}"
+
     def read(self) -> dict[str, Any]:
         """What there is to resume. Raises ConfigError: nothing, or not of this run."""
         where = f"--resume: {self._path!r}"
@@ -76,24 +81,21 @@ class Record:
                 " --resume"
             ) from error
         except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(
-                f"{where} cannot be read ({error}); run it without --resume"
-            ) from error
+            raise ConfigError(f"{where} cannot be read ({error}); {self.anew}") from error
         for key, what in (("schema", "version"), ("words", "script and arguments")):
             theirs = found.get(key) if isinstance(found, dict) else found
             if theirs != self._run[key]:
                 raise ConfigError(
                     f"{where} is of another {what}: {theirs!r}, and this is {self._run[key]!r}; resume"
-                    " the same, or run this without --resume"
+                    f" the same; {self.anew}"
                 )
         assert isinstance(found, dict)
         if found.get("script") != self._run["script"]:
             raise ConfigError(
-                f"{where}: the script has changed since, so its bits would be others; run it without"
-                " --resume"
+                f"{where}: the script has changed since, so its bits would be others; {self.anew}"
             )
         if not _is_whole(found):
-            raise ConfigError(f"{where} is damaged, or of another version; run it without --resume")
+            raise ConfigError(f"{where} is damaged, or of another version; {self.anew}")
         return found
 
     def write(self, **what: Any) -> None:
@@ -161,7 +163,7 @@ class Keeper:
         self._untouched = _generators()
         self._before = record.read() if resume else None
         if self._before is not None and self._before["kind"] == "checkpoint":
-            _check_is_there(self._before)
+            _check_is_there(self._before, record)
         listeners.append(self)
 
     def sleep_by(self, sleep: Callable[[str, object], None]) -> None:
@@ -231,12 +233,11 @@ class Keeper:
         if self._loaded:
             return (
                 f"the script went on from {self._loaded!r}, and not from where it slept, which no"
-                " checkpoint has: run it without --resume, and ask due() of its Checkpointer after each"
-                " step"
+                f" checkpoint has: {self._record.anew}, and ask due() of its Checkpointer after each step"
             )
         return (
             "the script is not deterministic (seeds, order of its data, threads), so it cannot be"
-            " resumed: run it without --resume, or give it a Checkpointer"
+            f" resumed: {self._record.anew}, or give it a Checkpointer"
         )
 
     def puts_off(self) -> bool:
@@ -331,7 +332,7 @@ def _saved_since(before: dict[str, Any]) -> dict[str, int]:
     return {os.path.realpath(path): step for step, path in found if step >= before["step"]}
 
 
-def _check_is_there(before: dict[str, Any]) -> None:
+def _check_is_there(before: dict[str, Any], record: Record) -> None:
     path = before["path"]
     try:
         Opened(path).close()
@@ -340,7 +341,7 @@ def _check_is_there(before: dict[str, Any]) -> None:
             return  # it was woken and went on, until that one did not stay
         raise CheckpointError(
             f"--resume: the run was suspended with checkpoint {path!r}, which is not whole any more:"
-            f" {error}; without --resume the script goes on from what its Checkpointer finds"
+            f" {error}; {record.anew}: the script goes on from what its Checkpointer finds"
         ) from error
 
 

@@ -26,6 +26,19 @@ _RECORD_S: Final = 5.0
 _MOST_BYTES: Final = 16 * 1024**2
 
 
+def last_known(directory: str) -> str:
+    """How jobs were when their manager recorded them last, in words; empty: nothing is known."""
+    try:
+        with open(os.path.join(directory, _RECORD), "rb") as file:
+            jobs = json.loads(file.read(_MOST_BYTES))["jobs"]
+        return ", ".join(
+            f"{each['name']} {each['outcome'] if each['phase'] == 'over' else each['phase']}"
+            for each in jobs
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
 class StateDirectory:
     """A manager's directory.
 
