@@ -175,9 +175,10 @@ def test_what_comes_ahead_of_its_turn_comes_within_the_budget(managed):
 
 
 def test_how_long_a_turn_lasts_is_learnt_from_what_moving_takes(managed):
-    with managed({"name": "a", "how": "steps=100000"}, slice="auto") as run:
+    job = {"name": "a", "memory": "1GiB", "how": "steps=100000"}
+    with managed(job, memory="2GiB", slice="auto") as run:
         run.until(is_in("a", "awake"))
-        expected_s = 2 * 80 * MIB / 1e9 / MOVING_SHARE
+        expected_s = 2 * 1024 * MIB / 3e9 / MOVING_SHARE
         assert run.client.status()["machine"]["slice_s"] == pytest.approx(expected_s)
         run.client.suspend("a")
         run.until(is_in("a", "asleep"))

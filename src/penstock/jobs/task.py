@@ -26,8 +26,9 @@ _STEPS: Final = 2
 """After so many, what a job holds is what it needs."""
 _TRY_AGAIN_S: Final = 30.0
 """For so long a job that could not sleep is not asked again."""
-_EXPECTED_BYTES_PER_S: Final = 1e9
-"""Until it has slept: so much of a job is expected to go, and to come back, in a second."""
+_EXPECTED_BYTES_PER_S: Final = 3e9
+"""Until it has slept: so much of a job is expected to go, and to come back, in a second. Rather too much
+than too little: then it sleeps once too early, and what that takes is known."""
 _UNFINISHED: Final = "unfinished"
 
 
