@@ -184,10 +184,9 @@ class Manager:
     def _until_next_look_s(self) -> float:
         if not all(task.phase in _CALM for task in self._tasks.values()):
             return _LOOK_S
-        slice_s = self._limits.slice_s
-        if slice_s is None:  # it is a long one
+        if self._limits.slice_s is None:  # a turn is long then
             return _CALM_S
-        return max(_LOOK_S, min(_CALM_S, slice_s / _LOOKS_A_SLICE))
+        return max(_LOOK_S, min(_CALM_S, self._limits.slice_s / _LOOKS_A_SLICE))
 
     def advance(self) -> None:
         """Look, decide, and act, once."""
