@@ -37,8 +37,8 @@ def test_who_cannot_be_together_share_time_by_weight_within_a_slice(
     assert all(each.turns for each in jobs)
 
 
-@given(ticks_to_move=st.integers(1, 12), count=st.integers(2, 4))
-@settings(max_examples=30, deadline=None)
+@given(ticks_to_move=st.integers(1, 6), count=st.integers(2, 3))
+@settings(max_examples=8, deadline=None)
 def test_unless_a_slice_is_given_moving_takes_a_small_part_of_the_time(ticks_to_move, count):
     move_s = 2 * ticks_to_move * TICK_S
     jobs = [job(f"j{i}", move_s=move_s) for i in range(count)]
