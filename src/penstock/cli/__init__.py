@@ -67,10 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.debug:
             raise
         return output.report(error)  # a module of this package is called report
-    except (KeyboardInterrupt, output.UnreadError) as error:
+    except KeyboardInterrupt:
         if options.debug:
             raise
-        return _UNREAD if isinstance(error, output.UnreadError) else _INTERRUPTED
+        return _INTERRUPTED
+    except output.UnreadError:
+        return _UNREAD
     return outcome if isinstance(outcome, int) else outcome()
 
 

@@ -95,7 +95,7 @@ class ProtectedStorages:
                 continue
             try:
                 storage = tensor.untyped_storage()
-            except (NotImplementedError, RuntimeError, ValueError):
+            except (RuntimeError, ValueError):
                 continue  # a subclass without a storage of its own, or a lazy module that has not run
             self._storages[storage._cdata] = weakref.ref(storage)
 

@@ -445,7 +445,7 @@ def strided_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return None
     try:
         return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # functorch wrappers have none
+    except RuntimeError:  # functorch wrappers have none
         return None
 
 

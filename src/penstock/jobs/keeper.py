@@ -266,7 +266,7 @@ class Keeper:
         made = []
         for name, tensor in tensors_of(job.modules, job.optimizers):
             # a subclass without memory of its own, or a lazy module's that has not run
-            with suppress(NotImplementedError, RuntimeError, ValueError):
+            with suppress(RuntimeError, ValueError):
                 plain = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
                 made.append((name, xxhash.xxh3_128_hexdigest(plain.numpy().data)))
         for name, digest in _generators().items():
