@@ -1,6 +1,7 @@
 """A job is suspended between two steps: its memory goes to flash, and comes back to the last bit."""
 
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -123,6 +124,48 @@ def test_devices_are_waited_for_before_their_memory_goes(disk_path, monkeypatch)
         penstock.suspend(session)
         penstock.resume(session)
     assert set(asked) == {torch.device("cpu")}
+
+
+@pytest.fixture
+def collected():
+    """Generations that Python's garbage collector, more than eager, collects while a job is moved."""
+    generations, before = [], gc.get_threshold()
+    movers = {leaving.__name__, returning.__name__}
+
+    def note(phase, details):
+        frame = sys._getframe()
+        while frame is not None and phase == "start":
+            if frame.f_globals["__name__"] in movers:
+                generations.append(details["generation"])
+                return
+            frame = frame.f_back
+
+    gc.callbacks.append(note)
+    gc.set_threshold(1, 1, 1)
+    yield generations
+    gc.set_threshold(*before)
+    gc.callbacks.remove(note)
+
+
+def test_what_training_left_to_collect_is_not_collected_meanwhile(disk_path, collected):
+    """It took a fifth of a second now and then."""
+    with session_in(disk_path, network()) as session:
+        suspended = penstock.suspend(session)
+        suspended.fetch(suspended.nbytes)
+        penstock.resume(session)
+    assert collected == [1]  # what the last steps left behind, asked for
+    assert gc.isenabled()
+
+
+def test_who_collects_no_garbage_keeps_it_so(disk_path):
+    gc.disable()
+    try:
+        with session_in(disk_path, network()) as session:
+            penstock.suspend(session)
+            penstock.resume(session)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_addresses_and_views_are_what_they_were(disk_path):

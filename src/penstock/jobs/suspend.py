@@ -26,6 +26,7 @@ import torch
 from penstock.checkpoint.background import let_all_change
 from penstock.checkpoint.moves import await_devices
 from penstock.core.errors import ClosedError, ConfigError, PenstockError, SuspendError
+from penstock.core.garbage import collected_later
 from penstock.io import pages as memory
 from penstock.jobs.job import Job
 from penstock.jobs.leaving import Departure
@@ -103,6 +104,7 @@ class Suspended:
         """Whether everything has been brought back."""
         return all(each.back for each in self._away)
 
+    @collected_later()
     def resume(self) -> None:
         """Have every tensor as it was, at the same place. Idempotent.
 
@@ -126,6 +128,7 @@ class Suspended:
         self._discard_all()
         _asleep.discard(self)
 
+    @collected_later()
     def fetch(self, nbytes: int) -> int:
         """Have as much as this in memory ahead of ``resume``; what there is more goes again.
 
@@ -198,6 +201,7 @@ class Suspended:
                 memory.open_again(each.held.pages)
 
 
+@collected_later()
 def suspend(
     job: Job,
     *,
