@@ -1,10 +1,12 @@
 """Rules 11, 12 and 25: checkpoints, compilers and transforms have ways of their own with graphs."""
 
+import warnings
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook, register_module_forward_hook
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -105,10 +107,6 @@ def dynamo():
     torch._dynamo.reset()
 
 
-EXTRA_HOOKS = pytest.mark.filterwarnings("ignore:.*when there are global hooks on modules")
-
-
-@EXTRA_HOOKS
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("what", ["each block", "whole model"])
 def test_trap_12_compiled_models_train_inside_a_session(session_for, dynamo, backend, what):
@@ -137,7 +135,6 @@ def test_trap_12_compiled_models_train_inside_a_session(session_for, dynamo, bac
     assert keys
 
 
-@EXTRA_HOOKS
 def test_trap_12_compiled_inside_the_session_as_well(session_for, dynamo):
     """The first call, with all its tracing, falls into the session."""
     model = blocks(2)
@@ -156,7 +153,6 @@ def test_trap_12_compiled_inside_the_session_as_well(session_for, dynamo):
         assert_nothing_held(session)
 
 
-@EXTRA_HOOKS
 def test_trap_12_a_budget_too_small_for_a_whole_model_says_to_compile_blocks(session_for, dynamo):
     model = torch.compile(nn.Sequential(*blocks(2)), backend="eager")
     with (
@@ -164,6 +160,29 @@ def test_trap_12_a_budget_too_small_for_a_whole_model_says_to_compile_blocks(ses
         pytest.raises(BudgetError, match=r"block\.compile\(\)"),
     ):
         model(leaf(256, 64)).sum().backward()
+
+
+def test_trap_12_after_a_session_nothing_is_said_of_hooks(session_for, dynamo):
+    """Torch warned of global hooks on modules, in a session and ever after, though nobody had any."""
+    (model,) = blocks(1)
+    filters = list(warnings.filters)
+    with session_for(model):
+        model(leaf(256, 64)).sum().backward()
+    assert not _has_any_global_hook()
+    assert warnings.filters == filters
+    torch.compile(model, backend="eager")(leaf(256, 64))
+
+
+def test_trap_12_who_has_global_hooks_is_told_that_they_are_called_twice(session_for, dynamo):
+    (model,) = blocks(1)
+    hook = register_module_forward_hook(lambda module, args, output: None)
+    try:
+        with session_for(model):
+            compiled = torch.compile(model, backend="eager")
+            with pytest.warns(UserWarning, match="global hooks on modules"):
+                compiled(leaf(256, 64))
+    finally:
+        hook.remove()
 
 
 # -- 25: torch.func --------------------------------------------------------------------------------

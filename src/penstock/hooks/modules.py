@@ -9,19 +9,24 @@ that its owner would print. A thread that runs modules with gradients but has no
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch.nn.modules.module import (
+    _global_forward_hooks_with_kwargs,
+    _has_any_global_hook,
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
 from torch.utils.hooks import RemovableHandle
 
 _autograd: Final[Any] = torch._C._autograd
+_EXTRA_CALL: Final = r"Using `torch\.compile\(module\)` when there are global hooks"
+"""As torch begins to warn that such hooks are called for what it compiled as well: ours may be."""
 
 
 class Place(NamedTuple):
@@ -103,12 +108,16 @@ class ModuleTracker:
         self._on_watched = on_watched
         self._watch = frozenset(watch)
         self._handles: list[RemovableHandle] = []
+        self._filter: Any = None
         self.observer: CallObserver | None = None
         self.recipes: CallFollower | None = None
 
     def attach(self) -> None:
         """Begin to track, and take the calling thread for one that has saved-tensor hooks."""
         self._stack.hooked = True
+        if not _has_any_global_hook():  # type: ignore[no-untyped-call]  # else somebody has to hear it
+            warnings.filterwarnings("ignore", _EXTRA_CALL, UserWarning)
+            self._filter = warnings.filters[0]
         self._handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
@@ -118,7 +127,10 @@ class ModuleTracker:
         """Stop tracking."""
         for handle in self._handles:
             handle.remove()
+            _global_forward_hooks_with_kwargs.pop(handle.id, None)  # torch leaves that there
         self._handles = []
+        with suppress(ValueError):  # another has set all filters since
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
         self._stack.hooked = False
         self._stack.places.clear()
         self._stack.outer.clear()
