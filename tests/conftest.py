@@ -5,6 +5,7 @@ there, GPU tests on GPUs, one thread for kernels.
 ``/var/tmp`` where that is in memory.
 """
 
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -36,6 +37,13 @@ def own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.mktemp("indexes")))
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_stays_is_not_looked_through():
+    """Sessions look at all objects there are, and collections too: of modules there are a million."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
