@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import penstock
-from offload_runs import assert_nothing_held, assert_within_budget, same_bits
+from offload_runs import assert_nothing_held, assert_within_budget, same_bits, wait_until
 
 NETWORK = """
 import sys, torch, penstock
@@ -221,10 +221,17 @@ def start(script, *args):
 PHASES = (
     NETWORK
     + """
-phase, path = sys.argv[1:]
+import os
+path, *phases = sys.argv[1:]
+for phase in phases:  # each has a process, and torch is loaded once
+    if not os.fork():
+        break
+    os.wait()
+else:
+    sys.exit()
 def stop(what):
     if what == phase:
-        print("here", flush=True)
+        print(phase, os.getpid(), flush=True)
         sys.stdin.read()
 with penstock.offload(net, device_memory="8MiB", flash=path, flash_capacity="256MiB",
                       policy="all", floor="64KiB") as session:
@@ -249,28 +256,29 @@ stop("after")
 )
 
 
-@pytest.mark.parametrize("phase", ["forward", "between", "backward", "step"])
-def test_kill_9_leaves_no_file(disk_path, phase):
-    child = subprocess.Popen(
-        [sys.executable, "-c", PHASES, phase, str(disk_path)],
+def test_kill_9_leaves_no_file(disk_path):
+    phases = ["forward", "between", "backward", "step"]
+    with subprocess.Popen(
+        [sys.executable, "-c", PHASES, str(disk_path), *phases],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"PENSTOCK_SLAB": "16MiB", "OMP_NUM_THREADS": "1"},
-    )
-    assert child.stdout.readline() == "here\n"
-    deleted = [
-        target
-        for fd in os.listdir(f"/proc/{child.pid}/fd")
-        if str(disk_path) in (target := os.readlink(f"/proc/{child.pid}/fd/{fd}"))
-    ]
-    assert deleted, "nothing was spilled, so nothing is shown"
-    assert all("deleted" in target for target in deleted)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
-    child.stdin.close()
-    child.stdout.close()
-    assert os.listdir(disk_path) == []
+    ) as parent:
+        for line, phase in zip(parent.stdout, phases, strict=True):
+            said, pid = line.split()
+            assert said == phase
+            deleted = [
+                target
+                for fd in os.listdir(f"/proc/{pid}/fd")
+                if str(disk_path) in (target := os.readlink(f"/proc/{pid}/fd/{fd}"))
+            ]
+            assert deleted, "nothing was spilled, so nothing is shown"
+            assert all("deleted" in target for target in deleted)
+            os.kill(int(pid), signal.SIGKILL)
+            wait_until(lambda pid=pid: not os.path.exists(f"/proc/{pid}"), "it is dead")
+            assert os.listdir(disk_path) == []
+    assert parent.returncode == 0
 
 
 def test_two_processes_in_one_directory(disk_path):
