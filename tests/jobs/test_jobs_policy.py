@@ -58,7 +58,7 @@ def test_weights_and_priorities_count_though_turns_are_long(slice_s, weight):
     jobs = [job("heavy", weight=weight, move_s=2.0), job("light", move_s=2.0)]
     jobs.append(job("low", priority=-1, move_s=2.0))
     world = World(shared, jobs)
-    for _ in range(int(3000 / TICK_S)):
+    for _ in range(int(1500 / TICK_S)):
         world.tick()
     heavy, light, low = (each.awake_s for each in jobs)
     assert heavy == pytest.approx(weight * light, rel=0.2)
