@@ -218,6 +218,7 @@ def test_a_pipeline_computes_the_losses_of_one_process(disk_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # on a busy machine: its neighbours are at work on all cores, and more
 def test_all_nine_run_with_neighbours(disk_path):
     settings = Settings(directory=str(disk_path), **SMALL)
     made = characterize(settings)
