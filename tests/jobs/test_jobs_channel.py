@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import subprocess
 import threading
 import time
 
@@ -18,7 +19,13 @@ from penstock.core.units import MIB
 from penstock.io.pages import PrivateMemory
 from penstock.jobs.channel import JobEnd, ManagerEnd, Status, start_ticks
 from penstock.jobs.logs import last_lines, length_of, no_room, turn_over
-from penstock.jobs.processes import Identity, Process, describe_end, held_bytes
+from penstock.jobs.processes import (
+    Identity,
+    Process,
+    describe_end,
+    end_holders,
+    held_bytes,
+)
 from penstock.jobs.signals import Sleeper
 from penstock.observe.summary_text import render, to_text
 
@@ -181,6 +188,20 @@ def test_a_process_is_its_number_and_its_beginning():
     assert not Identity(me.pid, me.start_ticks + 1).lives()
     assert Process.find(Identity(me.pid, me.start_ticks - 1)) is None
     assert not Identity(0, 0).lives()
+
+
+def test_who_can_write_to_a_file_is_ended_and_who_reads_it_is_not(tmp_path):
+    path = str(tmp_path / "channel")
+    with open(path, "wb") as mine:
+        writer = subprocess.Popen(["sleep", "60"], stdin=mine)
+        with open(path, "rb") as file:
+            reader = subprocess.Popen(["sleep", "60"], stdin=file)
+        end_holders(path)
+        assert writer.wait(10) == -signal.SIGKILL
+        assert reader.poll() is None
+        reader.kill()
+        reader.wait()
+    end_holders(str(tmp_path / "no"))
 
 
 def test_what_a_process_holds_is_measured_from_outside():
