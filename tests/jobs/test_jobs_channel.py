@@ -343,6 +343,36 @@ def test_a_manager_puts_it_to_sleep_and_has_it_fetch_and_go_on(trained, ends):
     assert "its manager wakes it" in told[0]
 
 
+def test_what_cannot_come_ahead_does_not_wake_it(trained, ends, monkeypatch):
+    """It would take memory that is another's now."""
+    session, model, optimizer = trained
+    manager, job = ends
+    told, states = [], []
+    Sleeper(session, tell=told.append, channel=job)
+
+    def refuse(*_):
+        states.append(manager.look().state)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("penstock.jobs.suspend.Suspended.fetch", refuse)
+
+    def manage():
+        until(manager, lambda status: status.state == "asleep")
+        manager.want(sleep=True, fetch_bytes=3 * MIB)
+        time.sleep(0.3)
+        states.append(manager.look().state)
+        manager.want(sleep=False)
+
+    manager.want(sleep=True)
+    thread = threading.Thread(target=manage)
+    thread.start()
+    step(model, optimizer)
+    thread.join()
+    assert states == ["asleep", "asleep"]
+    assert (manager.look().state, manager.status.refused) == ("awake", "")
+    assert any("ahead of its turn: can't start new thread" in line for line in told)
+
+
 def test_the_space_of_a_channel_is_there_before_the_disk_is_full(ends):
     manager, _ = ends
     for change in (lambda: None, manager.clear):
