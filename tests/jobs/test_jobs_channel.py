@@ -241,6 +241,9 @@ def test_ends_are_told_in_words(tmp_path):
     assert last_lines(str(tmp_path / "log"), count=2) == ["\ufffd one", " two"]
     assert last_lines(str(tmp_path / "no")) == []
     assert last_lines(str(tmp_path / "log"), begin=10006) == [" two"]  # an earlier run's is above
+    assert last_lines(str(tmp_path / "log"), begin=10**6, count=1) == [
+        " two"
+    ]  # it began anew since
     (tmp_path / "log").write_bytes(b"\x1b[31mred\x1b[0m \x1b]0;title\x07\rback\tx\n\x1b[2J\n")
     assert last_lines(str(tmp_path / "log")) == ["red ]0;title", "back\tx"]
 

@@ -746,8 +746,32 @@ def test_jobs_that_live_must_be_described(killed, disk_path):
         Manager(description, state=str(disk_path / "state"))
 
 
+@pytest.mark.parametrize("durable", [True, False])
+def test_no_record_takes_the_place_of_another_before_it_is_on_the_device(
+    disk_path, monkeypatch, durable
+):
+    """After a loss of power an empty one would be there, and no durable job be found."""
+    done = []
+    for name in ("fsync", "rename"):
+        call = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda *a, name=name, call=call, **k: (done.append(name), call(*a, **k))[1]
+        )
+    state = StateDirectory(disk_path / "state")
+    state.write({"jobs": []}, durable=durable)
+    state.close()
+    assert done[:2] == ["fsync", "rename"]
+
+
+def test_a_record_that_cannot_be_read_is_said(disk_path):
+    StateDirectory(disk_path / "state").close()
+    (disk_path / "state/record.json").mkdir()
+    with pytest.raises(JobError, match=r"cannot be read: .* remove the directory"):
+        Manager(described(disk_path, {"name": "a"}), state=str(disk_path / "state"))
+
+
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"schema": 9}', '{"schema": 1, "jobs": [{"name": "a"}]}']
+    "text", ["[" * 100_000, "{", "[]", '{"schema": 9}', '{"schema": 1, "jobs": [{"name": "a"}]}']
 )
 def test_a_damaged_record_is_said(disk_path, text):
     StateDirectory(disk_path / "state").close()
