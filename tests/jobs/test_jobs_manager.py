@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -325,6 +325,25 @@ def test_only_its_user_can_reach_it_and_rubbish_does_no_harm(managed, disk_path)
         assert run.client.status()["schema"] == 1
         run.client.stop()
         run.ended()
+
+
+def test_those_who_connect_and_say_nothing_keep_nobody_from_asking(disk_path):
+    """As commands that somebody has stopped."""
+    with (
+        Manager(described(disk_path, {"name": "a"}), state=str(disk_path / "state")) as manager,
+        ExitStack() as silent,
+    ):
+        for _ in range(40):
+            peer = silent.enter_context(socket.socket(socket.AF_UNIX))
+            peer.connect(str(disk_path / "state/control"))
+            manager._server.serve(0.1)
+        told = []
+        client = Client(disk_path / "state")
+        asking = threading.Thread(target=lambda: told.append(client.suspend("a")))
+        asking.start()
+        while asking.is_alive():
+            manager._server.serve(0.1)
+        assert told == ["a does not begin until it is resumed"]
 
 
 # -- what goes wrong ------------------------------------------------------------------------------
