@@ -301,7 +301,7 @@ def test_of_a_manager_that_is_over_it_is_said_how_its_jobs_ended(managed):
             run.client.status()
 
 
-@pytest.mark.parametrize("record", ["", "[]", '{"jobs": [{}]}', '{"jobs": 3}'])
+@pytest.mark.parametrize("record", ["", "[" * 100_000, "[]", '{"jobs": [{}]}', '{"jobs": 3}'])
 def test_a_record_that_makes_no_sense_is_no_hindrance_to_say_so(tmp_path, record):
     (tmp_path / "record.json").write_text(record)
     with pytest.raises(JobError, match=r"one that was killed \("):

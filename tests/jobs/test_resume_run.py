@@ -185,7 +185,7 @@ def test_one_that_sleeps_and_is_killed_while_it_does_steps_again_is_compared_all
     training(disk_path, keeper_for(resume=True), steps=2, seed=1, sleep_at=1)
     assert any("suspended process" in line for line in keeper_lines)
     listeners.clear()
-    with pytest.raises(SuspendError, match="after 4 steps .* not what they were"):
+    with pytest.raises(SuspendError, match=r"after 4 steps .* not what they were"):
         training(disk_path, keeper_for(resume=True), steps=5, seed=1)
     listeners.clear()
     again = training(disk_path, keeper_for(resume=True), steps=5)

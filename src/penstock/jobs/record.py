@@ -35,7 +35,7 @@ def last_known(directory: str) -> str:
             f"{each['name']} {each['outcome'] if each['phase'] == 'over' else each['phase']}"
             for each in jobs
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return ""
 
 
