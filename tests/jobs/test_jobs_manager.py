@@ -496,11 +496,12 @@ TABLES = "".join(
 
 
 @pytest.fixture
-def killed(disk_path):
+def killed(disk_path, request):
     """A manager of jobs that was killed while one slept; the jobs are ended in the end."""
     (disk_path / "script.py").touch()
     (disk_path / "flash").mkdir()
-    (disk_path / "jobs.toml").write_text(TOML + TABLES)
+    steps = str(getattr(request, "param", 150))
+    (disk_path / "jobs.toml").write_text(TOML + TABLES.replace("150", steps))
     process = started(disk_path)
     client = Client(disk_path / "state")
     pids = []
@@ -629,6 +630,7 @@ def test_what_was_learnt_of_a_job_is_known_to_the_next_manager(killed, disk_path
     assert [each["need_bytes"] for each in result["status"]["jobs"]] == [int(115.5 * MIB)] * 2
 
 
+@pytest.mark.parametrize("killed", [10**6], indirect=True)
 def test_a_manager_that_nohup_has_begun_outlives_its_terminal(killed, disk_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -644,6 +646,7 @@ def test_a_manager_that_nohup_has_begun_outlives_its_terminal(killed, disk_path)
     assert "stops its jobs" in out
 
 
+@pytest.mark.parametrize("killed", [10**6], indirect=True)
 def test_ctrl_c_ends_all_in_order_and_hanging_up_leaves_them(killed, disk_path):
     process = started(disk_path)
     Running(disk_path).until(lambda jobs: all(each["phase"] != "starting" for each in jobs))
