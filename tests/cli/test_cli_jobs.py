@@ -127,6 +127,19 @@ def test_a_script_that_is_wrong_is_quoted(disk_path):
         ("JOB\n[jobs]", r"unknown table 'jobs'"),
         ("JOB", r"jobs\.toml: job 'a': script '.*x.py' is not there"),
         ('JOB\ncwd = "no"', r"job 'a': cwd '.*no' is no directory"),
+        (
+            '[machine]\nmemory = "8GiB"\nflash = ["a", ["b"]]\n',
+            r"flash is \['b'\]; it is a directory",
+        ),
+        (f"[machine]\nmemory = {'9' * 5000}\n", r"jobs.toml: Exceeds the limit"),
+        (
+            f"[machine]\nmemory = 0x{'f' * 400}\n",
+            r"machine.memory is a number of more than 64 bits",
+        ),
+        (f'[machine]\nmemory = "{"9" * 400}GiB"\n', r"memory: '9+' is not a size"),
+        ('[machine]\nmemory = "9999999PiB"\n', r"memory: '9999999PiB' is too much: .* 2\^63 bytes"),
+        (f"JOB\npriority = 0x{'f' * 5000}", r"job.priority is a number of more than 64 bits"),
+        (f"x = {'[' * 3000}", r"jobs.toml: .*recursion"),
         ("{", r"Expected|Invalid"),
     ],
 )

@@ -12,7 +12,7 @@ Its memory is a bytearray that is filled when it is awake and dropped when it sl
     refuse=TEXT  it never sleeps, and says why
     say=TEXT     what it prints at each step
     deaf=1       it does not end by SIGINT and SIGTERM
-    child=1      it begins a process that outlives it
+    child=HOW    it begins a process that outlives it, and "inherits" its descriptors or not
 """
 
 import os
@@ -71,7 +71,10 @@ def main(channel, *words):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if how.get("child"):
         code = "import time\ntime.sleep(60)"
-        subprocess.Popen([sys.executable, "-c", code], close_fds=False)
+        inherits = how["child"] == "inherits"
+        print(
+            subprocess.Popen([sys.executable, "-c", code], close_fds=not inherits).pid, flush=True
+        )
     job = Job(channel, **how)
     time.sleep(float(how.get("start_s", 0)))
     job.wake()

@@ -221,12 +221,24 @@ def test_all_have_the_budget_and_each_its_part(kernel):
     room = made.begin("a")
     name = OLD[0] if kernel.version == 1 else NEW[0]
     assert Path(made.path, name).read_text() == str(100 * MIB)
-    assert int(Path(made.path, "a", name).read_text()) == room.limit_bytes > 40 * MIB
-    assert room.inside(["train"], {"A": "1"})[-2:] == [f"{made.path}/a/cgroup.procs", "train"]
+    assert int(Path(made.path, "job-a", name).read_text()) == room.limit_bytes > 40 * MIB
+    assert room.inside(["train"], {"A": "1"})[-2:] == [f"{made.path}/job-a/cgroup.procs", "train"]
     room.end()
     made.close()
     assert not Path(made.path).exists()
     assert (kernel.root / "mine/cgroup.procs").read_text() == f"{ME}\n"  # where it was
+
+
+@pytest.mark.parametrize("name", ["tasks", "cgroup.procs"])
+def test_a_job_may_be_named_as_a_file_of_the_kernel_s(kernel, name):
+    made = enclosure(kernel)
+    Path(made.path, name).touch()
+    made.allow([entry(name)])
+    room = made.begin(name)
+    assert room.limit_bytes > 40 * MIB
+    room.end()
+    Path(made.path, name).unlink()
+    made.close()
 
 
 def test_who_gets_less_gets_it_first(kernel):
@@ -238,7 +250,7 @@ def test_who_gets_less_gets_it_first(kernel):
     kernel.writes.clear()
     made.allow([replace(jobs[0], phase=Phase.ASLEEP), replace(jobs[1], phase=Phase.WAKING)])
     name = OLD[0] if kernel.version == 1 else NEW[0]
-    assert [where for where, what, _ in kernel.writes if what == name] == ["a", "b"]
+    assert [where for where, what, _ in kernel.writes if what == name] == ["job-a", "job-b"]
     kernel.writes.clear()
     made.allow([replace(jobs[0], phase=Phase.ASLEEP), replace(jobs[1], phase=Phase.WAKING)])
     assert not kernel.writes
@@ -250,7 +262,7 @@ def test_a_job_that_was_ended_for_want_of_memory_is_known(kernel):
     room = made.begin("a")
     assert not room.was_overrun()
     events = "memory.oom_control" if kernel.version == 1 else "memory.events"
-    Path(made.path, "a", events).write_text("oom_kill_disable 0\noom_kill 2\n")
+    Path(made.path, "job-a", events).write_text("oom_kill_disable 0\noom_kill 2\n")
     assert room.was_overrun()
     assert not room.was_overrun()  # once
 
@@ -259,7 +271,7 @@ def test_what_a_killed_manager_left_is_taken_over_or_removed(kernel):
     left = enclosure(kernel)
     left.allow([entry("a")])
     left.begin("a")
-    procs = Path(left.path, "a/cgroup.procs")
+    procs = Path(left.path, "job-a/cgroup.procs")
     procs.write_text("4711\n")
     found = enclosure(kernel, state="/another/state", found=left.path)
     assert found.path == left.path
@@ -314,12 +326,12 @@ def test_without_enforcement_jobs_of_an_earlier_manager_are_let_go(kernel):
     left = enclosure(kernel)
     left.allow([entry("a")])
     left.begin("a")
-    Path(left.path, "a/cgroup.procs").write_text("4711\n")
+    Path(left.path, "job-a/cgroup.procs").write_text("4711\n")
     made = Budget(Machine(memory="1GiB", enforce="looking"), state="state", tell=print)
     made.keep(left.path)
     name, none = (OLD[0], "-1") if kernel.version == 1 else (NEW[0], "max")
-    assert Path(left.path, "a", name).read_text() == none
-    Path(left.path, "a/cgroup.procs").write_text("")
+    assert Path(left.path, "job-a", name).read_text() == none
+    Path(left.path, "job-a/cgroup.procs").write_text("")
     made.keep(left.path)
     assert not Path(left.path).exists()
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import subprocess
 import threading
 import time
 
@@ -18,7 +19,13 @@ from penstock.core.units import MIB
 from penstock.io.pages import PrivateMemory
 from penstock.jobs.channel import JobEnd, ManagerEnd, Status, start_ticks
 from penstock.jobs.logs import last_lines, length_of, no_room, turn_over
-from penstock.jobs.processes import Identity, Process, describe_end, held_bytes
+from penstock.jobs.processes import (
+    Identity,
+    Process,
+    describe_end,
+    end_holders,
+    held_bytes,
+)
 from penstock.jobs.signals import Sleeper
 from penstock.observe.summary_text import render, to_text
 
@@ -183,6 +190,20 @@ def test_a_process_is_its_number_and_its_beginning():
     assert not Identity(0, 0).lives()
 
 
+def test_who_can_write_to_a_file_is_ended_and_who_reads_it_is_not(tmp_path):
+    path = str(tmp_path / "channel")
+    with open(path, "wb") as mine:
+        writer = subprocess.Popen(["sleep", "60"], stdin=mine)
+        with open(path, "rb") as file:
+            reader = subprocess.Popen(["sleep", "60"], stdin=file)
+        end_holders(path)
+        assert writer.wait(10) == -signal.SIGKILL
+        assert reader.poll() is None
+        reader.kill()
+        reader.wait()
+    end_holders(str(tmp_path / "no"))
+
+
 def test_what_a_process_holds_is_measured_from_outside():
     before = held_bytes(os.getpid())
     memory = bytearray(b"x") * (64 * MIB)
@@ -220,6 +241,9 @@ def test_ends_are_told_in_words(tmp_path):
     assert last_lines(str(tmp_path / "log"), count=2) == ["\ufffd one", " two"]
     assert last_lines(str(tmp_path / "no")) == []
     assert last_lines(str(tmp_path / "log"), begin=10006) == [" two"]  # an earlier run's is above
+    assert last_lines(str(tmp_path / "log"), begin=10**6, count=1) == [
+        " two"
+    ]  # it began anew since
     (tmp_path / "log").write_bytes(b"\x1b[31mred\x1b[0m \x1b]0;title\x07\rback\tx\n\x1b[2J\n")
     assert last_lines(str(tmp_path / "log")) == ["red ]0;title", "back\tx"]
 
@@ -320,6 +344,36 @@ def test_a_manager_puts_it_to_sleep_and_has_it_fetch_and_go_on(trained, ends):
     assert 2.9 * MIB < seen["fetched"].fetched_bytes <= 3 * MIB
     assert status.moved_bytes == 2 * seen["asleep"].flash_bytes
     assert "its manager wakes it" in told[0]
+
+
+def test_what_cannot_come_ahead_does_not_wake_it(trained, ends, monkeypatch):
+    """It would take memory that is another's now."""
+    session, model, optimizer = trained
+    manager, job = ends
+    told, states = [], []
+    Sleeper(session, tell=told.append, channel=job)
+
+    def refuse(*_):
+        states.append(manager.look().state)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("penstock.jobs.suspend.Suspended.fetch", refuse)
+
+    def manage():
+        until(manager, lambda status: status.state == "asleep")
+        manager.want(sleep=True, fetch_bytes=3 * MIB)
+        time.sleep(0.3)
+        states.append(manager.look().state)
+        manager.want(sleep=False)
+
+    manager.want(sleep=True)
+    thread = threading.Thread(target=manage)
+    thread.start()
+    step(model, optimizer)
+    thread.join()
+    assert states == ["asleep", "asleep"]
+    assert (manager.look().state, manager.status.refused) == ("awake", "")
+    assert any("ahead of its turn: can't start new thread" in line for line in told)
 
 
 def test_the_space_of_a_channel_is_there_before_the_disk_is_full(ends):

@@ -121,7 +121,7 @@ def test_the_next_manager_takes_over_the_group_and_removes_it(disk_path):
         process.kill()
         process.communicate()
         group = Path(status["machine"]["kept_by"])
-        assert all(Group.at(str(group / name)).processes() for name in "ab")
+        assert all(Group.at(str(group / f"job-{name}")).processes() for name in "ab")
         again = started(disk_path)
         out, _ = again.communicate(timeout=60)
     finally:

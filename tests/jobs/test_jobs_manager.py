@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -20,8 +20,9 @@ from manager_program import fake_command
 from penstock.core.errors import ConfigError, JobError
 from penstock.core.units import MIB
 from penstock.jobs import Client, Description, JobSpec, Machine, Manager
-from penstock.jobs.channel import ManagerEnd
+from penstock.jobs.channel import JobEnd, ManagerEnd, start_ticks
 from penstock.jobs.command import run_command
+from penstock.jobs.description import load
 from penstock.jobs.policy import MOVING_SHARE
 from penstock.jobs.processes import Identity, held_bytes
 from penstock.jobs.record import StateDirectory
@@ -166,6 +167,16 @@ def test_who_holds_more_than_the_machine_has_is_put_to_sleep_and_stays_so(manage
         assert run.until(is_in("a", "asleep"))["a"]["sleeps"] == 1
 
 
+def test_who_just_fits_is_not_put_to_sleep_for_the_slack_that_it_does_not_have(managed):
+    """It would sleep for ever, and nobody else would run."""
+    job = {"name": "a", "memory": "30MiB", "how": "mib=200 steps=150"}
+    with managed(job, memory="220MiB") as run:
+        done = run.ended()
+    assert run.good
+    assert done["a"]["sleeps"] == 0
+    assert 220 * MIB < done["a"]["need_bytes"] < 1.05 * 220 * MIB
+
+
 def test_what_comes_ahead_of_its_turn_comes_within_the_budget(managed):
     jobs = [{"name": name, "memory": "110MiB", "how": "mib=95 steps=120"} for name in "ab"]
     with managed(*jobs, memory="210MiB", slice="400ms") as run:
@@ -292,7 +303,7 @@ def test_of_a_manager_that_is_over_it_is_said_how_its_jobs_ended(managed):
             run.client.status()
 
 
-@pytest.mark.parametrize("record", ["", "[]", '{"jobs": [{}]}', '{"jobs": 3}'])
+@pytest.mark.parametrize("record", ["", "[" * 100_000, "[]", '{"jobs": [{}]}', '{"jobs": 3}'])
 def test_a_record_that_makes_no_sense_is_no_hindrance_to_say_so(tmp_path, record):
     (tmp_path / "record.json").write_text(record)
     with pytest.raises(JobError, match=r"one that was killed \("):
@@ -316,6 +327,25 @@ def test_only_its_user_can_reach_it_and_rubbish_does_no_harm(managed, disk_path)
         assert run.client.status()["schema"] == 1
         run.client.stop()
         run.ended()
+
+
+def test_those_who_connect_and_say_nothing_keep_nobody_from_asking(disk_path):
+    """As commands that somebody has stopped."""
+    with (
+        Manager(described(disk_path, {"name": "a"}), state=str(disk_path / "state")) as manager,
+        ExitStack() as silent,
+    ):
+        for _ in range(40):
+            peer = silent.enter_context(socket.socket(socket.AF_UNIX))
+            peer.connect(str(disk_path / "state/control"))
+            manager._server.serve(0.1)
+        told = []
+        client = Client(disk_path / "state")
+        asking = threading.Thread(target=lambda: told.append(client.suspend("a")))
+        asking.start()
+        while asking.is_alive():
+            manager._server.serve(0.1)
+        assert told == ["a does not begin until it is resumed"]
 
 
 # -- what goes wrong ------------------------------------------------------------------------------
@@ -345,14 +375,34 @@ def test_a_job_that_is_killed_takes_none_along(managed, phase):
     assert done["b"]["outcome"] == "done"
 
 
-def test_what_a_job_leaves_behind_is_ended(managed, disk_path):
-    with managed({"name": "a", "how": "steps=3 child=1"}) as run:
-        run.ended()
-    end = time.monotonic() + 10
+@pytest.mark.parametrize("how", ["inherits", "plain"])
+def test_what_a_job_leaves_behind_is_ended(managed, disk_path, how):
+    with managed({"name": "a", "how": f"steps=3 child={how}"}) as run:
+        done = run.ended()
+    child = {"pid": int(Path(done["a"]["log"]).read_text().split()[0])}
+    until_gone({"child": child})
+    assert not cmdline(child["pid"])
     with ManagerEndAt(disk_path / "state/channels/a") as channel:
-        while channel.has_process() and time.monotonic() < end:
-            time.sleep(0.01)
         assert not channel.has_process()
+
+
+def test_what_a_job_has_said_last_is_heard_though_it_has_ended_meanwhile(killed, disk_path):
+    """Between a look at what it says and one whether it lives."""
+    description = load(disk_path / "jobs.toml")
+    with Manager(description, state=str(disk_path / "state")) as manager:
+        assert sorted(manager.found) == ["a", "b"]
+        for name, job in killed.items():
+            before = manager._tasks[name]._process.has_ended
+
+            def ends(name=name, job=job, before=before):
+                os.kill(job["pid"], signal.SIGKILL)
+                until_gone({name: job})
+                JobEnd(str(disk_path / "state/channels" / name)).tell(pid=job["pid"], code=0)
+                return before()
+
+            manager._tasks[name]._process.has_ended = ends
+        manager.advance()
+        assert [each["outcome"] for each in manager.status()["jobs"]] == ["done", "done"]
 
 
 @contextmanager
@@ -440,19 +490,20 @@ asleep = "20MiB"
 grace = "1s"
 enforce = "looking"
 """
+TABLES = "".join(
+    f'[[job]]\nname = "{name}"\nscript = "script.py"\nmemory = "80MiB"\n'
+    'args = ["mib=64", "steps=150"]\n'
+    for name in "ab"
+)
 
 
 @pytest.fixture
-def killed(disk_path):
+def killed(disk_path, request):
     """A manager of jobs that was killed while one slept; the jobs are ended in the end."""
     (disk_path / "script.py").touch()
     (disk_path / "flash").mkdir()
-    text = TOML + "".join(
-        f'[[job]]\nname = "{name}"\nscript = "script.py"\nmemory = "80MiB"\n'
-        f'args = ["mib=64", "steps=150"]\n'
-        for name in "ab"
-    )
-    (disk_path / "jobs.toml").write_text(text)
+    steps = str(getattr(request, "param", 150))
+    (disk_path / "jobs.toml").write_text(TOML + TABLES.replace("150", steps))
     process = started(disk_path)
     client = Client(disk_path / "state")
     pids = []
@@ -523,28 +574,65 @@ def test_jobs_that_ended_without_a_manager_are_known(killed, disk_path):
 
 
 def test_another_process_that_got_the_number_is_not_taken_for_the_job(killed, disk_path):
-    record = disk_path / "state/record.json"
-    document = json.loads(record.read_text())
-    for job in document["jobs"]:
-        job["pid"] = os.getpid()  # lives, but began at another time
-    record.write_text(json.dumps(document))
+    for name, job in killed.items():
+        os.kill(job["pid"], signal.SIGKILL)
+        JobEnd(str(disk_path / "state/channels" / name)).tell(start_ticks=1)  # this process lives
+    until_gone(killed)
     out, _ = started(disk_path).communicate(timeout=60)
     jobs = json.loads(out.splitlines()[-1])["status"]["jobs"]
     assert all(each["outcome"] == "failed" and "is gone" in each["told"] for each in jobs)
 
 
-def test_a_job_that_was_begun_but_not_recorded_is_found_by_its_lock(killed, disk_path):
-    record = disk_path / "state/record.json"
+def until_gone(jobs):
+    end = time.monotonic() + 10
+    while any(start_ticks(each["pid"]) for each in jobs.values()) and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def changed(folder, **what):
+    """What the last manager has recorded of each job, with this instead."""
+    record = folder / "state/record.json"
     document = json.loads(record.read_text())
     for job in document["jobs"]:
-        job.update(phase="waiting", pid=0, start_ticks=0)
+        job.update(what)
     record.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize("recorded", [{"phase": "waiting", "pid": 0}, {"phase": "over"}, None])
+def test_a_job_that_was_begun_but_not_recorded_is_found_by_what_it_says(
+    killed, disk_path, recorded
+):
+    """A manager was killed in between, or its disk was full."""
+    if recorded is None:
+        (disk_path / "state/record.json").unlink()
+    else:
+        changed(disk_path, **recorded)
     out, _ = started(disk_path).communicate(timeout=60)
     jobs = json.loads(out.splitlines()[-1])["status"]["jobs"]
     assert [each["steps"] for each in jobs] == [150, 150]
     assert out.count("found again") == 2
 
 
+def test_a_job_that_has_ended_before_it_was_recorded_is_not_begun_again(killed, disk_path):
+    for name, job in killed.items():
+        os.kill(job["pid"], signal.SIGKILL)
+        JobEnd(str(disk_path / "state/channels" / name)).tell(pid=job["pid"], code=0, steps=7)
+    changed(disk_path, phase="waiting", pid=0, start_ticks=0)
+    until_gone(killed)
+    out, _ = started(disk_path).communicate(timeout=60)
+    jobs = json.loads(out.splitlines()[-1])["status"]["jobs"]
+    assert [(each["outcome"], each["steps"]) for each in jobs] == [("done", 7)] * 2
+
+
+def test_what_was_learnt_of_a_job_is_known_to_the_next_manager(killed, disk_path):
+    """Else one that holds more than was declared is woken as if it did not."""
+    changed(disk_path, peak_bytes=110 * MIB)
+    out, _ = started(disk_path).communicate(timeout=60)
+    result = json.loads(out.splitlines()[-1])
+    assert [each["need_bytes"] for each in result["status"]["jobs"]] == [int(115.5 * MIB)] * 2
+
+
+@pytest.mark.parametrize("killed", [10**6], indirect=True)
 def test_a_manager_that_nohup_has_begun_outlives_its_terminal(killed, disk_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -560,6 +648,7 @@ def test_a_manager_that_nohup_has_begun_outlives_its_terminal(killed, disk_path)
     assert "stops its jobs" in out
 
 
+@pytest.mark.parametrize("killed", [10**6], indirect=True)
 def test_ctrl_c_ends_all_in_order_and_hanging_up_leaves_them(killed, disk_path):
     process = started(disk_path)
     Running(disk_path).until(lambda jobs: all(each["phase"] != "starting" for each in jobs))
@@ -599,9 +688,7 @@ def test_a_durable_job_whose_process_is_gone_is_begun_again(killed, disk_path):
         os.kill(each["pid"], signal.SIGKILL)
     text = (disk_path / "jobs.toml").read_text()
     (disk_path / "jobs.toml").write_text(text.replace("[[job]]", "[[job]]\ndurable = true", 1))
-    end = time.monotonic() + 10
-    while any(cmdline(each["pid"]) for each in killed.values()) and time.monotonic() < end:
-        time.sleep(0.01)
+    until_gone(killed)
     out, _ = started(disk_path).communicate(timeout=60)
     jobs = json.loads(out.splitlines()[-1])["status"]["jobs"]
     assert (jobs[0]["outcome"], jobs[0]["steps"]) == ("done", 150)
@@ -623,6 +710,58 @@ def test_a_durable_job_resumes_only_from_what_was_kept(tmp_path):
     assert "--resume" in run_command(spec, machine, "channel", str(kept))
 
 
+def test_what_a_durable_job_has_left_behind_does_not_keep_it_from_beginning_again(
+    killed, disk_path
+):
+    """As workers of its data loaders, which live on for a while."""
+    for each in killed.values():
+        os.kill(each["pid"], signal.SIGKILL)
+    until_gone(killed)
+    with ManagerEndAt(disk_path / "state/channels/a") as channel:
+        lock = channel.lock_for_child()
+        worker = subprocess.Popen(["sleep", "60"], pass_fds=(lock,), start_new_session=True)
+        os.close(lock)
+        assert channel.has_process()
+    text = (disk_path / "jobs.toml").read_text()
+    (disk_path / "jobs.toml").write_text(text.replace("[[job]]", "[[job]]\ndurable = true"))
+    out, _ = started(disk_path).communicate(timeout=60)
+    assert worker.wait(10) == -signal.SIGKILL
+    jobs = json.loads(out.splitlines()[-1])["status"]["jobs"]
+    assert [each["outcome"] for each in jobs] == ["done", "done"]
+
+
+def test_a_durable_job_that_was_to_end_is_not_begun_again(killed, disk_path):
+    for each in killed.values():
+        os.kill(each["pid"], signal.SIGKILL)
+    changed(disk_path, stopping=True)
+    text = (disk_path / "jobs.toml").read_text()
+    (disk_path / "jobs.toml").write_text(text.replace("[[job]]", "[[job]]\ndurable = true"))
+    until_gone(killed)
+    out, _ = started(disk_path).communicate(timeout=60)
+    jobs = json.loads(out.splitlines()[-1])["status"]["jobs"]
+    assert [each["outcome"] for each in jobs] == ["stopped", "stopped"]
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        "fsync",
+        pytest.param(
+            "open,mkdir,makedirs,rename,unlink,pwrite,posix_fallocate,chmod,fchmod,kill,killpg,flock,"
+            "pidfd_send_signal,Popen",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_wherever_a_manager_is_killed_another_goes_on(disk_path, calls):
+    """No job is begun twice, none is lost, two are never awake where one fits, and nothing is left."""
+    program = Path(__file__).with_name("crash_walk_program.py")
+    out = subprocess.check_output([sys.executable, program, disk_path, calls], timeout=200)
+    result = json.loads(out)
+    assert result["killed"] >= 8
+    assert result["wrong"] == {}
+
+
 def test_jobs_that_live_must_be_described(killed, disk_path):
     description = described(disk_path, {"name": "other"})
     with pytest.raises(
@@ -631,8 +770,32 @@ def test_jobs_that_live_must_be_described(killed, disk_path):
         Manager(description, state=str(disk_path / "state"))
 
 
+@pytest.mark.parametrize("durable", [True, False])
+def test_no_record_takes_the_place_of_another_before_it_is_on_the_device(
+    disk_path, monkeypatch, durable
+):
+    """After a loss of power an empty one would be there, and no durable job be found."""
+    done = []
+    for name in ("fsync", "rename"):
+        call = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda *a, name=name, call=call, **k: (done.append(name), call(*a, **k))[1]
+        )
+    state = StateDirectory(disk_path / "state")
+    state.write({"jobs": []}, durable=durable)
+    state.close()
+    assert done[:2] == ["fsync", "rename"]
+
+
+def test_a_record_that_cannot_be_read_is_said(disk_path):
+    StateDirectory(disk_path / "state").close()
+    (disk_path / "state/record.json").mkdir()
+    with pytest.raises(JobError, match=r"cannot be read: .* remove the directory"):
+        Manager(described(disk_path, {"name": "a"}), state=str(disk_path / "state"))
+
+
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"schema": 9}', '{"schema": 1, "jobs": [{"name": "a"}]}']
+    "text", ["[" * 100_000, "{", "[]", '{"schema": 9}', '{"schema": 1, "jobs": [{"name": "a"}]}']
 )
 def test_a_damaged_record_is_said(disk_path, text):
     StateDirectory(disk_path / "state").close()

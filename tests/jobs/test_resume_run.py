@@ -176,6 +176,22 @@ def test_steps_done_again_are_compared_to_the_last_bit(disk_path, keeper_for):
         training(disk_path, keeper_for(resume=True), steps=5, seed=1)
 
 
+def test_one_that_sleeps_and_is_killed_while_it_does_steps_again_is_compared_all_the_same(
+    disk_path, keeper_for
+):
+    """A manager puts it to sleep at each end of a turn; what it is to be the same as is the first run."""
+    expected = training(disk_path, keeper_for(), steps=5, sleep_at=3)
+    listeners.clear()
+    training(disk_path, keeper_for(resume=True), steps=2, seed=1, sleep_at=1)
+    assert any("suspended process" in line for line in keeper_lines)
+    listeners.clear()
+    with pytest.raises(SuspendError, match=r"after 4 steps .* not what they were"):
+        training(disk_path, keeper_for(resume=True), steps=5, seed=1)
+    listeners.clear()
+    again = training(disk_path, keeper_for(resume=True), steps=5)
+    assert torch.equal(again, expected)
+
+
 def test_a_script_with_a_checkpointer_saves_and_sleeps_then(disk_path, keeper_for):
     with Checkpointer(disk_path / "run") as checkpoints:
         keeper = keeper_for()

@@ -17,6 +17,12 @@ MIB: Final = 1024**2
 GIB: Final = 1024**3
 TIB: Final = 1024**4
 
+MOST_BYTES: Final = 2**63 - 1
+"""Of a size: what the system counts in."""
+_TOO_LARGE: Final = "a size is less than 2^63 bytes, 8192 PiB"
+_LONGEST: Final = 100
+"""Of what can be a size, in characters."""
+
 _UNITS: Final[dict[str, int]] = {
     "B": 1,
     **{prefix + "B": 1000**power for power, prefix in enumerate("kMGTP", start=1)},
@@ -43,18 +49,22 @@ def parse_bytes(value: int | str, *, what: str = "size") -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise SizeError(f"{what}: {value!r} is {type(value).__name__}, not an int or a str")
     if isinstance(value, int):
+        if value > MOST_BYTES:
+            raise SizeError(f"{what}: {_TOO_LARGE}")
         if value < 0:
             raise SizeError(f"{what}: {value} bytes is negative")
         return value
-    match = _NUMBER.fullmatch(value)
+    match = _NUMBER.fullmatch(value) if len(value) <= _LONGEST else None
     if match is None:
         raise SizeError(
-            f"{what}: {value!r} is not a size; write a number and a unit, as in '1.5GiB'"
+            f"{what}: {value[:_LONGEST]!r} is not a size; write a number and a unit, as in '1.5GiB'"
         )
     number, unit = match.groups()
     if unit not in _UNITS:
         raise SizeError(f"{what}: {value!r} {_unit_advice(number, unit)}")
     size = Fraction(number) * _UNITS[unit]
+    if size > MOST_BYTES:
+        raise SizeError(f"{what}: {value!r} is too much: {_TOO_LARGE}")
     if (
         size.denominator != 1 and size < KIB
     ):  # above, as 4.7GiB, what is beyond a whole byte is no matter

@@ -93,7 +93,7 @@ class Server:
         for key, _ in self.selector.select(timeout_s):
             if key.fileobj is self._socket:
                 self._accept()
-            elif isinstance(key.fileobj, socket.socket):
+            elif key.fileobj in self._peers and isinstance(key.fileobj, socket.socket):
                 self._receive(key.fileobj)
 
     def _accept(self) -> None:
@@ -101,9 +101,11 @@ class Server:
             peer, _ = self._socket.accept()
         except OSError:
             return
-        if len(self._peers) >= _PEERS or _user_of(peer) not in (os.geteuid(), 0):
+        if _user_of(peer) not in (os.geteuid(), 0):
             peer.close()
             return
+        if len(self._peers) >= _PEERS:  # who has said nothing for longest goes: it may be stopped
+            self._let_go(next(iter(self._peers)))
         peer.setblocking(False)
         self._peers[peer] = bytearray()
         self.selector.register(peer, selectors.EVENT_READ)
@@ -124,6 +126,9 @@ class Server:
             with suppress(OSError):
                 peer.settimeout(1.0)
                 peer.sendall(answer)
+        self._let_go(peer)
+
+    def _let_go(self, peer: socket.socket) -> None:
         self.selector.unregister(peer)
         del self._peers[peer]
         peer.close()

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Self
@@ -83,6 +83,7 @@ class Machine:
             _check_type("flash", each, str, "a directory, or a list of them")
             if not each:
                 raise ConfigError("flash is ''; it is a directory, as '.', or is left out")
+        for each in flash:
             if [os.path.abspath(one) for one in flash].count(os.path.abspath(each)) > 1:
                 raise ConfigError(f"flash names {each!r} twice; name each directory once")
         object.__setattr__(self, "flash", flash)
@@ -294,6 +295,9 @@ class Description:
         Raises:
             ConfigError: Names the file, the table or job, the key and the value.
         """
+        for keys, value in _numbers(document):
+            if not -(2**63) <= value < 2**63:
+                raise ConfigError(f"{source}: {keys} is a number of more than 64 bits")
         unknown = sorted(set(document) - {"machine", "job"})
         if unknown:
             raise ConfigError(
@@ -324,10 +328,22 @@ def load(path: str | Path) -> Description:
     try:
         with Path(path).open("rb") as file:
             document = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # numbers, and nests, without end
         raise ConfigError(f"{path}: {error}") from error
     base = os.path.dirname(os.path.abspath(path))
     return Description.from_json(document, source=str(path), base=base)
+
+
+def _numbers(value: Any, keys: str = "") -> Iterator[tuple[str, int]]:
+    """All whole numbers in tables and lists, by their keys."""
+    if isinstance(value, int):
+        yield keys, value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _numbers(each, f"{keys}.{key}" if keys else str(key))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _numbers(each, keys)
 
 
 def _made(kind: type[Any], table: Any, where: str) -> Any:
@@ -398,6 +414,13 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int of hundreds of digits
+        return False
+
+
 def _duration(name: str, value: float | str, *, or_else: str = "") -> float:
     if isinstance(value, str):
         match = _DURATION.fullmatch(value)
@@ -406,7 +429,7 @@ def _duration(name: str, value: float | str, *, or_else: str = "") -> float:
                 f"{name} is {value!r}; it is a number and ms, s or min, as '2 s'{or_else}"
             )
         value = float(match[1]) * _SCALES[match[2]]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
         raise ConfigError(f"{name} is {value!r}; it is a duration, as '2 s'{or_else}")
     if value <= 0:
         raise ConfigError(f"{name} is {value!r}; it must be more than 0")

@@ -32,6 +32,8 @@ _STEP_BYTES: Final = MIB
 _DYING_S: Final = 2.0
 _ASIDE: Final = "penstock-manager-"
 _JOBS: Final = "penstock-jobs-"
+_JOB: Final = "job-"
+"""Before a job's name: the kernel has files of its own in a group, as ``tasks``."""
 
 
 class Room:
@@ -160,16 +162,16 @@ class Enclosure:
         Raises:
             JobError: It cannot be made.
         """
-        path = os.path.join(self.path, name)
+        path = os.path.join(self.path, _JOB + name)
         Group.at(path).remove()  # an earlier one has counted what was ended in it
-        group = Group.make(self.path, name, self._place.version)
+        group = Group.make(self.path, _JOB + name, self._place.version)
         group.end_as_one()
         group.limit(self._shares[name])
         return self._room(name, group)
 
     def find(self, name: str, pid: int) -> Room | None:
         """That of a job that an earlier manager has begun; None: it is in none of ours."""
-        group = Group.at(os.path.join(self.path, name))
+        group = Group.at(os.path.join(self.path, _JOB + name))
         return self._room(name, group) if pid in group.processes() else None
 
     def _room(self, name: str, group: Group) -> Room:

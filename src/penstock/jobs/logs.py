@@ -92,7 +92,8 @@ def last_lines(path: str, *, begin: int = 0, count: int = 5, most_bytes: int = 1
 
     Args:
         path: Of the log.
-        begin: Where in it this run's begins; an earlier one's comes before.
+        begin: Where in it this run's begins; an earlier one's comes before. If that is beyond its end, it
+            has begun anew since.
         count: How many lines at most.
         most_bytes: What is looked at.
 
@@ -101,7 +102,8 @@ def last_lines(path: str, *, begin: int = 0, count: int = 5, most_bytes: int = 1
     """
     try:
         with open(path, "rb") as file:
-            file.seek(max(begin, os.fstat(file.fileno()).st_size - most_bytes))
+            length = os.fstat(file.fileno()).st_size
+            file.seek(max(begin if begin <= length else 0, length - most_bytes))
             text = file.read(most_bytes).decode("utf-8", "replace")
     except OSError:
         return []

@@ -123,14 +123,15 @@ class Manager:
 
     def _find(self) -> str | None:
         """Take over the jobs of an earlier manager, if not all of them are over; returns their group."""
-        record = self._state.read()
-        if record is None:
-            return None
+        record = self._state.read() or {"jobs": []}
         group = record.get("group")
         try:
             found = {str(each["name"]): each for each in record["jobs"]}
             if all(each["phase"] == Phase.OVER.value for each in found.values()):
-                return group  # that run is over: this is another
+                found = {}  # that run is over: this is another
+            for name, task in self._tasks.items():
+                if name not in found and task.lives_unrecorded:
+                    task.adopt(task.to_json())
             for name, each in found.items():
                 if name in self._tasks:
                     self._tasks[name].adopt(each)

@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,11 +110,17 @@ class Process:
         return self._child is not None
 
     def has_ended(self) -> bool:
-        """Whether it has; sets ``code`` where that can be known."""
-        if self._child is not None:
-            self.code = self._child.poll()
-            return self.code is not None
-        return not self.identity.lives()
+        """Whether it has; sets ``code`` where that can be known.
+
+        What a child has left in its group is ended then: nobody would count what that holds.
+        """
+        if self._child is None:
+            return not self.identity.lives()
+        if self.code is None and _is_to_be_waited_for(self._child.pid):
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._child.pid, signal.SIGKILL)
+        self.code = self._child.poll()
+        return self.code is not None
 
     def send(self, number: int) -> None:
         """Send a signal to the process; nothing if it has ended."""
@@ -124,15 +130,10 @@ class Process:
             elif self.identity.lives():
                 os.kill(self.identity.pid, number)
 
-    def kill_all(self, *, leader_gone: bool = False) -> None:
-        """End it at once, and all that it has begun in its session.
-
-        Args:
-            leader_gone: It has ended, but is known to have left processes: so its number, which is that
-                of their group, cannot be another's.
-        """
+    def kill_all(self) -> None:
+        """End it at once, and all that it has begun in its group."""
         with suppress(ProcessLookupError, PermissionError):
-            if leader_gone or self.identity.lives():
+            if self.identity.lives():
                 os.killpg(self.identity.pid, signal.SIGKILL)
 
     def held_bytes(self) -> int:
@@ -154,6 +155,45 @@ class Process:
             self._fd = -1
         if self._child is not None and self._child.returncode is None:
             self._child.returncode = -1  # else Python warns that it lives still
+
+
+def end_holders(path: str) -> None:
+    """End at once all other processes that can write to a file: who inherited it, and nobody else."""
+    with suppress(OSError):
+        file = os.stat(path)
+        for name in os.listdir("/proc"):
+            if name.isdecimal() and int(name) != os.getpid() and _can_write(name, file):
+                _end_if(int(name), lambda pid: _can_write(str(pid), file))
+
+
+def _end_if(pid: int, still: Callable[[int], bool]) -> None:
+    """End a process, and no other that has got its number since."""
+    with suppress(OSError):
+        fd = os.pidfd_open(pid)
+        try:
+            if still(pid):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+        finally:
+            os.close(fd)
+
+
+def _can_write(pid: str, file: os.stat_result) -> bool:
+    with suppress(OSError, ValueError):
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                if os.path.samestat(os.stat(f"/proc/{pid}/fd/{fd}"), file):
+                    info = Path(f"/proc/{pid}/fdinfo/{fd}").read_text(encoding="ascii")
+                    flags = info.partition("flags:")[2].split()
+                    return int(flags[0], 8) & os.O_ACCMODE != os.O_RDONLY
+    return False
+
+
+def _is_to_be_waited_for(pid: int) -> bool:
+    """Whether a child has ended, and holds its number still."""
+    with suppress(ChildProcessError):
+        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, pid, how) is not None
+    return False
 
 
 def held_bytes(pid: int) -> int:

@@ -1,7 +1,7 @@
 """What a manager leaves on disk, so that the next one finds its jobs.
 
-A directory of mode 0700 with ``record.json``, replaced by one rename when it changes and waited for
-until it is on the device; ``channels/`` ([Note: channel]); ``logs/``; the socket ``control``; and
+A directory of mode 0700 with ``record.json``, replaced by one rename when it changes, once its content
+is on the device; ``channels/`` ([Note: channel]); ``logs/``; the socket ``control``; and
 ``lock``, held by the manager that lives.
 """
 
@@ -35,7 +35,7 @@ def last_known(directory: str) -> str:
             f"{each['name']} {each['outcome'] if each['phase'] == 'over' else each['phase']}"
             for each in jobs
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return ""
 
 
@@ -110,9 +110,11 @@ class StateDirectory:
                 text = file.read(_MOST_BYTES)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise self._unreadable(str(error)) from error
         try:
             found = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._unreadable(str(error)) from error
         if not isinstance(found, dict) or found.get("schema") != SCHEMA:
             raise self._unreadable("it is of another version")
@@ -133,8 +135,7 @@ class StateDirectory:
             with open(os.open(new, flags, 0o600, dir_fd=self._fd), "wb") as file:
                 file.write(text)
                 file.flush()
-                if durable:
-                    os.fsync(file.fileno())
+                os.fsync(file.fileno())  # always: else its name may outlive its content
             os.rename(new, _RECORD, src_dir_fd=self._fd, dst_dir_fd=self._fd)
             if durable:
                 os.fsync(self._fd)
@@ -174,7 +175,7 @@ class Recording:
         Args:
             document: The record.
             now: Seconds.
-            durable: Whether to wait for the device.
+            durable: Whether it, and not the one before, is there after a loss of power.
         """
         self._then = now
         try:

@@ -72,6 +72,7 @@ class Sleeper:
         if keeper is not None:
             keeper.sleep_by(self._sleep_with)
         self._refused = -1
+        self._fetches_no_more = False
         self._told = 0.0
         self._pid = os.getpid()
         job.on_step = self.step_over
@@ -158,6 +159,7 @@ class Sleeper:
 
     def _suspend(self, **known: Any) -> None:
         self._report(state="suspending", refused="")
+        self._fetches_no_more = False
         begun = time.monotonic()
         suspended = suspend(self._job, **known)
         took = time.monotonic() - begun
@@ -180,15 +182,24 @@ class Sleeper:
         )
 
     def _fetch(self) -> None:
-        """Have ahead what the manager allows, a piece at a time."""
+        """Have ahead what the manager allows, a piece at a time.
+
+        Never raises what would wake it, for its memory may be another's now. What fails here, ``resume``
+        tries again.
+        """
         suspended = self._job.suspended
-        if self._channel is None or suspended is None:
+        if self._channel is None or suspended is None or self._fetches_no_more:
             return
         there = self._channel.status.fetched_bytes
         allowed = self._channel.order.fetch_bytes
         if allowed == there:
             return
-        now = suspended.fetch(min(allowed, there + _FETCH_BYTES))
+        try:
+            now = suspended.fetch(min(allowed, there + _FETCH_BYTES))
+        except (PenstockError, OSError, MemoryError, RuntimeError) as error:
+            self._fetches_no_more = True
+            self._tell(f"nothing more of it comes back ahead of its turn: {error}")
+            return
         if now != there:
             self._report(fetched_bytes=now)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ from penstock.jobs.enclosure import Room
 from penstock.jobs.ending import Ending
 from penstock.jobs.logs import last_lines, length_of, no_room, turn_over
 from penstock.jobs.policy import ALIVE, Entry, Phase
-from penstock.jobs.processes import Identity, Process, describe_end
+from penstock.jobs.processes import Identity, Process, describe_end, end_holders
 from penstock.jobs.record import StateDirectory
 
 _SLACK: Final = 1.05
@@ -29,6 +30,8 @@ _TRY_AGAIN_S: Final = 30.0
 _EXPECTED_BYTES_PER_S: Final = 3e9
 """Until it has slept: so much of a job is expected to go, and to come back, in a second. Rather too much
 than too little: then it sleeps once too early, and what that takes is known."""
+_DYING_S: Final = 5.0
+"""For so long is waited for processes that have been ended."""
 _UNFINISHED: Final = "unfinished"
 
 
@@ -113,7 +116,7 @@ class Task:
         """
         if self._waits_since is None:
             self._waits_since = now
-        need_bytes = free_bytes if self._need_bytes is None else self._need_bytes
+        need_bytes = self._needs(free_bytes)
         return Entry(
             name=self.spec.name,
             phase=self.phase,
@@ -131,6 +134,13 @@ class Task:
             urgent=self.stopping,
             fixed=now < self._fixed_until or self._ending.has_begun,
         )
+
+    def _needs(self, free_bytes: int) -> int:
+        """What it is to be given; the slack of what was measured only as far as there is room."""
+        if self._need_bytes is None:
+            return free_bytes
+        least = max(self.spec.memory_bytes or 0, self._peak_bytes)
+        return max(least, min(self._need_bytes, free_bytes))
 
     # -- what is done with it -------------------------------------------------------------------------
 
@@ -268,12 +278,12 @@ class Task:
             f"holds {format_bytes(self._peak_bytes)}, more than the {format_bytes(declared)} that it was"
             " to need: counted so from now on"
         )
-        if needed > self._machine.memory_bytes:
+        if self._peak_bytes > self._machine.memory_bytes:
             self.held_back = True
             self.told = (
                 f"holds {format_bytes(self._peak_bytes)}, and [machine] memory is"
                 f" {format_bytes(self._machine.memory_bytes)}: it is put to sleep and stays so; stop it,"
-                " or give the machine more and start the manager again"
+                " or give the machine more, start the manager again, and resume it"
             )
 
     def _cannot_sleep(self, why: str, now: float) -> None:
@@ -297,10 +307,11 @@ class Task:
     def _ended(self) -> None:
         assert self._process is not None
         code = self._process.code
-        if code is None and self.status.pid == self._process.identity.pid:
-            code = self.status.code
+        status = self.channel.look()  # the last that it said
+        if code is None and status.pid == self._process.identity.pid:
+            code = status.code
         if self.channel.has_process():
-            self._process.kill_all(leader_gone=True)
+            end_holders(self.channel.path)
         self.code = code
         text = describe_end(code)
         lines = [] if code == 0 else last_lines(self.log, begin=self._log_begin)
@@ -344,6 +355,7 @@ class Task:
             "start_ticks": 0 if identity is None else identity.start_ticks,
             "need_bytes": self._need_bytes,
             "rest_bytes": self._rest_bytes,
+            "peak_bytes": self._peak_bytes,
             "virtual_s": self.virtual_s,
             "awake_s": self.awake_s,
             "held_back": self.held_back,
@@ -362,6 +374,7 @@ class Task:
         self.stopping = bool(found["stopping"])
         self._rest_bytes = int(found["rest_bytes"])
         self._log_begin = int(found.get("log_begin", 0))  # which earlier versions did not record
+        self._peak_bytes = int(found.get("peak_bytes", 0))  # nor this
         if self._need_bytes is None and found["need_bytes"] is not None:
             self._need_bytes = int(found["need_bytes"])
         phase = Phase(found["phase"])
@@ -369,22 +382,23 @@ class Task:
             self.phase, self.outcome, self.code = phase, str(found["outcome"]), found["code"]
             self.told = str(found["told"])
             return
-        pid, ticks = int(found["pid"]), int(found["start_ticks"])
-        status = self.channel.look()
-        if phase is Phase.WAITING or not pid:
-            if not self.channel.has_process():
-                return  # it had not begun
-            status = self.channel.who()  # it had, but that was not recorded any more
-            pid, ticks = status.pid, status.start_ticks
-        self._process = Process.find(Identity(pid, ticks))
+        identity = self._last_begun(Identity(int(found["pid"]), int(found["start_ticks"])))
+        if not identity.pid:
+            return  # it had not begun
+        pid = identity.pid
+        self._process = Process.find(identity)
         if self._process is not None:
             self.phase = Phase.STARTING
             self.told = f"found again, process {pid}"
+            if self._need_bytes is not None:
+                self._learn()
             return
+        self._end_left_behind()
+        status = self.channel.look()  # once more: it may have ended a moment ago
         if status.pid == pid and status.code is not None:
             self.code = status.code
             self._end(describe_end(self.code))
-        elif self.spec.durable:
+        elif self.spec.durable and not self.stopping:
             self.told = (
                 f"its process {pid} is gone; it is durable, and begins again from what was kept"
             )
@@ -393,6 +407,25 @@ class Task:
                 f"its process {pid} is gone: it was killed, or the machine was started anew, while no"
                 " manager was there"
             )
+
+    def _last_begun(self, recorded: Identity) -> Identity:
+        """The process that was begun last: perhaps that was not recorded any more. Raises JobError."""
+        status = self.channel.look()  # which is cleared before one is begun
+        if not status.pid and not recorded.lives() and self.channel.has_process():
+            status = self.channel.who()
+        return Identity(status.pid, status.start_ticks) if status.pid else recorded
+
+    @property
+    def lives_unrecorded(self) -> bool:
+        """Whether an earlier manager has begun it, and could not record that."""
+        return Identity(self.status.pid, self.status.start_ticks).lives()
+
+    def _end_left_behind(self) -> None:
+        """Its process is gone. End what it has begun: it would be in nobody's budget."""
+        end = time.monotonic() + _DYING_S
+        while self.channel.has_process() and time.monotonic() < end:
+            end_holders(self.channel.path)
+            time.sleep(_DYING_S / 200)
 
     def found_in(self, budget: Budget) -> None:
         """An earlier manager has begun it: perhaps where the kernel keeps the budget."""
