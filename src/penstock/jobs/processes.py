@@ -184,7 +184,8 @@ def _can_write(pid: str, file: os.stat_result) -> bool:
                 if os.path.samestat(os.stat(f"/proc/{pid}/fd/{fd}"), file):
                     info = Path(f"/proc/{pid}/fdinfo/{fd}").read_text(encoding="ascii")
                     flags = info.partition("flags:")[2].split()
-                    return int(flags[0], 8) & os.O_ACCMODE != os.O_RDONLY
+                    if int(flags[0], 8) & os.O_ACCMODE != os.O_RDONLY:
+                        return True
     return False
 
 
