@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import torch
 
+from penstock.checkpoint import streams
 from penstock.checkpoint.disk import having_threads
 from penstock.checkpoint.fresh import Fresh
 from penstock.checkpoint.leaves import Leaf
@@ -179,6 +180,7 @@ class Saving:
         _under_way.add(self)
         try:
             with having_threads("a checkpoint"):
+                streams.ready()  # it may have to go on when the program ends
                 self._thread.start()
             self._let_change(unsteady)
         except BaseException:  # nobody is given this, to wait for it

@@ -164,6 +164,11 @@ def _shared_engine() -> Engine:
         return _engines[this.pid]
 
 
+def ready() -> None:
+    """Have what moves bytes begun: for a save that may outlast the program. Raises RuntimeError."""
+    _shared_engine().start()
+
+
 def digest(address: int, nbytes: int) -> str:
     """XXH3 (128 bits) of live memory, without the interpreter's lock; some 30 GB/s."""
     return xxhash.xxh3_128_hexdigest(_memory(address, nbytes))

@@ -1,7 +1,8 @@
 """Work in threads of its own, also while the interpreter ends.
 
 A pool of ``concurrent.futures`` takes nothing more once the main thread is done; but a save in the
-background is waited for then, and has still to wait for the device.
+background is waited for then, and has still to wait for the device. From Python 3.12 on no thread can be
+started then either: what is to be done in one is done at once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ Made = TypeVar("Made")
 
 
 def in_thread(name: str, work: Callable[[], Made]) -> Future[Made]:
-    """Do something in a thread of its own.
+    """Do something in a thread of its own; in this one if the system starts none.
 
     Args:
         name: Of the thread.
@@ -34,7 +35,10 @@ def in_thread(name: str, work: Callable[[], Made]) -> Future[Made]:
         else:
             future.set_result(made)
 
-    threading.Thread(target=run, name=name).start()
+    try:
+        threading.Thread(target=run, name=name).start()
+    except RuntimeError:  # there are as many as there may be, or the program ends
+        run()
     return future
 
 
@@ -43,7 +47,7 @@ def all_at_once(name: str, work: Iterable[Callable[[], object]]) -> None:
     begun: list[Future[object]] = []
     try:
         for each in work:
-            begun.append(in_thread(name, each))  # noqa: PERF401  (if one cannot begin, others have)
+            begun.append(in_thread(name, each))  # noqa: PERF401  (after Ctrl-C others are at work)
     finally:
         wait(begun)
     for future in begun:

@@ -183,7 +183,7 @@ class _Traffic(Queue):
 
     def put(self, job: Job) -> None:
         try:
-            self._ensure_thread()
+            self.start()
         except RuntimeError as error:  # none is to be had
             job.settle(error)
             return
@@ -277,7 +277,7 @@ class _Traffic(Queue):
             self._swarm.close()
         self._ring.close()
 
-    def _ensure_thread(self) -> None:
+    def start(self) -> None:
         # Not under the other lock: a start waits for the interpreter's own locks, and whoever holds
         # one of those may be running a finalizer that waits for that.
         if self._running:
@@ -401,6 +401,11 @@ class AioEngine(Engine):
     def spec(self) -> EngineSpec:
         """What this engine is."""
         return self._spec
+
+    def start(self) -> None:
+        """Have a thread ready, and one for files that are not direct."""
+        self._traffic.start()
+        self._threads.start()
 
     def submit(self, request: Request) -> Transfer:
         """Begin a transfer; returns at once. Raises as :meth:`Engine.submit`."""

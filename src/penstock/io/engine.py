@@ -271,6 +271,16 @@ class Engine(ABC):
     def spec(self) -> EngineSpec:
         """What this engine is."""
 
+    def start(self) -> None:
+        """Have a thread ready for what will be submitted, if threads move it. Idempotent.
+
+        For whoever submits when the program ends: from Python 3.12 on none can be started then.
+
+        Raises:
+            RuntimeError: The system starts none.
+        """
+        return
+
     @abstractmethod
     def submit(self, request: Request) -> Transfer:
         """Begin a transfer; returns at once.

@@ -31,6 +31,10 @@ class SpoiledEngine(Engine):
         """As the engine inside."""
         return self.inner.spec
 
+    def start(self) -> None:
+        """As the engine inside."""
+        self.inner.start()
+
     def submit(self, request: Request) -> Transfer:
         """Begin a transfer; returns at once. Raises as the engine inside."""
         inner = self.inner.submit(request)

@@ -80,6 +80,16 @@ class _Queue(Queue):
         # those may be running a finalizer that waits for ours.
         self._start_threads(missing)
 
+    def start(self) -> None:
+        """Have one worker at least. Raises RuntimeError."""
+        with self._wake:
+            if self._workers or self._closed:
+                return
+            self._workers = 1
+        self._start_threads(1)
+        if not self._workers:
+            raise RuntimeError("can't start new thread")
+
     def stop(self) -> list[Job]:
         """Let the workers finish what has begun and end; the jobs that have not begun.
 
@@ -181,6 +191,10 @@ class ThreadEngine(Engine):
     def spec(self) -> EngineSpec:
         """What this engine is."""
         return self._spec
+
+    def start(self) -> None:
+        """Have one worker at least."""
+        self._queue.start()
 
     def submit(self, request: Request) -> Transfer:
         """Begin a transfer; returns at once. Raises as :meth:`Engine.submit`."""

@@ -8,6 +8,7 @@ hooks, ``zero_grad``) is torch's. Its ``state`` stays empty.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -230,7 +231,7 @@ def on_flash(optimizer: T, **settings: Any) -> T:
         )
     config = StatesConfig(**settings)
     before = _saved(optimizer)
-    initial = functools.partial(_initial, {})
+    initial = functools.partial(_initial, {} if before is None else _made_at_first(optimizer))
     states = FlashStates(Source(optimizer, cls, config, initial, prefers_master=False))
     try:
         for group in optimizer.param_groups:
@@ -257,6 +258,18 @@ def _saved(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         for param in group["params"]:
             numbers.setdefault(param, len(numbers))
     return {"state": {numbers[param]: state for param, state in optimizer.state.items()}}
+
+
+def _made_at_first(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """States that its class makes before the first step, as Adagrad, of a parameter of two zeros."""
+    cls = type(optimizer)
+    wanted = inspect.signature(cls).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in wanted}
+    try:
+        model = cls([torch.zeros(2, requires_grad=True)], **options)
+    except Exception:  # noqa: BLE001  (a class that wants more; what its steps need, they then make)
+        return {}
+    return dict(next(iter(model.state.values()), {}))
 
 
 def _initial(before: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:

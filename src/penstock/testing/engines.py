@@ -506,6 +506,25 @@ class EngineTests:
                 transfer.wait(PATIENCE_S)
         move(engine, "write", file, 0, aligned(PIECE_BYTES)).wait(PATIENCE_S)
 
+    def test_once_started_it_needs_no_other_thread(
+        self, build: Build, file: File, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As when the program ends, and no thread can be started any more."""
+        engine = build()
+
+        def refuse(_: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="new thread"):
+                engine.start()
+        engine.start()
+        engine.start()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            roundtrip(engine, file, 0, 5 * PIECE_BYTES)
+
     def test_close_from_a_callback(self, build: Build, file: File) -> None:
         """A worker does not wait for itself."""
         engine = build()
