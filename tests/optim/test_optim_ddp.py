@@ -69,5 +69,6 @@ def test_gradients_that_are_averaged_over_processes_are_the_same_bits(disk_path)
         timeout=110,
         check=False,
     )
-    assert sorted(done.stdout.splitlines()) == ["same 0", "same 1"], done.stderr
+    told = [line for line in done.stdout.splitlines() if "same" in line]  # beside what gloo tells
+    assert sorted(told) == ["same 0", "same 1"], done.stderr
     assert done.returncode == 0, done.stderr

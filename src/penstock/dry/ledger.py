@@ -13,6 +13,7 @@ import torch
 
 from penstock.observe.clock import Clock
 from penstock.plan.profile import Transient
+from penstock.runtime.weak import TensorRef
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +90,7 @@ class Ledger:
     def _enter(self, storage: torch.UntypedStorage, nbytes: int) -> Entry:
         self._count += 1
         cdata, number = storage._cdata, self._count
-        source = weakref.ref(storage, partial(self._died, cdata, number))
+        source = TensorRef(storage, partial(self._died, cdata, number))
         entry = self._alive[cdata] = Entry(number, nbytes, source)
         return entry
 

@@ -29,6 +29,7 @@ from penstock.hooks.pure import is_pure
 from penstock.hooks.recipe_notes import RecipeNotes
 from penstock.plan.operators import Operator
 from penstock.runtime.residency import SlotRecord
+from penstock.runtime.weak import TensorRef
 
 _next_node: Final[Callable[[], int]] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 _node: Final[Callable[[], Any]] = torch._C._current_autograd_node
@@ -122,7 +123,7 @@ class Observer:
         for tensor in _tensors_alive():
             storage = self.storage_of(tensor)
             if storage is not None:
-                self._claims[storage._cdata] = _Claim(weakref.ref(storage), None)
+                self._claims[storage._cdata] = _Claim(TensorRef(storage), None)
 
     def detach(self) -> None:
         """Stop."""
@@ -192,7 +193,7 @@ class Observer:
     def _see(self, tensor: torch.Tensor) -> None:
         known = self._versions.get(id(tensor))
         if known is None or known.tensor() is not tensor:
-            known = self._versions[id(tensor)] = _Versions(weakref.ref(tensor), [])
+            known = self._versions[id(tensor)] = _Versions(TensorRef(tensor), [])
         if not known.seen or known.seen[-1][1] != tensor._version:
             known.seen.append((len(self._calls), tensor._version))
 
@@ -204,7 +205,7 @@ class Observer:
         if tensor._version != (before[-1] if before else 0):
             self.unrepeatable.add(call.place.path)
         self._see(tensor)
-        self._inputs.append(_Input(call.place.path, weakref.ref(tensor), tensor._version))
+        self._inputs.append(_Input(call.place.path, TensorRef(tensor), tensor._version))
 
     # -- storages ---------------------------------------------------------------------------------
 
@@ -232,7 +233,7 @@ class Observer:
         maker: _Call | None = call
         if base.grad_fn is not None and base.grad_fn._sequence_nr() < call.first_node:
             maker = self._call_of(base.grad_fn._sequence_nr())
-        claim = self._claims[storage._cdata] = _Claim(weakref.ref(storage), maker)
+        claim = self._claims[storage._cdata] = _Claim(TensorRef(storage), maker)
         return claim
 
     def _give(self, storage: torch.UntypedStorage, call: _Call) -> None:

@@ -13,6 +13,8 @@ from typing import Final
 
 import torch
 
+from penstock.runtime.weak import TensorRef
+
 _TRANSPARENT: Final = frozenset(
     {
         "AliasBackward0",
@@ -97,7 +99,7 @@ class ProtectedStorages:
                 storage = tensor.untyped_storage()
             except (RuntimeError, ValueError):
                 continue  # a subclass without a storage of its own, or a lazy module that has not run
-            self._storages[storage._cdata] = weakref.ref(storage)
+            self._storages[storage._cdata] = TensorRef(storage)
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

@@ -16,6 +16,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from penstock.runtime.weak import TensorRef
+
 StorageOf = Callable[[torch.Tensor], torch.UntypedStorage | None]
 Member = TypeVar("Member")
 Source = TypeVar("Source")
@@ -115,7 +117,7 @@ class PureCalls(ABC, Generic[Member, Source]):
         source: Source,
     ) -> None:
         forget = partial(_forget, weakref.ref(self), storage._cdata)
-        made = Made(weakref.ref(storage, forget), version, members, source)
+        made = Made(TensorRef(storage, forget), version, members, source)
         self._made[storage._cdata] = made
         self.on_made(storage, made)
 

@@ -8,6 +8,7 @@ import torch
 
 from penstock.hooks.pure_calls import Made, PureCalls, StorageOf
 from penstock.runtime.residency import SlotRecord
+from penstock.runtime.weak import TensorRef
 
 
 class RecipeNotes(PureCalls[str, SlotRecord]):
@@ -23,7 +24,7 @@ class RecipeNotes(PureCalls[str, SlotRecord]):
         storage = self.storage_of(tensor)
         if storage is None:
             return
-        self._records[storage._cdata] = weakref.ref(storage), tensor._version, record
+        self._records[storage._cdata] = TensorRef(storage), tensor._version, record
         made = self.made(storage, tensor._version)
         if made is not None:
             _tell(record, made)

@@ -52,6 +52,7 @@ from penstock.runtime.passes import INPUT, Pass
 from penstock.runtime.remade import Remaking
 from penstock.runtime.repeats import Repeats
 from penstock.runtime.residency import SavedStorage
+from penstock.runtime.weak import TensorRef
 
 _autograd: Final[Any] = torch._C._autograd
 _OURS: Final = (Kept, Foreign, Flattened, Small, Moved)
@@ -260,7 +261,7 @@ class _Call:
             for i in self._places:
                 tensor = leaves[i]
                 packed = self._hooks.pack(tensor)
-                ref = weakref.ref(tensor)
+                ref = TensorRef(tensor)
                 self._inputs.append(_Input(packed, tensor.requires_grad, ref, tensor._version))
                 saved = packed.saved if isinstance(packed, Moved) else None
                 if type(saved) is SavedStorage and saved.record.key.module == place.path:
@@ -323,7 +324,7 @@ class _Call:
         small = nbytes < self._owner.floor_bytes
         if not small and not self._repeats.drops(self._owner.modules.here.path, nbytes):
             return False
-        self._seen[key] = weakref.ref(storage), tensor._version
+        self._seen[key] = TensorRef(storage), tensor._version
         if seen is None or seen[0]() is not storage:
             self._dropped_bytes += storage.nbytes()
         return True

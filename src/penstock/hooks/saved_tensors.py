@@ -15,7 +15,6 @@ that shares the saved one's version counter and none of its memory.
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Final
@@ -34,6 +33,7 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.kept import KeptStorage
 from penstock.runtime.residency import Origin, SavedStorage
 from penstock.runtime.small import SmallStorage, SmallStorages
+from penstock.runtime.weak import TensorRef
 
 TINY_BYTES: Final = 4096
 """Storages up to this size are not even counted: the handle would cost more than the tensor."""
@@ -100,7 +100,7 @@ class Flattened:
 
     def __init__(self, tensor: Any, inner: dict[str, Any], context: Any) -> None:
         self.type = type(tensor)
-        self.source = weakref.ref(tensor)  # in-place operations raise its version, not its part's
+        self.source = TensorRef(tensor)  # in-place operations raise its version, not its part's
         self.version = tensor._version
         self.inner = inner
         self.context = context

@@ -26,6 +26,7 @@ from penstock.runtime.sampling import POSITIVE, Sampler
 from penstock.runtime.sharing import attach, is_enough, keeps_signs
 from penstock.runtime.small import SmallStorages
 from penstock.runtime.traffic import SAVED, Traffic, in_memory
+from penstock.runtime.weak import TensorRef
 from penstock.tier.base import Tier
 
 
@@ -258,8 +259,8 @@ class Executor:
             cdata,
             nbytes,
             version,
-            weakref.ref(storage),
-            weakref.ref(base),
+            TensorRef(storage),
+            TensorRef(base),
             current,
             current.saved_count,
             SlotRecord(key, origin, self.compute_ns(), self.small.nbytes),

@@ -21,6 +21,7 @@ import torch
 from penstock.core import process
 from penstock.plan.slots import SlotKey
 from penstock.runtime.residency import Origin, SavedStorage, SlotRecord, View
+from penstock.runtime.weak import TensorRef
 
 if TYPE_CHECKING:
     from penstock.runtime.passes import Pass
@@ -167,8 +168,8 @@ class KeptStorages:
                         cdata,
                         nbytes,
                         version,
-                        weakref.ref(storage),
-                        weakref.ref(base),
+                        TensorRef(storage),
+                        TensorRef(base),
                         current,
                         index,
                         place,

@@ -16,6 +16,7 @@ import torch
 
 from penstock.core.budget import Budget
 from penstock.core.locks import defer
+from penstock.runtime.weak import TensorRef
 
 REMADE: Final = "recomputed"
 """Owner, in the device budget, of storages that are made again."""
@@ -43,7 +44,7 @@ class Remaking:
             self._take(missing)
             self._left_bytes += missing
         self._left_bytes -= nbytes
-        self._made[storage._cdata] = weakref.ref(storage)
+        self._made[storage._cdata] = TensorRef(storage)
         weakref.finalize(storage, defer, self._budget.give, nbytes, REMADE).atexit = False
 
     def close(self) -> None:

@@ -8,7 +8,6 @@ again makes (:mod:`.remade`). The first time it is compared with what was droppe
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Final, Protocol
@@ -23,6 +22,7 @@ from penstock.runtime.remade import REMADE, Remaking
 from penstock.runtime.residency import Residency, SavedStorage
 from penstock.runtime.room import Room
 from penstock.runtime.traffic import Traffic, in_memory, withdraw
+from penstock.runtime.weak import TensorRef
 from penstock.tier import checksums
 
 _ADVICE: Final = "give recompute=False, or a plan that does not make it again"
@@ -149,7 +149,7 @@ class Remakes:
                 if saved.state is Residency.SPILLED:
                     saved.state = Residency.RESTORED
                     saved.storage = storage
-                    saved.restored = weakref.ref(storage)
+                    saved.restored = TensorRef(storage)
                     self._traffic.restored[saved] = None
         end_ns = self._recorder.clock.now_ns()
         span = self._recorder.span

@@ -14,6 +14,7 @@ from penstock.core.budget import Budget
 from penstock.core.locks import Lock
 from penstock.core.units import KIB, round_up
 from penstock.runtime.traffic import SMALL
+from penstock.runtime.weak import TensorRef
 
 if TYPE_CHECKING:
     from penstock.runtime.passes import Pass
@@ -79,7 +80,7 @@ class SmallStorages:
         current.small_bytes = max(current.small_bytes, self.nbytes)
         if self.nbytes > self._taken_bytes:
             self._take(current)
-        small = self.table[cdata] = SmallStorage(cdata, nbytes, weakref.ref(storage), 1)
+        small = self.table[cdata] = SmallStorage(cdata, nbytes, TensorRef(storage), 1)
         return small
 
     def _take(self, current: Pass) -> None:

@@ -26,6 +26,7 @@ from penstock.observe.recorder import Recorder
 from penstock.runtime.movers import Encoding, Mover
 from penstock.runtime.planner import Planner
 from penstock.runtime.residency import Residency, SavedStorage
+from penstock.runtime.weak import TensorRef
 from penstock.tier.base import Tier
 
 SAVED = "saved"
@@ -317,7 +318,7 @@ class Traffic:
             else:
                 saved.state = Residency.RESTORED
                 saved.storage = self.mover.finish(target)
-                saved.restored = weakref.ref(saved.storage)
+                saved.restored = TensorRef(saved.storage)
                 self.restored[saved] = None
             self.changed.notify_all()
 
@@ -396,7 +397,7 @@ def withdraw(
 ) -> None:
     """From here on the source of ``saved`` may die before its handles do. Under the lock."""
     strip(saved)
-    saved.source = weakref.ref(storage, partial(_forget_key, table, saved.cdata))
+    saved.source = TensorRef(storage, partial(_forget_key, table, saved.cdata))
 
 
 def _forget_key(

@@ -17,6 +17,7 @@ from penstock.runtime.cuda.link import Link, Stream
 from penstock.runtime.cuda.pinned import Buffer, Slab, Waiting
 from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket, Fill, Where
 from penstock.runtime.movers import RESTORED
+from penstock.runtime.weak import TensorRef
 from penstock.tier.base import Ticket
 
 
@@ -109,7 +110,7 @@ class Inbound:
 
     def _remember(self, storage: torch.UntypedStorage, fill: Fill) -> None:
         cdata, fills = storage._cdata, self._fills
-        known = weakref.ref(storage, lambda ref: _forget(fills, cdata, ref))
+        known = TensorRef(storage, lambda ref: _forget(fills, cdata, ref))
         fills[cdata] = (known, fill)
 
     def fill_of(self, storage: torch.UntypedStorage) -> Fill | None:
