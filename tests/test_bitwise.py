@@ -394,6 +394,7 @@ def many_layers():
     return recipe.trace
 
 
+OLD_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11)
 RECIPES = {
     plain: 2,
     accumulation: 2,
@@ -406,7 +407,7 @@ RECIPES = {
     double_backward: 5,
     several_losses: 3,
     closure: 2,
-    many_layers: 7,
+    many_layers: 9 if OLD_TORCH else 7,
 }
 """Each with its budget in MiB."""
 
@@ -421,6 +422,7 @@ def expected_of(recipe):
     return run(recipe)
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad:UserWarning")  # LBFGS's
 @pytest.mark.parametrize("policy", ["keep", "all", "auto"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
 def test_what_scripts_do_is_the_same_to_the_last_bit(session_for, recipe, policy):
