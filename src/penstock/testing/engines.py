@@ -20,6 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +63,18 @@ class Build(Protocol):
         self, *, threads: int = 2, piece_bytes: int = PIECE_BYTES, syscalls: Syscalls | None = None
     ) -> Engine:
         """Build an engine that is closed at the end of the test."""
+
+
+@contextmanager
+def _no_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within, the system starts no thread."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        yield
 
 
 class EngineTests:
@@ -495,12 +508,7 @@ class EngineTests:
     ) -> None:
         """Its waiter is told, and the next one is served."""
         engine = build()
-
-        def refuse(_: threading.Thread) -> None:
-            raise RuntimeError("can't start new thread")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
+        with _no_threads(monkeypatch):
             transfer = move(engine, "write", file, 0, aligned(PIECE_BYTES))
             with pytest.raises(RuntimeError, match="new thread"):
                 transfer.wait(PATIENCE_S)
@@ -511,18 +519,11 @@ class EngineTests:
     ) -> None:
         """As when the program ends, and no thread can be started any more."""
         engine = build()
-
-        def refuse(_: threading.Thread) -> None:
-            raise RuntimeError("can't start new thread")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
-            with pytest.raises(RuntimeError, match="new thread"):
-                engine.start()
+        with _no_threads(monkeypatch), pytest.raises(RuntimeError, match="new thread"):
+            engine.start()
         engine.start()
         engine.start()
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
+        with _no_threads(monkeypatch):
             roundtrip(engine, file, 0, 5 * PIECE_BYTES)
 
     def test_close_from_a_callback(self, build: Build, file: File) -> None:
