@@ -1,9 +1,9 @@
 """Python's garbage collector, held off while others wait.
 
 [Note: owed collections]
-    Python looks through all that a process has when enough has been made since the last time: a fifth of
-    a second once torch is there. It falls to whoever makes the next object, though it was training that
-    made the others. What has to be quick, and makes many objects, leaves it to the next step.
+    Python looks through all that a process has when enough has been made since the last time; once torch
+    is there that takes long. It falls to whoever makes the next object, though it was training that made
+    the others. What has to be quick, and makes many objects, leaves it to the next step.
 """
 
 from __future__ import annotations
