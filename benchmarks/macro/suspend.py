@@ -7,9 +7,10 @@ another. Its resident memory is read from outside. In the same rounds, in turn w
 as many bytes, from huge pages, by threads with ``pwritev`` into a new file, into the very places that
 the child has written (what can be had of a device depends on the place), once and once more, and back
 by ``preadv``, at once and after as long, from and to memory that was away as the child's was. And in
-the child itself, in turn with its suspends, the same bytes by hand from where they are to where they
-were written: its own memory is not in one piece. Beside that stands what people do today: a checkpoint
-by ``torch.save``, the end of the process, and a new one that loads it.
+the child itself, in turn with its suspends and resumes, the same bytes by hand from where they are to
+where they were written, and back: its own memory is not in one piece, and how soon a virtual machine's
+host supplies what was given back depends on which memory it was. Beside that stands what people do
+today: a checkpoint by ``torch.save``, the end of the process, and a new one that loads it.
 
     python benchmarks/macro/suspend.py --dir /nvme/scratch
 """
@@ -26,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -64,6 +66,12 @@ SHARES = (
     ("resume", "read"),
 )
 """What is compared with which limit."""
+OWN_SHARES = (
+    ("suspend", "own_memory"),
+    ("resume_at_once", "own_memory_at_once"),
+    ("resume", "own_memory_back"),
+)
+"""What is compared with which pairs of seconds."""
 
 
 def main() -> None:
@@ -137,6 +145,8 @@ def job(kind: str, depth: int, width: int, directory: str, load: str | None) -> 
                     places = places_of(session)
                 case "own":
                     seconds = write_own(session)
+                case "own read":
+                    seconds = read_own(session)
                 case "resume":
                     penstock.resume(session)
                 case "forget":  # the files of the times before
@@ -161,9 +171,38 @@ def places_of(session: Any) -> list[tuple[int, int, int]]:
 def write_own(session: Any) -> float:
     """Suspend, resume, then write the same memory by hand to the same places; seconds of that alone."""
     penstock.suspend(session)
-    own = deque(tuple(each.held.pages) for each in session.suspended._away)
-    places = deque(places_of(session))
+    own, places = own_pages(session), places_of(session)
     penstock.resume(session)
+    return by_hand(os.pwritev, own, places)
+
+
+def read_own(session: Any) -> float:
+    """Open a suspended job's memory and read by hand from its places, then resume; seconds of the former.
+
+    What is read is not where it belongs: the resume puts it there, and checks it.
+    """
+    own, places = own_pages(session), places_of(session)
+    begun = time.perf_counter()
+    for each in own:
+        pages.open_to_refill(each)
+    opened = time.perf_counter() - begun
+    seconds = opened + by_hand(os.preadv, own, places)
+    penstock.resume(session)
+    return seconds
+
+
+def own_pages(session: Any) -> list[pages.Pages]:
+    """The memory of a suspended job."""
+    return [each.held.pages for each in session.suspended._away]
+
+
+def by_hand(
+    move: Callable[[int, list[memoryview], int], int],
+    own: Iterable[pages.Pages],
+    places: Iterable[tuple[int, int, int]],
+) -> float:
+    """Seconds to move so much memory, piece by piece, with as many threads as the engine has."""
+    own, places = deque(tuple(each) for each in own), deque(places)
     engine = default_engine()
     piece_bytes, workers = engine.spec.piece_bytes, engine.spec.workers
     engine.close()
@@ -184,7 +223,7 @@ def write_own(session: Any) -> float:
                 fd, memory, offset = pieces.popleft()
             except IndexError:
                 return
-            assert os.pwritev(fd, [memory], offset) == memory.nbytes
+            assert move(fd, [memory], offset) == memory.nbytes
 
     with ThreadPoolExecutor(workers) as crew:
         begun = time.perf_counter()
@@ -201,7 +240,7 @@ def step(model: Any, optimizer: Any, features: Any) -> None:
 
 def checksum(model: Any, line: str) -> float:
     """Of all weights, where they may be looked at."""
-    if line.strip() not in ("step", "resume"):
+    if line.strip() not in ("step", "resume", "weigh"):
         return 0.0
     return float(sum(each.detach().double().sum() for each in model.parameters()))
 
@@ -260,7 +299,7 @@ def compare(depth: int, width: int, options: argparse.Namespace) -> dict[str, An
     child.ask("suspend")
     child.ask("resume")
     rounds = []
-    for _ in range(options.rounds + 1):  # the first does not count
+    for number in range(options.rounds + 1):  # the first does not count
         child.ask("forget")
         first = child.ask("suspend")
         at_once = child.ask("resume")
@@ -273,7 +312,9 @@ def compare(depth: int, width: int, options: argparse.Namespace) -> dict[str, An
         back = child.ask("resume")
         limit = plain_limit(options.dir, child, places)
         own = [(child.ask("own")["seconds"], suspend_and_resume(child)) for _ in range(PAIRS)]
-        assert back["weight"] == weight, "weights have changed"
+        own_read = {away_s: [read_and_resume(child, away_s, number)] for away_s in (0.0, SLEEP_S)}
+        weights = [back["weight"], child.ask("weigh")["weight"]]
+        assert weights == [weight, weight], "weights have changed"
         held = before - bare_bytes
         rounds.append(
             {
@@ -285,6 +326,8 @@ def compare(depth: int, width: int, options: argparse.Namespace) -> dict[str, An
                 "held_bytes": held,
                 "moved_bytes": out["nbytes"],
                 "own_memory": own,
+                "own_memory_at_once": own_read[0.0],
+                "own_memory_back": own_read[SLEEP_S],
                 **limit,
             }
         )
@@ -296,9 +339,10 @@ def compare(depth: int, width: int, options: argparse.Namespace) -> dict[str, An
         rates = [one["moved_bytes"] / one[f"{what}_s"] / 1e9 for one in rounds[1:]]
         figures[f"{what}_gb_per_s"] = _results.summary(rates)
         figures[f"{what}_s"] = _results.summary([one[f"{what}_s"] for one in rounds[1:]])
-    figures["suspend_share_of_own_memory"] = _results.summary(
-        [plain / ours for one in rounds[1:] for plain, ours in one["own_memory"]]
-    )
+    for what, pairs in OWN_SHARES:
+        figures[f"{what}_share_of_own_memory"] = _results.summary(
+            [plain / ours for one in rounds[1:] for plain, ours in one[pairs]]
+        )
     figures["returned_share"] = min(one["returned_share"] for one in rounds[1:])
     return figures
 
@@ -309,6 +353,19 @@ def suspend_and_resume(child: Child) -> float:
         took = child.ask("suspend")["seconds"]
         child.ask("resume")
     return float(took)
+
+
+def read_and_resume(child: Child, away_s: float, number: int) -> tuple[float, float]:
+    """Seconds to have the child's memory back by hand, and by itself, each after it was away so long.
+
+    Now the one comes first, and now the other.
+    """
+    took = {}
+    for how in ("own read", "resume") if number % 2 else ("resume", "own read"):
+        child.ask("suspend")
+        time.sleep(away_s)
+        took[how] = float(child.ask(how)["seconds"])
+    return took["own read"], took["resume"]
 
 
 def plain_limit(directory: str, child: Child, places: list[list[int]]) -> dict[str, float]:
@@ -390,10 +447,13 @@ def show(name: str, one: dict[str, Any]) -> None:
         f" {one['returned_share']:.1%} of the memory is back (wanted {RAM_TARGET:.0%});"
         f" resumed at once in {one['resume_at_once_s']['median']:.2f} s"
         f" ({one['resume_at_once_gb_per_s']['median']:.2f} GB/s,"
-        f" {one['resume_at_once_share_of_read_at_once']['median']:.2f} of a plain read), after"
+        f" {one['resume_at_once_share_of_read_at_once']['median']:.2f} of a plain read,"
+        f" {one['resume_at_once_share_of_own_memory']['median']:.2f} of one to its own memory), after"
         f" {SLEEP_S:.0f} s in {one['resume_s']['median']:.2f} s"
         f" ({one['resume_gb_per_s']['median']:.2f} GB/s,"
-        f" {one['resume_share_of_read']['median']:.2f} of a plain read); by torch.save and a restart"
+        f" {one['resume_share_of_read']['median']:.2f} of a plain read,"
+        f" {one['resume_share_of_own_memory']['median']:.2f} of one to its own memory);"
+        " by torch.save and a restart"
         f" {one['by_checkpoint']['save_and_end_s']:.1f} s and"
         f" {one['by_checkpoint']['start_and_load_s']:.1f} s"
     )
