@@ -16,6 +16,7 @@ from penstock.core.budget import Budget
 from penstock.core.config import UNLIMITED, OffloadConfig
 from penstock.core.errors import ClosedError, ConfigError, HookError
 from penstock.core.interrupts import LostInterrupts
+from penstock.core.ranks import of_rank, rank
 from penstock.hooks.attachment import Attachment
 from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.io.engine import Engine
@@ -92,7 +93,8 @@ class Session:
         self._interrupts = LostInterrupts()
         self._rss: RssSampler | None = None
         self._device = _device_of(model)
-        log = None if config.event_log is None else EventLog(config.event_log)
+        self._rank = rank()
+        log = None if config.event_log is None else EventLog(of_rank(config.event_log))
         self.recorder = Recorder(log=log)
 
     # -- entering and leaving -----------------------------------------------------------------
@@ -225,6 +227,7 @@ class Session:
             budget_bytes=self._limit_bytes,
             host_budget_bytes=self.config.host_bytes or None,
             tbw_bytes=self.config.tbw_bytes,
+            rank=self._rank,
         )
         self.recorder.begin_step(0)
 
@@ -358,6 +361,7 @@ class Session:
         return RunFacts(
             policy=self._policy_name,
             device=str(self._device),
+            rank=self._rank,
             budget_bytes=self._limit_bytes,
             host_budget_bytes=config.host_bytes or None,
             steps=self._steps,

@@ -25,13 +25,15 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from penstock import __version__
+from penstock.cli import notes
 from penstock.cli.command import add_common, formatter, size
-from penstock.cli.output import report, say, show, write_json
+from penstock.cli.output import report, say, show, write_json, write_json_line
 from penstock.cli.paths import file_to_write, spill_directory
 from penstock.cli.script import Program, find, run_as_main
 from penstock.cli.torch_import import when_imported
 from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.ranks import of_rank, rank
 from penstock.jobs.channel import JobEnd
 from penstock.jobs.early import Early
 from penstock.jobs.logs import print_if_there_is_room
@@ -139,7 +141,10 @@ def execute(options: argparse.Namespace) -> Callable[[], int]:
     if not words:
         raise ConfigError("nothing to run; name a script, or a module with -m")
     config, trace, states = checked(options)
-    program = find(words[0], words[1:], is_module=bool(module))
+    program = _program(words, is_module=bool(module))
+    misplaced = notes.misplaced_options(parser(), options, words)
+    if misplaced is not None and rank() in (None, 0):
+        say(misplaced)
     attendant = _Attendant(config, words=words, trace=trace, states=states, debug=options.debug)
     if options.channel is not None:
         attendant.channel = JobEnd(options.channel)
@@ -171,8 +176,22 @@ def _run(program: Program, attendant: _Attendant) -> int:
     except SystemExit as exit:
         attendant.code = _code_of(exit)
         raise
+    except PenstockError as error:
+        attendant.failure = str(error)
+        raise
     attendant.code = 0
     return 0
+
+
+def _program(words: list[str], *, is_module: bool) -> Program:
+    """Return what there is to run. Raises SystemExit: there is no such script."""
+    try:
+        return find(words[0], words[1:], is_module=is_module)
+    except SystemExit:
+        note = notes.program_on_path(words[0])
+        if note is not None:
+            say(note)
+        raise
 
 
 def _code_of(exit: SystemExit) -> int:
@@ -191,6 +210,7 @@ class _Attendant:
         keep: Where what sleeps is kept, and whether to resume; None: nowhere.
         early: Hears signals until the session is open.
         code: The exit code, once it is known.
+        failure: The message of the error of Penstock's that has ended the script.
     """
 
     def __init__(
@@ -208,10 +228,12 @@ class _Attendant:
         self.early: Early | None = None
         self._keeper: Any = None
         self.code = 0
+        self.failure: str | None = None
         self._states = states
         self._config = config
         self._words = words
-        self._trace = trace
+        self._rank = rank()
+        self._trace = None if trace is None else of_rank(trace)
         self._debug = debug
         self._pid = os.getpid()
         self._session: Session | None = None
@@ -260,7 +282,13 @@ class _Attendant:
         """All is over: tell, and close. Never raises; the exit code is the script's."""
         if os.getpid() != self._pid:
             return
-        for act in (self._write_trace, self._tell, self._close, self._tell_manager):
+        for act in (
+            self._write_trace,
+            self._tell,
+            self._close,
+            self._tell_manager,
+            self._tell_failure,
+        ):
             try:
                 act()
             except (PenstockError, OSError, ValueError) as error:
@@ -287,7 +315,11 @@ class _Attendant:
         summary = None if self._session is None else self._session.summary()
         if self.answer is not None:
             facts = None if summary is None else summary.to_json()
-            write_json({"schema": 1, "command": self._words, "summary": facts}, self.answer)
+            document = {"schema": 1, "command": self._words, "summary": facts}
+            if self._rank is None:
+                write_json(document, self.answer)
+            else:
+                write_json_line({"rank": self._rank, **document}, self.answer)
         elif sys.__stderr__ is None:
             return
         elif self._was_refused:
@@ -297,6 +329,8 @@ class _Attendant:
         else:
             sys.__stderr__.write("\n")
             show(summary, sys.__stderr__)
+        if summary is not None and summary.steps == 0 and self.code == 0:
+            say(notes.no_step(self._words[0]))
 
     def _close(self) -> None:
         if self._keeper is not None:
@@ -307,6 +341,11 @@ class _Attendant:
     def _tell_manager(self) -> None:
         if self.channel is not None:
             self.channel.tell(state="over", code=self.code)
+
+    def _tell_failure(self) -> None:
+        """Repeat what has ended the script: the summary, and torch's traceback, are between."""
+        if self.failure is not None:
+            say(f"error: {self.failure}")
 
 
 def _config(options: argparse.Namespace) -> OffloadConfig:
@@ -372,6 +411,8 @@ def _keeping(options: argparse.Namespace, words: list[str]) -> dict[str, Any] | 
         raise ConfigError("--state is for what sleeps on flash: name a directory with --flash")
     script = None if options.module else os.path.abspath(words[0])
     directory = os.path.abspath(options.state)
+    if options.channel is None:  # else a manager has named it, who looks there
+        directory = of_rank(directory)
     return {"directory": directory, "words": words, "script": script, "resume": options.resume}
 
 
