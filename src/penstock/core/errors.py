@@ -10,6 +10,7 @@
     │   ├── NoSpaceError                    the file system, or a tier's capacity, is full
     │   └── ShortTransferError              the file ended before the request did
     ├── ChecksumError                       bytes that came back are not the bytes that left
+    ├── SourceChangedError (RuntimeError)   memory that changed while it was written
     ├── DatasetError (ValueError)           a data set that is damaged, unknown, or not what was indexed
     ├── CodecError (ValueError)             encoded bytes that do not decode
     ├── RestoreError (RuntimeError)         a saved tensor that cannot be brought back
@@ -119,6 +120,10 @@ class ShortTransferError(TransferError):
 
 class ChecksumError(PenstockError):
     """Bytes that came back from a tier are not the bytes that went in."""
+
+
+class SourceChangedError(PenstockError, RuntimeError):
+    """Memory that changed while a tier wrote it, so that nobody knows what the tier holds."""
 
 
 class DatasetError(PenstockError, ValueError):

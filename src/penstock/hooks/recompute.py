@@ -266,6 +266,7 @@ class _Call:
                 saved = packed.saved if isinstance(packed, Moved) else None
                 if type(saved) is SavedStorage and saved.record.key.module == place.path:
                     self._unnamed[saved.cdata] = saved
+            self._hooks.operators_returned()  # no operator saves these
 
     def _check_inputs(self) -> None:
         for each in self._inputs:
