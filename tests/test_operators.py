@@ -10,19 +10,10 @@ from itertools import islice
 
 import pytest
 
-from operator_runs import Count, Everything, differentiable, try_samples
-from penstock.core.units import KIB
+from operator_runs import Count, differentiable, try_samples
 
 PARTS = 4
 """The long run is cut into so many tests, so that they run side by side."""
-
-
-@pytest.fixture
-def everything(session_for, monkeypatch):
-    monkeypatch.setenv("PENSTOCK_VERIFY", "full")
-    monkeypatch.setenv("PENSTOCK_IO_PIECE", str(64 * KIB))
-    with session_for(codec="none", floor=1) as session:
-        yield Everything(session, monkeypatch)
 
 
 def operators():
