@@ -35,6 +35,7 @@ from penstock.core.errors import (
     PenstockWarning,
     TransferError,
 )
+from penstock.core.files import absolute_path
 from penstock.core.units import parse_bytes
 
 
@@ -113,7 +114,7 @@ class Checkpointer:
                 raise ConfigError(f"{name}={count!r}: it must be a whole number, at least 1")
         if every is not None and overhead is not None:
             raise ConfigError("every=... and overhead=... are two ways to say how often: give one")
-        self.directory = os.path.abspath(directory)
+        self.directory = absolute_path(directory, "the directory of checkpoints")
         self.stats = Stats()
         self._keep = keep
         self._every = every

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ from penstock.characterize.settings import Settings
 from penstock.cli.command import add_common, formatter
 from penstock.cli.output import say, show, write_json
 from penstock.core.errors import ConfigError
+from penstock.core.files import given_path, parse_json, read_text
 
 _DESCRIPTION = """\
 Train the nine networks of the poster "How to Exploit Flash Memory for DNN Training" here, and tell what
@@ -111,7 +111,7 @@ def _merged(names: list[str]) -> dict[str, Any]:
 
 def _document(name: str) -> dict[str, Any]:
     try:
-        found = json.loads(Path(name).read_text(encoding="utf-8"))
+        found = parse_json(read_text(name))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--merge: {name!r} cannot be read as JSON: {error}") from error
     if not isinstance(found, dict) or found.get("schema") != 1 or "networks" not in found:
@@ -121,7 +121,7 @@ def _document(name: str) -> dict[str, Any]:
 
 def _directory(name: str) -> Path:
     try:
-        os.makedirs(name, exist_ok=True)
+        os.makedirs(given_path(name, "--out"), exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out: {name!r} cannot be made: {error.strerror}") from error
     if not os.access(name, os.W_OK | os.X_OK):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.files import read_text
 from penstock.plan.machine import Machine
 from penstock.plan.profile import Profile
 
@@ -110,8 +111,8 @@ def _refuse_settings(settings: Mapping[str, Any], text: str) -> None:
 
 def _read(path: str) -> Profile:
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"profile {path!r} cannot be read: {error}") from error
     return Profile.from_json(text, source=path)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tomllib
 from collections.abc import Sequence
 from typing import Any
 
 from penstock.core.errors import ConfigError
+from penstock.core.files import parse_toml
 from penstock.ssd import Device, load, presets, with_field
 from penstock.ssd.mqsim import read_device
 from penstock.ssd.mqsim_xml import Ignored, is_mqsim
@@ -52,8 +52,8 @@ def name_ignored(path: str, ignored: Sequence[Ignored]) -> None:
 def toml_value(text: str) -> Any:
     """A value as a device file has it; what is none is a string."""
     try:
-        return tomllib.loads(f"x = {text.strip()}")["x"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"x = {text.strip()}")["x"]
+    except ValueError:
         return text.strip()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -11,7 +12,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from penstock.core.errors import DatasetError, transfer_error
+from penstock.core.errors import DatasetError, TransferError, transfer_error
+from penstock.core.files import not_regular, open_regular
 
 HEAD_BYTES: Final = 4096
 MOST_HEADS: Final = 1024
@@ -130,7 +132,7 @@ def _below(folder: str, above: frozenset[str]) -> Iterator[str]:
 def read_range(path: str, offset: int, nbytes: int) -> bytes:
     """Some bytes of a file, not left in the page cache. Raises TransferError."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_regular(path)
         try:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
             parts = []
@@ -147,9 +149,12 @@ def read_range(path: str, offset: int, nbytes: int) -> bytes:
 
 def _stat(path: str) -> os.stat_result:
     try:
-        return os.stat(path)
+        facts = os.stat(path)
     except OSError as error:
         raise _failed("stat", path, error) from error
+    if not stat.S_ISREG(facts.st_mode):
+        raise not_regular(path, facts.st_mode)
+    return facts
 
 
 def _head(path: str) -> int:
@@ -157,5 +162,7 @@ def _head(path: str) -> int:
 
 
 def _failed(op: str, path: str, error: OSError) -> OSError:
+    if isinstance(error, TransferError):
+        return error
     code = error.errno or 5
     return transfer_error(errno=code, op=op, path=path, offset_bytes=0, nbytes=0)

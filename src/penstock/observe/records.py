@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from penstock.core.errors import ConfigError
+from penstock.core.files import open_regular, parse_json
 from penstock.observe.clock import Clock
 from penstock.observe.events import Event, Level, Mark, RawEvent, Span, typed
 from penstock.observe.totals import StepTotals, step_from_json
@@ -47,7 +48,7 @@ def read_log(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     Raises:
         ConfigError: The file is no event log of a known schema, or a line within it is damaged.
     """
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8", opener=open_regular) as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith("\n"):
                 return
@@ -127,7 +128,7 @@ def line_of(record: dict[str, Any]) -> str:
 
 def _parse(line: str, *, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         raise ConfigError(f"{where} is not a line of an event log: {error}") from error
     if not isinstance(record, dict):

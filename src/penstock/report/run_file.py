@@ -7,14 +7,13 @@ had ended are summed up, and what only the session knew (slots, plans, warnings)
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import types
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
 
 from penstock.core.errors import ConfigError
+from penstock.core.files import open_regular, parse_json, read_text
 from penstock.observe import records
 from penstock.observe.counters import SESSION
 from penstock.observe.foreseen import PREDICTION, Foreseen
@@ -30,6 +29,8 @@ _WANTED: Final = (
     " (what `penstock run --json` prints, or Summary.to_json)"
 )
 _GZIP: Final = b"\x1f\x8b"
+_HEADER_BYTES: Final = 64 << 10
+"""The longest first line of an event log."""
 
 
 @dataclass(frozen=True)
@@ -54,25 +55,27 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     """
     where = os.fspath(path)
     try:
-        with open(where, "rb") as file:
-            first = file.readline()
+        with open(where, "rb", opener=open_regular) as file:
+            first = file.readline(_HEADER_BYTES)
         if first.startswith(_GZIP):
             raise ConfigError(f"{where} is compressed; is it a trace? {_WANTED}")
         header = _header(first)
         if header is not None:
             return _from_log(where, header)
-        text = Path(where).read_text(encoding="utf-8")
+        text = read_text(where)
     except OSError as error:
         raise ConfigError(f"{where} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where} is no text; {_WANTED}") from error
+    except ValueError as error:
+        raise ConfigError(f"{where} cannot be read: {error}") from error
     return Run(SUMMARY, _from_document(where, text))
 
 
 def _header(line: bytes) -> dict[str, Any] | None:
     """The first line, if it is that of an event log."""
     try:
-        found = json.loads(line)
+        found = parse_json(line)
     except ValueError:
         return None
     return found if isinstance(found, dict) and found.get("kind") == "header" else None
@@ -158,7 +161,7 @@ def _pieced_together(found: _Gathered, where: str) -> Summary:
 
 def _from_document(where: str, text: str) -> Summary:
     try:
-        data = json.loads(text)
+        data = parse_json(text)
     except ValueError as error:
         raise ConfigError(
             f"{where} is no event log, and no whole JSON document ({error}); {_WANTED}"
