@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from penstock.core.errors import ConfigError
 from penstock.core.files import parse_toml
 from penstock.ssd import Device, load, presets, with_field
 from penstock.ssd.mqsim import read_device
 from penstock.ssd.mqsim_xml import Ignored, is_mqsim
+
+MOST: Final = 2**53
+"""A count: as far as floats know every whole number."""
 
 
 def add_fields(parser: argparse.ArgumentParser) -> None:
@@ -64,8 +67,8 @@ def count(text: str, option: str) -> int:
         whole = int(value)
     except (ValueError, OverflowError) as error:
         raise ConfigError(f"{option} is {text!r}, not a number, as 6.7e9") from error
-    if whole != value or whole < 1:
-        raise ConfigError(f"{option} is {text!r}, it must be a whole number, 1 or more")
+    if whole != value or not 1 <= whole <= MOST:
+        raise ConfigError(f"{option} is {text!r}, it must be a whole number from 1 to 2^53, 9e15")
     return int(text) if text.strip().isdigit() else whole
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import types
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
@@ -125,7 +126,7 @@ def _gather(found: _Gathered, record: dict[str, Any], where: str) -> None:
     elif kind == "summary":
         found.summary = _summary(_object(record, "summary", where), where)
     elif kind == "lost":
-        found.lost_events += int(record.get("count", 0))
+        found.lost_events += _value(int, record.get("count"), f"{where}: field 'count'")
     elif kind == "end":
         found.ended = True
 
@@ -226,7 +227,7 @@ def _value(kind: Any, data: Any, where: str) -> Any:
         return tuple(_value(args[0], each, f"{where}[{i}]") for i, each in enumerate(data))
     if origin is dict and isinstance(data, dict):
         return {key: _value(args[1], each, f"{where}[{key!r}]") for key, each in data.items()}
-    if kind is float and type(data) is int:
+    if kind is float and type(data) is int and abs(data) <= sys.float_info.max:
         return float(data)
     if not isinstance(kind, type) or type(data) is not kind:
         raise ConfigError(f"{where} is {data!r}, not {getattr(kind, '__name__', kind)}")
