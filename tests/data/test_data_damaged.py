@@ -208,6 +208,16 @@ def test_options_of_tokens_that_make_no_sense(options, disk_path):
         FlashDataset(disk_path / "a.bin", **{"context": 3, **options})
 
 
+def test_an_image_beyond_the_limit_of_pillow_is_refused(disk_path, monkeypatch):
+    image = pytest.importorskip("PIL.Image")
+    image.new("RGB", (64, 64)).save(disk_path / "a.png")
+    dataset = FlashDataset(disk_path / "a.png")
+    assert dataset[0].shape == (64, 64, 3)
+    monkeypatch.setattr(image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(DatasetError, match="DecompressionBombError"):
+        dataset[0]
+
+
 # -- headers ---------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,8 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from penstock.characterize.networks import NETWORKS, SCALE_MEANS
 from penstock.characterize.settings import Settings
 from penstock.cli.command import add_common, formatter
 from penstock.cli.output import say, show, write_json
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.files import given_path, parse_json, read_text
 
 _DESCRIPTION = """\
@@ -68,15 +70,16 @@ def parser() -> argparse.ArgumentParser:
 def execute(options: argparse.Namespace) -> int:
     """Measure, or put results together; show them."""
     out = None if options.out is None else _directory(options.out)
-    document = _merged(options.merge) if options.merge else _measured(options)
-    if out is not None:
-        _write(document, out)
-    if options.json:
-        write_json(document, sys.stdout)
-    else:
-        from penstock.characterize.tables import table  # noqa: PLC0415  (loads torch)
+    with _results(named=bool(options.merge)):
+        document = _merged(options.merge) if options.merge else _measured(options)
+        if out is not None:
+            _write(document, out)
+        if options.json:
+            write_json(document, sys.stdout)
+        else:
+            from penstock.characterize.tables import table  # noqa: PLC0415  (loads torch)
 
-        show(table(document), sys.stdout)
+            show(table(document), sys.stdout)
     return 0
 
 
@@ -107,6 +110,19 @@ def _merged(names: list[str]) -> dict[str, Any]:
     from penstock.characterize.experiment import merge  # noqa: PLC0415  (loads torch)
 
     return merge([_document(name) for name in names])
+
+
+@contextmanager
+def _results(named: bool) -> Iterator[None]:
+    """Within, what is missing in files that were named is told in a line."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        if not named or isinstance(error, PenstockError):
+            raise
+        raise ConfigError(
+            f"--merge: not all of these are whole results ({type(error).__name__}: {error}); measure anew"
+        ) from error
 
 
 def _document(name: str) -> dict[str, Any]:

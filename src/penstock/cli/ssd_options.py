@@ -63,13 +63,15 @@ def toml_value(text: str) -> Any:
 def count(text: str, option: str) -> int:
     """``6.7e9`` as a whole number. Raises ConfigError."""
     try:
-        value = float(text)
+        value = int(text) if text.strip().isdigit() else float(text)
         whole = int(value)
     except (ValueError, OverflowError) as error:
         raise ConfigError(f"{option} is {text!r}, not a number, as 6.7e9") from error
     if whole != value or not 1 <= whole <= MOST:
-        raise ConfigError(f"{option} is {text!r}, it must be a whole number from 1 to 2^53, 9e15")
-    return int(text) if text.strip().isdigit() else whole
+        raise ConfigError(
+            f"{option} is {text!r}, it must be a whole number, 1 or more and at most 2^53 (9e15)"
+        )
+    return whole
 
 
 def list_of(text: str) -> list[str]:

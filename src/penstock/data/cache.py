@@ -7,8 +7,9 @@ import secrets
 import stat
 from contextlib import suppress
 
-from penstock.core.errors import DatasetError, TransferError, transfer_error
+from penstock.core.errors import DatasetError
 from penstock.core.files import open_regular
+from penstock.data.files import failed
 
 _PERMISSIONS = 0o644
 _DIRECTORY_PERMISSIONS = 0o755
@@ -19,7 +20,7 @@ def make_directory(path: str) -> None:
     try:
         os.makedirs(path, mode=_DIRECTORY_PERMISSIONS, exist_ok=True)
     except OSError as error:
-        raise _failed("make", path, 0, error) from error
+        raise failed("make", path, error) from error
 
 
 def read_kept(path: str) -> bytearray:
@@ -41,7 +42,7 @@ def read_kept(path: str) -> bytearray:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise _failed("read", path, 0, error) from error
+        raise failed("read", path, error) from error
 
 
 def keep(path: str, data: bytes) -> None:
@@ -63,7 +64,7 @@ def keep(path: str, data: bytes) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         os.replace(temporary, path)
     except OSError as error:
-        raise _failed("write", path, len(data), error) from error
+        raise failed("write", path, error) from error
     finally:
         with suppress(OSError):
             os.unlink(temporary)
@@ -87,10 +88,3 @@ def check_owner(path: str, facts: os.stat_result) -> None:
         f"{path!r} {why}, so what it holds is not trusted: name a directory that only you may write to"
         " (PENSTOCK_CACHE, index_dir=... or --index-dir)"
     )
-
-
-def _failed(op: str, path: str, nbytes: int, error: OSError) -> OSError:
-    if isinstance(error, TransferError):
-        return error
-    code = error.errno or 5
-    return transfer_error(errno=code, op=op, path=path, offset_bytes=0, nbytes=nbytes)

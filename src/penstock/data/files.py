@@ -75,7 +75,7 @@ class FileTable:
             except FileNotFoundError as error:
                 raise changed(path, "is missing now") from error
             except OSError as error:
-                raise _failed("stat", path, error) from error
+                raise failed("stat", path, error) from error
             if now.st_size != self.sizes[number]:
                 was = int(self.sizes[number])
                 raise changed(path, f"has {now.st_size} bytes now, had {was}")
@@ -126,7 +126,7 @@ def _below(folder: str, above: frozenset[str]) -> Iterator[str]:
                 else:
                     yield entry.name
     except OSError as error:
-        raise _failed("list", folder, error) from error
+        raise failed("list", folder, error) from error
 
 
 def read_range(path: str, offset: int, nbytes: int) -> bytes:
@@ -144,14 +144,14 @@ def read_range(path: str, offset: int, nbytes: int) -> bytes:
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise _failed("read", path, error) from error
+        raise failed("read", path, error) from error
 
 
 def _stat(path: str) -> os.stat_result:
     try:
         facts = os.stat(path)
     except OSError as error:
-        raise _failed("stat", path, error) from error
+        raise failed("stat", path, error) from error
     if not stat.S_ISREG(facts.st_mode):
         raise not_regular(path, facts.st_mode)
     return facts
@@ -161,7 +161,8 @@ def _head(path: str) -> int:
     return xxhash.xxh3_64_intdigest(read_range(path, 0, HEAD_BYTES))
 
 
-def _failed(op: str, path: str, error: OSError) -> OSError:
+def failed(op: str, path: str, error: OSError) -> OSError:
+    """The error of our tree."""
     if isinstance(error, TransferError):
         return error
     code = error.errno or 5
