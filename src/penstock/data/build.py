@@ -93,6 +93,7 @@ def open_index(
             f"{root!r} cannot be indexed as {found.name}; it is damaged, or of another format:"
             f" {type(error).__name__}: {error}"
         ) from error
+    index.check_within()
     table.check(root, None)  # nobody wrote to them meanwhile
     where: str | None = path
     try:

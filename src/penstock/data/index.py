@@ -129,6 +129,27 @@ class Index:
         known = self.lengths[self.lengths != ABSENT]
         return int((regular.sum(axis=1) * ends).sum() + known.sum(dtype=np.int64))
 
+    def check_within(self) -> None:
+        """Raise DatasetError if a sample does not lie within its file."""
+        firsts = self.runs["first"].tolist()
+        for run, (first, stop) in enumerate(zip(firsts, [*firsts[1:], self.samples], strict=True)):
+            regular = (self.columns[run]["row"] < 0).all() and not self.runs["file_step"][run]
+            step = max(1, stop - first - 1) if regular else 1  # of a regular run the first and last
+            for start in range(first, stop, _AT_ONCE * step):
+                self._check_within(np.arange(start, min(stop, start + _AT_ONCE * step), step))
+
+    def _check_within(self, samples: Numbers) -> None:
+        found = self.locate(samples)
+        room = self.files.sizes[found.file][:, None]
+        bad = (found.nbytes > 0) & ((found.offset < 0) | (found.offset > room - found.nbytes))
+        if bad.any():
+            row, column = (int(each[0]) for each in np.nonzero(bad))
+            raise DatasetError(
+                f"sample {int(samples[row])} lies at {int(found.offset[row, column])} of"
+                f" {self.files.name(int(found.file[row]))!r}, {int(found.nbytes[row, column])} bytes, and"
+                f" the file has {int(room[row, 0])}: it is damaged or truncated; copy it again"
+            )
+
     # -- on disk ----------------------------------------------------------------------------------
 
     def save(self, path: str) -> None:
@@ -293,7 +314,7 @@ class IndexBuilder:
         """The index. Raises DatasetError: there is no sample."""
         if not self.samples:
             raise DatasetError(f"the data set ({self.format}, {len(files)} files) has no sample")
-        index = Index(
+        return Index(
             format=self.format,
             fields=self.fields,
             samples=self.samples,
@@ -307,23 +328,6 @@ class IndexBuilder:
             options=dict(options),
             meta=self.meta,
         )
-        _check_within(index)
-        return index
-
-
-def _check_within(index: Index) -> None:
-    """Raise DatasetError if a sample does not lie within its file."""
-    for start in range(0, index.samples, _AT_ONCE):
-        found = index.locate(np.arange(start, min(index.samples, start + _AT_ONCE)))
-        room = index.files.sizes[found.file][:, None]
-        bad = (found.nbytes > 0) & ((found.offset < 0) | (found.offset > room - found.nbytes))
-        if bad.any():
-            row, column = (int(each[0]) for each in np.nonzero(bad))
-            raise DatasetError(
-                f"sample {start + row} lies at {int(found.offset[row, column])} of"
-                f" {index.files.name(int(found.file[row]))!r}, {int(found.nbytes[row, column])} bytes,"
-                f" and the file has {int(room[row, 0])}: it is damaged or truncated; copy it again"
-            )
 
 
 def _joined(parts: list[NDArray[Any]], dtype: type) -> NDArray[Any]:
