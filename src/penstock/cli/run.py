@@ -32,6 +32,7 @@ from penstock.cli.script import Program, find, run_as_main
 from penstock.cli.torch_import import when_imported
 from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.files import absolute_path
 from penstock.jobs.channel import JobEnd
 from penstock.jobs.early import Early
 from penstock.jobs.logs import print_if_there_is_room
@@ -371,7 +372,7 @@ def _keeping(options: argparse.Namespace, words: list[str]) -> dict[str, Any] | 
     if not options.flash and options.config is None:
         raise ConfigError("--state is for what sleeps on flash: name a directory with --flash")
     script = None if options.module else os.path.abspath(words[0])
-    directory = os.path.abspath(options.state)
+    directory = absolute_path(options.state, "--state")
     return {"directory": directory, "words": words, "script": script, "resume": options.resume}
 
 

@@ -196,11 +196,19 @@ NO_SPACE_ERRNOS = frozenset({errnos.ENOSPC, errnos.EDQUOT})
 
 
 def transfer_error(
-    *, errno: int, op: str, path: str, offset_bytes: int, nbytes: int, moved_bytes: int = 0
+    *,
+    errno: int,
+    op: str,
+    path: str,
+    offset_bytes: int,
+    nbytes: int,
+    moved_bytes: int = 0,
+    advice: str = "",
 ) -> TransferError:
     """The error of the tree that fits ``errno``, with the free space of ``path``'s file system."""
     kind = NoSpaceError if errno in NO_SPACE_ERRNOS else TransferError
-    advice = "free some space or name another directory" if kind is NoSpaceError else ""
+    if kind is NoSpaceError:
+        advice = "free some space or name another directory"
     return kind(
         errno=errno,
         op=op,
