@@ -386,6 +386,21 @@ class SavedTensorHooks:
         if self._completion.waiting:
             self._completion.returned()
 
+    def when_complete(self, tensor: torch.Tensor, action: Callable[[], None]) -> None:
+        """Call ``action`` when a tensor that is being saved is complete: at once, or later."""
+        completion = self._completion
+        if completion.waiting:
+            completion.check()
+        if tensor.requires_grad:
+            action()
+            return
+
+        def act(last: bool) -> bool:
+            action()
+            return True
+
+        completion.wait(act)
+
     @property
     def inquiring(self) -> bool:
         """Whether this thread asks a node for its handle: then ``unpack`` takes note, and no more."""
