@@ -95,6 +95,16 @@ def session_for(disk_path, small_knobs, one_thread):
         session.close()
 
 
+@pytest.fixture
+def everything(session_for, monkeypatch):
+    """An open session in which every saved tensor moves, however small; see ``operator_runs``."""
+    from operator_runs import Everything
+
+    monkeypatch.setenv("PENSTOCK_VERIFY", "full")
+    with session_for(codec="none", floor=1) as session:
+        yield Everything(session, monkeypatch)
+
+
 def pytest_collection_modifyitems(items):
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:

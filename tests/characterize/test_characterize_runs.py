@@ -111,11 +111,15 @@ def test_a_restore_that_leaves_a_part_out_is_noticed(part, way, disk_path, monke
 
 
 def test_what_makes_no_sense_is_said_in_a_line(disk_path, capsys):
+    (disk_path / "deep.json").write_text("[" * 100_000)
+    (disk_path / "empty.json").write_text('{"schema": 1, "networks": [{}]}')
     for words, said in (
         (["--networks", "resnet99"], "'resnet99' is not one of"),
         (["--scale", "7"], "scale=7.0 is not between"),
         (["--dir", str(disk_path / "no")], "is missing"),
         (["--merge", str(disk_path / "no.json")], "cannot be read"),
+        (["--merge", str(disk_path / "deep.json")], "nested too deep"),
+        (["--merge", str(disk_path / "empty.json")], "not all of these are whole results"),
     ):
         assert main(["characterize", *words]) == 2
         assert said in capsys.readouterr().err

@@ -33,6 +33,7 @@ from penstock.cli.script import Program, find, run_as_main
 from penstock.cli.torch_import import when_imported
 from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.files import absolute_path
 from penstock.core.ranks import of_rank, rank
 from penstock.jobs.channel import JobEnd
 from penstock.jobs.early import Early
@@ -410,7 +411,7 @@ def _keeping(options: argparse.Namespace, words: list[str]) -> dict[str, Any] | 
     if not options.flash and options.config is None:
         raise ConfigError("--state is for what sleeps on flash: name a directory with --flash")
     script = None if options.module else os.path.abspath(words[0])
-    directory = os.path.abspath(options.state)
+    directory = absolute_path(options.state, "--state")
     if options.channel is None:  # else a manager has named it, who looks there
         directory = of_rank(directory)
     return {"directory": directory, "words": words, "script": script, "resume": options.resume}
