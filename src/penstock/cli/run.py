@@ -52,11 +52,11 @@ examples:
 Options of Penstock come before the script; everything after its name is its own. Sizes have a unit:
 GB is 10^9 bytes, GiB is 2^30."""
 _OPTIONS: Final = (
-    ("--device-memory", "SIZE", "budget for what autograd saves, in the device's memory"),
-    ("--host-memory", "SIZE", "how much the host tier may hold (default: there is none)"),
-    ("--flash-capacity", "SIZE", "how much may be spilled (default: 9/10 of the free space)"),
-    ("--floor", "SIZE", "tensors smaller than this stay (default: 1MiB)"),
-    ("--tbw", "SIZE", "bytes written that the SSD is rated for, as 600TB"),
+    ("--device-memory", "SIZE", "most device memory for what autograd saves (default: no limit)"),
+    ("--host-memory", "SIZE", "most host memory to spill to (default: none)"),
+    ("--flash-capacity", "SIZE", "most to spill to flash (default: 9/10 of the free space)"),
+    ("--floor", "SIZE", "smaller tensors stay in memory (default: 1MiB)"),
+    ("--tbw", "SIZE", "what the SSD is rated for, as 600TB: the summary tells the share written"),
 )
 _HUGE_PAGES: Final = "THP_MEM_ALLOC_ENABLE"
 """Has torch ask for huge pages under large CPU tensors; read when torch first allocates one."""
@@ -76,13 +76,20 @@ def parser() -> argparse.ArgumentParser:
     for name, metavar, text in _OPTIONS:
         made.add_argument(name, metavar=metavar, type=size, help=text)
     made.add_argument(
-        "--flash", metavar="DIR", action="append", help="directory to spill to; once for each"
+        "--flash",
+        metavar="DIR",
+        action="append",
+        help="directory on an SSD to spill to; repeat it for several",
     )
     made.add_argument(
-        "--policy", metavar="NAME", help=f"{', '.join(policies.names())}; or a plan, FILE.json"
+        "--policy",
+        metavar="NAME",
+        help=f"what to move: {', '.join(policies.names())}; or a plan, FILE.json (default: auto)",
     )
     made.add_argument(
-        "--codec", metavar="NAME", help="auto, none, or a codec for all (default: auto, lossless)"
+        "--codec",
+        metavar="NAME",
+        help="compression of what is moved: auto (lossless), none, or a codec's name (default: auto)",
     )
     made.add_argument(
         "--recompute",
@@ -91,31 +98,39 @@ def parser() -> argparse.ArgumentParser:
         help="have modules run again in backward where that is quicker than moving what they save",
     )
     made.add_argument(
-        "--config", metavar="FILE", help="TOML with a table [offload]; options here overrule it"
+        "--config",
+        metavar="FILE",
+        help="read settings from table [offload] of a TOML file; options overrule it",
     )
     made.add_argument(
         "--optimizer-state",
         choices=("memory", "flash"),
         default="memory",
-        help="where the states of torch's optimizers rest; flash: in the directories of --flash",
+        help="where torch's optimizers keep their states; flash: in the directories of --flash"
+        " (default: %(default)s)",
     )
     made.add_argument(
         "--optimizer-memory",
         metavar="SIZE",
         type=size,
-        help="how much of them stays in memory all the same (default: a few tiles)",
+        help="with --optimizer-state flash: most memory for these states (default: a few tiles)",
     )
     made.add_argument(
         "--gradient-memory",
         metavar="SIZE",
         type=size,
-        help="how much memory gradients may wait in for such an optimizer (default: all they need)",
+        help="with --optimizer-state flash: most memory for gradients; the rest wait on flash (default:"
+        " no limit)",
     )
     made.add_argument(
-        "--state", metavar="DIR", help="keep here what makes a suspended run survive its process"
+        "--state",
+        metavar="DIR",
+        help="directory of what a suspended run needs to survive its process",
     )
     made.add_argument(
-        "--resume", action="store_true", help="go on from there, to the same bits, or refuse"
+        "--resume",
+        action="store_true",
+        help="continue the suspended run that --state has, to the same bits",
     )
     made.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto at the end")
     made.add_argument("--event-log", metavar="FILE", help="write every event as JSON lines")
@@ -125,7 +140,12 @@ def parser() -> argparse.ArgumentParser:
         json_help="print the summary as JSON on standard output; what the script prints there goes"
         " to standard error",
     )
-    made.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module")
+    made.add_argument(
+        "-m",
+        dest="module",
+        nargs=argparse.REMAINDER,
+        help="run a module, as `python -m` does",
+    )
     made.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return made
 
