@@ -7,7 +7,11 @@ import sys
 import textwrap
 
 import pytest
+import torch
 from cli_processes import PENSTOCK, end, start, start_under
+
+import penstock
+from penstock.report.run_file import read_run
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 BUDGET = ("--device-memory", "6MiB", "--flash", "spill", "--flash-capacity", "1GiB")
@@ -95,6 +99,17 @@ def test_a_summary_names_its_rank_and_so_do_warnings(work):
     assert "\nPenstock  2 steps in " in alone.err
     assert "penstock.core.errors.BudgetError: no\n" in alone.err
     assert alone.err.endswith("\npenstock: error: no\n")
+
+
+def test_a_session_of_a_rank_writes_a_log_of_its_own(disk_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with penstock.offload(policy="keep", event_log=disk_path / "log.jsonl") as session:
+        torch.ones(3, requires_grad=True).exp().sum().backward()
+    (log,) = disk_path.iterdir()
+    assert log.name == "log.rank1.jsonl"
+    assert session.summary().rank == read_run(log).summary.rank == 1
+    assert str(session.summary()).startswith("Penstock  rank 1: ")
 
 
 @pytest.mark.slow

@@ -128,7 +128,7 @@ class Param:
         return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def check_is_plain(tensor: Tensor, name: str) -> None:
+def check_is_plain(tensor: Any, name: str) -> None:
     """Raise ConfigError for a parameter that keeps its values in other tensors, as a DTensor does."""
     if is_traceable_wrapper_subclass(tensor):
         raise ConfigError(
