@@ -179,6 +179,7 @@ def test_a_forked_child_is_told_so(small):
     a.close()
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_an_interrupted_wait_leaves_no_thread_at_work():
     from concurrent.futures import ThreadPoolExecutor
 
