@@ -72,12 +72,12 @@ SCRIPTS = {
         os.kill(os.getpid(), signal.SIGTERM)
         """,
     "has handlers and a thread that goes on": """
-        import atexit, sys, threading, time
+        import atexit, sys, threading
         atexit.register(lambda: print("first registered", file=sys.stderr))
         atexit.register(lambda: print("second registered", file=sys.stderr))
         atexit.register(lambda: 1 / 0)
         def work():
-            time.sleep(0.2)
+            threading.main_thread().join()
             print("thread is done", file=sys.stderr)
         threading.Thread(target=work).start()
         print("main is done", file=sys.stderr)

@@ -531,7 +531,7 @@ flash = "flash"
 slice = "SLICE"
 asleep = "20MiB"
 grace = "1 min"
-enforce = "looking"
+enforce = "ENFORCE"
 """ + "".join(
     f'[[job]]\nname = "{name}"\nscript = "script.py"\nmemory = "80MiB"\n'
     'args = ["mib=64", "steps=STEPS", "until=GO"]\n'
@@ -539,35 +539,43 @@ enforce = "looking"
 )
 
 
-@pytest.fixture
-def killed(disk_path, request):
-    """A manager of jobs that was killed while one slept; the jobs are ended in the end."""
-    (disk_path / "script.py").touch()
-    (disk_path / "flash").mkdir()
-    steps = str(getattr(request, "param", 150))
-    text = TOML.replace("STEPS", steps).replace("GO", str(disk_path / "go"))
-    (disk_path / "jobs.toml").write_text(text.replace("SLICE", "10 min"))
-    process = started(disk_path)
-    client, running = Client(disk_path / "state"), Running(disk_path)
+@contextmanager
+def killed_manager(folder, *, steps=150, enforce="looking"):
+    """Of two jobs, while ``a`` slept and ``b`` did not: its last status. They are ended in the end."""
+    (folder / "script.py").touch()
+    (folder / "flash").mkdir()
+    text = TOML.replace("STEPS", str(steps)).replace("ENFORCE", enforce)
+    text = text.replace("GO", str(folder / "go"))
+    (folder / "jobs.toml").write_text(text.replace("SLICE", "10 min"))
+    process = started(folder)
+    client, running = Client(folder / "state"), Running(folder)
     pids = []
     try:
         running.until(is_in("a", "awake"))
         client.suspend("a")
         running.until(is_in("b", "awake"))
         client.resume("a")  # in ten minutes, by when its manager is another
-        jobs = running.until(is_in("a", "asleep"))
-        pids = [each["pid"] for each in jobs.values()]
+        running.until(is_in("a", "asleep"))
+        status = client.status()
+        pids = [each["pid"] for each in status["jobs"]]
         process.kill()
         process.wait()
-        (disk_path / "jobs.toml").write_text(text.replace("SLICE", "150ms"))
-        (disk_path / "go").touch()
-        yield jobs
+        (folder / "jobs.toml").write_text(text.replace("SLICE", "150ms"))
+        (folder / "go").touch()
+        yield status
     finally:
         process.kill()
         process.communicate()
         for pid in pids:
             if b"fake_job" in cmdline(pid):
                 os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def killed(disk_path, request):
+    """Jobs of a manager that was killed while ``a`` slept and ``b`` did not, by name."""
+    with killed_manager(disk_path, steps=getattr(request, "param", 150)) as status:
+        yield {each["name"]: each for each in status["jobs"]}
 
 
 def started(folder):
