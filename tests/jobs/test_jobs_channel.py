@@ -398,7 +398,7 @@ def test_a_signal_does_not_put_to_sleep_what_a_manager_runs(trained, ends):
 
 
 def until(manager, what):
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while time.monotonic() < end:
         if what(manager.look()):
             return

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from test_jobs_manager import PATIENCE_S, killed_manager, managed, started
+from test_jobs_manager import killed_manager, managed, next_manager
 
 from penstock.core.errors import JobError
 from penstock.core.units import MIB
@@ -101,7 +101,7 @@ def test_the_next_manager_takes_over_the_group_and_removes_it(disk_path):
     with killed_manager(disk_path, steps=80, enforce="cgroup") as status:
         group = Path(status["machine"]["kept_by"])
         assert all(Group.at(str(group / f"job-{name}")).processes() for name in "ab")
-        out, _ = started(disk_path).communicate(timeout=PATIENCE_S)
+        out = next_manager(disk_path)
     result = json.loads(out.splitlines()[-1])["status"]
     assert [each["steps"] for each in result["jobs"]] == [80, 80]
     assert result["machine"]["kept_by"] == str(group)

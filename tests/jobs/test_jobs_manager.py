@@ -561,7 +561,6 @@ def killed_manager(folder, *, steps=150, enforce="looking"):
         process.kill()
         process.wait()
         (folder / "jobs.toml").write_text(text.replace("SLICE", "150ms"))
-        (folder / "go").touch()
         yield status
     finally:
         process.kill()
@@ -588,6 +587,18 @@ def started(folder):
     )
 
 
+def next_manager(folder):
+    """What another one prints. Jobs of the one before may end once it has looked for them."""
+    process = started(folder)
+    client, answers = Client(folder / "state"), False
+    while not answers and process.poll() is None:
+        with suppress(JobError):
+            answers = bool(client.status())
+        time.sleep(0.01)
+    (folder / "go").touch()
+    return process.communicate(timeout=PATIENCE_S)[0]
+
+
 def cmdline(pid):
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -599,7 +610,7 @@ def test_a_killed_manager_is_started_again_and_finds_its_jobs(killed, disk_path)
     held = {name: held_bytes(each["pid"]) for name, each in killed.items()}
     time.sleep(0.5)  # nobody is woken without a manager
     assert held_bytes(killed["a"]["pid"]) == pytest.approx(held["a"], abs=MIB)
-    out, _ = started(disk_path).communicate(timeout=PATIENCE_S)
+    out = next_manager(disk_path)
     result = json.loads(out.splitlines()[-1])
     assert "found again, process" in out
     assert result["most"] <= 140 * MIB
@@ -610,8 +621,9 @@ def test_a_killed_manager_is_started_again_and_finds_its_jobs(killed, disk_path)
 
 def test_jobs_that_ended_without_a_manager_are_known(killed, disk_path):
     os.kill(killed["a"]["pid"], signal.SIGKILL)
+    (disk_path / "go").touch()
     until_gone(killed)  # the other goes on to its end by itself
-    out, _ = started(disk_path).communicate(timeout=PATIENCE_S)
+    out = next_manager(disk_path)
     jobs = {each["name"]: each for each in json.loads(out.splitlines()[-1])["status"]["jobs"]}
     assert jobs["b"]["outcome"] == "done"
     assert jobs["a"]["outcome"] == "failed"
@@ -623,7 +635,7 @@ def test_another_process_that_got_the_number_is_not_taken_for_the_job(killed, di
         os.kill(job["pid"], signal.SIGKILL)
         JobEnd(str(disk_path / "state/channels" / name)).tell(start_ticks=1)  # this process lives
     until_gone(killed)
-    out, _ = started(disk_path).communicate(timeout=PATIENCE_S)
+    out = next_manager(disk_path)
     jobs = json.loads(out.splitlines()[-1])["status"]["jobs"]
     assert all(each["outcome"] == "failed" and "is gone" in each["told"] for each in jobs)
 
@@ -653,7 +665,7 @@ def test_a_job_that_was_begun_but_not_recorded_is_found_by_what_it_says(
         (disk_path / "state/record.json").unlink()
     else:
         changed(disk_path, **recorded)
-    out, _ = started(disk_path).communicate(timeout=PATIENCE_S)
+    out = next_manager(disk_path)
     jobs = json.loads(out.splitlines()[-1])["status"]["jobs"]
     assert [each["steps"] for each in jobs] == [150, 150]
     assert out.count("found again") == 2
@@ -665,7 +677,7 @@ def test_a_job_that_has_ended_before_it_was_recorded_is_not_begun_again(killed, 
         JobEnd(str(disk_path / "state/channels" / name)).tell(pid=job["pid"], code=0, steps=7)
     changed(disk_path, phase="waiting", pid=0, start_ticks=0)
     until_gone(killed)
-    out, _ = started(disk_path).communicate(timeout=PATIENCE_S)
+    out = next_manager(disk_path)
     jobs = json.loads(out.splitlines()[-1])["status"]["jobs"]
     assert [(each["outcome"], each["steps"]) for each in jobs] == [("done", 7)] * 2
 
@@ -673,7 +685,7 @@ def test_a_job_that_has_ended_before_it_was_recorded_is_not_begun_again(killed, 
 def test_what_was_learnt_of_a_job_is_known_to_the_next_manager(killed, disk_path):
     """Else one that holds more than was declared is woken as if it did not."""
     changed(disk_path, peak_bytes=110 * MIB)
-    out, _ = started(disk_path).communicate(timeout=PATIENCE_S)
+    out = next_manager(disk_path)
     result = json.loads(out.splitlines()[-1])
     assert [each["need_bytes"] for each in result["status"]["jobs"]] == [int(115.5 * MIB)] * 2
 
@@ -742,7 +754,7 @@ def test_a_durable_job_whose_process_is_gone_is_begun_again(killed, disk_path):
     text = (disk_path / "jobs.toml").read_text()
     (disk_path / "jobs.toml").write_text(text.replace("[[job]]", "[[job]]\ndurable = true", 1))
     until_gone(killed)
-    out, _ = started(disk_path).communicate(timeout=PATIENCE_S)
+    out = next_manager(disk_path)
     jobs = json.loads(out.splitlines()[-1])["status"]["jobs"]
     assert (jobs[0]["outcome"], jobs[0]["steps"]) == ("done", 150)
     assert jobs[1]["outcome"] == "failed"
@@ -777,7 +789,7 @@ def test_what_a_durable_job_has_left_behind_does_not_keep_it_from_beginning_agai
         assert channel.has_process()
     text = (disk_path / "jobs.toml").read_text()
     (disk_path / "jobs.toml").write_text(text.replace("[[job]]", "[[job]]\ndurable = true"))
-    out, _ = started(disk_path).communicate(timeout=PATIENCE_S)
+    out = next_manager(disk_path)
     assert worker.wait(10) == -signal.SIGKILL
     jobs = json.loads(out.splitlines()[-1])["status"]["jobs"]
     assert [each["outcome"] for each in jobs] == ["done", "done"]
@@ -790,7 +802,7 @@ def test_a_durable_job_that_was_to_end_is_not_begun_again(killed, disk_path):
     text = (disk_path / "jobs.toml").read_text()
     (disk_path / "jobs.toml").write_text(text.replace("[[job]]", "[[job]]\ndurable = true"))
     until_gone(killed)
-    out, _ = started(disk_path).communicate(timeout=PATIENCE_S)
+    out = next_manager(disk_path)
     jobs = json.loads(out.splitlines()[-1])["status"]["jobs"]
     assert [each["outcome"] for each in jobs] == ["stopped", "stopped"]
 
