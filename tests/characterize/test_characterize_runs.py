@@ -172,6 +172,7 @@ def test_workers_end_with_the_process_that_started_them(disk_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_is_interrupted_leaves_nothing(how, disk_path):
     words = ["-m", "penstock", "characterize", "--networks", "resnet18", "--dir", str(disk_path)]

@@ -16,7 +16,6 @@ import argparse
 import atexit
 import importlib
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -36,7 +35,7 @@ from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.files import absolute_path
 from penstock.core.ranks import of_rank, rank
 from penstock.jobs.channel import JobEnd
-from penstock.jobs.early import Early
+from penstock.jobs.early import Early, listen_to_manager
 from penstock.jobs.logs import print_if_there_is_room
 from penstock.plan import policies
 from penstock.runtime.given import SUFFIX, load_plan
@@ -169,8 +168,7 @@ def execute(options: argparse.Namespace) -> Callable[[], int]:
     attendant = _Attendant(config, words=words, trace=trace, states=states, debug=options.debug)
     if options.channel is not None:
         attendant.channel = JobEnd(options.channel)
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as its manager's shell had it
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # by it the manager ends it
+        listen_to_manager()
         print_if_there_is_room()
     attendant.keep = _keeping(options, words)
     if options.json:

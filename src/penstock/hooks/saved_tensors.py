@@ -516,6 +516,27 @@ class SavedTensorHooks:
         return Flattened(tensor, inner, context)
 
 
+def _leave_untraced(*functions: Callable[..., Any]) -> None:
+    """Have ``torch.compile`` run these, and what they call, as they are.
+
+    Where it breaks a graph it goes on to trace whatever Python runs meanwhile, our hooks too.
+    """
+    try:
+        from torch._C._dynamo.eval_frame import (  # noqa: PLC0415  (newer than torch 2.8, perhaps)
+            _FrameAction,
+            _FrameExecStrategy,
+            set_code_exec_strategy,
+        )
+    except ImportError:
+        return
+    for function in functions:
+        strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+        set_code_exec_strategy(function.__code__, strategy)
+
+
+_leave_untraced(SavedTensorHooks.pack, SavedTensorHooks.unpack)
+
+
 def _base_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor whose version counter it shares."""
     base = tensor._base if tensor._is_view() else tensor
