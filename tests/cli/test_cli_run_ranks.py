@@ -172,7 +172,7 @@ def test_options_in_the_wrong_place_are_pointed_out_and_the_script_has_them(tmp_
     assert (ended.code, ended.out) == (0, f"{list(words)}\n")
     (note, _) = ended.err.splitlines()
     assert note == (
-        "penstock: note: --device-memory, --flash, --resume after script.py: these are for script.py;"
+        "penstock: note: --device-memory, --flash after script.py: these are for script.py;"
         " options for Penstock come before the script"
     )
     given = ("--device-memory", "1GiB", "--flash", "spill")

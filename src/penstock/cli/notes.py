@@ -18,10 +18,10 @@ _LAUNCHERS: Final = {
     "accelerate.commands.accelerate_cli": _BY_ACCELERATE,
     "accelerate.commands.launch": _BY_ACCELERATE,
 }
-_SHARED: Final = frozenset({"channel", "debug", "json", "module", "script"})
-"""Not hinted at: options of every command, and what is no option to a user."""
-_COMMON: Final = frozenset({"config", "resume", "trace"})
-"""Options that many scripts have themselves: hinted at only where Penstock was given none."""
+_SHARED: Final = frozenset(
+    {"channel", "config", "debug", "json", "module", "resume", "script", "trace"}
+)
+"""Not hinted at: what many scripts have as options of their own, and what is no option to a user."""
 
 
 def misplaced_options(
@@ -34,11 +34,11 @@ def misplaced_options(
         options: What it made of the command line.
         words: The script, or the module, and its arguments.
     """
-    values = {name: value for name, value in vars(options).items() if name not in _SHARED}
-    missing = {name for name, value in values.items() if value == parser.get_default(name)}
-    if len(missing) < len(values):
-        missing -= _COMMON
-    names = {"--" + name.replace("_", "-") for name in missing}
+    names = {
+        "--" + name.replace("_", "-")
+        for name, value in vars(options).items()
+        if name not in _SHARED and value == parser.get_default(name)
+    }
     found = dict.fromkeys(name for word in words[1:] if (name := word.split("=")[0]) in names)
     if not found:
         return None

@@ -363,7 +363,7 @@ class _Attendant:
 
     def _tell_failure(self) -> None:
         """Repeat what has ended the script: the summary, and torch's traceback, are between."""
-        if self.failure is not None:
+        if self.failure is not None and self._session is not None:  # else it is the script's own
             say(f"error: {self.failure}")
 
 
