@@ -38,6 +38,7 @@ EXPORTS = [
     "TransferError",
     "WorkerError",
     "__version__",
+    "close",
     "offload",
     "resume",
     "suspend",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -34,6 +35,7 @@ class Attachment:
         hooks: Pack and unpack.
         modules: Where in which module the thread is.
         protected: What is never moved.
+        thread: The one that attached them.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Attachment:
             model: Known from the start; others become known when they run.
             optimizer: Its state is protected from the start; others' when they step.
         """
+        self.thread = threading.current_thread()
         if model is not None:
             self.modules.register(model)
         if optimizer is not None:
@@ -121,8 +124,9 @@ class Attachment:
         self._context.__enter__()
 
     def detach(self) -> None:
-        """End, in the same thread."""
-        self._context.__exit__()
+        """End, in the same thread, or in any when that has ended."""
+        if self.thread is threading.current_thread():  # else its hooks have gone with it
+            self._context.__exit__()
         self._recompute.follow(())
         self._recipes.follow(())
         if self._observer is not None:
