@@ -57,6 +57,7 @@ class Session:
         wrap_tier: Callable[[Tier], Tier] | None = None,
         machine: Machine | None = None,
         plan: Plan | None = None,
+        event_bytes: int | None = None,
     ) -> None:
         """Check everything; touch nothing. See :func:`penstock.offload`.
 
@@ -68,6 +69,7 @@ class Session:
                 :class:`penstock.tier.ThrottledTier`, for emulation and tests.
             machine: Bandwidths to plan with; measured when the session is opened if not given.
             plan: Followed as it is, in place of the configuration's policy.
+            event_bytes: Memory for the latest events; without, the knob ``PENSTOCK_EVENT_MEMORY``.
 
         Raises:
             ConfigError: What is given as model or optimizer is none.
@@ -93,7 +95,7 @@ class Session:
         self._interrupts = LostInterrupts()
         self._rss: RssSampler | None = None
         self._device = _device_of(model)
-        self.recorder = Recorder()
+        self.recorder = Recorder(event_bytes=event_bytes)
 
     # -- opening and closing ------------------------------------------------------------------
 
@@ -184,7 +186,9 @@ class Session:
     def _open(self) -> None:
         config = self.config
         if config.event_log is not None:
-            self.recorder.log = EventLog(config.event_log)
+            self.recorder.log = EventLog(
+                config.event_log, file_bytes=config.event_log_bytes, files=config.event_log_files
+            )
         if config.sample_rss:
             self._rss = RssSampler(self.recorder)
         self.budget = Budget(

@@ -6,7 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -26,6 +26,9 @@ from penstock.runtime import given
 from penstock.runtime.executor import Executor
 from penstock.runtime.planner import Planner
 from penstock.runtime.repeats import Repeats
+
+MOST_WARNINGS: Final = 16
+"""Threads that are warned of: a program may start another one in each step."""
 
 
 class Attachment:
@@ -217,6 +220,6 @@ class Attachment:
             f"thread {thread!r} runs modules outside this session: saved-tensor hooks are per thread,"
             " so what it saves stays in memory and is not counted"
         )
-        if message not in self._warnings:
+        if message not in self._warnings and len(self._warnings) < MOST_WARNINGS:
             self._warnings.append(message)
             warnings.warn(message, PenstockWarning, stacklevel=2)

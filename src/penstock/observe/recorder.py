@@ -2,7 +2,7 @@
 
 ``span``, ``count`` and ``level`` take about a microsecond each and are called from hot paths, also
 under other locks of Penstock: they take the recorder's own lock, never do I/O, never call back, and
-never raise. The last ``max_events`` events are kept for traces; totals are exact over all of them.
+never raise. The latest events are kept for traces, in bounded memory; totals are exact over all.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from penstock.observe.events import (
     typed,
 )
 from penstock.observe.log import EventLog
+from penstock.observe.ring import BLOCK_EVENTS, EventRing
 from penstock.observe.timeline import BusyTime, LevelMeter
 from penstock.observe.totals import Flow, MemoryUse, Stall, StepTotals, Totals, between
 
@@ -34,7 +35,7 @@ __all__ = ["MAX_STEPS", "Recorder", "Stage", "StallCause"]
 
 MAX_PENDING_LEVELS: Final = 1024
 """Levels that are put aside before they are settled."""
-MAX_STEPS: Final = 1024
+MAX_STEPS: Final = 256
 """Steps whose totals are kept one by one; the oldest go first."""
 
 
@@ -62,23 +63,22 @@ class Recorder:
         self,
         *,
         clock: Clock | None = None,
-        max_events: int | None = None,
+        event_bytes: int | None = None,
         log: EventLog | None = None,
     ) -> None:
         """Make an empty recorder; its totals begin now.
 
         Args:
             clock: Defaults to the real clock.
-            max_events: Events to keep; defaults to the knob ``PENSTOCK_MAX_EVENTS``.
+            event_bytes: Memory for the events that are kept; defaults to the knob
+                ``PENSTOCK_EVENT_MEMORY``.
             log: Where to write every event as well. The recorder does not close it.
         """
         self.clock: Clock = RealClock() if clock is None else clock
         self.log = log
         self._now_ns = self.clock.now_ns
         self._lock = Lock()
-        self._events: deque[RawEvent] = deque(
-            maxlen=knobs.max_events() if max_events is None else max_events
-        )
+        self._events = EventRing(knobs.event_bytes() if event_bytes is None else event_bytes)
         self._lanes: dict[tuple[str, str], _Sum] = {}
         self._stalls: dict[str, _Sum] = {}
         self._counters: dict[str, int] = {}
@@ -189,14 +189,15 @@ class Recorder:
         """The events that are still kept, in the order in which they were recorded."""
         with self._lock:
             self._settle_levels()
-            raw = list(self._events)
+            raw = self._events.events()
         return [typed(event) for event in raw]
 
     # -- inside, under the lock ---------------------------------------------------------------
 
     def _settle_levels(self) -> None:
         levels, meters, log = self._levels, self._meters, self.log
-        keep = self._events.append
+        kept = self._events
+        keep = kept.latest.append
         while levels:
             event = levels.popleft()
             _, now_ns, memory, nbytes = event
@@ -210,6 +211,8 @@ class Recorder:
             keep(event)
             if log is not None:
                 log.append(event)
+        if len(kept.latest) >= BLOCK_EVENTS:
+            kept.settle()
 
     def _keep(self, event: RawEvent) -> None:
         if self._levels:
@@ -217,7 +220,10 @@ class Recorder:
         self._append(event)
 
     def _append(self, event: RawEvent) -> None:
-        self._events.append(event)
+        kept = self._events
+        kept.latest.append(event)
+        if len(kept.latest) >= BLOCK_EVENTS:
+            kept.settle()
         if self.log is not None:
             self.log.append(event)
 
