@@ -24,10 +24,10 @@ NAMES = {
     "PENSTOCK_CACHE": knobs.cache_directory,
     "PENSTOCK_RESTORE_INTO": knobs.restore_into,
     "PENSTOCK_FLOOR": knobs.floor_bytes,
-    "PENSTOCK_MAX_EVENTS": knobs.max_events,
+    "PENSTOCK_EVENT_MEMORY": knobs.event_bytes,
 }
-SIZES = [name for name in NAMES if re.search("PIECE|SLAB|STRIPE|FLOOR", name)]
-COUNTS = [name for name in NAMES if re.search("THREADS|EVENTS", name)]
+SIZES = [name for name in NAMES if re.search("PIECE|SLAB|STRIPE|FLOOR|MEMORY", name)]
+COUNTS = [name for name in NAMES if re.search("THREADS", name)]
 SWITCHES = [name for name in NAMES if re.search("BUFFERED", name)]
 PATHS = ["PENSTOCK_CACHE"]
 CHOICES = {

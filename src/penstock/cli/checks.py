@@ -52,7 +52,7 @@ _KNOBS: Final = (
     knobs.stripe_bytes,
     knobs.gpu_direct,
     knobs.floor_bytes,
-    knobs.max_events,
+    knobs.event_bytes,
 )
 
 

@@ -29,9 +29,11 @@ from penstock.cli.output import report, say, show, write_json
 from penstock.cli.paths import file_to_write, spill_directory
 from penstock.cli.script import Program, find, run_as_main
 from penstock.cli.torch_import import when_imported
+from penstock.core import knobs
 from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.files import absolute_path
+from penstock.core.units import MIB
 from penstock.jobs.channel import JobEnd
 from penstock.jobs.early import Early, listen_to_manager
 from penstock.jobs.logs import print_if_there_is_room
@@ -53,8 +55,11 @@ _OPTIONS: Final = (
     ("--host-memory", "SIZE", "how much the host tier may hold (default: there is none)"),
     ("--flash-capacity", "SIZE", "how much may be spilled (default: 9/10 of the free space)"),
     ("--floor", "SIZE", "tensors smaller than this stay (default: 1MiB)"),
+    ("--event-log-size", "SIZE", "size at which the event log is rotated (default: 64MiB)"),
     ("--tbw", "SIZE", "bytes written that the SSD is rated for, as 600TB"),
 )
+_TRACE_BYTES: Final = 64 * MIB
+"""Memory for the latest events where a trace is asked for, if the knob does not give more."""
 _HUGE_PAGES: Final = "THP_MEM_ALLOC_ENABLE"
 """Has torch ask for huge pages under large CPU tensors; read when torch first allocates one."""
 
@@ -116,6 +121,12 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto at the end")
     made.add_argument("--event-log", metavar="FILE", help="write every event as JSON lines")
+    made.add_argument(
+        "--event-log-files",
+        metavar="N",
+        type=int,
+        help="how many files the log is rotated through (default: 8)",
+    )
     made.add_argument("--channel", help=argparse.SUPPRESS)  # of a manager of jobs
     add_common(
         made,
@@ -234,7 +245,10 @@ class _Attendant:
             )
             return
         try:
-            session = importlib.import_module("penstock.api").Session(self._config)
+            kept_bytes = None if self._trace is None else max(knobs.event_bytes(), _TRACE_BYTES)
+            session = importlib.import_module("penstock.api").Session(
+                self._config, event_bytes=kept_bytes
+            )
             if self.keep is not None:
                 keeper = importlib.import_module("penstock.jobs.keeper")
                 self._keeper = keeper.opened(**self.keep, tell=say)
@@ -318,6 +332,8 @@ def _config(options: argparse.Namespace) -> OffloadConfig:
         "recompute",
         "floor",
         "event_log",
+        "event_log_size",
+        "event_log_files",
         "tbw",
     )
     given: dict[str, Any] = {

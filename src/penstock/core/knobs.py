@@ -80,9 +80,9 @@ def cache_directory() -> str:
     return os.path.expanduser(os.environ.get("PENSTOCK_CACHE") or "~/.cache/penstock")
 
 
-def max_events() -> int:
-    """``PENSTOCK_MAX_EVENTS`` (200000): spans and samples kept in memory; the oldest go first."""
-    return _positive_int("PENSTOCK_MAX_EVENTS", 200_000)
+def event_bytes() -> int:
+    """``PENSTOCK_EVENT_MEMORY`` (4MiB): memory for the latest events of a session, for traces."""
+    return _size("PENSTOCK_EVENT_MEMORY", 4 * MIB)
 
 
 def _choice(name: str, default: Choice, choices: tuple[Choice, ...]) -> Choice:
