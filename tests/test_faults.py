@@ -162,7 +162,7 @@ def test_a_budget_without_a_tier_and_keep_is_refused_where_it_is_passed():
 # -- use ---------------------------------------------------------------------------------------------
 
 
-def test_a_module_is_hooked_once_and_sessions_do_not_nest(session_for):
+def test_sessions_do_not_nest(session_for):
     net = network()
     with session_for(net):
         with pytest.raises(penstock.HookError, match="a session is open already"), session_for(net):
@@ -175,11 +175,11 @@ def test_a_module_is_hooked_once_and_sessions_do_not_nest(session_for):
 
 def test_a_session_is_entered_once(session_for):
     session = session_for(network())
-    with pytest.raises(penstock.ClosedError, match="not been entered"):
+    with pytest.raises(penstock.ClosedError, match="not been opened"):
         session.summary()
     with session:
         pass
-    with pytest.raises(penstock.ClosedError, match="entered once"), session:
+    with pytest.raises(penstock.ClosedError, match="opened once"), session:
         pass
 
 
@@ -201,7 +201,7 @@ def test_backward_after_the_session_is_an_error_that_names_the_slot(session_for)
         from offload_runs import wait_for_writes
 
         wait_for_writes(session)
-    with pytest.raises(penstock.RestoreError, match=r"Sequential\.\d+#0.*closed"):
+    with pytest.raises(penstock.ClosedError, match=r"Sequential\.\d+#0.*closed"):
         loss.backward()
 
 

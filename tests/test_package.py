@@ -37,6 +37,7 @@ EXPORTS = [
     "TransferError",
     "WorkerError",
     "__version__",
+    "close",
     "offload",
     "resume",
     "suspend",

@@ -32,7 +32,7 @@ from penstock.core.errors import (
 )
 
 if TYPE_CHECKING:
-    from penstock.api import Session, Suspended, offload, resume, suspend
+    from penstock.api import Session, Suspended, close, offload, resume, suspend
 
 __version__ = "0.1.0.dev0"
 
@@ -63,11 +63,12 @@ __all__ = [
     "TransferError",
     "WorkerError",
     "__version__",
+    "close",
     "offload",
     "resume",
     "suspend",
 ]
-_LAZY = ("Session", "Suspended", "offload", "resume", "suspend")
+_LAZY = ("Session", "Suspended", "close", "offload", "resume", "suspend")
 
 
 def __getattr__(name: str) -> Any:

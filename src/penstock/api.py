@@ -11,9 +11,9 @@ from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError
 from penstock.jobs.suspend import Suspended, resume, suspend
 from penstock.plan.plan import Plan
-from penstock.session import Session
+from penstock.session import Session, close
 
-__all__ = ["Session", "Suspended", "offload", "resume", "suspend"]
+__all__ = ["Session", "Suspended", "close", "offload", "resume", "suspend"]
 
 
 def offload(
@@ -35,6 +35,7 @@ def offload(
             ...  # any training loop
         print(session.summary())
 
+    In a notebook, ``session = penstock.offload(model, ...).open()`` opens it until ``session.close()``.
     Losses, gradients and weights are bit-identical to the same run without it.
 
     Args:
@@ -53,7 +54,6 @@ def offload(
     Raises:
         ConfigError: A setting makes no sense, or a directory cannot be spilled to.
         PlanError: The plan does not parse.
-        HookError: The model, or this thread, is offloaded by another session already.
     """
     if config is not None:
         if settings or device_memory is not None or host_memory or flash or policy != "auto":

@@ -1,9 +1,9 @@
-"""A session: everything that offloading takes, put together, from entering to leaving it."""
+"""A session: everything that offloading takes, put together, from opening to closing it."""
 
 from __future__ import annotations
 
 import os
-import weakref
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -38,15 +38,15 @@ from penstock.runtime.planner import Planner
 from penstock.runtime.stores import Stores
 from penstock.tier.base import Tier
 
-_hooked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-_active: list[weakref.ref[Session]] = []
+_open: list[Session] = []
+"""The session that is open in this process, if there is one. It lives until it is closed."""
 
 
 class Session:
-    """Offloading, from entering to leaving a ``with`` block. Made by :func:`penstock.offload`.
+    """Offloading, within a ``with`` block or from ``open`` to ``close``. See :func:`penstock.offload`.
 
-    Use it in one thread: saved-tensor hooks are thread-local, and other threads' tensors stay where
-    they are (a warning says so once).
+    One session is open in a process at a time. Use it in one thread: saved-tensor hooks are
+    thread-local, and other threads' tensors stay where they are (a warning says so once).
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Session:
         wrap_tier: Callable[[Tier], Tier] | None = None,
         machine: Machine | None = None,
         plan: Plan | None = None,
+        event_bytes: int | None = None,
     ) -> None:
         """Check everything; touch nothing. See :func:`penstock.offload`.
 
@@ -67,8 +68,9 @@ class Session:
             optimizer: As for ``offload``.
             wrap_tier: Applied to every tier that is opened, as with
                 :class:`penstock.tier.ThrottledTier`, for emulation and tests.
-            machine: Bandwidths to plan with; measured when the session is entered if not given.
+            machine: Bandwidths to plan with; measured when the session is opened if not given.
             plan: Followed as it is, in place of the configuration's policy.
+            event_bytes: Memory for the latest events; without, the knob ``PENSTOCK_EVENT_MEMORY``.
 
         Raises:
             ConfigError: What is given as model or optimizer is none.
@@ -87,6 +89,7 @@ class Session:
         self.space: Space | None = None
         self.on_step: Callable[[], None] | None = None
         self._state = "new"
+        self._in_block = False
         self._steps = 0
         self._stores: Stores | None = None
         self._loaders = Loaders()
@@ -94,22 +97,50 @@ class Session:
         self._rss: RssSampler | None = None
         self._device = _device_of(model)
         self._rank = rank()
-        log = None if config.event_log is None else EventLog(of_rank(config.event_log))
-        self.recorder = Recorder(log=log)
+        self.recorder = Recorder(event_bytes=event_bytes)
 
-    # -- entering and leaving -----------------------------------------------------------------
+    # -- opening and closing ------------------------------------------------------------------
 
-    def __enter__(self) -> Self:
-        """Open tiers, measure them, attach hooks.
+    def open(self) -> Self:
+        """Open the session without a ``with`` block, as in the cells of a notebook.
+
+        It stays open until :meth:`close`, or :func:`penstock.close`, even if no name refers to it any
+        more. A session that an earlier ``open`` left open is closed first, so that a cell with
+        ``session = penstock.offload(model, ...).open()`` can be run again. If this session is open
+        already, nothing happens.
+
+        Returns:
+            The session.
 
         Raises:
-            ClosedError: The session was used before.
-            HookError: The model, or this thread, is in another session.
+            ClosedError: The session was closed before.
+            HookError: A ``with`` block, or another thread, has a session open.
             ConfigError, TransferError: A directory cannot be spilled to.
         """
-        if self._state != "new":
-            raise ClosedError("a session is entered once; call penstock.offload again for another")
-        self._refuse_nesting()
+        if self._state == "new" and _open and not _open[0]._in_block:
+            _open[0].close()
+        return self._ensure_open()
+
+    def __enter__(self) -> Self:
+        """Open the session, as ``open`` does, but refuse if another one is open."""
+        self._ensure_open()
+        self._in_block = True
+        return self
+
+    def _ensure_open(self) -> Self:
+        """Open tiers, measure them, attach hooks."""
+        if self._state == "closed":
+            raise ClosedError(
+                "this session is closed, and a session is opened once; call penstock.offload again for"
+                " another"
+            )
+        if self._state == "open":
+            return self
+        if _open:
+            raise HookError(
+                "a session is open already, and its hooks would pack what those of this one packed;"
+                " leave its `with` block first, or call penstock.close()"
+            )
         self._state = "open"
         try:
             self._open()
@@ -130,19 +161,38 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Leave the session. Idempotent. A graph that has spilled tensors can no longer be walked."""
+        """Close the session. Idempotent. Finish backward first: what was moved out of memory is gone.
+
+        Raises:
+            HookError: The session was opened in another thread, which still runs.
+            SuspendError: It is suspended, and cannot be resumed. It is still open.
+        """
         if self._state != "open":
             return
-        self._state = "closed"
+        thread = self._attachment.thread
+        if thread is not threading.current_thread() and thread.is_alive():
+            raise HookError(
+                f"this session was opened in thread {thread.name!r}, and its hooks can only be removed"
+                " there; close it in that thread"
+            )
         resume(self)
-        self._detach()
-        self.executor.close()
-        if self.recorder.log is not None:
-            self.recorder.log.conclude(LastWords(self.summary().to_json()))
-        self._stores_close()
+        self._state = "closed"
+        try:
+            self._detach()
+            self.executor.close()
+            if self.recorder.log is not None:
+                self.recorder.log.conclude(LastWords(self.summary().to_json()))
+        finally:
+            self._stores_close()
 
     def _open(self) -> None:
         config = self.config
+        if config.event_log is not None:
+            self.recorder.log = EventLog(
+                of_rank(config.event_log),
+                file_bytes=config.event_log_bytes,
+                files=config.event_log_files,
+            )
         if config.sample_rss:
             self._rss = RssSampler(self.recorder)
         self.budget = Budget(
@@ -216,10 +266,8 @@ class Session:
             on_step=self.step,
         )
         self._attachment.attach(self._model, self._optimizer)
-        if self._model is not None:
-            _hooked.add(self._model)
         self._interrupts.open()
-        _active.append(weakref.ref(self))
+        _open.append(self)
         self.recorder.mark(
             SESSION,
             policy=self._policy_name,
@@ -234,9 +282,7 @@ class Session:
     def _detach(self) -> None:
         self._attachment.detach()
         self._interrupts.close()
-        _active[:] = [ref for ref in _active if ref() not in (None, self)]
-        if self._model is not None:
-            _hooked.discard(self._model)
+        _open.clear()
 
     def _stores_close(self) -> None:
         if self.space is not None:
@@ -247,14 +293,6 @@ class Session:
             self._rss.stop()
         if self.recorder.log is not None:
             self.recorder.log.close()
-
-    def _refuse_nesting(self) -> None:
-        if any(ref() is not None for ref in _active):
-            raise HookError(
-                "a session is open already: its hooks would pack what this one packed; leave it first"
-            )
-        if self._model is not None and self._model in _hooked:
-            raise HookError(f"this {type(self._model).__name__} is offloaded by another session")
 
     @property
     def hooks(self) -> SavedTensorHooks:
@@ -290,9 +328,9 @@ class Session:
         return self.planner.profile
 
     def summary(self) -> Summary:
-        """What was moved, where, at what stall; what stayed and why. At any time after entering."""
+        """What was moved, where, at what stall; what stayed and why. At any time after opening."""
         if self._state == "new":
-            raise ClosedError("summary: the session has not been entered")
+            raise ClosedError("summary: the session has not been opened")
         return summarize(self.recorder.snapshot(), self._facts(), self.recorder.steps())
 
     # -- for data loaders that share its flash (penstock.data) --------------------------------
@@ -390,6 +428,20 @@ class Session:
         return sum(each.key.nbytes for each in self.plan.decisions) if self.plan else 0
 
 
+def close() -> None:
+    """Close the session that is open in this process; do nothing if there is none.
+
+    For notebooks: a session whose name is lost, because it was opened without a ``with`` block and the
+    variable was assigned again or deleted, is still open, and is closed so. See :meth:`Session.close`.
+
+    Raises:
+        HookError: The session was opened in another thread, which still runs.
+        SuspendError: It is suspended, and cannot be resumed. It is still open.
+    """
+    for session in tuple(_open):
+        session.close()
+
+
 def _check_kind(name: str, given: object, kind: type) -> None:
     if given is not None and not isinstance(given, kind):
         raise ConfigError(
@@ -406,10 +458,8 @@ def _device_of(model: torch.nn.Module | None) -> torch.device:
 
 def _leave_child() -> None:
     """In a forked child (a data loader's worker) engines are dead: its tensors stay (TRAPS rule 24)."""
-    for ref in _active:
-        session = ref()
-        if session is not None:
-            session.hooks.active = False
+    for session in _open:
+        session.hooks.active = False
 
 
 os.register_at_fork(after_in_child=_leave_child)

@@ -64,3 +64,28 @@ def test_what_is_no_run_is_told_in_one_line(tmp_path, capsys):
     assert err.startswith("penstock: error: ")
     assert err.count("\n") == 1
     assert str(path) in err
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_rotated_log_says_what_its_beginning_lacks(tmp_path, capsys, whole):
+    path = tmp_path / "events.jsonl"
+    with EventLog(path, file_bytes=4000, files=2) as log:
+        recorder = Recorder(clock=ManualClock(), log=log)
+        for index in range(40):
+            recorder.begin_step(index)
+            recorder.end_step()
+            assert log.flush()
+        facts = RunFacts(policy="auto", device="cpu", budget_bytes=None, steps=40)
+        if whole:
+            log.conclude(LastWords(summarize(recorder.snapshot(), facts).to_json()))
+    assert main(["report", str(path)]) == (0 if whole else 1)
+    out = " ".join(capsys.readouterr().out.split())
+    assert main(["report", str(path), "--json"]) == (0 if whole else 1)
+    found = json.loads(capsys.readouterr().out)
+    files, steps = found["missing_files"], found["missing_steps"]
+    assert files > 0
+    assert 0 < steps < 40
+    assert found["summary"]["steps"] == (40 if whole else 40 - steps)
+    have = "totals have them" if whole else "totals do not have them"
+    assert f"its first {files} files are gone" in out
+    assert f"events of the first {steps} steps; {have}" in out

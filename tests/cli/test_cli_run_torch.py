@@ -58,7 +58,8 @@ def work(disk_path):
 
 
 def test_an_unmodified_script_prints_the_same_bits(work):
-    outputs = ("--trace", "trace.json", "--event-log", "log.jsonl", "--tbw", "600TB")
+    log = ("--event-log", "log.jsonl", "--event-log-size", "64MiB", "--event-log-files", "2")
+    outputs = ("--trace", "trace.json", *log, "--tbw", "600TB")
     processes = [
         start_plain(work, "train.py"),
         start_under(work, "train.py", options=BUDGET),

@@ -1,4 +1,4 @@
-"""The setting ``codec``: its form is checked here, whether there is such a codec when a session opens."""
+"""The configuration: whether a codec exists is checked when a session opens, its form is checked here."""
 
 import pytest
 
@@ -52,3 +52,15 @@ def test_it_can_be_set_in_a_file(tmp_path):
     path.write_text('[offload]\ncodec = "No"\nflash = "."\n')
     with pytest.raises(ConfigError, match=r"offload\.toml: codec is 'No'"):
         OffloadConfig.from_toml(path)
+
+
+@pytest.mark.parametrize("files", [0, -1, 2.5, "3", True])
+def test_an_event_log_has_a_whole_number_of_files(files):
+    with pytest.raises(ConfigError, match=r"event_log_files is .*whole number, at least 1"):
+        OffloadConfig(event_log_files=files)
+
+
+def test_the_size_of_a_file_of_the_event_log_is_a_size():
+    assert OffloadConfig(event_log_size="1MiB").event_log_bytes == 1 << 20
+    with pytest.raises(ConfigError, match="event_log_size must be more than 0 bytes"):
+        OffloadConfig(event_log_size=0)

@@ -12,8 +12,8 @@ from penstock.core.errors import ConfigError
 from penstock.core.units import parse_bytes
 
 NAMES = knobs.KNOBS
-SIZES = [name for name in NAMES if re.search("PIECE|SLAB|STRIPE|FLOOR", name)]
-COUNTS = [name for name in NAMES if re.search("THREADS|EVENTS", name)]
+SIZES = [name for name in NAMES if re.search("PIECE|SLAB|STRIPE|FLOOR|MEMORY", name)]
+COUNTS = [name for name in NAMES if re.search("THREADS", name)]
 SWITCHES = [name for name in NAMES if re.search("BUFFERED", name)]
 PATHS = ["PENSTOCK_CACHE"]
 CHOICES = {

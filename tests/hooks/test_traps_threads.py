@@ -26,6 +26,7 @@ from offload_runs import (
 )
 from penstock.core.errors import PenstockWarning
 from penstock.core.units import MIB
+from penstock.hooks.attachment import MOST_WARNINGS
 from penstock.observe.recorder import Stage
 
 # -- 10: threads -----------------------------------------------------------------------------------
@@ -69,6 +70,18 @@ def test_trap_10_a_thread_that_is_missed_is_named(session_for):
         assert flow_count(session, Stage.WRITE) == 0
         assert "stage 7" in str(session.summary())
     assert all(map(same_bits, found, expected))
+
+
+def test_trap_10_a_program_of_ever_new_threads_is_not_warned_for_ever(session_for):
+    """Each warning is kept for the summary, which must not grow with the steps."""
+    model = blocks(1)
+    with session_for(model) as session:
+        for number in range(MOST_WARNINGS):
+            with pytest.warns(PenstockWarning, match=f"'stage {number}'"):
+                in_thread(lambda: run_through(model, leaf(4, 64)), f"stage {number}")
+        for number in range(3):  # a warning would be an error
+            in_thread(lambda: run_through(model, leaf(4, 64)), f"late {number}")
+        assert len(session.summary().warnings) == MOST_WARNINGS
 
 
 def test_trap_10_a_thread_that_has_the_hooks_is_not_missed(session_for):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from penstock.core.errors import ConfigError, PenstockWarning, TransferError
 from penstock.observe import log as log_module
 from penstock.observe.clock import ManualClock
-from penstock.observe.events import Stage
+from penstock.observe.events import Level, Stage
 from penstock.observe.log import EventLog
 from penstock.observe.recorder import Recorder
 from penstock.observe.records import read_events, read_log
@@ -71,7 +71,7 @@ def test_every_kind_of_line_has_its_documented_fields(path):
         "header", "span", "level", "mark", "span", "step", "end",
     ]  # fmt: skip
     header, span, level, mark, _, step, _ = records
-    assert header.keys() == {"kind", "schema", "t_ns", "unix_ns", "pid"}
+    assert header.keys() == {"kind", "schema", "t_ns", "unix_ns", "pid", "file"}
     assert span == {
         "kind": "span", "stage": "write", "t_ns": 10, "dur_ns": 15, "nbytes": 4096,
         "tier": "flash", "slot": "fc#0", "cause": "",
@@ -112,7 +112,7 @@ def test_events_survive_the_round_trip(path, spans, fields):
 
 def test_nothing_is_lost_from_many_threads(path):
     with EventLog(path) as log:
-        recorder = Recorder(log=log, max_events=5)
+        recorder = Recorder(log=log, event_bytes=0)
         workers = [
             threading.Thread(target=lambda: [recorder.level("device", n) for n in range(500)])
             for _ in range(4)
@@ -299,6 +299,100 @@ def test_lines_are_strict_json(path):
         Recorder(log=log).mark("loss", value=float("nan"))
     for line in path.read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+# -- rotation ------------------------------------------------------------------------------------------
+
+
+def logged(path, levels, *, steps=(), **options):
+    """A log of so many levels; each is flushed, so that what is in which file does not depend on time."""
+    clock = ManualClock()
+    with EventLog(path, clock=clock, **options) as log:
+        recorder = Recorder(clock=clock, log=log)
+        recorder.mark("session", policy="auto")
+        for number in range(levels):
+            clock.advance(1)
+            recorder.level("device", number)
+            if number in steps:
+                recorder.begin_step(steps.index(number))
+            assert log.flush()
+    return log
+
+
+def levels_of(path):
+    return [event.nbytes for event in read_events(path) if isinstance(event, Level)]
+
+
+def test_a_full_file_is_renamed_and_the_oldest_goes(path):
+    logged(path, 200, file_bytes=2000, files=4)
+    names = sorted(each.name for each in path.parent.iterdir())
+    assert names == [path.name, *(f"{path.name}.{n}" for n in (1, 2, 3))]
+    assert all(1000 < each.stat().st_size <= 2000 for each in path.parent.glob("*.jsonl.*"))
+    found = levels_of(path)
+    assert found == list(range(200 - len(found), 200))
+    assert 50 < len(found) < 150
+    records = list(read_log(path))
+    assert [record["kind"] for record in records].count("header") == 1
+    assert records[-1] == {"kind": "end"}
+    assert records[0]["file"] > 0
+    assert [mark["fields"] for mark in records[0]["marks"]] == [{"policy": "auto"}]
+
+
+def test_nothing_is_lost_while_there_are_files_enough(path):
+    logged(path, 200, file_bytes=2000, files=50)
+    assert levels_of(path) == list(range(200))
+    assert len(list(path.parent.iterdir())) > 4
+
+
+def test_a_log_of_one_file_begins_again(path):
+    logged(path, 200, file_bytes=2000, files=1)
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    assert path.stat().st_size <= 2000
+    assert levels_of(path)[-1] == 199
+
+
+def test_files_of_an_earlier_run_are_not_read(path):
+    logged(path, 200, file_bytes=2000, files=4)
+    logged(path, 3)
+    assert levels_of(path) == [0, 1, 2]
+    logged(path, 30, file_bytes=2000, files=4)
+    assert len(list(path.parent.iterdir())) == 4  # some are of the earlier run still
+    assert levels_of(path) == list(range(30))
+
+
+def test_a_program_that_changes_its_directory_rotates_where_it_began(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    log = EventLog("events.jsonl", file_bytes=300, files=2)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    recorder = Recorder(log=log)
+    for number in range(9):
+        recorder.level("device", number)
+        assert log.flush()
+    log.close()
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert (tmp_path / "events.jsonl.1").exists()
+    assert levels_of(tmp_path / "events.jsonl")[-1] == 8
+
+
+def test_a_rotation_that_fails_warns_once_and_recording_goes_on(path, monkeypatch):
+    def refuse(source, target):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(log_module.os, "replace", refuse)
+    log = EventLog(path, file_bytes=300)
+    recorder = Recorder(log=log)
+
+    def record():
+        for number in range(9):
+            recorder.level("device", number)
+            log.flush()
+
+    with pytest.warns(PenstockWarning, match=r"events\.jsonl.*Permission denied"):
+        record()
+    log.close()
+    assert recorder.snapshot().memory["device"].peak_bytes == 8
+    assert levels_of(path) == list(range(len(levels_of(path))))
 
 
 def _eventually(condition) -> bool:

@@ -81,6 +81,30 @@ def test_a_log_without_an_end_tells_of_the_steps_that_it_has(log, tmp_path):
     assert 0 < device.peak_bytes <= device.budget_bytes == 8 << 20
 
 
+def test_a_rotated_log_tells_what_is_missing_at_its_beginning(session_for, tmp_path):
+    path = tmp_path / "events.jsonl"
+    options = {"event_log": path, "event_log_size": 16_000, "event_log_files": 2, "tbw": "1TB"}
+    session = session_for(policy="auto", device_memory="8MiB", floor="64KiB", **options)
+    told = train(session).summary()
+    run = read_run(path)
+    assert run.complete
+    assert run.missing_files > 0
+    assert 0 < run.missing_steps <= STEPS
+    assert run.summary.steps == told.steps == STEPS
+    assert run.summary.places == told.places
+
+    # without its end, what is left still says which run it was, and of how many steps it tells
+    text = path.read_text().splitlines(keepends=True)
+    kinds = [json.loads(line)["kind"] for line in text]
+    path.write_text("".join(text[: kinds.index("summary")]))
+    left = read_run(path)
+    assert not left.complete
+    assert (left.missing_files, left.missing_steps) == (run.missing_files, run.missing_steps)
+    assert left.summary.steps == STEPS - run.missing_steps
+    assert (left.summary.policy, left.summary.tbw_bytes) == ("auto", told.tbw_bytes)
+    assert left.summary.prediction is not None
+
+
 def test_a_summary_tells_what_it_told(log, tmp_path):
     told = log[1]
     for name, data in (

@@ -26,6 +26,7 @@ class Rig:
         lock = Lock()
         self.traffic = SimpleNamespace(
             lock=lock,
+            closed=False,
             changed=threading.Condition(lock),
             writing=1,
             writing_bytes=4 * MIB,

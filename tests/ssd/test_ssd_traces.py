@@ -128,6 +128,19 @@ def test_penstocks_own_log_in_the_order_in_which_spans_began(tmp_path):
     assert places[7] == places[8] == (0, 6144)  # it still fits
 
 
+def test_a_log_that_was_rotated_is_one_trace(tmp_path):
+    whole = requests(tmp_path, LOG)
+    header, *lines = LOG.splitlines(keepends=True)
+    for number, name in enumerate(("trace.1", "trace")):
+        first = json.dumps(
+            {**json.loads(header), "t_ns": 0, "unix_ns": 0, "pid": 1, "file": number}
+        )
+        part = lines[4:] if number else lines[:4]
+        text = "".join([first, "\n", *part])
+        (tmp_path / name).write_text(text)
+    assert requests(tmp_path, text) == whole
+
+
 def test_a_log_that_was_killed_has_a_torn_end_and_no_other_bad_line(tmp_path):
     whole = requests(tmp_path, LOG)
     assert requests(tmp_path, LOG + '{"kind":"sp') == whole

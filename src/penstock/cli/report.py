@@ -73,9 +73,21 @@ def text(run: Run) -> RenderableType:
                 style="yellow",
             )
         )
+    if run.missing_files:
+        notes.append(Text(_beginning(run), style="yellow"))
     if run.summary.prediction is None:
         notes.append(Text("no prediction: no step ran under a plan that was replayed"))
     return Group(render(run.summary), *notes)
+
+
+def _beginning(run: Run) -> str:
+    """What is missing of a rotated log, and whether the totals have it."""
+    have = "have them" if run.complete else "do not have them"
+    return (
+        f"warning: the log was rotated: its first {run.missing_files} files are gone, and with them the"
+        f" events of the first {run.missing_steps} steps; totals {have}. A larger --event-log-size or"
+        " --event-log-files keeps more"
+    )
 
 
 def document(run: Run) -> dict[str, Any]:
@@ -86,5 +98,7 @@ def document(run: Run) -> dict[str, Any]:
         "source": run.kind,
         "complete": run.complete,
         "lost_events": run.lost_events,
+        "missing_files": run.missing_files,
+        "missing_steps": run.missing_steps,
         "summary": run.summary.to_json(),
     }

@@ -30,10 +30,12 @@ from penstock.cli.output import report, say, show, write_json, write_json_line
 from penstock.cli.paths import file_to_write, spill_directory
 from penstock.cli.script import Program, find, run_as_main
 from penstock.cli.torch_import import when_imported
+from penstock.core import knobs
 from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.files import absolute_path
 from penstock.core.ranks import of_rank, rank
+from penstock.core.units import MIB
 from penstock.jobs.channel import JobEnd
 from penstock.jobs.early import Early, listen_to_manager
 from penstock.jobs.logs import print_if_there_is_room
@@ -55,8 +57,11 @@ _OPTIONS: Final = (
     ("--host-memory", "SIZE", "most host memory to spill to (default: none)"),
     ("--flash-capacity", "SIZE", "most to spill to flash (default: 9/10 of the free space)"),
     ("--floor", "SIZE", "smaller tensors stay in memory (default: 1MiB)"),
+    ("--event-log-size", "SIZE", "size at which the event log is rotated (default: 64MiB)"),
     ("--tbw", "SIZE", "what the SSD is rated for, as 600TB: the summary tells the share written"),
 )
+_TRACE_BYTES: Final = 64 * MIB
+"""Memory for the latest events where a trace is asked for, if the knob does not give more."""
 _HUGE_PAGES: Final = "THP_MEM_ALLOC_ENABLE"
 """Has torch ask for huge pages under large CPU tensors; read when torch first allocates one."""
 
@@ -133,6 +138,12 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto at the end")
     made.add_argument("--event-log", metavar="FILE", help="write every event as JSON lines")
+    made.add_argument(
+        "--event-log-files",
+        metavar="N",
+        type=int,
+        help="how many files the log is rotated through (default: 8)",
+    )
     made.add_argument("--channel", help=argparse.SUPPRESS)  # of a manager of jobs
     add_common(
         made,
@@ -276,7 +287,10 @@ class _Attendant:
             )
             return
         try:
-            session = importlib.import_module("penstock.api").Session(self._config)
+            kept_bytes = None if self._trace is None else max(knobs.event_bytes(), _TRACE_BYTES)
+            session = importlib.import_module("penstock.api").Session(
+                self._config, event_bytes=kept_bytes
+            )
             if self.keep is not None:
                 keeper = importlib.import_module("penstock.jobs.keeper")
                 self._keeper = keeper.opened(**self.keep, tell=say)
@@ -377,6 +391,8 @@ def _config(options: argparse.Namespace) -> OffloadConfig:
         "recompute",
         "floor",
         "event_log",
+        "event_log_size",
+        "event_log_files",
         "tbw",
     )
     given: dict[str, Any] = {

@@ -11,10 +11,11 @@ from typing import Any, Final, Self
 from penstock.core import knobs
 from penstock.core.errors import ConfigError
 from penstock.core.files import given_path, given_paths, parse_toml, read_text
-from penstock.core.units import format_bytes, parse_bytes
+from penstock.core.units import MIB, format_bytes, parse_bytes
 
 UNLIMITED: int = 1 << 62
 """Bytes of a memory without a budget."""
+_SIZES: Final = ("device_memory", "host_memory", "flash_capacity", "floor", "event_log_size", "tbw")
 _CODEC: Final = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*(\+[a-z0-9]+(-[a-z0-9]+)*)*")
 """What a codec's name, or a chain's, looks like; whether there is such a one is known elsewhere."""
 
@@ -57,6 +58,12 @@ class OffloadConfig:
     event_log: str | Path | None = None
     """Write every event to this file as JSON lines."""
 
+    event_log_size: int | str = 64 * MIB
+    """Size at which the file is renamed to ``NAME.1``, one of that name to ``NAME.2``, and so on."""
+
+    event_log_files: int = 8
+    """How many files of the log there are at most; the oldest goes first."""
+
     tbw: int | str | None = None
     """Terabytes written that the SSD is rated for, as ``"600TB"``: the summary tells the share used."""
 
@@ -65,7 +72,7 @@ class OffloadConfig:
 
     def __post_init__(self) -> None:
         """Turn sizes into bytes and directories into a tuple of strings; check them together."""
-        for name in ("device_memory", "host_memory", "flash_capacity", "floor", "tbw"):
+        for name in _SIZES:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, parse_bytes(value, what=name))
@@ -74,8 +81,12 @@ class OffloadConfig:
         object.__setattr__(self, "flash", given_paths(self.flash, "flash"))
         if self.event_log is not None:
             given_path(self.event_log, "event_log")
-        for name in ("device_memory", "flash_capacity", "floor", "tbw"):
-            if getattr(self, name) == 0:
+        if type(self.event_log_files) is not int or self.event_log_files < 1:
+            raise ConfigError(
+                f"event_log_files is {self.event_log_files!r}; it must be a whole number, at least 1"
+            )
+        for name in _SIZES:
+            if getattr(self, name) == 0 and name != "host_memory":
                 raise ConfigError(f"{name} must be more than 0 bytes")
         if len(set(self.directories)) != len(self.directories):
             raise ConfigError(f"flash names a directory twice: {list(self.directories)}")
@@ -121,6 +132,11 @@ class OffloadConfig:
     def floor_bytes(self) -> int:
         """``floor`` in bytes."""
         return _bytes(self.floor)
+
+    @property
+    def event_log_bytes(self) -> int:
+        """``event_log_size`` in bytes."""
+        return _bytes(self.event_log_size)
 
     @property
     def capacity_bytes(self) -> int | None:

@@ -81,9 +81,9 @@ def cache_directory() -> str:
     return os.path.expanduser(os.environ.get("PENSTOCK_CACHE") or "~/.cache/penstock")
 
 
-def max_events() -> int:
-    """``PENSTOCK_MAX_EVENTS`` (200000): spans and samples kept in memory; the oldest go first."""
-    return _positive_int("PENSTOCK_MAX_EVENTS", 200_000)
+def event_bytes() -> int:
+    """``PENSTOCK_EVENT_MEMORY`` (4MiB): memory for the latest events of a session, for traces."""
+    return _size("PENSTOCK_EVENT_MEMORY", 4 * MIB)
 
 
 KNOBS: Final[Mapping[str, Callable[[], str | int | bool]]] = {
@@ -99,7 +99,7 @@ KNOBS: Final[Mapping[str, Callable[[], str | int | bool]]] = {
     "PENSTOCK_RESTORE_INTO": restore_into,
     "PENSTOCK_FLOOR": floor_bytes,
     "PENSTOCK_CACHE": cache_directory,
-    "PENSTOCK_MAX_EVENTS": max_events,
+    "PENSTOCK_EVENT_MEMORY": event_bytes,
 }
 """What reads each variable; it raises ConfigError for a value that makes no sense."""
 _MOST_DIGITS: Final = 18

@@ -58,7 +58,7 @@ class Capture:
             on_root=self._protected.add_module, on_missed_thread=lambda thread: None
         )
         self.backwards = 0
-        recorder = Recorder(clock=clock, max_events=1)
+        recorder = Recorder(clock=clock, event_bytes=0)
         budget = Budget(UNLIMITED, name="dry profile")
         self._mover = CpuMover(budget=budget)
         self._planner = Planner(

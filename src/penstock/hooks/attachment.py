@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -26,6 +27,9 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.planner import Planner
 from penstock.runtime.repeats import Repeats
 
+MOST_WARNINGS: Final = 16
+"""Threads that are warned of: a program may start another one in each step."""
+
 
 class Attachment:
     """The hooks of one session, in the thread that attaches them.
@@ -34,6 +38,7 @@ class Attachment:
         hooks: Pack and unpack.
         modules: Where in which module the thread is.
         protected: What is never moved.
+        thread: The one that attached them.
     """
 
     def __init__(
@@ -111,6 +116,7 @@ class Attachment:
             model: Known from the start; others become known when they run.
             optimizer: Its state is protected from the start; others' when they step.
         """
+        self.thread = threading.current_thread()
         if model is not None:
             self.modules.register(model)
         if optimizer is not None:
@@ -122,8 +128,9 @@ class Attachment:
         self._context.__enter__()
 
     def detach(self) -> None:
-        """End, in the same thread."""
-        self._context.__exit__()
+        """End, in the same thread, or in any when that has ended."""
+        if self.thread is threading.current_thread():  # else its hooks have gone with it
+            self._context.__exit__()
         self._recompute.follow(())
         self._recipes.follow(())
         if self._observer is not None:
@@ -214,6 +221,6 @@ class Attachment:
             f"thread {thread!r} runs modules outside this session: saved-tensor hooks are per thread,"
             " so what it saves stays in memory and is not counted"
         )
-        if message not in self._warnings:
+        if message not in self._warnings and len(self._warnings) < MOST_WARNINGS:
             self._warnings.append(message)
             warnings.warn(message, PenstockWarning, stacklevel=2)

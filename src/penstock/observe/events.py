@@ -6,7 +6,7 @@ log and lanes of the trace. All times are nanoseconds of the recorder's clock.
 [Note: raw events]
     The recorder keeps events as plain tuples: a tag (``SPAN``, ``LEVEL``, ``MARK``), then fields.
     A plain tuple is made six times as fast as a named one, and the garbage collector stops looking
-    at one that holds only strings and integers, which counts when there are 200 000 of them.
+    at one that holds only strings and integers, which counts when there are many thousands.
 """
 
 from __future__ import annotations

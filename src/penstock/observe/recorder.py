@@ -2,7 +2,7 @@
 
 ``span``, ``count`` and ``level`` take about a microsecond each and are called from hot paths, also
 under other locks of Penstock: they take the recorder's own lock, never do I/O, never call back, and
-never raise. The last ``max_events`` events are kept for traces; totals are exact over all of them.
+never raise. The latest events are kept for traces, in bounded memory; totals are exact over all.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ __all__ = ["MAX_STEPS", "Recorder", "Stage", "StallCause"]
 
 MAX_PENDING_LEVELS: Final = 1024
 """Levels that are put aside before they are settled."""
-MAX_STEPS: Final = 1024
+EVENT_BYTES: Final = 320
+"""Memory that one kept event is reckoned with: a span of a slot takes some 300 bytes, others less."""
+MAX_STEPS: Final = 256
 """Steps whose totals are kept one by one; the oldest go first."""
 
 
@@ -62,23 +64,23 @@ class Recorder:
         self,
         *,
         clock: Clock | None = None,
-        max_events: int | None = None,
+        event_bytes: int | None = None,
         log: EventLog | None = None,
     ) -> None:
         """Make an empty recorder; its totals begin now.
 
         Args:
             clock: Defaults to the real clock.
-            max_events: Events to keep; defaults to the knob ``PENSTOCK_MAX_EVENTS``.
+            event_bytes: Memory for the events that are kept; defaults to the knob
+                ``PENSTOCK_EVENT_MEMORY``.
             log: Where to write every event as well. The recorder does not close it.
         """
         self.clock: Clock = RealClock() if clock is None else clock
         self.log = log
         self._now_ns = self.clock.now_ns
         self._lock = Lock()
-        self._events: deque[RawEvent] = deque(
-            maxlen=knobs.max_events() if max_events is None else max_events
-        )
+        limit_bytes = knobs.event_bytes() if event_bytes is None else event_bytes
+        self._events: deque[RawEvent] = deque(maxlen=limit_bytes // EVENT_BYTES)
         self._lanes: dict[tuple[str, str], _Sum] = {}
         self._stalls: dict[str, _Sum] = {}
         self._counters: dict[str, int] = {}

@@ -1,11 +1,15 @@
 """The lines of an event log: their schema, and events to lines and back.
 
+A log that was rotated is read from its oldest file on (see [Note: rotated logs]).
+
 Every line has a ``kind``; times are nanoseconds of the recorder's clock, sizes are bytes:
 
 =========== ===================================================================================
 ``kind``    further fields
 =========== ===================================================================================
-``header``  ``schema`` (1), ``t_ns`` and ``unix_ns`` (one moment on both clocks), ``pid``
+``header``  ``schema`` (1), ``t_ns`` and ``unix_ns`` (one moment on both clocks), ``pid``, ``file``
+            (the number of this file of the log, from 0); from the second file on ``marks``: the
+            latest lines of kind ``mark`` that describe the run
 ``span``    ``stage``, ``t_ns`` (its begin), ``dur_ns``, ``nbytes``, ``tier``, ``slot``, ``cause``
 ``level``   ``t_ns``, ``memory``, ``nbytes``
 ``mark``    ``t_ns``, ``name``, ``fields`` (an object)
@@ -33,6 +37,10 @@ from penstock.observe.events import Event, Level, Mark, RawEvent, Span, typed
 from penstock.observe.totals import StepTotals, step_from_json
 
 SCHEMA: Final = 1
+MOST_HEADER_BYTES: Final = 1 << 16
+"""The longest first line that is looked at for a header."""
+_SAME_RUN: Final = ("t_ns", "unix_ns", "pid")
+"""Fields of the header that all files of a run share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +53,29 @@ class LastWords:
 def read_log(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """The records of a log, in order, without the torn last line that a killed process leaves.
 
+    Of a log that was rotated, the files that are left are read as one; the header is the oldest one's.
+
     Raises:
         ConfigError: The file cannot be read, is no event log of a known schema, or a line within it is
             damaged.
     """
-    for number, line in enumerate(_lines(os.fspath(path)), start=1):
-        if not line.endswith("\n"):
-            return
-        record = _parse(line, where=f"{os.fspath(path)}:{number}")
-        if number == 1 and (record.get("kind"), record.get("schema")) != ("header", SCHEMA):
-            raise ConfigError(f"{os.fspath(path)} is no event log of schema {SCHEMA}: {line!r}")
+    for _, record in placed_records(path):
         yield record
+
+
+def placed_records(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """As ``read_log``, each record with its place, as ``"ev.jsonl:7"``."""
+    for place, name in enumerate(log_files(path)):
+        for number, line in enumerate(_lines(name), start=1):
+            if not line.endswith("\n"):
+                return
+            record = _parse(line, where=f"{name}:{number}")
+            if number == 1:
+                if not _is_header(record):
+                    raise ConfigError(f"{name} is no event log of schema {SCHEMA}: {line!r}")
+                if place:
+                    continue
+            yield f"{name}:{number}", record
 
 
 def _lines(path: str) -> Iterator[str]:
@@ -64,6 +84,38 @@ def _lines(path: str) -> Iterator[str]:
             yield from file
     except (OSError, ValueError) as error:
         raise ConfigError(f"event log {path!r} cannot be read: {error}") from error
+
+
+def log_files(path: str | os.PathLike[str]) -> list[str]:
+    """The files of a log that are left, the oldest first: ``path`` is the last.
+
+    A ``path.1`` that does not go before, such as one of an earlier run, is not of this log.
+    """
+    base = os.fspath(path)
+    files, header = [base], _header_of(base)
+    while header is not None and type(number := header.get("file")) is int and number > 0:
+        older = f"{base}.{len(files)}"
+        before = _header_of(older)
+        if before is None or any(before.get(name) != header.get(name) for name in _SAME_RUN):
+            break
+        if before.get("file") != number - 1:
+            break
+        files.append(older)
+        header = before
+    return files[::-1]
+
+
+def _header_of(name: str) -> dict[str, Any] | None:
+    try:
+        with open(name, encoding="utf-8", opener=open_regular) as file:
+            record = parse_json(file.readline(MOST_HEADER_BYTES))
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) and _is_header(record) else None
+
+
+def _is_header(record: Mapping[str, Any]) -> bool:
+    return (record.get("kind"), record.get("schema")) == ("header", SCHEMA)
 
 
 def read_events(path: str | os.PathLike[str]) -> list[Event]:
@@ -99,6 +151,7 @@ def header_record(clock: Clock) -> dict[str, Any]:
         "t_ns": clock.now_ns(),
         "unix_ns": time.time_ns(),
         "pid": os.getpid(),
+        "file": 0,
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from typing import Final
 
-MAX_BURSTS: Final = 4096
+MAX_BURSTS: Final = 1024
 """Bursts that one :class:`BusyTime` remembers individually."""
 
 
@@ -21,7 +21,7 @@ class BusyTime:
 
     Disjoint bursts are kept as two sorted lists. Beyond :data:`MAX_BURSTS` the older half is folded
     into the total; an interval that still reaches back beyond what was folded counts from there on.
-    As intervals are recorded when they end, that would take one as old as 2048 idle periods.
+    As intervals are recorded when they end, that would take one as old as 512 idle periods.
     """
 
     __slots__ = ("_ends", "_folded_until_ns", "_starts", "total_ns")

@@ -111,7 +111,7 @@ class Shelf:
                     self._directories,
                     capacity_bytes=needed,
                     engine=self._engine(),
-                    recorder=Recorder(max_events=1),
+                    recorder=Recorder(event_bytes=0),
                     name="gradients",
                     allow_memory_filesystem=self._allow_memory_filesystem,
                 )

@@ -11,6 +11,7 @@ import os
 import sys
 import types
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
 
 from penstock.core.errors import ConfigError
@@ -18,7 +19,7 @@ from penstock.core.files import open_regular, parse_json, read_text
 from penstock.observe import records
 from penstock.observe.counters import SESSION
 from penstock.observe.foreseen import PREDICTION, Foreseen
-from penstock.observe.records import read_log, step_of
+from penstock.observe.records import placed_records, step_of
 from penstock.observe.summary import SCHEMA, RunFacts, Summary, summarize
 from penstock.observe.totals import StepTotals, summed
 
@@ -45,6 +46,10 @@ class Run:
     """False: the log ends before the session did, and the summary is of the steps that it has."""
     lost_events: int = 0
     """Events that the log left out because the disk did not keep up."""
+    missing_files: int = 0
+    """Files at the beginning of the log that are gone, because it was rotated."""
+    missing_steps: int = 0
+    """Steps that had ended in them."""
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
@@ -89,6 +94,7 @@ def _header(line: bytes) -> dict[str, Any] | None:
 class _Gathered:
     """What of a log is looked at."""
 
+    missing_files: int = 0
     steps: list[StepTotals] = field(default_factory=list)
     session: dict[str, Any] = field(default_factory=dict)
     foreseen: Foreseen | None = None
@@ -104,20 +110,27 @@ def _from_log(where: str, header: dict[str, Any]) -> Run:
             f" {records.SCHEMA}; use the version that wrote it"
         )
     found = _Gathered()
-    for number, record in enumerate(read_log(where), start=1):
-        _gather(found, record, f"{where}:{number}")
+    for place, record in placed_records(where):
+        _gather(found, record, place)
+    run = partial(Run, LOG, lost_events=found.lost_events, missing_files=found.missing_files)
+    first_step = found.steps[0].index if found.steps else None
     if found.summary is not None:
-        return Run(LOG, found.summary, found.ended, found.lost_events)
-    if not found.steps:
+        missing = found.summary.steps if first_step is None else first_step
+        return run(found.summary, found.ended, missing_steps=missing)
+    if first_step is None:
         raise ConfigError(
             f"{where} ends before any step did, and without a summary: there is nothing to report"
         )
-    return Run(LOG, _pieced_together(found, where), False, found.lost_events)
+    return run(_pieced_together(found, where), False, missing_steps=first_step)
 
 
 def _gather(found: _Gathered, record: dict[str, Any], where: str) -> None:
     kind = record.get("kind")
-    if kind == "step":
+    if kind == "header":
+        found.missing_files = _whole(record.get("file", 0), "file", where)
+        for mark in _marks(record, where):
+            _gather(found, mark, where)
+    elif kind == "step":
         found.steps.append(step_of(record, where=where))
     elif kind == "mark" and record.get("name") == PREDICTION:
         found.foreseen = Foreseen.from_fields(_object(record, "fields", where), source=where)
@@ -129,6 +142,22 @@ def _gather(found: _Gathered, record: dict[str, Any], where: str) -> None:
         found.lost_events += _value(int, record.get("count"), f"{where}: field 'count'")
     elif kind == "end":
         found.ended = True
+
+
+def _whole(value: Any, name: str, where: str) -> int:
+    if type(value) is not int or value < 0:
+        raise ConfigError(f"{where}: field {name!r} is {value!r}, not a whole number")
+    return value
+
+
+def _marks(header: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """The marks that a header repeats of files before it."""
+    marks = header.get("marks", [])
+    if not isinstance(marks, list) or not all(
+        isinstance(mark, dict) and mark.get("kind") == "mark" for mark in marks
+    ):
+        raise ConfigError(f"{where}: field 'marks' is {marks!r}, not a list of marks")
+    return marks
 
 
 def _object(record: dict[str, Any], name: str, where: str) -> dict[str, Any]:

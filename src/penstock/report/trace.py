@@ -50,7 +50,7 @@ def write_trace(
     *,
     about: Mapping[str, object] | None = None,
 ) -> None:
-    """Write the events that are still kept; older ones have been let go (``PENSTOCK_MAX_EVENTS``).
+    """Write the events that are still kept; older ones have been let go (``PENSTOCK_EVENT_MEMORY``).
 
     Args:
         source: A recorder, or events as :func:`penstock.observe.read_events` gives them.

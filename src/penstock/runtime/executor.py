@@ -86,7 +86,6 @@ class Executor:
         )
         self.completion = Completion()
         self._sampler = Sampler()
-        self._closed = False
         self._pid = process.this.pid
         self._pass = self._new_pass(0)
         self._pass.end_ns = self._pass.start_ns  # the first one begins with the first save
@@ -177,7 +176,7 @@ class Executor:
         """
         self._mover.use(storage)
         with self._lock:
-            if self._closed:
+            if self._traffic.closed:
                 raise ClosedError("the session is closed: it holds no more saved tensors")
             saved = self._register(storage, base, version, origin)
             saved.views = [weakref.ref(view)]
@@ -341,6 +340,7 @@ class Executor:
         Raises:
             RestoreError: They cannot be read back.
             BudgetError: There can be no room for them.
+            ClosedError: The session is closed, and they were on a tier.
         """
         if process.this.pid != self._pid:
             return self._in_child(saved)
@@ -479,5 +479,5 @@ class Executor:
         if process.this.pid != self._pid:
             return
         with self._lock:
-            self._closed = True
+            self._traffic.closed = True
         self.planner.sure = frozenset()

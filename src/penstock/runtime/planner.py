@@ -45,6 +45,8 @@ from penstock.runtime.residency import SlotRecord
 
 DEMAND: Final = "demand"
 """Why there is a new plan: data loaders read more of flash, or less, than the one before left them."""
+MOST_DECIDED: Final = 65_536
+"""Slots whose decisions are remembered; then all are forgotten. Sizes may change with each step."""
 FREE_REPLANS: Final = 5
 """Plans made at once; after these, ever longer waits, so that drift for ever stays cheap."""
 
@@ -395,6 +397,8 @@ class Planner:
 
     def _want_records(self) -> None:
         """Whether records of all slots are wanted; inputs of what is run again are named by theirs."""
+        if len(self._decided) > MOST_DECIDED:
+            self._decided, self._kept_keys = {}, set()
         plan = self.plan
         wanted = (
             plan is None

@@ -13,7 +13,7 @@ from penstock.runtime.kept import KeptStorage
 from penstock.runtime.planner import Planner
 from penstock.runtime.residency import Residency, SavedStorage
 from penstock.runtime.room import Room
-from penstock.runtime.traffic import Traffic, in_memory
+from penstock.runtime.traffic import Traffic, in_memory, session_closed
 
 
 class Reads:
@@ -41,6 +41,7 @@ class Reads:
         Raises:
             RestoreError: They cannot be read back.
             BudgetError: There can be no room for them.
+            ClosedError: The session is closed.
         """
         start_ns = self._recorder.clock.now_ns()
         cause = StallCause.LATE
@@ -50,6 +51,8 @@ class Reads:
                 transfer = saved.read if saved.state is Residency.READING else None
             if storage is not None:
                 break
+            if self._traffic.closed:
+                raise session_closed(saved.label)
             try:
                 if transfer is not None:
                     transfer.promote(Priority.DEMAND)
@@ -58,11 +61,11 @@ class Reads:
                     cause = StallCause.DEMAND
                     self._begin_demand(saved)
             except (CancelledError, ClosedError, OSError) as error:
-                raise _restore_error(saved, error) from error
+                raise self._restore_error(saved, error) from error
             except PenstockError as error:
                 if isinstance(error, MemoryError):
                     raise
-                raise _restore_error(saved, error) from error
+                raise self._restore_error(saved, error) from error
         if cause is StallCause.DEMAND:
             self._recorder.count("prefetch.missed")
         self._room.stalled(start_ns, cause, saved.label)
@@ -97,7 +100,9 @@ class Reads:
         while True:
             with traffic.lock:
                 following = of_pass.next_spilled(again=again)
-            if following is None or planner.too_early(following.record.key, of_pass.place):
+            if following is None or traffic.closed:
+                return
+            if planner.too_early(following.record.key, of_pass.place):
                 return
             if not self._window_allows(following):
                 of_pass.window_full = True
@@ -113,6 +118,7 @@ class Reads:
         needed = mover.target_bytes(saved.ticket)
         return mover.used_bytes() + needed <= window
 
-
-def _restore_error(saved: SavedStorage, error: BaseException) -> RestoreError:
-    return RestoreError(f"cannot restore {saved.label} for its backward: {error}")
+    def _restore_error(self, saved: SavedStorage, error: BaseException) -> PenstockError:
+        if self._traffic.closed:
+            return session_closed(saved.label)
+        return RestoreError(f"cannot restore {saved.label} for its backward: {error}")

@@ -23,7 +23,14 @@ from penstock.io.mapping import HUGE_PAGE_BYTES
 from penstock.observe.recorder import Recorder, Stage, StallCause
 from penstock.runtime.passes import Pass
 from penstock.runtime.residency import Residency, SavedStorage
-from penstock.runtime.traffic import SMALL, Traffic, is_in_use, is_settled, strip
+from penstock.runtime.traffic import (
+    SMALL,
+    Traffic,
+    is_in_use,
+    is_settled,
+    session_closed,
+    strip,
+)
 
 _COMPILED: Final = "OptimizedModule"
 """What `torch.compile(model)` is called, and so what it saves."""
@@ -110,8 +117,11 @@ class Room:
 
         Raises:
             BudgetError: Nothing is left to do.
+            ClosedError: The session is closed, so that nothing can be moved.
         """
         traffic = self._traffic
+        if traffic.closed:
+            raise session_closed(name)
         missing = nbytes - self._budget.free_bytes if from_budget else nbytes
         if missing <= 0 or self._write_ends_sooner(missing) or traffic.mover.trim(missing) > 0:
             return True

@@ -19,6 +19,7 @@ import torch
 from penstock.core.budget import Budget
 from penstock.core.config import UNLIMITED
 from penstock.core.errors import (
+    ClosedError,
     NoSpaceError,
     PenstockWarning,
     SourceChangedError,
@@ -58,6 +59,7 @@ class Traffic:
         reading: Reads under way.
         restored: Storages in the state RESTORED.
         failed: Whether a tier has refused or lost a write.
+        closed: Whether the session is closed: nothing moves any more.
         spare_bytes: Charged to the budget for storages to come; see ``take_spare``.
         table: Saved storages whose source is alive, by its address: an entry goes before that can be
             used again (TRAPS rule 27).
@@ -81,6 +83,7 @@ class Traffic:
         self.reading = 0
         self.restored: dict[SavedStorage, None] = {}
         self.failed = False
+        self.closed = False
         self.table: dict[int, SavedStorage] = {}
         self.tiers = tiers
         self.mover = mover
@@ -456,3 +459,12 @@ def in_memory(saved: SavedStorage) -> torch.UntypedStorage | None:
     if storage is None and saved.restored is not None:
         storage = saved.restored()
     return storage
+
+
+def session_closed(label: str) -> ClosedError:
+    """Return the error of a backward that needs moved bytes after its session was closed."""
+    return ClosedError(
+        f"cannot restore {label} for its backward: the session of this graph is closed, and what it had"
+        " moved out of memory is gone; run forward again, and finish backward inside the `with` block,"
+        " or before close()"
+    )

@@ -12,11 +12,13 @@ import heapq
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
 from penstock.core.errors import ConfigError
 from penstock.core.files import open_regular, parse_json
+from penstock.observe.records import log_files
 from penstock.ssd.cells import SECTOR_BYTES
 from penstock.ssd.requests import Request
 
@@ -109,7 +111,9 @@ def parsed(path: str | Path, kind: Format | None = None) -> Iterator[Parsed]:
     first = next(_lines(name), None)
     if first is None:
         raise ConfigError(f"trace {name!r} is empty")
-    return _PARSERS[kind or guess(first.text)](_lines(name))
+    kind = kind or guess(first.text)
+    names = log_files(name) if kind is Format.PENSTOCK else [name]
+    return _PARSERS[kind](chain.from_iterable(map(_lines, names)))
 
 
 def guess(line: str) -> Format:
