@@ -34,6 +34,8 @@ from penstock.core.errors import ChecksumError, DatasetError, transfer_error
 from penstock.core.units import round_up
 from penstock.data.files import FileTable
 from penstock.data.permutation import Numbers
+from penstock.io.reporting import written
+from penstock.observe.clients import DATA
 
 _MAGIC: Final = b"PSTKIDX1"
 _VERSION: Final = 1
@@ -135,7 +137,7 @@ class Index:
         data = self._encode()
         temporary = f"{path}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
         try:
-            with open(temporary, "xb") as file:
+            with open(temporary, "xb") as file, written(DATA, len(data), path):
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
