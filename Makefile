@@ -12,6 +12,10 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile -c 
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,\
 	$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
 
+# pytest fails where an output is closed, as `make test >&-` has it
+PYTEST = (true 3>&1) 2>/dev/null || exec >/dev/null; (true 3>&2) || exec 2>/dev/null; \
+	$(PY) -m pytest
+
 .PHONY: help demo test test-all lint format bench docs clean
 
 help: ## print this list
@@ -21,11 +25,11 @@ demo: $(VENV)/.base ## train a network without and with Penstock, side by side (
 	$(PY) examples/demo.py
 
 test: $(VENV)/.base ## the tests, but for slow ones, side by side on up to four cores
-	$(PY) -m pytest -m "not slow and not gpu" -n logical --maxprocesses 4 --dist worksteal \
+	$(PYTEST) -m "not slow and not gpu" -n logical --maxprocesses 4 --dist worksteal \
 		--durations=10
 
 test-all: $(VENV)/.base ## the tests, slow ones, random ones and those for a GPU included
-	PENSTOCK_TEST_RANDOM=1 $(PY) -m pytest
+	export PENSTOCK_TEST_RANDOM=1; $(PYTEST)
 
 lint: $(VENV)/.base $(VENV)/.lint ## style, types, and the layers of the design
 	$(PY) -m ruff check

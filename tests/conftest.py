@@ -7,6 +7,7 @@ there, GPU tests on GPUs, one thread for kernels.
 
 import gc
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -44,6 +45,20 @@ def what_stays_is_not_looked_through():
     """Sessions look at all objects there are, and collections too: of modules there are a million."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def default_signals():
+    """Ctrl-C and a hang-up do what they do by default, here and in what is started.
+
+    A parent may have them ignored: a shell that is not interactive does so with SIGINT for what it
+    begins in the background, and ``nohup`` with SIGHUP.
+    """
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, default) for number, default in defaults.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -93,6 +108,16 @@ def session_for(disk_path, small_knobs, one_thread):
     yield make
     for session in made:
         session.close()
+
+
+@pytest.fixture
+def everything(session_for, monkeypatch):
+    """An open session in which every saved tensor moves, however small; see ``operator_runs``."""
+    from operator_runs import Everything
+
+    monkeypatch.setenv("PENSTOCK_VERIFY", "full")
+    with session_for(codec="none", floor=1) as session:
+        yield Everything(session, monkeypatch)
 
 
 def pytest_collection_modifyitems(items):

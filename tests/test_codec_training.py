@@ -612,6 +612,7 @@ with Session(config, model=net, wrap_tier=slow, machine=Machine("slow", 1e6, 1e6
 """
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_ctrl_c_ends_a_wait_for_an_encoded_write(disk_path):
     child = subprocess.Popen(
         [sys.executable, "-c", CTRL_C, str(disk_path)],

@@ -303,6 +303,7 @@ with penstock.offload(net, device_memory="8MiB", flash=sys.argv[1], flash_capaci
     assert os.listdir(disk_path) == []
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_ctrl_c_ends_a_wait_cleanly(disk_path):
     """On a disk so slow that the training thread waits for it, in pack, all the time."""
     script = (

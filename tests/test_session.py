@@ -134,16 +134,13 @@ class Finalized:
         signal.raise_signal(signal.SIGINT)  # as if Ctrl-C had waited for this line
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_ctrl_c_that_a_finalizer_swallows_comes_at_the_end_of_the_step(session_for):
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     hook = sys.unraisablehook
     net = torch.nn.Conv2d(3, 8, 3)
-    try:
-        with session_for(net, policy="keep"):
-            Finalized()
-            with pytest.raises(KeyboardInterrupt):
-                train(net, 1)
-            train(net, 1)  # once
-        assert sys.unraisablehook is hook
-    finally:
-        signal.signal(signal.SIGINT, handler)
+    with session_for(net, policy="keep"):
+        Finalized()
+        with pytest.raises(KeyboardInterrupt):
+            train(net, 1)
+        train(net, 1)  # once
+    assert sys.unraisablehook is hook

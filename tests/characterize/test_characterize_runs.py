@@ -111,11 +111,15 @@ def test_a_restore_that_leaves_a_part_out_is_noticed(part, way, disk_path, monke
 
 
 def test_what_makes_no_sense_is_said_in_a_line(disk_path, capsys):
+    (disk_path / "deep.json").write_text("[" * 100_000)
+    (disk_path / "empty.json").write_text('{"schema": 1, "networks": [{}]}')
     for words, said in (
         (["--networks", "resnet99"], "'resnet99' is not one of"),
         (["--scale", "7"], "scale=7.0 is not between"),
         (["--dir", str(disk_path / "no")], "is missing"),
         (["--merge", str(disk_path / "no.json")], "cannot be read"),
+        (["--merge", str(disk_path / "deep.json")], "nested too deep"),
+        (["--merge", str(disk_path / "empty.json")], "not all of these are whole results"),
     ):
         assert main(["characterize", *words]) == 2
         assert said in capsys.readouterr().err
@@ -168,6 +172,7 @@ def test_workers_end_with_the_process_that_started_them(disk_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_is_interrupted_leaves_nothing(how, disk_path):
     words = ["-m", "penstock", "characterize", "--networks", "resnet18", "--dir", str(disk_path)]

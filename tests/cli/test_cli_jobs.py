@@ -4,6 +4,8 @@ import json
 import re
 import subprocess
 import sys
+import time
+from contextlib import contextmanager
 
 import pytest
 from rich.console import Console
@@ -34,6 +36,7 @@ def toml(folder, *, memory, need, names="ab", **job):
     (folder / "spill").mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT)
     text = f'[machine]\nmemory = "{memory}"\nflash = "spill"\nslice = "300ms"\nasleep = "250MiB"\n'
+    text += 'grace = "2 min"\n'
     for seed, name in enumerate(names):
         text += f'[[job]]\nname = "{name}"\nscript = "train.py"\nargs = ["{seed}", "{STEPS}"]\n'
         text += f'memory = "{need}"\n'
@@ -79,6 +82,76 @@ def test_a_script_that_is_wrong_is_quoted(disk_path):
     assert done.returncode == 1
     assert "a: failed with exit code 1; its log ends: Traceback" in done.stderr
     assert "No module named 'nothing_of_this_name'" in done.stderr
+
+
+@contextmanager
+def manager_begun_with(folder, script, inherited):
+    """A manager of one job, which comes up with signals as a parent might leave them."""
+    toml(folder, memory="1GiB", need="300MiB", names="a")
+    (folder / "train.py").write_text(script)
+    begin = f"import os, signal, sys\n{inherited}\nos.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-m", "penstock", "jobs", "run", "jobs.toml"]
+    manager = subprocess.Popen(
+        [sys.executable, "-c", begin, *command],
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield manager
+    finally:
+        manager.kill()
+        manager.communicate()
+
+
+@pytest.mark.parametrize(
+    "inherited",
+    [
+        "for each in signal.SIGINT, signal.SIGTERM: signal.signal(each, signal.SIG_IGN)",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])",
+    ],
+    ids=["ignored", "blocked"],
+)
+@pytest.mark.parametrize("how", ["stop", "SIGTERM"])
+def test_jobs_end_in_order_whatever_signals_their_manager_has_inherited(disk_path, inherited, how):
+    script = (
+        "import time\n"
+        "try:\n"
+        "    open('begun', 'w').close()\n"
+        "    time.sleep(200)\n"
+        "finally:\n"
+        "    open('tidied', 'w').close()\n"
+    )
+    with manager_begun_with(disk_path, script, inherited) as manager:
+        while not (disk_path / "begun").exists():
+            assert manager.poll() is None
+            time.sleep(0.01)
+        if how == "stop":
+            assert penstock(disk_path, "jobs", "stop").returncode == 0
+        else:
+            manager.terminate()
+        _, told = manager.communicate(timeout=200)
+    assert "a: stopped (killed by SIGINT)" in told
+    assert (disk_path / "tidied").exists()
+
+
+def test_a_job_that_fails_is_known_to_have_failed_where_sigchld_is_ignored(disk_path):
+    """The kernel keeps no exit code for such a manager: the job tells it itself."""
+    inherited = "signal.signal(signal.SIGCHLD, signal.SIG_IGN)"
+    with manager_begun_with(disk_path, "raise SystemExit(3)", inherited) as manager:
+        _, told = manager.communicate(timeout=200)
+    assert manager.returncode == 1
+    assert "a: failed with exit code 3" in told
+
+
+def test_a_job_whose_end_nobody_knows_has_not_succeeded(disk_path):
+    inherited = "signal.signal(signal.SIGCHLD, signal.SIG_IGN)"
+    script = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"
+    with manager_begun_with(disk_path, script, inherited) as manager:
+        _, told = manager.communicate(timeout=200)
+    assert manager.returncode == 1
+    assert "a: ended; its exit code is not known" in told
 
 
 @pytest.mark.parametrize(
@@ -139,7 +212,7 @@ def test_a_script_that_is_wrong_is_quoted(disk_path):
         (f'[machine]\nmemory = "{"9" * 400}GiB"\n', r"memory: '9+' is not a size"),
         ('[machine]\nmemory = "9999999PiB"\n', r"memory: '9999999PiB' is too much: .* 2\^63 bytes"),
         (f"JOB\npriority = 0x{'f' * 5000}", r"job.priority is a number of more than 64 bits"),
-        (f"x = {'[' * 3000}", r"jobs.toml: .*recursion"),
+        (f"x = {'[' * 3000}", r"jobs.toml: .*nested too deep"),
         ("{", r"Expected|Invalid"),
     ],
 )

@@ -281,6 +281,11 @@ def test_the_plot_is_written(tmp_path, capsys):
         (["vgg16", "--batch", "1", *ON_CPU, "--policy", "best"], "known are all, auto"),
         (["vgg16", *ON_CPU], "--batch is missing"),
         (["vgg16", "--batch", "0", *ON_CPU], "--batch is 0"),
+        (
+            ["vgg16", "--batch", "999999999999", *ON_CPU],
+            "vgg16 with a batch of 999999999999 failed",
+        ),
+        (["vgg16", "--batch", "9" * 30, *ON_CPU], f"vgg16 with a batch of {'9' * 30} failed"),
         (["vgg16", "--batch", "1", *ON_CPU, "--device-memory", "2G"], "'2G' is ambiguous"),
         (["vgg16", "--batch", "1", *ON_CPU, "--device-memory", "0"], "must be 1 or more"),
         (["vgg16", "--batch", "1", *ON_CPU, "--set", "a=1"], "no setting a; it has"),

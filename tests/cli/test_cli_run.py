@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import textwrap
 import zipfile
 
@@ -71,12 +72,12 @@ SCRIPTS = {
         os.kill(os.getpid(), signal.SIGTERM)
         """,
     "has handlers and a thread that goes on": """
-        import atexit, sys, threading, time
+        import atexit, sys, threading
         atexit.register(lambda: print("first registered", file=sys.stderr))
         atexit.register(lambda: print("second registered", file=sys.stderr))
         atexit.register(lambda: 1 / 0)
         def work():
-            time.sleep(0.2)
+            threading.main_thread().join()
             print("thread is done", file=sys.stderr)
         threading.Thread(target=work).start()
         print("main is done", file=sys.stderr)
@@ -189,6 +190,7 @@ def test_a_script_can_be_run_without_unsafe_paths(tmp_path):
     assert str(tmp_path) not in plain.out
 
 
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_from_outside_does_what_it_would(tmp_path, number):
     text = """
@@ -267,13 +269,22 @@ def test_a_file_does_not_get_the_number_of_a_closed_output(tmp_path):
 
 def test_what_a_manager_ends_by_hears_it_also_begun_in_the_background(tmp_path):
     (tmp_path / "script.py").write_text(
-        "import signal\nprint(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)\n"
+        "import signal\n"
+        "numbers = signal.SIGINT, signal.SIGTERM\n"
+        "print(*(signal.getsignal(each) is signal.SIG_IGN for each in numbers))\n"
+        "print(*(each in signal.pthread_sigmask(signal.SIG_BLOCK, []) for each in numbers))\n"
     )
     (tmp_path / "channel").write_bytes(bytes(8192))
-    for options, ignored in (([], "True\n"), (["--channel", "channel"], "False\n")):
+    begin = (
+        "import os, signal, sys\n"
+        "for each in signal.SIGINT, signal.SIGTERM: signal.signal(each, signal.SIG_IGN)\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])\n"
+        "os.execv(sys.argv[1], sys.argv[1:])\n"
+    )
+    for options, deaf in (([], "True True\n"), (["--channel", "channel"], "False False\n")):
         command = [*PENSTOCK["module"], "run", *options, "script.py"]
-        ended = end(start(["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command], tmp_path))
-        assert (ended.code, ended.out) == (0, ignored)
+        ended = end(start([sys.executable, "-c", begin, *command], tmp_path))
+        assert (ended.code, ended.out) == (0, deaf * 2)
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

@@ -107,6 +107,7 @@ def test_a_failing_script_fails_as_it_would_and_the_summary_comes_after(work):
     assert list((work / "spill").iterdir()) == []
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_ctrl_c_ends_a_training_run_with_a_summary(work):
     process = start_under(work, "train.py", "wait", options=BUDGET)
     while process.stdout.readline() not in ("waiting\n", ""):

@@ -1,11 +1,15 @@
 """``penstock ssd``: what is told, and what is refused."""
 
 import json
+import random
+import signal
 from xml.etree import ElementTree
 
 import pytest
 
 from penstock.cli import main, ssd_sweep
+from penstock.cli.ssd_pace import Pace
+from penstock.observe.clock import ManualClock
 
 UPDATE = ["ssd", "weight-update", "--device", "optimstore", "--parameters", "6.7e9"]
 
@@ -120,6 +124,72 @@ def test_a_run_as_json(capsys):
     assert one["latency_us"]["read"]["mean"] == pytest.approx(102.4, rel=0.01)
     assert "write" not in one["latency_us"]
     assert one["energy_j"]["total"] == pytest.approx(sum(one["energy_j"]["components"].values()))
+
+
+def test_a_count_is_one_that_can_be_counted(capsys):
+    for text in ("1e308", "1e16", "9007199254740993", "0", "1.5", "nan", "inf"):
+        assert "--requests is" in refusal([*RUN, "randread", "--requests", text], capsys)
+        assert "--parameters is" in refusal([*UPDATE[:-1], text], capsys)
+    assert output([*UPDATE[:-1], str(2**53)], capsys)
+
+
+def test_a_run_ends_after_some_time_with_what_was_done(capsys, tmp_path):
+    trace = tmp_path / "trace.txt"
+    trace.write_text("".join(f"{i} 0 {8 * i} 8 1\n" for i in range(100)))
+    for workload in (["randread", "--requests", "1e15"], [str(trace)]):
+        assert main([*RUN, *workload, "--stop-after", "1e-9", "--json"]) == 0
+        captured = capsys.readouterr()
+        one = json.loads(captured.out)
+        assert one["stopped"] == "its time is up"
+        assert 0 < one["requests"] < 100
+        assert f"the first {one['requests']} requests" in captured.err
+    whole = json.loads(output([*RUN, str(trace), "--json"], capsys))
+    assert (whole["requests"], whole["stopped"]) == (100, None)
+    part = json.loads(output([*RUN, str(trace), "--requests", "7", "--json"], capsys))
+    assert (part["requests"], part["stopped"]) == (7, None)
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+def test_a_time_that_makes_no_sense(seconds, capsys):
+    assert "--stop-after is" in refusal([*RUN, "randread", f"--stop-after={seconds}"], capsys)
+
+
+def test_a_run_that_is_interrupted_tells_what_was_done(capsys, monkeypatch):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    asked = 0
+    next_place = random.Random.random
+
+    def press_ctrl_c(self):
+        nonlocal asked
+        asked += 1
+        if asked == 500:
+            signal.raise_signal(signal.SIGINT)
+        return next_place(self)
+
+    class Pressed(random.Random):
+        random = press_ctrl_c
+
+    try:
+        monkeypatch.setattr("penstock.ssd.requests.random.Random", Pressed)
+        assert main([*RUN, "randread", "--requests", "1e15", "--json"]) == 130
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    captured = capsys.readouterr()
+    one = json.loads(captured.out)
+    assert one["stopped"] == "interrupted"
+    assert 0 < one["requests"] <= 500
+    assert "interrupted: this is what the first" in captured.err
+
+
+def test_how_far_it_is(monkeypatch):
+    clock, told = ManualClock(), []
+    pace = Pace(1000, None, clock=clock)
+    pace.tell = told.append
+    for _ in pace.of(iter(range(200))):
+        clock.advance(10**7)
+    assert told[0] == "32 requests, 3.2%"
+    assert len(told) == 6  # of 12 looks: not more often than five times a second
 
 
 def test_a_run_is_drawn_over_time(tmp_path, capsys):

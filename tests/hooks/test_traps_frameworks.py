@@ -135,6 +135,21 @@ def test_trap_12_compiled_models_train_inside_a_session(session_for, dynamo, bac
     assert keys
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_trap_12_single_layers_that_are_compiled(session_for, dynamo, backend):
+    """Where the compiler breaks a graph, it begins to trace whatever Python runs: not our hooks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    features = leaf(256, 64)
+    for layer in model:
+        layer.compile(backend=backend)
+    expected = gradients_of(lambda: model(features).square().sum(), model, features)
+    with session_for(model):
+        for _ in range(2):
+            found = gradients_of(lambda: model(features).square().sum(), model, features)
+            assert all(map(same_bits, found, expected))
+
+
 def test_trap_12_compiled_inside_the_session_as_well(session_for, dynamo):
     """The first call, with all its tracing, falls into the session."""
     model = blocks(2)

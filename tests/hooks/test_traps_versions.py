@@ -1,5 +1,7 @@
 """Rule 1: hooks switch off autograd's check for edits in place, so we make it."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -90,18 +92,84 @@ def test_trap_01_edit_of_a_tensor_of_a_foreign_kind_raises(session_for):
         edited()
 
 
-def test_trap_01_a_copy_is_right_by_itself(session_for):
-    """A small view of a large storage is copied out when it is saved, so what becomes of the original
-    is of no matter: the gradient is that of the values that were saved.
+@pytest.mark.parametrize("count", [LARGE, SMALL, TINY])
+def test_trap_01_a_small_view_that_is_copied_out_watches_its_base(session_for, count):
+    """The copy would still be right, but autograd raises here: a program must not begin to depend on
+    whether a view is small beside its storage.
     """
     weight = leaf(64 * LARGE)
-    with session_for():
+    with session_for() as session:
         activation = weight * 2
-        part = activation[:LARGE]
+        part = activation[:count]
         square = part * part
         activation.add_(1)
-        square.sum().backward()
-    assert same_bits(weight.grad[:LARGE], 8 * weight.detach()[:LARGE])
+        wait_for_writes(session)
+        with pytest.raises(InPlaceError):
+            square.sum().backward()
+
+
+@pytest.mark.parametrize(("size", "policy"), HANDLES)
+def test_trap_01_an_edit_of_what_was_handed_out_raises(session_for, size, policy):
+    """A Function that changes ``ctx.saved_tensors`` in place, or a look at ``grad_fn._saved_result``
+    that is written to: autograd raises at the next use, for what it hands out has the same counter.
+    """
+    weight = leaf(size)
+    with session_for(policy=policy) as session:
+        result = (weight * 2).exp()
+        node = result.grad_fn
+        loss = result.sum()
+        del result
+        wait_for_writes(session)
+        node._saved_result.mul_(2)
+        with pytest.raises(InPlaceError):
+            loss.backward()
+
+
+class _WritesWhatItSaved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x * 3)
+        return x * 3
+
+    @staticmethod
+    def backward(ctx, grad):
+        (saved,) = ctx.saved_tensors
+        saved.add_(1)
+        return grad * saved
+
+
+@pytest.mark.parametrize(("size", "policy"), HANDLES)
+def test_trap_01_a_function_that_changes_what_it_saved_fails_the_second_time(
+    session_for, size, policy
+):
+    weight = leaf(size)
+
+    def twice(settle=lambda: None):
+        loss = _WritesWhatItSaved.apply(weight * 2).sum()
+        settle()
+        loss.backward(retain_graph=True)
+        settle()
+        loss.backward()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        twice()
+    with session_for(policy=policy) as session, pytest.raises(InPlaceError):
+        twice(lambda: wait_for_writes(session))
+
+
+@pytest.mark.parametrize("policy", ["keep", "all"])
+def test_trap_01_other_memory_for_a_parameter_counts(session_for, policy):
+    """``p.data = other`` between forward and backward: autograd holds the parameter, so it uses the
+    new memory, and the old goes.
+    """
+    x, weight, other = leaf(64, 64), leaf(64, 64, seed=1), leaf(64, 64, seed=2).detach()
+    with session_for(policy=policy):
+        product = x * weight
+        old = weakref.ref(weight.untyped_storage())
+        weight.data = other
+        assert old() is None
+        product.sum().backward()
+    assert same_bits(x.grad, other)
 
 
 @pytest.mark.parametrize("policy", ["keep", "all"])

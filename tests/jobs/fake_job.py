@@ -5,6 +5,7 @@
 Its memory is a bytearray that is filled when it is awake and dropped when it sleeps.
 
     steps=N      it ends after so many (default 50)
+    until=FILE   it does not end before there is one: it waits for it, and sleeps when it is told to
     step_s=S     how long a step takes (default 0.005)
     mib=N        what it holds when it is awake (default 1)
     start_s=S    how long until it can be put to sleep
@@ -22,6 +23,7 @@ import sys
 import time
 
 from penstock.jobs.channel import JobEnd
+from penstock.jobs.early import listen_to_manager
 
 MIB = 1024**2
 MOVING_S = 0.25
@@ -42,6 +44,9 @@ class Job:
 
     def step_over(self):
         self.channel.status.steps += 1
+        self.follow()
+
+    def follow(self):
         order = self.channel.look()
         self.channel.tell(order=order.number)
         if not order.sleep:
@@ -65,6 +70,7 @@ class Job:
 
 def main(channel, *words):
     signal.alarm(120)  # whatever became of the test
+    listen_to_manager()
     how = dict(word.split("=", 1) for word in words)
     if how.get("deaf"):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -85,6 +91,9 @@ def main(channel, *words):
         if "say" in how:
             print(how["say"], flush=True)
         job.step_over()
+    while "until" in how and not os.path.exists(how["until"]):
+        time.sleep(0.005)
+        job.follow()
     job.channel.tell(state="over", code=0)
     print("all steps are done", os.getpid())
 

@@ -362,7 +362,8 @@ def test_what_cannot_come_ahead_does_not_wake_it(trained, ends, monkeypatch):
     def manage():
         until(manager, lambda status: status.state == "asleep")
         manager.want(sleep=True, fetch_bytes=3 * MIB)
-        time.sleep(0.3)
+        until(manager, lambda _: any("ahead of its turn" in line for line in told))
+        time.sleep(0.1)  # it would wake by now
         states.append(manager.look().state)
         manager.want(sleep=False)
 
@@ -397,7 +398,7 @@ def test_a_signal_does_not_put_to_sleep_what_a_manager_runs(trained, ends):
 
 
 def until(manager, what):
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while time.monotonic() < end:
         if what(manager.look()):
             return

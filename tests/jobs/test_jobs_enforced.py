@@ -2,18 +2,16 @@
 
 import json
 import os
-import signal
 import subprocess
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from test_jobs_manager import TOML, cmdline, described, managed, started
+from test_jobs_manager import killed_manager, managed, next_manager
 
 from penstock.core.errors import JobError
 from penstock.core.units import MIB
-from penstock.jobs import Client, Manager
+from penstock.jobs import Manager
 from penstock.jobs.cgroups import Group, own_place
 from penstock.jobs.description import Description
 from penstock.jobs.enclosure import Enclosure, discard
@@ -100,34 +98,10 @@ def test_who_takes_too_much_at_once_is_ended_and_nobody_else(managed):
 
 
 def test_the_next_manager_takes_over_the_group_and_removes_it(disk_path):
-    described(disk_path, {"name": "a"})  # makes the places
-    (disk_path / "jobs.toml").write_text(
-        TOML.replace("looking", "cgroup")
-        + "".join(
-            f'[[job]]\nname = "{name}"\nscript = "script.py"\nmemory = "80MiB"\n'
-            'args = ["mib=64", "steps=80"]\n'
-            for name in "ab"
-        )
-    )
-    process = started(disk_path)
-    client, status = Client(disk_path / "state"), None
-    try:
-        end = time.monotonic() + 20
-        while time.monotonic() < end:
-            with suppress(JobError):
-                status = client.status()
-                if sorted(each["phase"] for each in status["jobs"]) == ["asleep", "awake"]:
-                    break
-        process.kill()
-        process.communicate()
+    with killed_manager(disk_path, steps=80, enforce="cgroup") as status:
         group = Path(status["machine"]["kept_by"])
         assert all(Group.at(str(group / f"job-{name}")).processes() for name in "ab")
-        again = started(disk_path)
-        out, _ = again.communicate(timeout=60)
-    finally:
-        for each in status["jobs"]:
-            if b"fake_job" in cmdline(each["pid"]):
-                os.kill(each["pid"], signal.SIGKILL)
+        out = next_manager(disk_path)
     result = json.loads(out.splitlines()[-1])["status"]
     assert [each["steps"] for each in result["jobs"]] == [80, 80]
     assert result["machine"]["kept_by"] == str(group)

@@ -24,15 +24,20 @@ from penstock.jobs.channel import JobEnd, ManagerEnd, start_ticks
 from penstock.jobs.command import run_command
 from penstock.jobs.description import load
 from penstock.jobs.policy import MOVING_SHARE
-from penstock.jobs.processes import Identity, held_bytes
+from penstock.jobs.processes import held_bytes
 from penstock.jobs.record import StateDirectory
 
+PATIENCE_S = 100
+"""For so long a test waits for what comes at once, or never."""
 MEMORY_MIB = 140
 """Of the machine. A fake job holds some 12 MiB asleep."""
 
 
 def described(folder, *jobs, **machine):
-    """Jobs by ``{"name": ..., "how": "steps=3 mib=1"}``; 80 MiB each if they do not say."""
+    """Jobs by ``{"name": ..., "how": "steps=3 mib=1"}``; 80 MiB each if they do not say.
+
+    One with ``"lasts": True`` does not end before there is a file ``go`` in the folder.
+    """
     (folder / "script.py").touch()
     (folder / "flash").mkdir(exist_ok=True)
     machine = {
@@ -40,7 +45,7 @@ def described(folder, *jobs, **machine):
         "flash": "flash",
         "slice": "100ms",
         "asleep": "20MiB",
-        "grace": "300ms",
+        "grace": "1 min",
         "enforce": "looking",  # what it counts is the same on every machine
         **machine,
     }
@@ -50,6 +55,8 @@ def described(folder, *jobs, **machine):
     ]
     for table in tables:
         table.pop("how", None)
+        if table.pop("lasts", False):
+            table["args"].append(f"until={folder / 'go'}")
         if table["memory"] is None:
             del table["memory"]
     document = {"machine": machine, "job": tables}
@@ -58,7 +65,11 @@ def described(folder, *jobs, **machine):
 
 @pytest.fixture
 def managed(disk_path):
-    """``managed(job, ..., **machine)``: a manager in a thread of its own until it is over."""
+    """``managed(job, ..., **machine)``: a manager in a thread of its own until it is over.
+
+    A job that is to be seen doing something ``lasts`` until the test has seen it and calls ``may_end``:
+    how quick the job and its manager are is no matter then.
+    """
     made = []
 
     @contextmanager
@@ -83,7 +94,13 @@ def managed(disk_path):
         thread.start()
         client = Client(disk_path / state)
         yield Run(
-            manager=manager, client=client, lines=lines, result=result, thread=thread, most=most
+            manager=manager,
+            client=client,
+            lines=lines,
+            result=result,
+            thread=thread,
+            most=most,
+            go=disk_path / "go",
         )
 
     yield run
@@ -95,20 +112,24 @@ def managed(disk_path):
 
 
 class Run:
-    def __init__(self, *, manager, client, lines, result, thread, most):
-        self.manager, self.client, self.lines = manager, client, lines
+    def __init__(self, *, manager, client, lines, result, thread, most, go):
+        self.manager, self.client, self.lines, self._go = manager, client, lines, go
         self._result, self._thread, self.most = result, thread, most
 
     def ended(self):
         """The jobs by name, when the manager is over."""
-        self._thread.join(30)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), self.lines
         self.good = self._result[0]
         return {each["name"]: each for each in self.manager.status()["jobs"]}
 
-    def until(self, what, timeout_s=15):
+    def may_end(self):
+        """Let jobs end that last until then."""
+        self._go.touch()
+
+    def until(self, what):
         """Wait for something to be so of the jobs; return them."""
-        end = time.monotonic() + timeout_s
+        end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end:
             jobs = {each["name"]: each for each in self.client.status()["jobs"]}
             if what(jobs):
@@ -125,8 +146,10 @@ def is_in(name, *phases):
 
 
 def test_three_jobs_of_sixty_percent_all_finish_within_the_budget(managed):
-    jobs = [{"name": name, "how": "mib=64 steps=60"} for name in "abc"]
+    jobs = [{"name": name, "how": "mib=64 steps=60", "lasts": True} for name in "abc"]
     with managed(*jobs) as run:
+        run.until(lambda jobs: all(each["sleeps"] for each in jobs.values()))
+        run.may_end()
         done = run.ended()
     assert run.good
     assert [each["outcome"] for each in done.values()] == ["done"] * 3
@@ -135,16 +158,19 @@ def test_three_jobs_of_sixty_percent_all_finish_within_the_budget(managed):
 
 
 def test_two_that_fit_are_awake_together(managed):
-    jobs = [{"name": name, "memory": "30MiB", "how": "steps=40"} for name in "ab"]
+    jobs = [{"name": name, "memory": "30MiB", "lasts": True} for name in "ab"]
     with managed(*jobs) as run:
         run.until(lambda jobs: all(each["phase"] == "awake" for each in jobs.values()))
+        run.may_end()
         done = run.ended()
     assert [each["sleeps"] for each in done.values()] == [0, 0]
 
 
 def test_a_need_that_is_not_declared_is_learnt(managed):
-    jobs = [{"name": name, "memory": None, "how": "mib=40 steps=80"} for name in "ab"]
+    jobs = [{"name": name, "memory": None, "how": "mib=40", "lasts": True} for name in "ab"]
     with managed(*jobs) as run:
+        run.until(lambda jobs: all(each["need_bytes"] for each in jobs.values()))
+        run.may_end()
         done = run.ended()
     assert run.good
     assert all(40 * MIB < each["need_bytes"] < 80 * MIB for each in done.values())
@@ -152,7 +178,9 @@ def test_a_need_that_is_not_declared_is_learnt(managed):
 
 
 def test_who_needs_more_than_declared_is_told_and_counted_so(managed):
-    with managed({"name": "a", "memory": "30MiB", "how": "mib=90 steps=100"}) as run:
+    with managed({"name": "a", "memory": "30MiB", "how": "mib=90", "lasts": True}) as run:
+        run.until(lambda jobs: jobs["a"]["need_bytes"] > 90 * MIB)
+        run.may_end()
         done = run.ended()
     assert any("more than the 30.00 MiB that it was to need" in line for line in run.lines)
     assert done["a"]["need_bytes"] > 90 * MIB
@@ -169,8 +197,10 @@ def test_who_holds_more_than_the_machine_has_is_put_to_sleep_and_stays_so(manage
 
 def test_who_just_fits_is_not_put_to_sleep_for_the_slack_that_it_does_not_have(managed):
     """It would sleep for ever, and nobody else would run."""
-    job = {"name": "a", "memory": "30MiB", "how": "mib=200 steps=150"}
+    job = {"name": "a", "memory": "30MiB", "how": "mib=200", "lasts": True}
     with managed(job, memory="220MiB") as run:
+        run.until(lambda jobs: jobs["a"]["need_bytes"] > 220 * MIB)
+        run.may_end()
         done = run.ended()
     assert run.good
     assert done["a"]["sleeps"] == 0
@@ -178,9 +208,10 @@ def test_who_just_fits_is_not_put_to_sleep_for_the_slack_that_it_does_not_have(m
 
 
 def test_what_comes_ahead_of_its_turn_comes_within_the_budget(managed):
-    jobs = [{"name": name, "memory": "110MiB", "how": "mib=95 steps=120"} for name in "ab"]
+    jobs = [{"name": name, "memory": "110MiB", "how": "mib=95", "lasts": True} for name in "ab"]
     with managed(*jobs, memory="210MiB", slice="400ms") as run:
         run.until(lambda jobs: any(each["fetched_bytes"] >= 64 * MIB for each in jobs.values()))
+        run.may_end()
         run.ended()
     assert run.good
 
@@ -222,7 +253,9 @@ def test_it_is_told_to_suspend_resume_and_stop(managed):
 
 def test_a_sleeping_one_is_woken_to_be_stopped_and_a_deaf_one_is_killed(managed):
     with managed(
-        {"name": "a", "how": "steps=100000"}, {"name": "b", "how": "steps=100000 deaf=1"}
+        {"name": "a", "how": "steps=100000"},
+        {"name": "b", "how": "steps=100000 deaf=1"},
+        grace="1 s",
     ) as run:
         run.until(lambda jobs: jobs["a"]["sleeps"] and jobs["b"]["steps"])
         assert "all jobs" in run.client.stop()
@@ -234,7 +267,7 @@ def test_a_sleeping_one_is_woken_to_be_stopped_and_a_deaf_one_is_killed(managed)
 
 def test_the_last_of_many_sleepers_is_woken_to_be_stopped_like_the_first(managed):
     deaf = [{"name": name, "how": "steps=100000 deaf=1"} for name in "abc"]
-    with managed(*deaf, {"name": "z", "how": "steps=100000"}) as run:
+    with managed(*deaf, {"name": "z", "how": "steps=100000"}, grace="1 s") as run:
         run.until(lambda jobs: all(each["sleeps"] for each in jobs.values()))
         run.until(is_in("z", "asleep"))
         run.client.stop()
@@ -243,7 +276,7 @@ def test_the_last_of_many_sleepers_is_woken_to_be_stopped_like_the_first(managed
 
 
 def test_it_is_said_who_has_killed_a_deaf_one(managed):
-    with managed({"name": "a", "how": "steps=100000 deaf=1"}) as run:
+    with managed({"name": "a", "how": "steps=100000 deaf=1"}, grace="300ms") as run:
         run.until(lambda jobs: jobs["a"]["steps"])
         run.client.stop("a")
         done = run.ended()
@@ -265,12 +298,15 @@ def test_one_that_somebody_has_stopped_is_ended_in_order_all_the_same(managed, p
 
 def test_a_log_does_not_grow_without_bound(managed, disk_path):
     words = "x" * 1000
-    with managed({"name": "a", "how": f"steps=400 say={words}"}, log="100KB") as run:
-        done = run.ended()
+    job = {"name": "a", "how": f"steps=400 say={words}", "lasts": True}
+    with managed(job, log="100KB") as run:
+        said = run.until(lambda jobs: jobs["a"]["steps"] == 400)
+        log = Path(said["a"]["log"])
+        run.until(lambda jobs: log.stat().st_size < 100_000)
+        run.may_end()
+        run.ended()
     assert run.good
-    log = Path(done["a"]["log"])
     before = Path(f"{log}.1")
-    assert log.stat().st_size < 200_000
     assert before.stat().st_size > 100_000
     told = before.read_bytes() + log.read_bytes()  # it may be emptied after the last line, too
     assert b"all steps are done" in told
@@ -352,7 +388,7 @@ def test_those_who_connect_and_say_nothing_keep_nobody_from_asking(disk_path):
 
 
 def test_a_job_that_fails_takes_none_along_and_its_log_is_quoted(managed):
-    jobs = [{"name": "good", "how": "steps=60"}, {"name": "bad", "how": "fail=5"}]
+    jobs = [{"name": "good"}, {"name": "bad", "how": "fail=5"}]
     with managed(*jobs) as run:
         done = run.ended()
     assert not run.good
@@ -365,10 +401,11 @@ def test_a_job_that_fails_takes_none_along_and_its_log_is_quoted(managed):
 
 @pytest.mark.parametrize("phase", ["awake", "asleep"])
 def test_a_job_that_is_killed_takes_none_along(managed, phase):
-    jobs = [{"name": name, "how": "steps=80"} for name in "ab"]
+    jobs = [{"name": name, "lasts": True} for name in "ab"]
     with managed(*jobs) as run:
         found = run.until(is_in("a", phase))
         os.kill(found["a"]["pid"], signal.SIGKILL)
+        run.may_end()
         done = run.ended()
     assert done["a"]["outcome"] == "failed"
     assert "killed by SIGKILL, perhaps for want of memory" in done["a"]["told"]
@@ -415,19 +452,24 @@ def ManagerEndAt(path):
 
 
 def test_who_cannot_sleep_goes_on_alone_and_others_wait(managed):
-    jobs = [{"name": "a", "how": "steps=60 refuse=disk-full"}, {"name": "b", "how": "steps=20"}]
+    jobs = [
+        {"name": "a", "how": "refuse=disk-full", "lasts": True},
+        {"name": "b", "how": "steps=20"},
+    ]
     with managed(*jobs) as run:
         waiting = run.until(lambda jobs: "cannot sleep" in jobs["b"]["note"])
         assert waiting["a"]["phase"] == "awake"
+        run.may_end()
         done = run.ended()
     assert any("disk-full" in line and "others wait" in line for line in run.lines)
     assert [each["outcome"] for each in done.values()] == ["done", "done"]
 
 
 def test_more_jobs_than_flash_begin_when_others_are_over(managed):
-    jobs = [{"name": name, "how": "steps=30"} for name in "ab"]
+    jobs = [{"name": name, "how": "steps=30", "lasts": True} for name in "ab"]
     with managed(*jobs, flash_capacity="100MiB") as run:
         waiting = run.until(is_in("a", "awake"))
+        run.may_end()
         assert "160.00 MiB of memory might have to sleep" in waiting["b"]["note"]
         assert "flash has 100.00 MiB" in waiting["b"]["note"]
         done = run.ended()
@@ -460,11 +502,12 @@ def test_a_program_that_cannot_be_begun_is_told(disk_path):
 
 
 def test_a_state_directory_that_is_deleted_by_hand_is_said_and_jobs_go_on(managed, disk_path):
-    jobs = [{"name": name, "how": "steps=80"} for name in "ab"]
+    jobs = [{"name": name, "lasts": True} for name in "ab"]
     with managed(*jobs) as run:
         run.until(lambda jobs: jobs["a"]["sleeps"] and jobs["b"]["sleeps"])
         while (disk_path / "state").exists():  # its manager may be writing there
             shutil.rmtree(disk_path / "state", ignore_errors=True)
+        run.may_end()
         done = run.ended()
     assert run.good, done
     assert any("the directory was deleted: jobs go on" in line for line in run.lines)
@@ -485,47 +528,53 @@ TOML = """
 [machine]
 memory = "140MiB"
 flash = "flash"
-slice = "150ms"
+slice = "SLICE"
 asleep = "20MiB"
-grace = "1s"
-enforce = "looking"
-"""
-TABLES = "".join(
+grace = "1 min"
+enforce = "ENFORCE"
+""" + "".join(
     f'[[job]]\nname = "{name}"\nscript = "script.py"\nmemory = "80MiB"\n'
-    'args = ["mib=64", "steps=150"]\n'
+    'args = ["mib=64", "steps=STEPS", "until=GO"]\n'
     for name in "ab"
 )
 
 
-@pytest.fixture
-def killed(disk_path, request):
-    """A manager of jobs that was killed while one slept; the jobs are ended in the end."""
-    (disk_path / "script.py").touch()
-    (disk_path / "flash").mkdir()
-    steps = str(getattr(request, "param", 150))
-    (disk_path / "jobs.toml").write_text(TOML + TABLES.replace("150", steps))
-    process = started(disk_path)
-    client = Client(disk_path / "state")
+@contextmanager
+def killed_manager(folder, *, steps=150, enforce="looking"):
+    """Of two jobs, while ``a`` slept and ``b`` did not: its last status. They are ended in the end."""
+    (folder / "script.py").touch()
+    (folder / "flash").mkdir()
+    text = TOML.replace("STEPS", str(steps)).replace("ENFORCE", enforce)
+    text = text.replace("GO", str(folder / "go"))
+    (folder / "jobs.toml").write_text(text.replace("SLICE", "10 min"))
+    process = started(folder)
+    client, running = Client(folder / "state"), Running(folder)
     pids = []
     try:
-        end = time.monotonic() + 20
-        while time.monotonic() < end:
-            try:
-                jobs = client.status()["jobs"]
-            except JobError:
-                continue
-            if sorted(each["phase"] for each in jobs) == ["asleep", "awake"]:
-                break
-        pids = [each["pid"] for each in jobs]
+        running.until(is_in("a", "awake"))
+        client.suspend("a")
+        running.until(is_in("b", "awake"))
+        client.resume("a")  # in ten minutes, by when its manager is another
+        running.until(is_in("a", "asleep"))
+        status = client.status()
+        pids = [each["pid"] for each in status["jobs"]]
         process.kill()
         process.wait()
-        yield {each["name"]: each for each in jobs}
+        (folder / "jobs.toml").write_text(text.replace("SLICE", "150ms"))
+        yield status
     finally:
         process.kill()
         process.communicate()
         for pid in pids:
             if b"fake_job" in cmdline(pid):
                 os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def killed(disk_path, request):
+    """Jobs of a manager that was killed while ``a`` slept and ``b`` did not, by name."""
+    with killed_manager(disk_path, steps=getattr(request, "param", 150)) as status:
+        yield {each["name"]: each for each in status["jobs"]}
 
 
 def started(folder):
@@ -538,6 +587,18 @@ def started(folder):
     )
 
 
+def next_manager(folder):
+    """What another one prints. Jobs of the one before may end once it has looked for them."""
+    process = started(folder)
+    client, answers = Client(folder / "state"), False
+    while not answers and process.poll() is None:
+        with suppress(JobError):
+            answers = bool(client.status())
+        time.sleep(0.01)
+    (folder / "go").touch()
+    return process.communicate(timeout=PATIENCE_S)[0]
+
+
 def cmdline(pid):
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -548,9 +609,8 @@ def cmdline(pid):
 def test_a_killed_manager_is_started_again_and_finds_its_jobs(killed, disk_path):
     held = {name: held_bytes(each["pid"]) for name, each in killed.items()}
     time.sleep(0.5)  # nobody is woken without a manager
-    sleeper = next(name for name, each in killed.items() if each["phase"] == "asleep")
-    assert held_bytes(killed[sleeper]["pid"]) == pytest.approx(held[sleeper], abs=MIB)
-    out, _ = started(disk_path).communicate(timeout=60)
+    assert held_bytes(killed["a"]["pid"]) == pytest.approx(held["a"], abs=MIB)
+    out = next_manager(disk_path)
     result = json.loads(out.splitlines()[-1])
     assert "found again, process" in out
     assert result["most"] <= 140 * MIB
@@ -560,17 +620,14 @@ def test_a_killed_manager_is_started_again_and_finds_its_jobs(killed, disk_path)
 
 
 def test_jobs_that_ended_without_a_manager_are_known(killed, disk_path):
-    awake = next(each for each in killed.values() if each["phase"] == "awake")
-    asleep = next(each for each in killed.values() if each["phase"] == "asleep")
-    os.kill(asleep["pid"], signal.SIGKILL)
-    end = time.monotonic() + 20
-    while Identity(awake["pid"], 0).pid and cmdline(awake["pid"]) and time.monotonic() < end:
-        time.sleep(0.02)  # it goes on to its end by itself
-    out, _ = started(disk_path).communicate(timeout=60)
+    os.kill(killed["a"]["pid"], signal.SIGKILL)
+    (disk_path / "go").touch()
+    until_gone(killed)  # the other goes on to its end by itself
+    out = next_manager(disk_path)
     jobs = {each["name"]: each for each in json.loads(out.splitlines()[-1])["status"]["jobs"]}
-    assert jobs[awake["name"]]["outcome"] == "done"
-    assert jobs[asleep["name"]]["outcome"] == "failed"
-    assert "is gone" in jobs[asleep["name"]]["told"]
+    assert jobs["b"]["outcome"] == "done"
+    assert jobs["a"]["outcome"] == "failed"
+    assert "is gone" in jobs["a"]["told"]
 
 
 def test_another_process_that_got_the_number_is_not_taken_for_the_job(killed, disk_path):
@@ -578,14 +635,15 @@ def test_another_process_that_got_the_number_is_not_taken_for_the_job(killed, di
         os.kill(job["pid"], signal.SIGKILL)
         JobEnd(str(disk_path / "state/channels" / name)).tell(start_ticks=1)  # this process lives
     until_gone(killed)
-    out, _ = started(disk_path).communicate(timeout=60)
+    out = next_manager(disk_path)
     jobs = json.loads(out.splitlines()[-1])["status"]["jobs"]
     assert all(each["outcome"] == "failed" and "is gone" in each["told"] for each in jobs)
 
 
 def until_gone(jobs):
-    end = time.monotonic() + 10
-    while any(start_ticks(each["pid"]) for each in jobs.values()) and time.monotonic() < end:
+    end = time.monotonic() + PATIENCE_S
+    while any(start_ticks(each["pid"]) for each in jobs.values()):
+        assert time.monotonic() < end
         time.sleep(0.01)
 
 
@@ -607,7 +665,7 @@ def test_a_job_that_was_begun_but_not_recorded_is_found_by_what_it_says(
         (disk_path / "state/record.json").unlink()
     else:
         changed(disk_path, **recorded)
-    out, _ = started(disk_path).communicate(timeout=60)
+    out = next_manager(disk_path)
     jobs = json.loads(out.splitlines()[-1])["status"]["jobs"]
     assert [each["steps"] for each in jobs] == [150, 150]
     assert out.count("found again") == 2
@@ -619,7 +677,7 @@ def test_a_job_that_has_ended_before_it_was_recorded_is_not_begun_again(killed, 
         JobEnd(str(disk_path / "state/channels" / name)).tell(pid=job["pid"], code=0, steps=7)
     changed(disk_path, phase="waiting", pid=0, start_ticks=0)
     until_gone(killed)
-    out, _ = started(disk_path).communicate(timeout=60)
+    out = next_manager(disk_path)
     jobs = json.loads(out.splitlines()[-1])["status"]["jobs"]
     assert [(each["outcome"], each["steps"]) for each in jobs] == [("done", 7)] * 2
 
@@ -627,7 +685,7 @@ def test_a_job_that_has_ended_before_it_was_recorded_is_not_begun_again(killed, 
 def test_what_was_learnt_of_a_job_is_known_to_the_next_manager(killed, disk_path):
     """Else one that holds more than was declared is woken as if it did not."""
     changed(disk_path, peak_bytes=110 * MIB)
-    out, _ = started(disk_path).communicate(timeout=60)
+    out = next_manager(disk_path)
     result = json.loads(out.splitlines()[-1])
     assert [each["need_bytes"] for each in result["status"]["jobs"]] == [int(115.5 * MIB)] * 2
 
@@ -639,26 +697,27 @@ def test_a_manager_that_nohup_has_begun_outlives_its_terminal(killed, disk_path)
         process = started(disk_path)
     finally:
         signal.signal(signal.SIGHUP, before)
-    Running(disk_path).until(lambda jobs: all(each["phase"] != "starting" for each in jobs))
+    Running(disk_path).until(have_begun)
     process.send_signal(signal.SIGHUP)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.5)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=PATIENCE_S)
     assert "stops its jobs" in out
 
 
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("killed", [10**6], indirect=True)
 def test_ctrl_c_ends_all_in_order_and_hanging_up_leaves_them(killed, disk_path):
     process = started(disk_path)
-    Running(disk_path).until(lambda jobs: all(each["phase"] != "starting" for each in jobs))
+    Running(disk_path).until(have_begun)
     process.send_signal(signal.SIGHUP)
-    process.communicate(timeout=30)
+    process.communicate(timeout=PATIENCE_S)
     assert all(b"fake_job" in cmdline(each["pid"]) for each in killed.values())
     process = started(disk_path)
-    Running(disk_path).until(lambda jobs: all(each["phase"] != "starting" for each in jobs))
+    Running(disk_path).until(have_begun)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=PATIENCE_S)
     assert "stops its jobs" in out
     result = json.loads(out.splitlines()[-1])
     assert result["most"] <= MEMORY_MIB * MIB  # who slept was woken within the budget
@@ -674,13 +733,19 @@ class Running:
         self._client = Client(folder / "state")
 
     def until(self, what):
-        end = time.monotonic() + 20
+        """Wait for something to be so of the jobs; return them."""
+        end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end:
             with suppress(JobError):
-                if what(self._client.status()["jobs"]):
-                    return
+                jobs = {each["name"]: each for each in self._client.status()["jobs"]}
+                if what(jobs):
+                    return jobs
             time.sleep(0.01)
         raise AssertionError("it did not come to that")
+
+
+def have_begun(jobs):
+    return all(each["phase"] != "starting" for each in jobs.values())
 
 
 def test_a_durable_job_whose_process_is_gone_is_begun_again(killed, disk_path):
@@ -689,7 +754,7 @@ def test_a_durable_job_whose_process_is_gone_is_begun_again(killed, disk_path):
     text = (disk_path / "jobs.toml").read_text()
     (disk_path / "jobs.toml").write_text(text.replace("[[job]]", "[[job]]\ndurable = true", 1))
     until_gone(killed)
-    out, _ = started(disk_path).communicate(timeout=60)
+    out = next_manager(disk_path)
     jobs = json.loads(out.splitlines()[-1])["status"]["jobs"]
     assert (jobs[0]["outcome"], jobs[0]["steps"]) == ("done", 150)
     assert jobs[1]["outcome"] == "failed"
@@ -724,7 +789,7 @@ def test_what_a_durable_job_has_left_behind_does_not_keep_it_from_beginning_agai
         assert channel.has_process()
     text = (disk_path / "jobs.toml").read_text()
     (disk_path / "jobs.toml").write_text(text.replace("[[job]]", "[[job]]\ndurable = true"))
-    out, _ = started(disk_path).communicate(timeout=60)
+    out = next_manager(disk_path)
     assert worker.wait(10) == -signal.SIGKILL
     jobs = json.loads(out.splitlines()[-1])["status"]["jobs"]
     assert [each["outcome"] for each in jobs] == ["done", "done"]
@@ -737,7 +802,7 @@ def test_a_durable_job_that_was_to_end_is_not_begun_again(killed, disk_path):
     text = (disk_path / "jobs.toml").read_text()
     (disk_path / "jobs.toml").write_text(text.replace("[[job]]", "[[job]]\ndurable = true"))
     until_gone(killed)
-    out, _ = started(disk_path).communicate(timeout=60)
+    out = next_manager(disk_path)
     jobs = json.loads(out.splitlines()[-1])["status"]["jobs"]
     assert [each["outcome"] for each in jobs] == ["stopped", "stopped"]
 

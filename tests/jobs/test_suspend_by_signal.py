@@ -93,6 +93,7 @@ def test_a_script_sleeps_and_goes_on(tmp_path, spill):
     assert sums[0] == sums[1]
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_ctrl_c_finds_it_with_its_memory(tmp_path, spill):
     with started(tmp_path, 10**6, "--flash", str(spill)) as process:
         suspended(process, tmp_path)

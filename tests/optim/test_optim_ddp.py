@@ -3,8 +3,6 @@
 import subprocess
 import sys
 
-import pytest
-
 PROGRAM = """
 import contextlib, os, sys, torch, torch._dynamo, torch.distributed as dist, warnings
 from torch import nn
@@ -51,13 +49,12 @@ for views in (False, True):
             assert all(written) and not told
 dist.barrier()
 dist.destroy_process_group()
-print("same", rank, flush=True)
+os.mkdir(f"{flash}/same")  # not printed: gloo prints too, and the ranks at the same time
 if other:
     assert os.waitpid(other, 0)[1] == 0
 """
 
 
-@pytest.mark.timeout(120)
 def test_gradients_that_are_averaged_over_processes_are_the_same_bits(disk_path):
     places = [disk_path / name for name in ("0", "1")]
     for each in places:
@@ -66,9 +63,8 @@ def test_gradients_that_are_averaged_over_processes_are_the_same_bits(disk_path)
         [sys.executable, "-c", PROGRAM, str(disk_path / "meet"), *map(str, places)],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
-    told = [line for line in done.stdout.splitlines() if "same" in line]  # beside what gloo tells
-    assert sorted(told) == ["same 0", "same 1"], done.stderr
     assert done.returncode == 0, done.stderr
+    assert all((each / "same").exists() for each in places), done.stderr

@@ -53,12 +53,13 @@ def land(model):
 
 def comes_true(condition):
     """Soon: a thread of the engine may be about to let go of something."""
-    for _ in range(100):
-        gc.collect()
-        if condition():
-            return True
+    end = time.monotonic() + 60
+    while not condition():
+        if time.monotonic() > end:
+            return False
         time.sleep(0.01)
-    return False
+        gc.collect()
+    return True
 
 
 def kept(optimizer):

@@ -88,7 +88,9 @@ def test_gradients_take_their_budget_and_a_constant(budget, disk_path):
     assert int(done.stdout) < (budget + 208) * MIB
 
 
-def test_a_small_model_costs_more_memory_than_torch_and_is_warned_of_before_its_first_step(disk_path):
+def test_a_small_model_costs_more_memory_than_torch_and_is_warned_of_before_its_first_step(
+    disk_path,
+):
     """Both figures are said, once; and the least that ``host_memory`` can be."""
     weight = torch.nn.Parameter(torch.randn(1 << 18))
     optimizer = FlashAdamW(

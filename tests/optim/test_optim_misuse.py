@@ -2,7 +2,9 @@
 
 import os
 import signal
+import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -179,24 +181,43 @@ def test_a_forked_child_is_told_so(small):
     a.close()
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_an_interrupted_wait_leaves_no_thread_at_work():
-    from concurrent.futures import ThreadPoolExecutor
+    from concurrent.futures import ThreadPoolExecutor, wait
 
-    go, done = threading.Event(), []
+    begun, go, done = threading.Event(), threading.Event(), []
+    main = threading.main_thread().ident
 
     def work(number):
-        go.wait(5)
+        begun.set()
+        assert go.wait(60)
         done.append(number)
+
+    def interrupt(last):
+        begun.wait(60)
+        while not is_in(wait, sys._current_frames()[main]):
+            time.sleep(0.001)
+        signal.pthread_kill(main, signal.SIGINT)
+        while not last.cancelled():
+            time.sleep(0.001)
+        go.set()
 
     with ThreadPoolExecutor(1) as pool:
         futures = [pool.submit(work, i) for i in range(3)]
-        main = threading.main_thread().ident
-        threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT)).start()
-        threading.Timer(0.3, go.set).start()
+        interrupter = threading.Thread(target=interrupt, args=(futures[-1],))
+        interrupter.start()
         with pytest.raises(KeyboardInterrupt):
             wait_for_all(futures)
-        assert all(future.done() for future in futures)
-        assert len(done) < 3
+        interrupter.join()
+        assert [future.cancelled() for future in futures] == [False, True, True]
+        assert done == [0]
+
+
+def is_in(function, frame):
+    """Whether a frame is one of the function's, or was called from one."""
+    return frame is not None and (
+        frame.f_code is function.__code__ or is_in(function, frame.f_back)
+    )
 
 
 @pytest.mark.parametrize(

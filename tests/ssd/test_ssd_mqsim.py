@@ -1,10 +1,14 @@
 """MQSim's files as input, and MQSim's own figures: the same addresses, so nearly the same picoseconds."""
 
+from contextlib import suppress
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mqsim_files import files, xml
 
 from penstock.cli import main
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, PenstockError
 from penstock.ssd import load
 from penstock.ssd.drive import Drive
 from penstock.ssd.mqsim import read_device
@@ -292,3 +296,25 @@ def test_a_file_that_is_none_is_refused(tmp_path):
     path.write_text("<MQSim_IO_Scenarios/>")
     with pytest.raises(ConfigError, match="no IO_Scenario"):
         read_workload(path)
+
+
+@settings(max_examples=200)
+@given(
+    at=st.floats(0, 1),
+    cut=st.integers(0, 12),
+    put=st.one_of(
+        st.binary(max_size=4),
+        st.sampled_from(
+            [b"-1", b"1e999", b"9" * 400, b"nan", b"<", b"</", b"\xff", b"&x;", b"0", b"-0"]
+        ),
+    ),
+)
+def test_damaged_files_are_refused_or_read(at, cut, put, tmp_path_factory):
+    folder = tmp_path_factory.getbasetemp() / "damaged-mqsim"
+    folder.mkdir(exist_ok=True)
+    for path, read in zip(files(folder), (read_device, read_workload), strict=True):
+        data = path.read_bytes()
+        place = int(at * len(data))
+        path.write_bytes(data[:place] + put + data[place + cut :])
+        with suppress(PenstockError):
+            read(path)

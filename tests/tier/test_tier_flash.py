@@ -259,19 +259,18 @@ class TestRequests:
         first = write(tier, source, 0, 4096)
         gate.let_through()
         first.written.wait(20)
-        order = []
         blocking = [write(tier, source, 0, 4096) for _ in range(2)]  # one for each worker
         for _ in range(3):
             gate.wait_for_call()
         waiting = write(tier, source, 0, 64 * KIB)
         transfer = read(tier, first, aligned(4096))
         transfer.promote(Priority.DEMAND)
-        waiting.written.add_done_callback(lambda _: order.append("write"))
-        transfer.add_done_callback(lambda _: order.append("read"))
+        gate.let_through()  # one worker is free
+        gate.wait_for_call()
+        assert [call.op for call in gate.calls] == ["write", "write", "write", "read"]
         gate.open()
         waiting.written.wait(20)
         transfer.wait(20)
-        assert order == ["read", "write"]
         for ticket in blocking:
             ticket.written.wait(20)
 

@@ -31,6 +31,15 @@ def throttled(stack, inner=None, **options):
     return tier
 
 
+def wait_until_begun(tier, op):
+    """Until the turn of all that was asked for has come: a thread begins them."""
+    while True:
+        with tier._changed:
+            if tier._channels[op].next_ns() is None:
+                return
+        time.sleep(0.001)
+
+
 class Owner:
     pass
 
@@ -130,9 +139,7 @@ class TestThrottledTier:
 
     @pytest.mark.parametrize("shared", [True, False])
     def test_one_channel_or_two(self, stack, shared):
-        tier = throttled(
-            stack, write_bytes_per_s=10 * MIB, read_bytes_per_s=10 * MIB, shared=shared
-        )
+        tier = throttled(stack, write_bytes_per_s=2 * MIB, read_bytes_per_s=2 * MIB, shared=shared)
         source, target = aligned(MIB, seed=2), aligned(MIB)
         first = write(tier, source, 0, 100)
         first.written.wait(20)
@@ -170,7 +177,8 @@ class TestThrottledTier:
             transfer = read(tier, ticket, aligned(MIB))
             transfer.add_done_callback(lambda _, name=name: order.append(name))
             transfers.append(transfer)
-        time.sleep(0.005)
+            if name == "begun":
+                wait_until_begun(tier, "read")
         transfers[-1].promote(Priority.DEMAND)
         for transfer in transfers:
             transfer.wait(20)
@@ -181,8 +189,9 @@ class TestThrottledTier:
         tier = throttled(stack, inner, write_bytes_per_s=MIB, read_bytes_per_s=1)
         source = aligned(MIB, seed=5)
         start = time.perf_counter()
-        tickets = [write(tier, source, 0, MIB // 2) for _ in range(6)]  # half a second each
-        time.sleep(0.02)
+        tickets = [write(tier, source, 0, MIB // 2)]  # half a second each
+        wait_until_begun(tier, "write")
+        tickets += [write(tier, source, 0, MIB // 2) for _ in range(5)]
         assert not tickets[0].written.cancel()  # its turn has come
         for ticket in tickets[1:5]:
             assert ticket.written.cancel()

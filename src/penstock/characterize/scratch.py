@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from penstock.core.errors import ConfigError, NoSpaceError, free_space_bytes
+from penstock.core.files import absolute_path
 from penstock.core.units import MIB
 from penstock.io.files import filesystem_of
 
@@ -28,7 +29,7 @@ def scratch(directory: str) -> Iterator[Path]:
     Raises:
         ConfigError: It is in memory, or nothing can be made there.
     """
-    where = os.path.abspath(directory)
+    where = absolute_path(directory, "the directory for checkpoints")
     system = filesystem_of(where)
     if system.is_memory:
         raise ConfigError(

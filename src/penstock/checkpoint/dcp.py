@@ -54,6 +54,7 @@ from penstock.checkpoint.streams import Buffers
 from penstock.checkpoint.values import FormError, Json, Path, decode, encode, shown, whole
 from penstock.checkpoint.writing import FilesWriter
 from penstock.core.errors import CheckpointError, DamagedError
+from penstock.core.files import absolute_path
 
 _KEY: Final = "dcp"
 
@@ -83,14 +84,14 @@ class DcpWriter(StorageWriter):
             path: The checkpoint, the same on all ranks, on a file system that they share.
             store: How it is made; for tests.
         """
-        self._path = os.path.abspath(path)
+        self._path = absolute_path(path, "the checkpoint")
         self._store = Store() if store is None else store
         self._claimed: ExitStack | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A new save begins, perhaps to another path."""
         if checkpoint_id is not None:
-            self._path = os.path.abspath(checkpoint_id)
+            self._path = absolute_path(checkpoint_id, "the checkpoint")
         self._let_go(CheckpointError("another rank has failed"))
 
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
@@ -210,7 +211,7 @@ class DcpReader(StorageReader):
             path: What ``DcpWriter`` has written.
             store: How it is read; for tests.
         """
-        self._path = os.path.abspath(path)
+        self._path = absolute_path(path, "the checkpoint")
         self._store = Store() if store is None else store
         self._places: Mapping[MetadataIndex, int] = {}
         self._values: Mapping[str, Json] = {}
@@ -218,7 +219,7 @@ class DcpReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A new load begins, perhaps from another path."""
         if checkpoint_id is not None:
-            self._path = os.path.abspath(checkpoint_id)
+            self._path = absolute_path(checkpoint_id, "the checkpoint")
 
     def read_metadata(self) -> Metadata:
         """What there is. Raises DamagedError, or CheckpointError if it is none of DCP's."""

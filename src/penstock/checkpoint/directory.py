@@ -15,7 +15,12 @@ from typing import Any
 from penstock.checkpoint.background import Saving, failure_told, steady_in
 from penstock.checkpoint.disk import Directory, leads_to, lock
 from penstock.checkpoint.frames import Encoder
-from penstock.checkpoint.hidden import hidden_name_of, is_hidden, remove_leftovers
+from penstock.checkpoint.hidden import (
+    check_only_ours,
+    hidden_name_of,
+    is_hidden,
+    remove_leftovers,
+)
 from penstock.checkpoint.interval import Interval
 from penstock.checkpoint.listeners import is_wanted, listeners
 from penstock.checkpoint.listing import Info, info_of, listing, name_of_step, steps_in
@@ -35,6 +40,7 @@ from penstock.core.errors import (
     PenstockWarning,
     TransferError,
 )
+from penstock.core.files import absolute_path
 from penstock.core.units import parse_bytes
 
 
@@ -113,7 +119,7 @@ class Checkpointer:
                 raise ConfigError(f"{name}={count!r}: it must be a whole number, at least 1")
         if every is not None and overhead is not None:
             raise ConfigError("every=... and overhead=... are two ways to say how often: give one")
-        self.directory = os.path.abspath(directory)
+        self.directory = absolute_path(directory, "the directory of checkpoints")
         self.stats = Stats()
         self._keep = keep
         self._every = every
@@ -383,7 +389,7 @@ class Checkpointer:
         root = self._check_open() if root is None else root
         try:
             self._retire(root, saved.path)
-        except TransferError as error:
+        except (TransferError, CheckpointError) as error:
             warnings.warn(
                 f"{saved.path!r} is saved, but what is older could not be removed: {error}; the next"
                 " save tries again",
@@ -403,6 +409,7 @@ class Checkpointer:
         """
         self._remove_leftovers(root, but=SPARE)
         disk, whole = self._store.disk, 0
+        refused: CheckpointError | None = None
         for step, path in steps_in(self.directory):
             if whole < self._keep:
                 whole += path == newest or info_of(step, path).ok
@@ -410,11 +417,18 @@ class Checkpointer:
             if path == newest:
                 continue
             name = os.path.basename(path)
+            try:
+                check_only_ours(path)
+            except CheckpointError as error:
+                refused = error
+                continue
             if not (self._reuse and retire(disk, root, name)):
                 hidden = hidden_name_of(name)
                 disk.remove(root, hidden)
                 disk.rename(root, name, hidden)
                 disk.remove(root, hidden)
+        if refused is not None:
+            raise refused
 
     def _remove_leftovers(self, root: Directory, *, but: str = "") -> None:
         names = [name for name in root.names() if is_hidden(name) and name != but]

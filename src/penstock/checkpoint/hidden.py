@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Collection, Iterable
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
-from penstock.checkpoint.disk import NO_DIRECTORY, Directory, Disk, is_still, lock
+from penstock.checkpoint.disk import NO_DIRECTORY, Directory, Disk, failed, is_still, lock
 from penstock.checkpoint.manifest import FILE_NAME
+from penstock.checkpoint.reading import Opened
 from penstock.checkpoint.spare import sort_out, take
 from penstock.core.errors import (
     CheckpointError,
@@ -34,6 +36,10 @@ from penstock.core.errors import (
 from penstock.core.units import MIB, format_bytes, round_up
 
 _SAVING: Final = ".{}.saving"
+_OURS: Final = re.compile(
+    rf"{re.escape(FILE_NAME)}|(data|rank[0-9]{{5,}})-[0-9]{{5,}}\.safetensors"
+)
+"""Names of the files that are written here; other writers may have others."""
 _SLACK_BYTES: Final = MIB
 """For the manifest's file and the file system's own."""
 
@@ -112,7 +118,9 @@ def publish(disk: Disk, parent: Directory, name: str) -> None:
         )
     try:
         disk.sync(parent)
-    except TransferError:
+        if not is_first:
+            check_only_ours(parent.join(hidden_name))  # until now something could be put there
+    except (TransferError, CheckpointError):
         with suppress(PenstockError):
             if is_first:
                 disk.rename(parent, name, hidden_name)
@@ -152,13 +160,45 @@ def parent_of(path: str) -> str:
 
 
 def check_replaceable(path: str) -> None:
-    """Nothing but a checkpoint, or an empty directory, is ever replaced. Raises CheckpointError."""
+    """Refuse to replace what is not a checkpoint of nothing but its own files, nor an empty directory.
+
+    Raises CheckpointError.
+    """
     if os.path.lexists(path) and (
         os.path.islink(path)
         or not (os.path.isfile(os.path.join(path, FILE_NAME)) or _is_empty(path))
     ):
         raise CheckpointError(
             f"{path!r} exists and is no checkpoint: it is not replaced; remove it, or name another"
+        )
+    check_only_ours(path)
+
+
+def check_only_ours(path: str) -> None:
+    """Refuse to remove a checkpoint with what something else has put there. Raises CheckpointError.
+
+    Args:
+        path: A directory of ours; of a link nothing but the link is ever removed.
+    """
+    if os.path.islink(path):
+        return
+    try:
+        with os.scandir(path) as entries:
+            others = [
+                each.name for each in entries if each.is_dir() or not _OURS.fullmatch(each.name)
+            ]
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise failed("list", path, error) from error
+    if others:  # or files of another writer, which the manifest names
+        with suppress(PenstockError), Opened(path) as opened:
+            named = {each.name for each in opened.manifest.files}
+            others = [name for name in others if name not in named]
+    if others:
+        raise CheckpointError(
+            f"{path!r} holds {min(others)!r}, which is no part of the checkpoint and would be removed"
+            " with it: move that elsewhere, or name another checkpoint"
         )
 
 

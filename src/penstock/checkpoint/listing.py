@@ -15,6 +15,7 @@ from penstock.checkpoint.reading import Opened
 from penstock.checkpoint.spare import SPARE, held_bytes, is_there
 from penstock.checkpoint.values import Json
 from penstock.core.errors import CheckpointError, PenstockError, TransferError
+from penstock.core.files import absolute_path
 
 _NAME: Final = "step-{:012}"
 _PATTERN: Final = re.compile(r"step-([0-9]{12}|[1-9][0-9]{12,17})")
@@ -60,7 +61,7 @@ def listing(directory: str | os.PathLike[str]) -> list[Info]:
 
 def steps_in(directory: str | os.PathLike[str]) -> list[tuple[int, str]]:
     """What is called a checkpoint in a directory: steps, the latest first, and paths."""
-    root = os.path.abspath(directory)
+    root = absolute_path(directory, "the directory of checkpoints")
     if not os.path.isdir(root):
         raise CheckpointError(f"{root!r} is no directory")
     with Disk().open(root) as opened:
@@ -74,7 +75,7 @@ def spare_bytes(directory: str | os.PathLike[str]) -> int:
 
     Raises TransferError.
     """
-    with Disk().open(os.path.abspath(directory)) as root:
+    with Disk().open(absolute_path(directory, "the directory of checkpoints")) as root:
         if not is_there(root):
             return 0
         try:

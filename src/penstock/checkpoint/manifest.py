@@ -18,6 +18,7 @@ import xxhash
 
 from penstock.checkpoint.dtypes import DTYPES
 from penstock.checkpoint.values import MAX_DEPTH, FormError, Json, has_later, whole
+from penstock.core.files import parse_json
 from penstock.core.units import KIB, MIB
 
 PLAIN: Final = 1
@@ -290,10 +291,10 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 def _parse(data: bytes) -> dict[str, Json]:
     try:
-        document = json.loads(
+        document = parse_json(
             data, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite
         )
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise FormError(f"it is no JSON of this format: {str(error)[:80]}") from None
     if not isinstance(document, dict):
         raise FormError("it is no object")

@@ -23,6 +23,7 @@ from penstock.core.errors import (
     TransferError,
     transfer_error,
 )
+from penstock.core.files import open_regular
 from penstock.io.engine import Engine
 from penstock.io.files import DirectFile, open_at
 
@@ -222,7 +223,7 @@ def some(names: Sequence[str]) -> str:
 
 
 _ADVICE: Final = "the checkpoint is torn or damaged: load another, and look at the device"
-_NOT_THERE: Final = frozenset({errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.ENXIO})
+_NOT_THERE: Final = frozenset({errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO})
 """No such file, a link, or no regular one."""
 _OTHERS: Final = "are not what was written there: {}"
 _LOST: Final = frozenset(
@@ -256,22 +257,16 @@ def _open(path: str, disk: Disk) -> Directory:
 def _manifest(directory: Directory) -> Manifest:
     path = directory.join(FILE_NAME)
     try:
-        file = open_at(directory.fd, FILE_NAME, "r", path=path)
-    except TransferError as error:
-        if error.errno not in _NOT_THERE:
-            _say_if_lost(error, path)
-            raise  # no file may be opened, say: that tells nothing of this one
-        raise DamagedError(
-            f"{directory.path!r} holds no checkpoint, or not all of one: {path!r} cannot be opened"
-            f" ({os.strerror(error.errno or 0)}); load another",
-            path=path,
-        ) from error
-    file.close()
-    try:
         data = _small_file(directory.fd)
     except OSError as error:
         _say_if_lost(error, path)
         code = error.errno or errno.EIO
+        if code in _NOT_THERE:
+            raise DamagedError(
+                f"{directory.path!r} holds no checkpoint, or not all of one: {path!r} cannot be opened"
+                f" ({os.strerror(code)}); load another",
+                path=path,
+            ) from error
         raise transfer_error(errno=code, op="read", path=path, offset_bytes=0, nbytes=0) from error
     if len(data) > MAX_BYTES:
         raise DamagedError(f"{path!r} is longer than {MAX_BYTES} bytes; {_ADVICE}", path=path)
@@ -282,8 +277,7 @@ def _manifest(directory: Directory) -> Manifest:
 
 
 def _small_file(directory_fd: int) -> bytes:
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(FILE_NAME, flags, dir_fd=directory_fd)
+    fd = open_regular(FILE_NAME, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory_fd)
     with open(fd, "rb") as file:
         data = file.read(min(os.fstat(fd).st_size, MAX_BYTES) + 1)
         with suppress(OSError):

@@ -40,6 +40,7 @@ from penstock.checkpoint.unchanged import Place, places
 from penstock.checkpoint.values import FormError, Json
 from penstock.checkpoint.writing import Base, FilesWriter, Watcher
 from penstock.core.errors import CheckpointError, DamagedError
+from penstock.core.files import absolute_path
 from penstock.io.engine import Engine
 from penstock.io.supply import Supply
 
@@ -126,7 +127,7 @@ class Store:
             reuse: Whether to write over the spare's files if there is a spare; not with a base.
         """
         start = time.perf_counter()
-        where = os.path.abspath(path)
+        where = absolute_path(path, "the checkpoint")
         _check_facts(facts)
         with (
             having_threads(where),
@@ -167,7 +168,7 @@ class Store:
         if base is None:
             yield None
             return
-        with Opened(os.path.abspath(base), self.disk) as opened:
+        with Opened(absolute_path(base, "base"), self.disk) as opened:
             usable = opened.manifest.block_bytes == self.block_bytes
             yield Base(opened.directory, opened.manifest) if usable else None
 
@@ -271,7 +272,7 @@ class Store:
     ) -> Any:
         """See :func:`penstock.checkpoint.load`."""
         with torch.inference_mode(mode=False):  # what is made here is to be trained on
-            return self._load(os.path.abspath(path), into, partial=partial)
+            return self._load(absolute_path(path, "the checkpoint"), into, partial=partial)
 
     def _load(self, where: str, into: object, *, partial: bool) -> Any:
         with Opened(where, self.disk) as opened:
@@ -292,7 +293,7 @@ class Store:
 
     def verify(self, path: str | os.PathLike[str]) -> Health:
         """See :func:`penstock.checkpoint.verify`."""
-        where = os.path.abspath(path)
+        where = absolute_path(path, "the checkpoint")
         try:
             with Opened(where, self.disk) as opened, self._engine() as engine:
                 damage = opened.verify(engine=engine)
@@ -302,7 +303,7 @@ class Store:
 
     def unchanged(self, path: str | os.PathLike[str], state: object) -> list[Place]:
         """See :func:`penstock.checkpoint.unchanged`."""
-        where = os.path.abspath(path)
+        where = absolute_path(path, "the checkpoint")
         prepared = self.prepare(state)
         with Opened(where, self.disk) as opened:
             manifest = opened.manifest

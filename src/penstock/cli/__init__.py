@@ -15,7 +15,7 @@ from typing import Final
 
 from penstock import __version__
 from penstock.cli import output
-from penstock.cli.command import Command, formatter
+from penstock.cli.command import INTERRUPTED_CODE, Command, formatter
 from penstock.core.errors import PenstockError
 
 _COMMANDS: Final = {
@@ -39,10 +39,8 @@ examples:
 
 `penstock COMMAND --help` tells more. Exit codes: 0 success, 1 failure, 2 bad arguments or
 configuration; those of `penstock run` are the script's own."""
-_INTERRUPTED: Final = 130
-"""What shells make of a death by SIGINT."""
 _UNREAD: Final = 141
-"""And by SIGPIPE, as of `penstock ... | head`."""
+"""What shells make of a death by SIGPIPE, as of `penstock ... | head`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if options.debug:
             raise
-        return _INTERRUPTED
+        return INTERRUPTED_CODE
     except output.UnreadError:
         return _UNREAD
     return outcome if isinstance(outcome, int) else outcome()

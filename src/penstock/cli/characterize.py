@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from penstock.characterize.networks import NETWORKS, SCALE_MEANS
 from penstock.characterize.settings import Settings
 from penstock.cli.command import add_common, formatter
 from penstock.cli.output import say, show, write_json
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.files import given_path, parse_json, read_text
 
 _DESCRIPTION = """\
 Train the nine networks of the poster "How to Exploit Flash Memory for DNN Training" here, and tell what
@@ -68,15 +70,16 @@ def parser() -> argparse.ArgumentParser:
 def execute(options: argparse.Namespace) -> int:
     """Measure, or put results together; show them."""
     out = None if options.out is None else _directory(options.out)
-    document = _merged(options.merge) if options.merge else _measured(options)
-    if out is not None:
-        _write(document, out)
-    if options.json:
-        write_json(document, sys.stdout)
-    else:
-        from penstock.characterize.tables import table  # noqa: PLC0415  (loads torch)
+    with _results(named=bool(options.merge)):
+        document = _merged(options.merge) if options.merge else _measured(options)
+        if out is not None:
+            _write(document, out)
+        if options.json:
+            write_json(document, sys.stdout)
+        else:
+            from penstock.characterize.tables import table  # noqa: PLC0415  (loads torch)
 
-        show(table(document), sys.stdout)
+            show(table(document), sys.stdout)
     return 0
 
 
@@ -109,9 +112,22 @@ def _merged(names: list[str]) -> dict[str, Any]:
     return merge([_document(name) for name in names])
 
 
+@contextmanager
+def _results(named: bool) -> Iterator[None]:
+    """Within, what is missing in files that were named is told in a line."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        if not named or isinstance(error, PenstockError):
+            raise
+        raise ConfigError(
+            f"--merge: not all of these are whole results ({type(error).__name__}: {error}); measure anew"
+        ) from error
+
+
 def _document(name: str) -> dict[str, Any]:
     try:
-        found = json.loads(Path(name).read_text(encoding="utf-8"))
+        found = parse_json(read_text(name))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--merge: {name!r} cannot be read as JSON: {error}") from error
     if not isinstance(found, dict) or found.get("schema") != 1 or "networks" not in found:
@@ -121,7 +137,7 @@ def _document(name: str) -> dict[str, Any]:
 
 def _directory(name: str) -> Path:
     try:
-        os.makedirs(name, exist_ok=True)
+        os.makedirs(given_path(name, "--out"), exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out: {name!r} cannot be made: {error.strerror}") from error
     if not os.access(name, os.W_OK | os.X_OK):

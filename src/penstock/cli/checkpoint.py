@@ -21,6 +21,7 @@ from penstock.checkpoint.store import Store
 from penstock.cli.command import add_common, formatter
 from penstock.cli.output import show, write_json, write_text
 from penstock.core.errors import CheckpointError
+from penstock.core.files import given_path
 from penstock.core.units import format_bytes
 
 _EXAMPLES: Final = """\
@@ -145,6 +146,7 @@ class _Part:
 
 def _check_is_one(path: str) -> None:
     """Who names the directory of a run means one of its checkpoints. Raises CheckpointError."""
+    given_path(path, "the checkpoint")
     if not os.path.isdir(path) or os.path.lexists(os.path.join(path, FILE_NAME)):
         return
     if found := steps_in(path):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
+INTERRUPTED_CODE: Final = 130
+"""The exit code of a command that was ended by SIGINT, as shells make it."""
 formatter = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=100)
 """Help texts as they were written, 100 columns wide."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from penstock import __version__
 from penstock.cli.command import add_common, formatter
 from penstock.cli.output import say, show, write_json
 from penstock.core.errors import ConfigError
+from penstock.core.files import parse_json
 from penstock.core.units import format_bandwidth, format_bytes, parse_bytes
 from penstock.data.build import Opened, open_index
 from penstock.data.packing import pack
@@ -75,7 +75,7 @@ def format_options(settings: list[str]) -> dict[str, Any]:
         if not sign:
             raise ConfigError(f"--option {setting!r} has no value; write it as context=1024")
         try:
-            found[name.strip()] = json.loads(value)
+            found[name.strip()] = parse_json(value)
         except ValueError:
             found[name.strip()] = value.strip()
     return found
@@ -169,7 +169,8 @@ def _info_text(facts: dict[str, Any]) -> RenderableType:
         order = "full shuffle" if facts["full_shuffle_is_quick"] else "window"
         add_row(table, "measured", f"{random} at random, {sequence} in sequence; auto: {order}")
     built = "built now" if facts["index_built"] else "was there"
-    add_row(table, "index", f"{format_bytes(facts['index_bytes'])}, {built}: {facts['index_path']}")
+    where = facts["index_path"] or "in memory only"
+    add_row(table, "index", f"{format_bytes(facts['index_bytes'])}, {built}: {where}")
     return table
 
 

@@ -17,6 +17,7 @@ from penstock import __version__
 from penstock.cli.checks import Check, Verdict, all_checks
 from penstock.cli.command import add_common, formatter
 from penstock.cli.output import show, write_json
+from penstock.core.files import given_paths
 
 _EXAMPLES: Final = """\
 examples:
@@ -48,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
 
 def execute(options: argparse.Namespace) -> int:
     """Check everything and print; 1 if something failed."""
-    checks = all_checks(options.dir or ["."])
+    checks = all_checks(given_paths(options.dir or ["."], "--dir"))
     if options.json:
         write_json(document(checks), sys.stdout)
     else:

@@ -6,6 +6,7 @@ import os
 from typing import Final
 
 from penstock.core.errors import ConfigError, TransferError
+from penstock.core.files import absolute_path
 from penstock.io.files import filesystem_of, open_unlinked
 
 _PICTURES: Final = (".svg", ".png", ".pdf")
@@ -17,7 +18,7 @@ def spill_directory(name: str | os.PathLike[str]) -> str:
     Raises:
         ConfigError: It is missing, not a directory, not writable, or in memory.
     """
-    path = os.path.abspath(name)
+    path = absolute_path(name, "the directory to spill to")
     system = filesystem_of(path)
     if system.is_memory:
         raise ConfigError(
@@ -45,7 +46,7 @@ def picture_to_write(name: str | os.PathLike[str], option: str) -> str:
 
 def file_to_write(name: str | os.PathLike[str], option: str) -> str:
     """The absolute path of a file that can be written. Raises ConfigError, naming the option."""
-    path = os.path.abspath(name)
+    path = absolute_path(name, option)
     folder = os.path.dirname(path)
     if os.path.isdir(path) or not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"{option}: {path!r} cannot be written; name a file in a folder that can")

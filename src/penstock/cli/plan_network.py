@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.files import read_text
 from penstock.plan.machine import Machine
 from penstock.plan.profile import Profile
 
@@ -78,9 +79,13 @@ def subject(text: str, training: Training, settings: Mapping[str, Any]) -> Subje
         return Subject(text, None, _read(text))
     importlib.import_module("penstock.zoo").config(text, **settings)  # refused before any work
     dry = importlib.import_module("penstock.dry")
-    return Subject(
-        text, lambda batch: dry.dry_zoo_profile(text, batch, **training.settings, **settings)
-    )
+
+    def profile_of(batch: int) -> Profile:
+        with _told(f"{text} with a batch of {batch}"):
+            profile: Profile = dry.dry_zoo_profile(text, batch, **training.settings, **settings)
+        return profile
+
+    return Subject(text, profile_of)
 
 
 def parse_settings(words: list[str]) -> dict[str, Any]:
@@ -110,8 +115,8 @@ def _refuse_settings(settings: Mapping[str, Any], text: str) -> None:
 
 def _read(path: str) -> Profile:
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"profile {path!r} cannot be read: {error}") from error
     return Profile.from_json(text, source=path)
 
@@ -123,10 +128,10 @@ def _from_function(path: str, name: str, training: Training) -> Callable[[int], 
 
     def profile_of(batch: int) -> Profile:
         where = f"{path}:{name}({batch})"
-        with _of_the_user(where), torch.device("meta"):
+        with _told(where), torch.device("meta"):
             made = build(batch)
         module, inputs, loss = _taken_apart(made, where, torch)
-        with _of_the_user(where):
+        with _told(where):
             profile: Profile = dry.dry_profile(module, loss, inputs=inputs, **training.settings)
         return profile
 
@@ -144,7 +149,7 @@ def _load(path: str, name: str) -> Callable[[int], Any]:
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(module_name, module)
     sys.path.insert(0, str(file.resolve().parent))
-    with _of_the_user(path):
+    with _told(path):
         spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
@@ -155,8 +160,8 @@ def _load(path: str, name: str) -> Callable[[int], Any]:
 
 
 @contextlib.contextmanager
-def _of_the_user(where: str) -> Any:
-    """Run the user's code: what it prints goes to standard error, what it raises is told in a line."""
+def _told(where: str) -> Any:
+    """Within, what is printed goes to standard error, and what is raised is told in a line."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield

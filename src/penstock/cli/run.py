@@ -16,7 +16,6 @@ import argparse
 import atexit
 import importlib
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -32,8 +31,9 @@ from penstock.cli.script import Program, find, run_as_main
 from penstock.cli.torch_import import when_imported
 from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.files import absolute_path
 from penstock.jobs.channel import JobEnd
-from penstock.jobs.early import Early
+from penstock.jobs.early import Early, listen_to_manager
 from penstock.jobs.logs import print_if_there_is_room
 from penstock.plan import policies
 from penstock.runtime.given import SUFFIX, load_plan
@@ -143,8 +143,7 @@ def execute(options: argparse.Namespace) -> Callable[[], int]:
     attendant = _Attendant(config, words=words, trace=trace, states=states, debug=options.debug)
     if options.channel is not None:
         attendant.channel = JobEnd(options.channel)
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as its manager's shell had it
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # by it the manager ends it
+        listen_to_manager()
         print_if_there_is_room()
     attendant.keep = _keeping(options, words)
     if options.json:
@@ -371,7 +370,7 @@ def _keeping(options: argparse.Namespace, words: list[str]) -> dict[str, Any] | 
     if not options.flash and options.config is None:
         raise ConfigError("--state is for what sleeps on flash: name a directory with --flash")
     script = None if options.module else os.path.abspath(words[0])
-    directory = os.path.abspath(options.state)
+    directory = absolute_path(options.state, "--state")
     return {"directory": directory, "words": words, "script": script, "resume": options.resume}
 
 

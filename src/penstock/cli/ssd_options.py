@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tomllib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from penstock.core.errors import ConfigError
+from penstock.core.files import parse_toml
 from penstock.ssd import Device, load, presets, with_field
 from penstock.ssd.mqsim import read_device
 from penstock.ssd.mqsim_xml import Ignored, is_mqsim
+
+MOST: Final = 2**53
+"""A count: as far as floats know every whole number."""
 
 
 def add_fields(parser: argparse.ArgumentParser) -> None:
@@ -52,21 +55,23 @@ def name_ignored(path: str, ignored: Sequence[Ignored]) -> None:
 def toml_value(text: str) -> Any:
     """A value as a device file has it; what is none is a string."""
     try:
-        return tomllib.loads(f"x = {text.strip()}")["x"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"x = {text.strip()}")["x"]
+    except ValueError:
         return text.strip()
 
 
 def count(text: str, option: str) -> int:
     """``6.7e9`` as a whole number. Raises ConfigError."""
     try:
-        value = float(text)
+        value = int(text) if text.strip().isdigit() else float(text)
         whole = int(value)
     except (ValueError, OverflowError) as error:
         raise ConfigError(f"{option} is {text!r}, not a number, as 6.7e9") from error
-    if whole != value or whole < 1:
-        raise ConfigError(f"{option} is {text!r}, it must be a whole number, 1 or more")
-    return int(text) if text.strip().isdigit() else whole
+    if whole != value or not 1 <= whole <= MOST:
+        raise ConfigError(
+            f"{option} is {text!r}, it must be a whole number, 1 or more and at most 2^53 (9e15)"
+        )
+    return whole
 
 
 def list_of(text: str) -> list[str]:

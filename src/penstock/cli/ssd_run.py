@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,8 +16,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from penstock import __version__
-from penstock.cli.command import add_common, formatter, size
-from penstock.cli.output import show, write_json
+from penstock.cli.command import INTERRUPTED_CODE, add_common, formatter, size
+from penstock.cli.output import say, show, write_json
 from penstock.cli.paths import picture_to_write
 from penstock.cli.ssd_options import (
     add_fields,
@@ -26,6 +27,7 @@ from penstock.cli.ssd_options import (
     list_of,
     name_ignored,
 )
+from penstock.cli.ssd_pace import INTERRUPTED, Pace
 from penstock.core.errors import ConfigError
 from penstock.core.units import format_bandwidth, format_bytes, format_duration, parse_bytes
 from penstock.observe.summary_text import percent
@@ -49,6 +51,7 @@ _SYNTHETIC: Final = {
     "write": (False, 0.0),
 }
 """As fio names them: (random, share of reads)."""
+_REQUESTS: Final = 10_000
 _PERCENTILES: Final = (0.5, 0.99, 0.999)
 _EXAMPLES: Final = """\
 examples:
@@ -83,7 +86,13 @@ def add_parser(what: Any) -> None:
     made.add_argument(
         "--scenario", metavar="N", type=int, help="which of MQSim's workload, where it has several"
     )
-    made.add_argument("--requests", metavar="N", default="1e4", help="how many (default: 1e4)")
+    made.add_argument(
+        "--requests", metavar="N", help="how many (default: 1e4; of a trace: all that it has)"
+    )
+    made.add_argument(
+        "--stop-after", metavar="SECONDS", type=float,
+        help="ask for no more requests after so long, and tell of those that were served; so does Ctrl-C",
+    )  # fmt: skip
     made.add_argument(
         "--read-share", metavar="X", type=float, help="share of reads in randrw (0.5)"
     )
@@ -151,21 +160,38 @@ def _execute(options: argparse.Namespace) -> int:
         device = with_field(device, "ftl.streams", len(scenario.flows))
     plot = None if options.plot is None else picture_to_write(options.plot, "--plot")
     drive = Drive(device, seed=options.seed, watch=plot is not None, power_cap_w=options.power_cap)
-    with _progress(f"{options.workload} on {options.device}"):
-        run = _run(options, drive, scenario)
+    requests = None if options.requests is None else count(options.requests, "--requests")
+    if requests is None and options.workload in _SYNTHETIC:
+        requests = _REQUESTS
+    pace = Pace(requests, options.stop_after)
+    with pace, _progress(f"{options.workload} on {options.device}", pace):
+        run = _run(options, drive, scenario, pace, requests)
+    if pace.stopped:
+        if not run.requests:
+            raise ConfigError(f"{pace.stopped}, before any request was measured")
+        say(f"{pace.stopped}: this is what the first {run.requests} requests tell")
     if plot is not None and drive.usage is not None:
         title = f"{options.workload} on {device.name}"
         plot_usage(title, drive.usage.moments(), run.energy_j, plot, cap_w=options.power_cap)
     if options.json:
-        write_json(document(run, options.workload), sys.stdout)
+        write_json({**document(run, options.workload), "stopped": pace.stopped or None}, sys.stdout)
     else:
         show(text(run, options.workload), sys.stdout)
-    return 0
+    return INTERRUPTED_CODE if pace.stopped == INTERRUPTED else 0
 
 
-def _run(options: argparse.Namespace, drive: Drive, scenario: Scenario | None) -> Run:
+def _run(
+    options: argparse.Namespace,
+    drive: Drive,
+    scenario: Scenario | None,
+    pace: Pace,
+    most: int | None,
+) -> Run:
     if options.workload in _SYNTHETIC:
-        return drive.run(_synthetic(options))
+        workload = _synthetic(options, most or _REQUESTS)
+        fill(drive.ftl, int(drive.ftl.user_pages * workload.filled))
+        stream = pace.of(workload.stream(drive.user_bytes))
+        return drive.serve(stream, queue_depth=workload.queue_depth, skip=workload.skip)
     path = Path(options.workload)
     if not path.is_file():
         near = nearest(options.workload, _SYNTHETIC)
@@ -173,8 +199,11 @@ def _run(options: argparse.Namespace, drive: Drive, scenario: Scenario | None) -
             f"workload {options.workload!r} is no file, and none of {', '.join(_SYNTHETIC)}{near}"
         )
     if scenario is not None:
+        if most is not None:
+            raise ConfigError("--requests: MQSim's workloads say themselves how many; leave it out")
         flows = [
-            (flow.stream(drive.device, drive.events), flow.queue_depth) for flow in scenario.flows
+            (pace.of(flow.stream(drive.device, drive.events)), flow.queue_depth)
+            for flow in scenario.flows
         ]
         return drive.serve_flows(flows)
     if not 0 <= options.filled <= 1:
@@ -182,7 +211,9 @@ def _run(options: argparse.Namespace, drive: Drive, scenario: Scenario | None) -
     fill(drive.ftl, int(drive.ftl.user_pages * options.filled))
     kind = Format(options.format) if options.format else None
     requests: Iterator[Request] = read_trace(path, drive.user_bytes, kind=kind)
-    return drive.serve(requests, queue_depth=options.queue_depth, skip=options.skip)
+    return drive.serve(
+        pace.of(islice(requests, most)), queue_depth=options.queue_depth, skip=options.skip
+    )
 
 
 def _scenario(workload: str, number: int | None) -> Scenario | None:
@@ -204,7 +235,7 @@ def _scenario(workload: str, number: int | None) -> Scenario | None:
     return scenario
 
 
-def _synthetic(options: argparse.Namespace) -> Workload:
+def _synthetic(options: argparse.Namespace, requests: int) -> Workload:
     random, share = _SYNTHETIC[options.workload]
     if options.read_share is not None:
         if options.workload != "randrw":
@@ -212,7 +243,7 @@ def _synthetic(options: argparse.Namespace) -> Workload:
         share = options.read_share
     hot = _hot(options.hot)
     return Workload(
-        requests=count(options.requests, "--requests"),
+        requests=requests,
         read_share=share,
         request_bytes=parse_bytes(options.request_size, what="--request-size"),
         queue_depth=options.queue_depth,
@@ -329,13 +360,14 @@ def _memory_rows(run: Run) -> list[Row]:
 
 
 @contextmanager
-def _progress(label: str) -> Iterator[None]:
-    """Something that moves on a terminal; nothing elsewhere."""
+def _progress(label: str, pace: Pace) -> Iterator[None]:
+    """Tell on a terminal how far it is; nothing elsewhere."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        bar.add_task(label, total=None)
+        task = bar.add_task(label, total=None)
+        pace.tell = lambda told: bar.update(task, description=f"{label}: {told}")
         yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Final, Self
 
 from penstock.core import knobs
 from penstock.core.errors import ConfigError
+from penstock.core.files import given_path, given_paths, parse_toml, read_text
 from penstock.core.units import format_bytes, parse_bytes
 
 UNLIMITED: int = 1 << 62
@@ -71,8 +71,9 @@ class OffloadConfig:
                 object.__setattr__(self, name, parse_bytes(value, what=name))
         if self.floor is None:
             object.__setattr__(self, "floor", knobs.floor_bytes())
-        paths = (self.flash,) if isinstance(self.flash, str | Path) else tuple(self.flash)
-        object.__setattr__(self, "flash", tuple(str(path) for path in paths))
+        object.__setattr__(self, "flash", given_paths(self.flash, "flash"))
+        if self.event_log is not None:
+            given_path(self.event_log, "event_log")
         for name in ("device_memory", "flash_capacity", "floor", "tbw"):
             if getattr(self, name) == 0:
                 raise ConfigError(f"{name} must be more than 0 bytes")
@@ -163,9 +164,8 @@ class OffloadConfig:
             ConfigError: The file cannot be read or parsed, or a setting makes no sense.
         """
         try:
-            with Path(path).open("rb") as file:
-                document = tomllib.load(file)
-        except (OSError, tomllib.TOMLDecodeError) as error:
+            document = parse_toml(read_text(path))
+        except (OSError, ValueError) as error:
             raise ConfigError(f"{path}: {error}") from error
         table = document.get("offload")
         if not isinstance(table, dict):

@@ -10,6 +10,7 @@
     │   ├── NoSpaceError                    the file system, or a tier's capacity, is full
     │   └── ShortTransferError              the file ended before the request did
     ├── ChecksumError                       bytes that came back are not the bytes that left
+    ├── SourceChangedError (RuntimeError)   memory that changed while it was written
     ├── DatasetError (ValueError)           a data set that is damaged, unknown, or not what was indexed
     ├── CodecError (ValueError)             encoded bytes that do not decode
     ├── RestoreError (RuntimeError)         a saved tensor that cannot be brought back
@@ -121,6 +122,10 @@ class ChecksumError(PenstockError):
     """Bytes that came back from a tier are not the bytes that went in."""
 
 
+class SourceChangedError(PenstockError, RuntimeError):
+    """Memory that changed while a tier wrote it, so that nobody knows what the tier holds."""
+
+
 class DatasetError(PenstockError, ValueError):
     """A data set, or a sample of it, that is damaged, of no known format, or not what was indexed."""
 
@@ -191,11 +196,19 @@ NO_SPACE_ERRNOS = frozenset({errnos.ENOSPC, errnos.EDQUOT})
 
 
 def transfer_error(
-    *, errno: int, op: str, path: str, offset_bytes: int, nbytes: int, moved_bytes: int = 0
+    *,
+    errno: int,
+    op: str,
+    path: str,
+    offset_bytes: int,
+    nbytes: int,
+    moved_bytes: int = 0,
+    advice: str = "",
 ) -> TransferError:
     """The error of the tree that fits ``errno``, with the free space of ``path``'s file system."""
     kind = NoSpaceError if errno in NO_SPACE_ERRNOS else TransferError
-    advice = "free some space or name another directory" if kind is NoSpaceError else ""
+    if kind is NoSpaceError:
+        advice = "free some space or name another directory"
     return kind(
         errno=errno,
         op=op,

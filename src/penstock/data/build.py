@@ -5,13 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from penstock.core import knobs
-from penstock.core.errors import ConfigError, DatasetError, transfer_error
+from penstock.core.errors import (
+    ChecksumError,
+    ConfigError,
+    DatasetError,
+    PenstockError,
+    PenstockWarning,
+    TransferError,
+)
+from penstock.core.files import absolute_path, given_path
+from penstock.data.cache import make_directory
 from penstock.data.files import FileTable, list_files
 from penstock.data.formats import FORMATS, Format, Job, Progress
 from penstock.data.index import Index
@@ -25,7 +34,8 @@ class Opened:
 
     root: str
     index: Index
-    index_path: str
+    index_path: str | None
+    """Where the index is kept; None: only in memory."""
     built: bool
     """Whether the index was built now."""
 
@@ -41,6 +51,9 @@ def open_index(
 ) -> Opened:
     """Find a data set's index, or build it.
 
+    One that is damaged, or that another user may have written, is built anew, with a PenstockWarning; one
+    that cannot be kept stays in memory, likewise.
+
     Args:
         paths: A file, a directory, or files.
         format_name: Of :data:`FORMATS`; None: told by the files' names.
@@ -52,8 +65,8 @@ def open_index(
     Raises:
         ConfigError: An unknown format or option, or a package that is missing.
         DatasetError: A damaged data set, or one that changed since; says what changed.
-        ChecksumError: The index, or a packed set's header or tables, are damaged.
-        TransferError: Something cannot be read or written.
+        ChecksumError: A packed set's header or tables are damaged.
+        TransferError: Something cannot be read.
     """
     root, names, listed = _names(paths)
     found = _format(format_name, root, names)
@@ -63,29 +76,54 @@ def open_index(
         raise DatasetError(f"{root!r} has no file of the format {found.name}")
     chosen = _options(found, options or {})
     path = _index_path(index_dir, root, None if listed else names, found.name, chosen)
-    if not rebuild and os.path.exists(path):
-        index = Index.load(path)
-        index.files.check(root, names if listed else None)
-        return Opened(root=root, index=index, index_path=path, built=False)
+    kept, doubt = (None, "") if rebuild else _kept(path)
+    if kept is not None:
+        kept.files.check(root, names if listed else None)
+        return Opened(root=root, index=kept, index_path=path, built=False)
     job = Job(root=root, names=names, options=chosen, progress=progress, whole=listed)
     table = FileTable.of(root, names)
     try:
         index = found.build(job).build(table, chosen)
     except FileNotFoundError as error:
         raise DatasetError(f"a file vanished while the index was built: {error}") from error
+    except PenstockError:
+        raise
+    except Exception as error:  # there is no list of what other packages raise about damaged files
+        raise DatasetError(
+            f"{root!r} cannot be indexed as {found.name}; it is damaged, or of another format:"
+            f" {type(error).__name__}: {error}"
+        ) from error
+    index.check_within()
     table.check(root, None)  # nobody wrote to them meanwhile
-    index.save(path)
-    return Opened(root=root, index=index, index_path=path, built=True)
+    where: str | None = path
+    try:
+        make_directory(os.path.dirname(path))
+        index.save(path)
+    except (DatasetError, TransferError) as error:
+        where, doubt = None, f"{error}; it stays in memory"
+    if doubt:
+        warnings.warn(f"the index was built anew: {doubt}", PenstockWarning, stacklevel=3)
+    return Opened(root=root, index=index, index_path=where, built=True)
+
+
+def _kept(path: str) -> tuple[Index | None, str]:
+    """Return the index that was kept, if it can be used, and why not if there is one."""
+    try:
+        return Index.load(path), ""
+    except FileNotFoundError:
+        return None, ""
+    except (ChecksumError, DatasetError, TransferError) as error:
+        return None, str(error)
 
 
 def _names(paths: Paths) -> tuple[str, list[str], bool]:
     """(root, names, whether they are a directory's)."""
     if isinstance(paths, str | os.PathLike):
-        path = os.path.abspath(paths)
+        path = absolute_path(paths, "the data set")
         if os.path.isdir(path):
             return path, list_files(path, lambda _: True), True
         paths = [path]
-    files = [os.path.abspath(each) for each in paths]
+    files = [absolute_path(each, "the data set") for each in paths]
     missing = [each for each in files if not os.path.isfile(each)]
     if missing or not files:
         raise DatasetError(f"data set {missing[0]!r} is missing" if missing else "no file is named")
@@ -122,13 +160,7 @@ def _index_path(
     format_name: str,
     options: Mapping[str, Any],
 ) -> str:
-    folder = knobs.cache_directory() if directory is None else os.fspath(directory)
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise transfer_error(
-            errno=error.errno or 5, op="create", path=folder, offset_bytes=0, nbytes=0
-        ) from error
+    folder = knobs.cache_directory() if directory is None else given_path(directory, "index_dir")
     what = json.dumps([root, names, format_name, options], sort_keys=True, default=str)
     key = hashlib.blake2b(what.encode("utf-8", "surrogateescape"), digest_size=10).hexdigest()
     return os.path.join(folder, f"{os.path.basename(root) or 'root'}-{key}.index")

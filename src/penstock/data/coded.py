@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Callable, Mapping
 from decimal import Decimal
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.errors import ConfigError, DatasetError
+from penstock.core.errors import ConfigError, DatasetError, PenstockError
 from penstock.data.formats.base import need
-from penstock.data.sample import Sample
+from penstock.data.formats.npy import read_header
+from penstock.data.sample import Decode, Sample
 
 _IMAGES: Final = frozenset(
     {"bmp", "gif", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp"}
@@ -29,6 +32,22 @@ def image(data: memoryview | bytes) -> NDArray[np.uint8]:
             return np.array(opened.convert("RGB"))
     except (OSError, SyntaxError, ValueError) as error:
         raise DatasetError(f"an image of {len(data)} bytes does not decode: {error}") from error
+
+
+def told(decode: Decode) -> Decode:
+    """Return the same function, which raises DatasetError for everything that is wrong with a sample."""
+    return partial(_told, decode)
+
+
+def _told(decode: Decode, sample: Sample) -> Any:
+    try:
+        return decode(sample)
+    except (PenstockError, MemoryError):
+        raise
+    except Exception as error:  # there is no list of what other packages raise
+        raise DatasetError(
+            f"sample {sample.index} of {sample.path!r} is damaged: {type(error).__name__}: {error}"
+        ) from error
 
 
 def image_and_label(sample: Sample) -> Any:
@@ -55,8 +74,17 @@ def _by_extension(name: str, data: memoryview) -> Any:
     if last in ("txt", "text", "transcript"):
         return str(data, "utf-8")
     if last == "npy":
-        return np.load(io.BytesIO(data), allow_pickle=False)
+        return _array(data)
     return bytes(data)
+
+
+def _array(data: memoryview) -> NDArray[Any]:
+    """What ``numpy.save`` wrote, of no more memory than there are bytes."""
+    start, shape, fortran, dtype = read_header(io.BytesIO(data))
+    if dtype.hasobject:
+        raise ValueError(f"an array of {dtype} would run code")
+    values = np.frombuffer(data, dtype, math.prod(shape), start)
+    return values.copy().reshape(shape, order="F" if fortran else "C")
 
 
 def mds(meta: Mapping[str, Any], sample: Sample) -> dict[str, Any]:

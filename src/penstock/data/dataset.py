@@ -78,7 +78,7 @@ class FlashDataset(torch_data.Dataset[Any]):
         Raises:
             ConfigError: An unknown format or option, or a package that is missing.
             DatasetError: Damaged, or changed since its index was built: says what.
-            ChecksumError: The index is damaged.
+            ChecksumError: A packed set's header or tables are damaged.
             TransferError: Something cannot be read.
             BudgetError: The index alone takes all the memory.
         """
@@ -135,20 +135,22 @@ class FlashDataset(torch_data.Dataset[Any]):
         return self._get(samples, self.on_error)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For spawned workers: the index is read again there."""
+        """For spawned workers: the index is read again there, or goes with it if it is kept nowhere."""
         return {
             **self.__dict__,
             "_plant": None,
             "_values": None,
             "_engine": None,
             "opened": None,
-        } | {"reopen": (self.opened.root, self.opened.index_path)}
+        } | {"reopen": (self.opened.root, self.opened.index_path or self.opened.index)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """In the worker."""
-        root, path = state.pop("reopen")
+        root, kept = state.pop("reopen")
         self.__dict__.update(state)
-        self.opened = Opened(root=root, index=Index.load(path), index_path=path, built=False)
+        path = kept if isinstance(kept, str) else None
+        index = kept if path is None else Index.load(path)
+        self.opened = Opened(root=root, index=index, index_path=path, built=False)
 
     def assembler(self, collate: Any, *, threads: int = 1, processes: int = 0) -> Assembler:
         """What decodes. For the loaders."""

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.errors import ConfigError
-from penstock.data.coded import check_mds, image_and_label, mds, row_group, webdataset
+from penstock.core.errors import ConfigError, DatasetError, PenstockError
+from penstock.data.coded import check_mds, image_and_label, mds, row_group, told, webdataset
 from penstock.data.group import Group
 from penstock.data.index import Index
 from penstock.data.permutation import Numbers
@@ -29,6 +29,7 @@ LONG_BYTES: Final = 16 << 10
 """Pieces that are copied one by one."""
 _LONGEST: Final = {"b": 1, "i": 8, "u": 8, "f": 8, "c": 16}
 """Of torch's numbers, bytes by NumPy's letter of their kind."""
+T = TypeVar("T")
 Room = Callable[[int], NDArray[np.uint8]]
 """Memory for so many bytes, contents undefined."""
 
@@ -57,14 +58,29 @@ class Column:
         return self.stored if self.cast is None else np.dtype(self.cast)
 
     def value(self, data: memoryview) -> Any:
-        """One value."""
-        if self.kind == "str":
-            return str(data, "utf-8")
-        if self.kind == "bytes":
-            return bytes(data)
-        array = np.frombuffer(data, self.stored).copy()
-        array = array if self.shape is None else array.reshape(self.shape)
-        return array if self.cast is None else array.astype(self.cast)
+        """One value. Raises DatasetError: the bytes are not of the column's kind."""
+        try:
+            if self.kind == "str":
+                return str(data, "utf-8")
+            if self.kind == "bytes":
+                return bytes(data)
+            array = np.frombuffer(data, self.stored).copy()
+            array = array if self.shape is None else array.reshape(self.shape)
+        except ValueError as error:
+            raise DatasetError(
+                f"a value of {self.name!r}, {len(data)} bytes, is damaged: {error}"
+            ) from error
+        return self._checked(array if self.cast is None else array.astype(self.cast))
+
+    def _checked(self, loaded: NDArray[Any]) -> NDArray[Any]:
+        """The same. Raises DatasetError: a number is too large for what it was converted to."""
+        wraps = self.cast == "int64" and self.stored.kind == "u" and self.stored.itemsize == 8
+        if wraps and (loaded < 0).any():
+            raise DatasetError(
+                f"{self.name!r} has a number from 2^63 on, which does not fit int64: pass decode=, a"
+                ' function of the sample\'s bytes, or "raw"'
+            )
+        return loaded
 
     def batch(self, group: Group, rows: Any, column: int, room: Room) -> Any:
         """The values of some rows, numbers or a slice: one array if they are alike, else a list.
@@ -89,6 +105,7 @@ class Column:
         else:
             found = room(count * length * dtype.itemsize).view(dtype).reshape(count, length)
             gather(group.ring.bytes, offsets, self.stored, found)
+            self._checked(found)
         return found if self.shape is None else found.reshape(count, *self.shape)
 
 
@@ -150,7 +167,7 @@ def _view(group: Group, row: int, column: int) -> memoryview | None:
 
 def columns_of(index: Index) -> list[Column] | None:
     """The columns of formats whose values are stored as they are; None: samples are to be decoded."""
-    return _columns(index.format, index.meta, index.fields)
+    return _known(lambda: _columns(index.format, index.meta, index.fields))
 
 
 def raw_columns(index: Index) -> list[Column]:
@@ -197,19 +214,31 @@ def _arrow_column(field: str, kind: str) -> Column:
 
 def decoder_of(index: Index) -> Decode:
     """How a sample of a format without columns is decoded. Raises ConfigError: a package is missing."""
-    return _decoder(index.format, index.meta)
+    return _known(lambda: _decoder(index.format, index.meta))
+
+
+def _known(look: Callable[[], T]) -> T:
+    """What an index says of values. Raises DatasetError: it makes no sense."""
+    try:
+        return look()
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, PenstockError):
+            raise
+        raise DatasetError(
+            f"what the data set says of its values makes no sense ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _decoder(name: str, meta: Mapping[str, Any]) -> Decode:
     if name == "packed" and meta["source"] != "parquet":
         return _decoder(meta["source"], meta["meta"])
     if name == "webdataset":
-        return webdataset
+        return told(webdataset)
     if name == "mds":
         check_mds(meta)
-        return partial(mds, meta)
+        return told(partial(mds, meta))
     if name == "images":
-        return image_and_label
+        return told(image_and_label)
     if name == "parquet":
-        return row_group
+        return told(row_group)
     raise ConfigError(f"samples of the format {name} have no decoder: pass decode=, a function")

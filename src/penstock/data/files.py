@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -11,7 +12,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from penstock.core.errors import DatasetError, transfer_error
+from penstock.core.errors import DatasetError, TransferError, transfer_error
+from penstock.core.files import not_regular, open_regular
 
 HEAD_BYTES: Final = 4096
 MOST_HEADS: Final = 1024
@@ -73,7 +75,7 @@ class FileTable:
             except FileNotFoundError as error:
                 raise changed(path, "is missing now") from error
             except OSError as error:
-                raise _failed("stat", path, error) from error
+                raise failed("stat", path, error) from error
             if now.st_size != self.sizes[number]:
                 was = int(self.sizes[number])
                 raise changed(path, f"has {now.st_size} bytes now, had {was}")
@@ -124,13 +126,13 @@ def _below(folder: str, above: frozenset[str]) -> Iterator[str]:
                 else:
                     yield entry.name
     except OSError as error:
-        raise _failed("list", folder, error) from error
+        raise failed("list", folder, error) from error
 
 
 def read_range(path: str, offset: int, nbytes: int) -> bytes:
     """Some bytes of a file, not left in the page cache. Raises TransferError."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_regular(path)
         try:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
             parts = []
@@ -142,20 +144,26 @@ def read_range(path: str, offset: int, nbytes: int) -> bytes:
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise _failed("read", path, error) from error
+        raise failed("read", path, error) from error
 
 
 def _stat(path: str) -> os.stat_result:
     try:
-        return os.stat(path)
+        facts = os.stat(path)
     except OSError as error:
-        raise _failed("stat", path, error) from error
+        raise failed("stat", path, error) from error
+    if not stat.S_ISREG(facts.st_mode):
+        raise not_regular(path, facts.st_mode)
+    return facts
 
 
 def _head(path: str) -> int:
     return xxhash.xxh3_64_intdigest(read_range(path, 0, HEAD_BYTES))
 
 
-def _failed(op: str, path: str, error: OSError) -> OSError:
+def failed(op: str, path: str, error: OSError) -> OSError:
+    """The error of our tree."""
+    if isinstance(error, TransferError):
+        return error
     code = error.errno or 5
     return transfer_error(errno=code, op=op, path=path, offset_bytes=0, nbytes=0)

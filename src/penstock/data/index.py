@@ -18,10 +18,7 @@ the arrays' bytes in the order of their names.
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
@@ -30,16 +27,18 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from penstock.core.errors import ChecksumError, DatasetError, transfer_error
+from penstock.core.errors import ChecksumError, DatasetError, PenstockError
+from penstock.core.files import parse_json
 from penstock.core.units import round_up
+from penstock.data.cache import keep, read_kept
 from penstock.data.files import FileTable
 from penstock.data.permutation import Numbers
-from penstock.io.reporting import written
-from penstock.observe.clients import DATA
 
 _MAGIC: Final = b"PSTKIDX1"
 _VERSION: Final = 1
 _ALIGN: Final = 64
+_AT_ONCE: Final = 1 << 16
+"""Samples that are looked at together."""
 ABSENT: Final = 2**32 - 1
 """Length of a field that a sample does not have."""
 MOST_BYTES: Final = ABSENT - 1
@@ -106,8 +105,8 @@ class Index:
     def longest(self) -> tuple[int, int]:
         """The longest sample, all its fields together, and how long it is."""
         best = (0, 0)
-        for start in range(0, self.samples, 1 << 16):
-            samples = np.arange(start, min(self.samples, start + (1 << 16)))
+        for start in range(0, self.samples, _AT_ONCE):
+            samples = np.arange(start, min(self.samples, start + _AT_ONCE))
             totals = np.maximum(self.locate(samples).nbytes, 0).sum(axis=1)
             top = int(totals.argmax())
             if totals[top] > best[1]:
@@ -130,26 +129,32 @@ class Index:
         known = self.lengths[self.lengths != ABSENT]
         return int((regular.sum(axis=1) * ends).sum() + known.sum(dtype=np.int64))
 
+    def check_within(self) -> None:
+        """Raise DatasetError if a sample does not lie within its file."""
+        firsts = self.runs["first"].tolist()
+        for run, (first, stop) in enumerate(zip(firsts, [*firsts[1:], self.samples], strict=True)):
+            regular = (self.columns[run]["row"] < 0).all() and not self.runs["file_step"][run]
+            step = max(1, stop - first - 1) if regular else 1  # of a regular run the first and last
+            for start in range(first, stop, _AT_ONCE * step):
+                self._check_within(np.arange(start, min(stop, start + _AT_ONCE * step), step))
+
+    def _check_within(self, samples: Numbers) -> None:
+        found = self.locate(samples)
+        room = self.files.sizes[found.file][:, None]
+        bad = (found.nbytes > 0) & ((found.offset < 0) | (found.offset > room - found.nbytes))
+        if bad.any():
+            row, column = (int(each[0]) for each in np.nonzero(bad))
+            raise DatasetError(
+                f"sample {int(samples[row])} lies at {int(found.offset[row, column])} of"
+                f" {self.files.name(int(found.file[row]))!r}, {int(found.nbytes[row, column])} bytes, and"
+                f" the file has {int(room[row, 0])}: it is damaged or truncated; copy it again"
+            )
+
     # -- on disk ----------------------------------------------------------------------------------
 
     def save(self, path: str) -> None:
-        """Write it atomically: it is there whole, or not at all. Raises TransferError."""
-        data = self._encode()
-        temporary = f"{path}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
-        try:
-            with open(temporary, "xb") as file, written(DATA, len(data), path):
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            os.replace(temporary, path)
-        except OSError as error:
-            with suppress(OSError):
-                os.unlink(temporary)
-            code = error.errno or 5
-            raise transfer_error(
-                errno=code, op="write", path=path, offset_bytes=0, nbytes=len(data)
-            ) from error
+        """Keep it for later. Raises as ``penstock.data.cache.keep``."""
+        keep(path, self._encode())
 
     @classmethod
     def load(cls, path: str) -> Index:
@@ -158,12 +163,16 @@ class Index:
         Raises:
             FileNotFoundError: There is none.
             ChecksumError: It is damaged.
-            DatasetError: It is none, or of a later version.
+            DatasetError: It is none, of a later version, or another user may have written it.
+            TransferError: It cannot be read.
         """
-        with open(path, "rb") as file:
-            data = bytearray(file.read())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return _decode(cls, data, path)
+        data = read_kept(path)
+        try:
+            return _decode(cls, data, path)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            if isinstance(error, PenstockError):
+                raise
+            raise _damaged(path, f"{type(error).__name__}: {error}") from error
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         table = self.files
@@ -217,7 +226,7 @@ def _decode(cls: type[Index], data: bytearray, path: str) -> Index:
     text = bytes(data[24 : 24 + length])
     if xxhash.xxh3_64_intdigest(text) != int.from_bytes(data[16:24], "little"):
         raise _damaged(path, "header")
-    header = json.loads(text)
+    header = parse_json(text)
     if header["version"] != _VERSION:
         raise DatasetError(f"index {path!r} is of version {header['version']}; known is {_VERSION}")
     start = round_up(24 + length, _ALIGN)
@@ -248,7 +257,7 @@ def _decode(cls: type[Index], data: bytearray, path: str) -> Index:
 
 def _damaged(path: str, what: str) -> ChecksumError:
     return ChecksumError(
-        f"the index {path!r} is damaged ({what}): remove it, it is built again from the data"
+        f"the index {path!r} is damaged ({what}): remove it, or build it anew (rebuild=True)"
     )
 
 

@@ -13,6 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from penstock.core.errors import ConfigError, TransferError, transfer_error
+from penstock.core.files import absolute_path
 from penstock.core.units import round_up
 from penstock.data.build import Opened
 from penstock.data.formats import Progress
@@ -64,7 +65,7 @@ def pack(
         TransferError: A sample cannot be read, or the file not be written.
         ChecksumError: A sample is damaged.
     """
-    where = os.path.abspath(path)
+    where = absolute_path(path, "the packed file")
     if not where.endswith(SUFFIX) or os.path.exists(where):
         raise ConfigError(f"{where!r} must end in {SUFFIX} and not exist yet")
     if "parquet" in (opened.index.format, opened.index.meta.get("source")):

@@ -6,16 +6,19 @@ What was measured is kept beside the index, so that the same set has the same or
 from __future__ import annotations
 
 import json
+import math
 import os
-import secrets
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Final
 
 import numpy as np
 
+from penstock.core.errors import DatasetError
+from penstock.core.files import parse_json
 from penstock.data.build import Opened
+from penstock.data.cache import keep, read_kept
 from penstock.data.permutation import Numbers
 from penstock.data.reader import Reader
 
@@ -42,15 +45,17 @@ class Rates:
 
 
 def known_rates(opened: Opened) -> Rates | None:
-    """What was measured before; None: nothing, or it is of another index, or damaged."""
-    try:
-        with open(_path(opened), encoding="utf-8") as file:
-            found = json.load(file)
-        if found.pop("index") != _stamp(opened):
-            return None
-        return Rates(**{name: float(value) for name, value in found.items()})
-    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+    """What was measured before; None: nothing, or it is of another index, or not to be trusted."""
+    if opened.index_path is None:
         return None
+    try:
+        found = parse_json(read_kept(_path(opened.index_path)))
+        if found.pop("index") != _stamp(opened.index_path):
+            return None
+        rates = Rates(**{name: float(value) for name, value in found.items()})
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, OverflowError):
+        return None
+    return rates if all(map(math.isfinite, astuple(rates))) else None
 
 
 def rates_of(opened: Opened, reader: Reader) -> Rates | None:
@@ -94,19 +99,19 @@ def _time(reader: Reader, samples: Numbers) -> float:
     return time.perf_counter() - started
 
 
-def _path(opened: Opened) -> str:
-    return f"{opened.index_path}.rates"
+def _path(index_path: str) -> str:
+    return f"{index_path}.rates"
 
 
-def _stamp(opened: Opened) -> str:
-    facts = os.stat(opened.index_path)
+def _stamp(index_path: str) -> str:
+    facts = os.stat(index_path)
     return f"{facts.st_size} {facts.st_mtime_ns}"
 
 
 def _keep(opened: Opened, rates: Rates) -> None:
-    """Whole, or not at all; a cache that cannot be written costs a probe each time."""
-    temporary = f"{_path(opened)}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
-    with suppress(OSError):
-        with open(temporary, "x", encoding="utf-8") as file:
-            json.dump({"index": _stamp(opened), **asdict(rates)}, file)
-        os.replace(temporary, _path(opened))
+    """A cache that cannot be written costs a probe each time."""
+    if opened.index_path is None:
+        return
+    with suppress(OSError, DatasetError):
+        document = {"index": _stamp(opened.index_path), **asdict(rates)}
+        keep(_path(opened.index_path), json.dumps(document).encode())

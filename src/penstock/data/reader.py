@@ -174,11 +174,10 @@ class Reader:
         self._files.clear()
 
     def _start(self, plan: Plan, offsets: Numbers, taken: Taken) -> Pending:
-        base = offsets - plan.begin
-        extent = np.maximum(plan.extent, 0)
+        base = np.append(offsets - plan.begin, 0)  # the last: of a range without bytes
         group = Group(
             samples=plan.samples,
-            offset=np.where(plan.extent < 0, 0, plan.ranges.offset + base[extent]),
+            offset=np.where(plan.extent < 0, 0, plan.ranges.offset + base[plan.extent]),
             nbytes=plan.ranges.nbytes,
             file=plan.ranges.file,
             ring=self.ring,

@@ -136,12 +136,10 @@ class _Executor(Executor):
         """The most bytes below the floor at once, and the count, in a pass that saved nothing else."""
         return self._pass.small_bytes, self._pass.small_count
 
-    def save(
-        self, storage: torch.UntypedStorage, base: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> SavedStorage:
+    def save(self, storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> SavedStorage:
         """Take charge of a storage that autograd saves."""
-        saved = super().save(storage, base, *args, **kwargs)
-        entry = self._ledger.find(base)
+        saved = super().save(storage, *args, **kwargs)
+        entry = self._ledger.find(storage)
         if entry is not None:
             self._entries[saved] = entry
             self._ledger.into_slot(entry)

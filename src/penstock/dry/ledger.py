@@ -43,19 +43,18 @@ class Ledger:
         self._changes: list[tuple[int, int, int]] = []
         self._count = 0
         for tensor in fixed:
-            if self.find(tensor) is None:
+            if self.find(tensor.untyped_storage()) is None:
                 self._enter(tensor.untyped_storage(), nbytes=0)
 
     def add(self, tensor: torch.Tensor, *, at_ns: int) -> None:
         """A storage begins to live, unless it is known: the tensor is a view of another one's."""
-        if self.find(tensor) is None:
-            storage = tensor.untyped_storage()
+        storage = tensor.untyped_storage()
+        if self.find(storage) is None:
             entry = self._enter(storage, storage.nbytes())
             self._changes.append((at_ns, entry.number, entry.nbytes))
 
-    def find(self, tensor: torch.Tensor) -> Entry | None:
-        """What is known of the storage of a tensor."""
-        storage = tensor.untyped_storage()
+    def find(self, storage: torch.UntypedStorage) -> Entry | None:
+        """Return what is known of a storage."""
         entry = self._alive.get(storage._cdata)
         return entry if entry is not None and entry.source() is storage else None
 
@@ -77,7 +76,8 @@ class Ledger:
         Args:
             without: Tensors whose storages count as fixed: gradients that have come to stay.
         """
-        stay = {entry.number for one in without if (entry := self.find(one)) is not None}
+        kept = (self.find(one.untyped_storage()) for one in without)
+        stay = {entry.number for entry in kept if entry is not None}
         changes = (change for change in self._changes if change[1] not in stay)
         alive = 0
         found: list[Transient] = []

@@ -71,6 +71,7 @@ class Attachment:
             on_root=self._met,
             on_missed_thread=self._missed_thread,
             on_watched=self._module_ran,
+            completion=executor.completion,
             watch=proofs.KINDS if prove_signs else (),
         )
         self._boundaries = Boundaries(on_backward_end=self._backward_ended, on_step=self._stepped)

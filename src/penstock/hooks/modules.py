@@ -24,6 +24,8 @@ from torch.nn.modules.module import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from penstock.runtime.completion import Completion
+
 _autograd: Final[Any] = torch._C._autograd
 _EXTRA_CALL: Final = r"Using `torch\.compile\(module\)` when there are global hooks"
 """As torch begins to warn that such hooks are called for what it compiled as well: ours may be."""
@@ -86,6 +88,7 @@ class ModuleTracker:
         on_root: Callable[[torch.nn.Module], None],
         on_missed_thread: Callable[[str], None],
         on_watched: Callable[[str, Any, list[Any]], None] | None = None,
+        completion: Completion | None = None,
         watch: Collection[str] = (),
     ) -> None:
         """Track nothing yet.
@@ -96,6 +99,7 @@ class ModuleTracker:
                 gradients enabled without saved-tensor hooks.
             on_watched: Called when a module of a watched type has run, while it is still ``here``: with
                 its type's name, its output (``None`` if it raised), and what was put into ``watched``.
+            completion: Is told when a module has returned, or raised, and something waits for that.
             watch: Names of types.
         """
         self._stack = _Stack()
@@ -106,6 +110,7 @@ class ModuleTracker:
         self._on_root = on_root
         self._on_missed_thread = on_missed_thread
         self._on_watched = on_watched
+        self._completion = completion
         self._watch = frozenset(watch)
         self._handles: list[RemovableHandle] = []
         self._filter: Any = None
@@ -229,6 +234,8 @@ class ModuleTracker:
             return
         watched, stack.watched = stack.watched, None
         try:
+            if self._completion is not None and self._completion.waiting:
+                self._completion.returned()
             if watched and self._on_watched is not None:
                 self._on_watched(stack.places[-1].kind, rest[-1], watched)
             if self.observer is not None:

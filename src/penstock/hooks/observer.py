@@ -28,10 +28,10 @@ from penstock.hooks.modules import OUTSIDE, ModuleTracker, Place
 from penstock.hooks.pure import is_pure
 from penstock.hooks.recipe_notes import RecipeNotes
 from penstock.plan.operators import Operator
+from penstock.runtime.completion import sequence_number
 from penstock.runtime.residency import SlotRecord
 from penstock.runtime.weak import TensorRef
 
-_next_node: Final[Callable[[], int]] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 _node: Final[Callable[[], Any]] = torch._C._current_autograd_node
 _task: Final[Callable[[], int]] = torch._C._current_graph_task_id
 _StorageOf = Callable[[torch.Tensor], torch.UntypedStorage | None]
@@ -156,7 +156,7 @@ class Observer:
         if threading.get_ident() != self._thread:
             return
         parent = self._stack[-1] if self._stack else None
-        call = _Call(module, place, parent, len(self._stack), len(self._calls), _next_node())
+        call = _Call(module, place, parent, len(self._stack), len(self._calls), sequence_number())
         self._switch(call)
         self._stack.append(call)
         for tensor in _tensors(args):
@@ -173,7 +173,7 @@ class Observer:
         if threading.get_ident() != self._thread or not stack or stack[-1].module is not module:
             return
         call = stack.pop()
-        call.end_node = _next_node()
+        call.end_node = sequence_number()
         self._switch(call.parent)
         given = set()
         for tensor in _tensors(arguments):

@@ -28,26 +28,19 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from typing import Any, Final
 
 import torch
 from torch.nn.parallel import DataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 from penstock.core.errors import HookError, InPlaceError
 from penstock.hooks.digest import digest
 from penstock.hooks.module_state import ModuleState
 from penstock.hooks.modules import ModuleTracker, Place
-from penstock.hooks.saved_tensors import (
-    Flattened,
-    Foreign,
-    Kept,
-    Moved,
-    Packed,
-    SavedTensorHooks,
-    Small,
-)
+from penstock.hooks.saved_tensors import Moved, Packed, SavedTensorHooks
 from penstock.runtime.passes import INPUT, Pass
 from penstock.runtime.remade import Remaking
 from penstock.runtime.repeats import Repeats
@@ -55,7 +48,11 @@ from penstock.runtime.residency import SavedStorage
 from penstock.runtime.weak import TensorRef
 
 _autograd: Final[Any] = torch._C._autograd
-_OURS: Final = (Kept, Foreign, Flattened, Small, Moved)
+_EARLY_STOP: Final[dict[str, Any]] = (
+    {"early_stop": False} if "early_stop" in signature(checkpoint).parameters else {}
+)
+"""``checkpoint`` would stop in the hook that packs the last tensor, before a kernel fills it; see
+[Note: complete storages]. We stop it when that is over. An older one cannot be told."""
 _ADVICE: Final = "give recompute=False, or a plan that does not run it again"
 
 
@@ -195,7 +192,11 @@ class _Input:
 class _Dropped:
     """A saved tensor that is to be made again."""
 
-    digest: int | None
+    digest: int | None = None
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Remember what it holds."""
+        self.digest = digest(tensor)
 
 
 class _Call:
@@ -231,6 +232,7 @@ class _Call:
             use_reentrant=False,
             context_fn=self._contexts,
             preserve_rng_state=True,
+            **_EARLY_STOP,
         )
         self._state.settle()
         self._check_inputs()
@@ -266,6 +268,7 @@ class _Call:
                 saved = packed.saved if isinstance(packed, Moved) else None
                 if type(saved) is SavedStorage and saved.record.key.module == place.path:
                     self._unnamed[saved.cdata] = saved
+            self._hooks.operators_returned()  # no operator saves these
 
     def _check_inputs(self) -> None:
         for each in self._inputs:
@@ -305,7 +308,10 @@ class _Call:
         if not nbytes or not self._drops(tensor, nbytes):
             self._saves.append(None)
             return self._hooks.pack(tensor)
-        self._saves.append(_Dropped(digest(tensor) if prove else None))
+        dropped = _Dropped()
+        self._saves.append(dropped)
+        if prove:
+            self._hooks.when_complete(tensor, partial(dropped.note, tensor))
         return drop(tensor)
 
     def _drops(self, tensor: torch.Tensor, nbytes: int) -> bool:
@@ -330,7 +336,7 @@ class _Call:
         return True
 
     def _unpack(self, make: Callable[..., Any], packed: Any) -> Any:
-        if isinstance(packed, _OURS) or self._hooks.inquiring:
+        if isinstance(packed, Packed) or self._hooks.inquiring:
             return self._hooks.unpack(packed)
         return make(packed)
 
@@ -347,7 +353,9 @@ class _Call:
             self._now = self._inputs_again()
             made = _Made(
                 path=self._path,
+                hooks=self._hooks,
                 expected=self._saves,
+                missing=sum(each is not None for each in self._saves),
                 remaking=self._repeats.begin(self._of_pass, self._path, self._dropped_bytes),
             )
             stack.callback(made.remaking.close)
@@ -359,6 +367,7 @@ class _Call:
             yield
 
     def _prove(self, made: _Made) -> None:
+        self._hooks.operators_returned()
         self._repeatable.proven |= made.check()
 
 
@@ -367,13 +376,18 @@ class _Made:
     """What one more run of a forward makes again."""
 
     path: str
+    hooks: SavedTensorHooks
     expected: list[_Dropped | None]
+    missing: int
+    """Dropped tensors that have not been made again, or are not complete."""
     remaking: Remaking
     count: int = 0
     versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
 
     def pack(self, keep: Callable[..., Any], tensor: torch.Tensor) -> Any:
-        """Hand what was dropped to ``checkpoint``; it may end the run by raising."""
+        """Hand what was dropped to ``checkpoint``; end the run when all of that is complete."""
+        if not self.missing:  # a later operator saves something
+            raise _StopRecomputationError
         place = self.count
         self.count += 1
         if place >= len(self.expected):
@@ -381,14 +395,21 @@ class _Made:
         dropped = self.expected[place]
         if dropped is None:
             return tensor.detach()
+        self.hooks.when_complete(tensor, partial(self._compare, place, dropped, tensor))
+        self.remaking.made(tensor.untyped_storage())
+        self.versions.append((tensor.detach(), tensor._version))
+        kept = keep(tensor)
+        if not self.missing:
+            raise _StopRecomputationError
+        return kept
+
+    def _compare(self, place: int, dropped: _Dropped, tensor: torch.Tensor) -> None:
+        self.missing -= 1
         if dropped.digest is not None and digest(tensor) != dropped.digest:
             raise HookError(
                 f"{self.path} computes something else when it is run again: tensor {place} that it"
                 f" saves, {tensor.dtype} of {tuple(tensor.shape)}, differs in its bits; {_ADVICE}"
             )
-        self.remaking.made(tensor.untyped_storage())
-        self.versions.append((tensor.detach(), tensor._version))
-        return keep(tensor)
 
     def check(self) -> bool:
         """Autograd would have refused what the module has saved and then modified.

@@ -1,10 +1,11 @@
 """The pack and unpack hooks: what autograd hands over when it saves a tensor, and gets back.
 
-Four kinds of handle stand for a saved tensor until autograd is done with it:
+Five kinds of handle stand for a saved tensor until autograd is done with it:
 
 * ``Kept``: a protected, tiny or foreign tensor. It stays, re-wrapped, and is not counted.
 * ``Small``: a tensor whose storage is below the floor, or sure to stay. It only counts.
 * ``Moved``: a view of a storage that the executor holds, wherever that is now.
+* ``CopiedOut``: a small view of a large storage, copied to let the storage go; then one of the above.
 * ``Flattened``: a DTensor, whose local tensor is one of the above.
 
 Hooks switch off autograd's own check that a saved tensor was not modified in place (TRAPS rule 1), so
@@ -15,8 +16,9 @@ that shares the saved one's version counter and none of its memory.
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import torch
@@ -66,8 +68,9 @@ class Kept:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # detached, because autograd would otherwise keep an output alive through itself (rule 9)
-        self.tensor = tensor.detach()
+        # An output would keep itself alive (rule 9). A leaf is held as autograd holds it: where the
+        # program gives a parameter other memory by ``.data``, backward uses that.
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
         self.version = tensor._version
 
     def unpack(self) -> torch.Tensor:
@@ -211,7 +214,12 @@ class Moved:
         if view is not None:
             return view if self.copied else view.detach()
         view = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return view.set_(storage, self.offset, self.size, self.stride)
+        view.set_(storage, self.offset, self.size, self.stride)
+        handed = (
+            self.probe.detach()
+        )  # so that an edit of what is handed out counts as one of the saved
+        handed.data = view
+        return handed
 
     def prove(self, *, sign_only: bool, tensor: torch.Tensor, origin: Origin) -> None:
         """Say whether backward asks of this view only which elements are above zero.
@@ -230,8 +238,9 @@ class Moved:
         if self.executor.prove(saved, self, sign_only=sign_only):
             return
         assert view is not None, "a view that may need more than signs is not stripped unproven"
-        storage, base = view.untyped_storage(), _base_of(tensor)
-        self.saved = self.executor.save(storage, base, self.version, origin, self)
+        storage = view.untyped_storage()
+        base, version = _guard_of(tensor, storage, storage.nbytes())
+        self.saved = self.executor.save(storage, base, version, origin, self)
         self.executor.release(saved, unpacked=self.unpacked)
 
     def __del__(self) -> None:
@@ -242,7 +251,37 @@ class Moved:
             defer(self.executor.release, saved, self.unpacked)
 
 
-Packed = Kept | Foreign | Flattened | Small | Moved
+class CopiedOut:
+    """A small view of a large storage, which it does not keep alive.
+
+    It keeps watching the version counter of what it was copied from, as autograd does.
+    """
+
+    __slots__ = ("__weakref__", "copy", "probe", "size", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Hold the view itself, and so its whole storage, until the ``copy`` is packed."""
+        self.version = tensor._version
+        self.size = tensor.size()
+        self.probe = tensor.detach()
+        self.copy: Small | Moved | None = None
+
+    def replace(self, copy: Small | Moved) -> None:
+        """Hold a packed copy from now on, and of the view its version counter only."""
+        self.copy = copy
+        probe = self.probe.detach()  # a new one: another thread may be handing out the view
+        probe.data = _empty(probe.dtype, probe.device)
+        self.probe = probe
+
+    def unpack(self) -> torch.Tensor:
+        """Return the view or its copy, if nobody has modified what was saved."""
+        probe, copy = self.probe, self.copy
+        if probe._version != self.version:
+            raise _modified(probe, self.size, self.version, "")
+        return probe.detach() if copy is None else copy.unpack()
+
+
+Packed = Kept | Foreign | Flattened | Small | Moved | CopiedOut
 
 
 class SavedTensorHooks:
@@ -270,6 +309,7 @@ class SavedTensorHooks:
         """Hook nothing yet; see ``torch.autograd.graph.saved_tensors_hooks``."""
         self._executor = executor
         self._small = executor.small
+        self._completion = executor.completion
         self._protected = protected
         self._modules = modules
         self._boundaries = boundaries
@@ -284,6 +324,8 @@ class SavedTensorHooks:
         """What autograd is to hold in place of ``tensor``. Waits while the budget is full."""
         if not self.active:
             return Foreign(tensor)
+        if self._completion.waiting:
+            self._completion.check()
         if self._boundaries.tasks:
             self._boundaries.note_pack()
         watched = self._modules.watched
@@ -300,6 +342,7 @@ class SavedTensorHooks:
 
     def prove(self, kind: str, output: Any, watched: list[Any]) -> None:
         """A watched module has run, and ``watched`` was packed meanwhile: see :mod:`.proofs`."""
+        self.operators_returned()
         moved = [(packed, tensor) for packed, tensor in watched if isinstance(packed, Moved)]
         proven = self._inquiry.sign_only(kind, output) if moved else None
         for packed, tensor in moved:
@@ -331,11 +374,32 @@ class SavedTensorHooks:
         """The tensor again."""
         if self._inquiry.open:
             return self._inquiry.note(packed)
+        self.operators_returned()
         if self.active:
             self._boundaries.note_unpack()
         if self.observer is not None:
             self.observer.unpacked()
         return packed.unpack()
+
+    def operators_returned(self) -> None:
+        """No operator is running in this thread: what it has saved is complete."""
+        if self._completion.waiting:
+            self._completion.returned()
+
+    def when_complete(self, tensor: torch.Tensor, action: Callable[[], None]) -> None:
+        """Call ``action`` when a tensor that is being saved is complete: at once, or later."""
+        completion = self._completion
+        if completion.waiting:
+            completion.check()
+        if tensor.requires_grad:
+            action()
+            return
+
+        def act(last: bool) -> bool:
+            action()
+            return True
+
+        completion.wait(act)
 
     @property
     def inquiring(self) -> bool:
@@ -359,34 +423,57 @@ class SavedTensorHooks:
 
     def holds(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         """Whether the storage of ``tensor`` is saved already, as it is now."""
-        return self._executor.holds(storage, _base_of(tensor), tensor._version)
+        base, version = _guard_of(tensor, storage, storage.nbytes())
+        return self._executor.holds(storage, base, version)
 
     def _pack_storage(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, whole_bytes: int
     ) -> Packed:
         if tensor.nbytes * COMPACT_SHARE < whole_bytes or not tensor.is_contiguous():
-            first, nbytes = _span(tensor)
+            _, nbytes = _span(tensor)
             if nbytes * COMPACT_SHARE < whole_bytes:
-                return self._pack_span(tensor, storage, first, nbytes)
+                return self._pack_span(tensor)
         executor = self._executor
-        base = _base_of(tensor)
+        base, version = _guard_of(tensor, storage, whole_bytes)
         moved = Moved(tensor, executor)
-        moved.saved = executor.kept.keep(
-            storage, whole_bytes, base, moved.version, self._modules.here, tensor.dtype, moved
+        complete = moved.copied  # it requires a gradient
+        kept = moved.saved = executor.kept.keep(
+            storage, whole_bytes, base, version, self._modules.here, tensor.dtype, moved
         )
-        if moved.saved is not None:
+        if kept is not None:
+            if not complete or base is storage:
+                kept.complete = False
+                self._completion.wait(partial(executor.complete_kept, kept))
             return moved
         origin = self._origin(tensor)
         watched = self._modules.watched is not None
         moved.saved = executor.find(
-            storage, base, moved.version, origin, moved, sign_only=watched
-        ) or executor.save(storage, base, moved.version, origin, moved, sign_only=watched)
+            storage, base, version, origin, moved, sign_only=watched
+        ) or executor.save(
+            storage, base, version, origin, moved, sign_only=watched, complete=complete
+        )
         return moved
 
-    def _pack_span(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, first: int, nbytes: int
-    ) -> Packed:
+    def _pack_span(self, tensor: torch.Tensor) -> Packed:
+        """Have a small view copied out, when it is complete."""
+        packed = CopiedOut(tensor)
+        if tensor.requires_grad:
+            self._copy_out(packed, tensor.detach(), self._origin(tensor))
+        else:
+            action = partial(self._copy_out_later, weakref.ref(packed), self._origin(tensor))
+            self._completion.wait(action)
+        return packed
+
+    def _copy_out_later(self, ref: weakref.ref[CopiedOut], origin: Origin, last: bool) -> bool:
+        packed = ref()
+        if packed is not None:
+            self._copy_out(packed, packed.probe, origin)
+        return True
+
+    def _copy_out(self, packed: CopiedOut, tensor: torch.Tensor, origin: Origin) -> None:
         """Copy the bytes that a small view spans; strides, alignment and thus kernels stay the same."""
+        storage = tensor.untyped_storage()
+        first, nbytes = _span(tensor)
         skew = (self.address_of(storage) + first) % CACHE_LINE_BYTES
         skew -= skew % tensor.element_size()
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
@@ -397,12 +484,13 @@ class SavedTensorHooks:
         view.set_(copy.untyped_storage(), offset, tensor.size(), tensor.stride())
         if nbytes < self._floor_bytes:
             small = self._small.save(copy.untyped_storage())
-            return Small(view, self._small, small)
+            packed.replace(Small(view, self._small, small))
+            return
         moved = Moved(view, self._executor)
         moved.saved = self._executor.save(
-            copy.untyped_storage(), copy, moved.version, self._origin(tensor), moved
+            copy.untyped_storage(), copy, moved.version, origin, moved
         )
-        return moved
+        packed.replace(moved)
 
     def storage_of(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
         """Its storage, if its values are just strided bytes of one."""
@@ -428,11 +516,45 @@ class SavedTensorHooks:
         return Flattened(tensor, inner, context)
 
 
+def _leave_untraced(*functions: Callable[..., Any]) -> None:
+    """Have ``torch.compile`` run these, and what they call, as they are.
+
+    Where it breaks a graph it goes on to trace whatever Python runs meanwhile, our hooks too.
+    """
+    try:
+        from torch._C._dynamo.eval_frame import (  # noqa: PLC0415  (newer than torch 2.8, perhaps)
+            _FrameAction,
+            _FrameExecStrategy,
+            set_code_exec_strategy,
+        )
+    except ImportError:
+        return
+    for function in functions:
+        strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+        set_code_exec_strategy(function.__code__, strategy)
+
+
+_leave_untraced(SavedTensorHooks.pack, SavedTensorHooks.unpack)
+
+
 def _base_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor whose version counter it shares."""
     base = tensor._base if tensor._is_view() else tensor
     assert base is not None
     return base
+
+
+def _guard_of(
+    tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int
+) -> tuple[torch.Tensor | torch.UntypedStorage, int]:
+    """Return whose version counter guards a whole storage of ``nbytes``, and that counter's value.
+
+    It is the storage itself, at version 0, if other parts of it may have counters of their own.
+    """
+    base = _base_of(tensor)
+    if base.nbytes < nbytes:
+        return storage, 0
+    return base, tensor._version
 
 
 def strided_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:

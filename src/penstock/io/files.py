@@ -11,7 +11,6 @@ import errno as errnos
 import fcntl
 import os
 import secrets
-import stat
 import struct
 import warnings
 from contextlib import suppress
@@ -25,8 +24,10 @@ from penstock.core.errors import (
     ConfigError,
     PenstockWarning,
     ShortTransferError,
+    TransferError,
     transfer_error,
 )
+from penstock.core.files import open_regular
 
 Mode = Literal["r", "r+", "w+", "x+"]
 """As of ``open``: read; read and write; the same, created or emptied; the same, must be new."""
@@ -156,17 +157,19 @@ def open_unlinked_buffered(directory: str | os.PathLike[str]) -> DirectFile:
 
 
 def open_path(path: str | os.PathLike[str], mode: Mode) -> DirectFile:
-    """Open a named file. One that is created is readable and writable by us alone.
+    """Open a regular file by its path. One that is created is readable and writable by us alone.
 
     Raises:
         ConfigError: An unknown mode.
-        TransferError: The file cannot be opened.
+        TransferError: The file cannot be opened, or is not a regular one.
     """
     where = os.fspath(path)
     if mode not in _FLAGS:
         raise ConfigError(f"mode {mode!r} of {where!r} is unknown; known are {', '.join(_FLAGS)}")
     try:
-        fd = os.open(where, _FLAGS[mode], _OWNER_ONLY)
+        fd = open_regular(where, _FLAGS[mode], _OWNER_ONLY)
+    except TransferError:
+        raise
     except OSError as error:
         raise _open_error(error, where) from error
     return _direct(fd, where, str(Path(where).parent))
@@ -190,16 +193,13 @@ def open_at(
     """
     if mode not in _FLAGS or "/" in name or name in ("", ".", ".."):
         raise ConfigError(f"{name!r} cannot be opened in {path!r} with mode {mode!r}")
-    flags = (
-        _FLAGS[mode] | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    )  # a pipe must not hold us up
     try:
-        fd = os.open(name, flags, permissions, dir_fd=directory_fd)
+        flags = _FLAGS[mode] | os.O_NOFOLLOW
+        fd = open_regular(name, flags, permissions, dir_fd=directory_fd, called=path)
+    except TransferError:
+        raise
     except OSError as error:
         raise _open_error(error, path) from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise _open_error(OSError(errnos.EINVAL, "not a regular file"), path)
     return _direct(fd, path, os.path.dirname(path))
 
 

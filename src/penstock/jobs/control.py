@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import selectors
 import socket
 import struct
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from penstock.core.errors import JobError, PenstockError
+from penstock.core.files import absolute_path, parse_json
 from penstock.jobs.record import last_known
 
 _NAME: Final = "control"
 _MOST_BYTES: Final = 64 * 1024
 _MOST_ANSWER_BYTES: Final = 16 * 1024**2
 _ANSWER_S: Final = 30.0
-_PEERS: Final = 16
+_PEERS: Final = 128
+"""Connections at once; more wait in the backlog."""
+_SILENT_S: Final = 1.0
+"""A peer that moved nothing for so long makes room for another, where there are too many."""
 
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -53,8 +60,18 @@ def answer(manager: Manages, request: Mapping[str, Any]) -> dict[str, Any]:
     return {"told": getattr(manager, what)(name)}
 
 
+@dataclass(slots=True)
+class _Peer:
+    """A connection: what it has asked so far, and what it is still to be told."""
+
+    moved_s: float
+    """When it was last heard or told something."""
+    asked: bytearray = field(default_factory=bytearray)
+    answer: memoryview | None = None
+
+
 class Server:
-    """A manager's end. For one thread: ``serve`` is called between other work.
+    """A manager's end. For one thread: ``serve`` is called between other work, and waits for no peer.
 
     Attributes:
         selector: What it listens with; the manager waits with it too.
@@ -73,7 +90,8 @@ class Server:
         self._handle = handle
         self._directory = directory_fd
         self.selector = selectors.DefaultSelector()
-        self._peers: dict[socket.socket, bytearray] = {}
+        self._peers: dict[socket.socket, _Peer] = {}
+        self._is_full = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with suppress(FileNotFoundError):
@@ -90,53 +108,94 @@ class Server:
 
     def serve(self, timeout_s: float) -> None:
         """Answer what is asked, and return after so long at the latest, if nobody asks."""
-        for key, _ in self.selector.select(timeout_s):
+        if self._is_full:
+            self._is_full = False
+            self.selector.register(self._socket, selectors.EVENT_READ)
+        for key, events in self.selector.select(timeout_s):
             if key.fileobj is self._socket:
-                self._accept()
-            elif key.fileobj in self._peers and isinstance(key.fileobj, socket.socket):
-                self._receive(key.fileobj)
+                while self._accept():
+                    pass
+            elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._peers:
+                serve = self._send if events & selectors.EVENT_WRITE else self._receive
+                serve(key.fileobj, self._peers[key.fileobj])
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
+        """Take a connection; whether there may be another.
+
+        Where there are too many, one that has been silent makes room; if there is none, those that are in
+        the backlog wait there until ``serve`` is called again.
+        """
+        if len(self._peers) >= _PEERS and not self._make_room():
+            self._be_full()
+            return False
         try:
             peer, _ = self._socket.accept()
-        except OSError:
-            return
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE) and not self._make_room():
+                self._be_full()
+            return False
         if _user_of(peer) not in (os.geteuid(), 0):
             peer.close()
-            return
-        if len(self._peers) >= _PEERS:  # who has said nothing for longest goes: it may be stopped
-            self._let_go(next(iter(self._peers)))
+            return True
         peer.setblocking(False)
-        self._peers[peer] = bytearray()
+        self._peers[peer] = _Peer(time.monotonic())
         self.selector.register(peer, selectors.EVENT_READ)
+        return True
 
-    def _receive(self, peer: socket.socket) -> None:
-        got = self._peers[peer]
+    def _be_full(self) -> None:
+        self._is_full = True
+        self.selector.unregister(self._socket)
+
+    def _make_room(self) -> bool:
+        """Drop the peer that has been silent for longest, if that is long; whether it was."""
+        if not self._peers:
+            return False
+        silent = min(self._peers, key=lambda peer: self._peers[peer].moved_s)
+        if time.monotonic() - self._peers[silent].moved_s < _SILENT_S:
+            return False
+        self._drop(silent)
+        return True
+
+    def _receive(self, peer: socket.socket, its: _Peer) -> None:
         try:
             piece = peer.recv(_MOST_BYTES)
         except BlockingIOError:
             return
         except OSError:
             piece = b""
-        got += piece
-        if b"\n" not in got and piece and len(got) < _MOST_BYTES:
-            return
-        if b"\n" in got:
-            answer = json.dumps(self._answer(bytes(got.partition(b"\n")[0]))).encode() + b"\n"
-            with suppress(OSError):
-                peer.settimeout(1.0)
-                peer.sendall(answer)
-        self._let_go(peer)
+        its.moved_s = time.monotonic()
+        its.asked += piece
+        line, ends, _ = its.asked.partition(b"\n")
+        if ends:
+            its.answer = memoryview(json.dumps(self._answer(bytes(line))).encode() + b"\n")
+            self._send(peer, its)
+        elif not piece or len(its.asked) >= _MOST_BYTES:
+            self._drop(peer)
 
-    def _let_go(self, peer: socket.socket) -> None:
+    def _send(self, peer: socket.socket, its: _Peer) -> None:
+        """Tell it as much as it takes now; the rest when it has read that."""
+        assert its.answer is not None, "it has asked"
+        try:
+            its.answer = its.answer[peer.send(its.answer) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            its.answer = its.answer[:0]
+        if its.answer:
+            its.moved_s = time.monotonic()
+            self.selector.modify(peer, selectors.EVENT_WRITE)
+        else:
+            self._drop(peer)
+
+    def _drop(self, peer: socket.socket) -> None:
         self.selector.unregister(peer)
         del self._peers[peer]
         peer.close()
 
     def _answer(self, line: bytes) -> dict[str, Any]:
         try:
-            request = json.loads(line)
-        except (ValueError, RecursionError):
+            request = parse_json(line)
+        except ValueError:
             return {"ok": False, "error": "the request is no JSON"}
         if not isinstance(request, dict):
             return {"ok": False, "error": "the request is no object"}
@@ -167,7 +226,7 @@ class Client:
         Args:
             state: The manager's directory.
         """
-        self.path = os.path.abspath(state)
+        self.path = absolute_path(state, "the state directory")
 
     def status(self) -> dict[str, Any]:
         """How the machine and the jobs are; the manual has its fields. Raises JobError."""
@@ -186,39 +245,57 @@ class Client:
         return str(self.ask({"do": "stop", "name": name})["told"])
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Ask for something. Raises JobError: there is no manager, or it refuses."""
-        nobody = (
-            f"no manager answers in {self.path!r}; `penstock jobs run` starts one, and finds the jobs of"
-            " one that was killed"
-        )
-        if known := last_known(self.path):
-            nobody += f"; when the last one recorded them, its jobs were: {known}"
+        """Ask for something. Raises JobError: there is no manager, it does not answer, or it refuses."""
         try:
             directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
-            raise JobError(f"{nobody} ({error.strerror})") from error
+            raise self._nobody(error) from error
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
-                peer.settimeout(_ANSWER_S)
-                peer.connect(_address(directory))
-                peer.sendall(json.dumps(dict(request)).encode() + b"\n")
-                got = bytearray()
-                while not got.endswith(b"\n") and len(got) < _MOST_ANSWER_BYTES:
-                    piece = peer.recv(_MOST_BYTES)
-                    if not piece:
-                        break
-                    got += piece
+            got = _exchange(_address(directory), json.dumps(dict(request)).encode() + b"\n")
+        except (BlockingIOError, TimeoutError) as error:
+            raise JobError(
+                f"the manager in {self.path!r} did not answer within {_ANSWER_S:.0f} s: it is stopped, or"
+                " too many ask at once; try again"
+            ) from error
         except OSError as error:
-            raise JobError(f"{nobody} ({error})") from error
+            raise self._nobody(error) from error
         finally:
             os.close(directory)
         try:
-            answer = json.loads(got)
+            answer = parse_json(got)
         except ValueError as error:
             raise JobError(f"the manager in {self.path!r} ended before it answered") from error
         if not answer.pop("ok"):
             raise JobError(str(answer["error"]))
         return dict(answer)
+
+    def _nobody(self, error: OSError) -> JobError:
+        text = (
+            f"no manager answers in {self.path!r}; `penstock jobs run` starts one, and finds the jobs of"
+            " one that was killed"
+        )
+        if known := last_known(self.path):
+            text += f"; when the last one recorded them, its jobs were: {known}"
+        return JobError(f"{text} ({error.strerror or error})")
+
+
+def _exchange(address: str, request: bytes) -> bytes:
+    """What is answered; empty or torn if the other end goes away. Raises OSError."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        # a connection waits for room in a full backlog only if the socket blocks: so the kernel times it
+        limit = struct.pack("ll", int(_ANSWER_S), 0)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        peer.connect(address)
+        peer.settimeout(_ANSWER_S)
+        got = bytearray()
+        with suppress(BrokenPipeError, ConnectionResetError):
+            peer.sendall(request)
+            while not got.endswith(b"\n") and len(got) < _MOST_ANSWER_BYTES:
+                piece = peer.recv(_MOST_BYTES)
+                if not piece:
+                    break
+                got += piece
+        return bytes(got)
 
 
 def _address(directory_fd: int) -> str:

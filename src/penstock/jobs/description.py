@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import os
 import re
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Self
 
 from penstock.core.errors import ConfigError
+from penstock.core.files import parse_toml, read_text
 from penstock.core.units import MIB, format_bytes, parse_bytes
 from penstock.io.files import filesystem_of
 
@@ -66,7 +66,8 @@ class Machine:
     def __post_init__(self) -> None:
         """Turn sizes into bytes, durations into seconds, directories into a tuple."""
         for name in ("memory", "flash_capacity", "device_memory", "asleep", "log"):
-            if (value := getattr(self, name)) is not None:
+            value = getattr(self, name)
+            if value is not None or name not in ("flash_capacity", "device_memory"):
                 object.__setattr__(self, name, parse_bytes(value, what=name))
                 if getattr(self, name) == 0 and name != "asleep":
                     raise ConfigError(f"{name} must be more than 0 bytes")
@@ -295,10 +296,15 @@ class Description:
         Raises:
             ConfigError: Names the file, the table or job, the key and the value.
         """
-        for keys, value in _numbers(document):
-            if not -(2**63) <= value < 2**63:
-                raise ConfigError(f"{source}: {keys} is a number of more than 64 bits")
-        unknown = sorted(set(document) - {"machine", "job"})
+        if not isinstance(document, Mapping):
+            raise ConfigError(f"{source}: it is {document!r}, not tables [machine] and [[job]]")
+        try:
+            for keys, value in _numbers(document):
+                if not -(2**63) <= value < 2**63:
+                    raise ConfigError(f"{source}: {keys} is a number of more than 64 bits")
+        except RecursionError as error:
+            raise ConfigError(f"{source}: its values are nested too deep") from error
+        unknown = sorted(set(document) - {"machine", "job"}, key=str)
         if unknown:
             raise ConfigError(
                 f"{source}: unknown table {unknown[0]!r}; known are [machine], [[job]]"
@@ -326,9 +332,8 @@ def load(path: str | Path) -> Description:
         ConfigError: It cannot be read, or something in it makes no sense: file, job, key and value.
     """
     try:
-        with Path(path).open("rb") as file:
-            document = tomllib.load(file)
-    except (OSError, ValueError, RecursionError) as error:  # numbers, and nests, without end
+        document = parse_toml(read_text(path))
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from error
     base = os.path.dirname(os.path.abspath(path))
     return Description.from_json(document, source=str(path), base=base)
@@ -350,7 +355,7 @@ def _made(kind: type[Any], table: Any, where: str) -> Any:
     if not isinstance(table, Mapping):
         raise ConfigError(f"{where}: there is no such table, and it must be there")
     known = [each.name for each in fields(kind)]
-    unknown = sorted(set(table) - set(known))
+    unknown = sorted(set(table) - set(known), key=str)
     if unknown:
         raise ConfigError(
             f"{where}: unknown key {unknown[0]!r} = {table[unknown[0]]!r}; known are {', '.join(known)}"
@@ -396,7 +401,7 @@ def _check_env(env: object) -> None:
     for key, value in env.items():
         if not isinstance(value, str) or "\0" in value:
             raise ConfigError(f"env.{key} is {value!r}; it is a string without a NUL")
-        if not key or "=" in key or "\0" in key:
+        if not isinstance(key, str) or not key or "=" in key or "\0" in key:
             raise ConfigError(f"env has {key!r}; a name is not empty, without '=' and NUL")
 
 

@@ -1,4 +1,7 @@
-"""SIGUSR1 and SIGUSR2 to a run that cannot follow them yet: untold, they would end it."""
+"""Signals to a run before its session is open.
+
+SIGUSR1 and SIGUSR2 would end it then, and are remembered. Those by which a manager ends it must reach it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,19 @@ from typing import Final
 
 SLEEP: Final = signal.SIGUSR1
 WAKE: Final = signal.SIGUSR2
+
+
+def listen_to_manager() -> None:
+    """Make SIGINT and SIGTERM end this process in order, even if its parent ignored or blocked them.
+
+    A process inherits both: a shell that is not interactive makes its background jobs ignore SIGINT.
+    Call it in the main thread.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
 
 
 class Early:

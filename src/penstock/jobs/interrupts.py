@@ -24,7 +24,7 @@ class Interrupts:
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Within, they are heard; in the main thread only."""
+        """Within, they are heard, even if the parent blocked them; in the main thread only."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -32,9 +32,11 @@ class Interrupts:
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else nohup has begun it
             heard.append(signal.SIGHUP)
         before = {number: signal.signal(number, self._hear) for number in heard}
+        blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
         try:
             yield
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             for number, handler in before.items():
                 signal.signal(number, handler)
 

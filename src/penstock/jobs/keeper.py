@@ -32,6 +32,7 @@ from penstock.checkpoint.listeners import listeners
 from penstock.checkpoint.listing import info_of, steps_in
 from penstock.checkpoint.reading import Opened
 from penstock.core.errors import CheckpointError, ConfigError, PenstockError, SuspendError
+from penstock.core.files import absolute_path, open_regular, parse_json
 from penstock.core.units import MIB
 from penstock.jobs.job import Job
 from penstock.jobs.record import KEPT_FILE
@@ -56,7 +57,7 @@ class Record:
         Raises:
             ConfigError: The directory or the script cannot be read.
         """
-        self.directory = os.path.abspath(directory)
+        self.directory = absolute_path(directory, "--state")
         self._path = os.path.join(self.directory, KEPT_FILE)
         try:
             os.makedirs(self.directory, mode=0o700, exist_ok=True)
@@ -73,14 +74,14 @@ class Record:
         """What there is to resume. Raises ConfigError: nothing, or not of this run."""
         where = f"--resume: {self._path!r}"
         try:
-            with open(self._path, "rb") as file:
-                found = json.loads(file.read(_MOST_BYTES))
+            with open(self._path, "rb", opener=open_regular) as file:
+                found = parse_json(file.read(_MOST_BYTES))
         except FileNotFoundError as error:
             raise ConfigError(
                 f"{where} is not there: this run was never suspended, or it has ended; run it without"
                 " --resume"
             ) from error
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(f"{where} cannot be read ({error}); {self.anew}") from error
         for key, what in (("schema", "version"), ("words", "script and arguments")):
             theirs = found.get(key) if isinstance(found, dict) else found

@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from penstock.core.errors import NO_SPACE_ERRNOS, free_space_bytes
+from penstock.core.files import open_regular
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -101,7 +102,7 @@ def last_lines(path: str, *, begin: int = 0, count: int = 5, most_bytes: int = 1
         Lines without what would do something to a terminal.
     """
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             length = os.fstat(file.fileno()).st_size
             file.seek(max(begin if begin <= length else 0, length - most_bytes))
             text = file.read(most_bytes).decode("utf-8", "replace")

@@ -104,22 +104,23 @@ class Process:
         found.close()
         return None
 
-    @property
-    def is_child(self) -> bool:
-        """Whether its exit code will be known."""
-        return self._child is not None
-
     def has_ended(self) -> bool:
         """Whether it has; sets ``code`` where that can be known.
 
-        What a child has left in its group is ended then: nobody would count what that holds.
+        What a child has left in its group is ended then: nobody would count what that holds. Where
+        SIGCHLD is ignored the kernel does not keep a child for its parent: its code is not known.
         """
         if self._child is None:
             return not self.identity.lives()
-        if self.code is None and _is_to_be_waited_for(self._child.pid):
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._child.pid, signal.SIGKILL)
-        self.code = self._child.poll()
+        if self.code is None:
+            try:
+                over = os.waitid(os.P_PID, self._child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return True
+            if over is not None:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._child.pid, signal.SIGKILL)
+                self.code = self._child.wait()
         return self.code is not None
 
     def send(self, number: int) -> None:
@@ -189,14 +190,6 @@ def _can_write(pid: str, file: os.stat_result) -> bool:
     return False
 
 
-def _is_to_be_waited_for(pid: int) -> bool:
-    """Whether a child has ended, and holds its number still."""
-    with suppress(ChildProcessError):
-        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return os.waitid(os.P_PID, pid, how) is not None
-    return False
-
-
 def held_bytes(pid: int) -> int:
     """DRAM of a process and its descendants, but for what is in files; 0: there is none."""
     own = _fields(f"/proc/{pid}/status", _OWN)
@@ -237,7 +230,7 @@ def past_a_shell(env: Mapping[str, str]) -> list[str]:
 def describe_end(code: int | None) -> str:
     """How a process ended, in words."""
     if code is None:
-        return "ended; how is not known, for the manager that began it was gone"
+        return "ended; its exit code is not known: its manager was gone, or ignores SIGCHLD"
     if code == 0:
         return "done"
     if code > 0:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from penstock.core.errors import ConfigError, JobError
+from penstock.core.files import absolute_path, open_regular, parse_json
 
 SCHEMA: Final = 1
 _RECORD: Final = "record.json"
@@ -29,13 +30,13 @@ _MOST_BYTES: Final = 16 * 1024**2
 def last_known(directory: str) -> str:
     """How jobs were when their manager recorded them last, in words; empty: nothing is known."""
     try:
-        with open(os.path.join(directory, _RECORD), "rb") as file:
-            jobs = json.loads(file.read(_MOST_BYTES))["jobs"]
+        with open(os.path.join(directory, _RECORD), "rb", opener=open_regular) as file:
+            jobs = parse_json(file.read(_MOST_BYTES))["jobs"]
         return ", ".join(
             f"{each['name']} {each['outcome'] if each['phase'] == 'over' else each['phase']}"
             for each in jobs
         )
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return ""
 
 
@@ -48,7 +49,7 @@ class StateDirectory:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Make it if need be, and take it. Raises ConfigError if another manager has it."""
-        self.path = os.path.abspath(path)
+        self.path = absolute_path(path, "the state directory")
         try:
             os.makedirs(self.path, mode=0o700, exist_ok=True)
             for name in ("channels", "logs", "kept"):
@@ -106,15 +107,15 @@ class StateDirectory:
     def read(self) -> dict[str, Any] | None:
         """What was recorded last; None: nothing. Raises JobError if it makes no sense."""
         try:
-            with open(os.open(_RECORD, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._fd), "rb") as file:
+            with open(open_regular(_RECORD, dir_fd=self._fd), "rb") as file:
                 text = file.read(_MOST_BYTES)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise self._unreadable(str(error)) from error
         try:
-            found = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            found = parse_json(text)
+        except ValueError as error:
             raise self._unreadable(str(error)) from error
         if not isinstance(found, dict) or found.get("schema") != SCHEMA:
             raise self._unreadable("it is of another version")

@@ -22,7 +22,8 @@ from collections import deque
 from types import TracebackType
 from typing import Any, Final
 
-from penstock.core.errors import PenstockWarning, transfer_error
+from penstock.core.errors import PenstockWarning, TransferError, transfer_error
+from penstock.core.files import open_regular
 from penstock.observe.clock import Clock, RealClock
 from penstock.observe.events import RawEvent
 from penstock.observe.records import LastWords, header_record, line_of, record_of
@@ -225,9 +226,10 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _open(path: str) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
     try:
-        return os.open(path, flags, 0o666)
+        return open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+    except TransferError:
+        raise
     except OSError as error:
         raise transfer_error(
             errno=error.errno or 0, op="open", path=path, offset_bytes=0, nbytes=0

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from penstock.core.errors import ConfigError
+from penstock.core.files import open_regular, parse_json
 from penstock.observe.clock import Clock
 from penstock.observe.events import Event, Level, Mark, RawEvent, Span, typed
 from penstock.observe.totals import StepTotals, step_from_json
@@ -45,29 +46,46 @@ def read_log(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """The records of a log, in order, without the torn last line that a killed process leaves.
 
     Raises:
-        ConfigError: The file is no event log of a known schema, or a line within it is damaged.
+        ConfigError: The file cannot be read, is no event log of a known schema, or a line within it is
+            damaged.
     """
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
-                return
-            record = _parse(line, where=f"{os.fspath(path)}:{number}")
-            if number == 1 and (record.get("kind"), record.get("schema")) != ("header", SCHEMA):
-                raise ConfigError(f"{os.fspath(path)} is no event log of schema {SCHEMA}: {line!r}")
-            yield record
+    for number, line in enumerate(_lines(os.fspath(path)), start=1):
+        if not line.endswith("\n"):
+            return
+        record = _parse(line, where=f"{os.fspath(path)}:{number}")
+        if number == 1 and (record.get("kind"), record.get("schema")) != ("header", SCHEMA):
+            raise ConfigError(f"{os.fspath(path)} is no event log of schema {SCHEMA}: {line!r}")
+        yield record
+
+
+def _lines(path: str) -> Iterator[str]:
+    try:
+        with open(path, encoding="utf-8", opener=open_regular) as file:
+            yield from file
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"event log {path!r} cannot be read: {error}") from error
 
 
 def read_events(path: str | os.PathLike[str]) -> list[Event]:
     """The spans, levels and marks of a log, as ``Recorder.events`` gives them."""
-    events = (_event(record) for record in read_log(path))
-    return [event for event in events if event is not None]
+    events = []
+    for number, record in enumerate(read_log(path), start=1):
+        try:
+            event = _event(record)
+        except (KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{os.fspath(path)}:{number} is damaged: {type(error).__name__}: {error}"
+            ) from error
+        if event is not None:
+            events.append(event)
+    return events
 
 
 def step_of(record: Mapping[str, Any], *, where: str) -> StepTotals:
     """The totals of a line of kind ``step``. Raises ConfigError naming ``where`` if it is damaged."""
     try:
         return step_from_json(record)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ConfigError(
             f"{where}: a line of kind 'step' is damaged: {type(error).__name__}: {error}"
         ) from error
@@ -127,7 +145,7 @@ def line_of(record: dict[str, Any]) -> str:
 
 def _parse(line: str, *, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         raise ConfigError(f"{where} is not a line of an event log: {error}") from error
     if not isinstance(record, dict):

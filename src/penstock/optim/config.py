@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from penstock.core.errors import ConfigError
+from penstock.core.files import given_paths
 from penstock.core.units import parse_bytes
 from penstock.optim.formats import FORMATS, UNIT
 
@@ -80,8 +80,7 @@ class StatesConfig:
 
     def __post_init__(self) -> None:
         """Turn sizes into bytes and directories into a tuple; check them together."""
-        paths = (self.flash,) if isinstance(self.flash, str | Path) else tuple(self.flash)
-        object.__setattr__(self, "flash", tuple(os.fspath(path) for path in paths))
+        object.__setattr__(self, "flash", given_paths(self.flash, "flash"))
         for name in ("host_memory", "gradient_memory", "tbw"):
             value = getattr(self, name)
             if value is not None:

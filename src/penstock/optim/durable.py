@@ -28,7 +28,6 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -36,6 +35,7 @@ import xxhash
 from torch import Tensor
 
 from penstock.core.errors import ChecksumError, ConfigError, TransferError, transfer_error
+from penstock.core.files import open_regular, parse_json
 from penstock.io.files import DirectFile
 from penstock.io.reporting import written
 from penstock.observe.clients import OPTIMIZER
@@ -177,7 +177,7 @@ class Journal:
 
     def _open(self, path: str) -> int:
         try:
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            return open_regular(path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise _failed("open", path, 0, error) from error
 
@@ -194,7 +194,8 @@ class Journal:
 
     def _read(self, path: str) -> Entry | None:
         try:
-            data = Path(path).read_bytes()
+            with open(path, "rb", opener=open_regular) as file:
+                data = file.read()
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -320,11 +321,11 @@ def _encode(entry: Entry) -> bytes:
 def _decode(data: bytes) -> Entry | None:
     """None: it is torn, or nothing was written."""
     try:
-        document = json.loads(data)
+        document = parse_json(data)
         body = document["body"]
         if document["checksum"] != xxhash.xxh3_64_intdigest(body.encode()):
             return None
-        content = json.loads(body)
+        content = parse_json(body)
         if content["version"] not in range(1, _VERSION + 1):
             raise ConfigError(f"a journal of version {content['version']} is not known here")
         return Entry(
@@ -338,7 +339,7 @@ def _decode(data: bytes) -> Entry | None:
             _value(content["norm"]),
             content["serial"],
         )
-    except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
         return None
@@ -370,5 +371,7 @@ def _empty(descriptor: int) -> None:
 
 
 def _failed(op: str, path: str, nbytes: int, error: OSError) -> TransferError:
+    if isinstance(error, TransferError):
+        return error
     code = error.errno or errno.EIO
     return transfer_error(errno=code, op=op, path=path, offset_bytes=0, nbytes=nbytes)

@@ -25,6 +25,7 @@ from penstock.core.errors import (
     free_space_bytes,
     transfer_error,
 )
+from penstock.core.files import absolute_path
 from penstock.core.units import format_bytes, round_up
 from penstock.io.aio import PIECES_TOGETHER
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
@@ -347,7 +348,7 @@ def _advice(needed: int, free: int, tiles: Sequence[Tile]) -> str:
 def _check_directories(
     directories: Sequence[str | os.PathLike[str]], allow_memory_filesystem: bool
 ) -> tuple[str, ...]:
-    paths = tuple(os.path.abspath(each) for each in directories)
+    paths = tuple(absolute_path(each, "flash") for each in directories)
     if not paths:
         raise ConfigError("an optimizer on flash needs a directory; none was named: flash=...")
     for path in paths:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from importlib.resources import files
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from penstock.core.errors import ConfigError, PlanError
+from penstock.core.files import parse_json, parse_toml, read_text
 from penstock.plan import serial
 from penstock.plan.service import Service
 
@@ -207,8 +207,8 @@ class Machine:
         Raises PlanError naming ``source`` and the field at fault.
         """
         try:
-            data = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+            data = parse_toml(text)
+        except ValueError as error:
             raise PlanError(f"machine {source!r} is not TOML: {error}") from error
         return Machine.from_json(json.dumps({"compute": None, **data}, default=str), source=source)
 
@@ -220,8 +220,8 @@ class Machine:
             ConfigError: The file cannot be read, or is not a machine; names the file and the field.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_text(path)
+        except (OSError, ValueError) as error:
             raise ConfigError(f"machine file {str(path)!r} cannot be read: {error}") from error
         parse = Machine.from_json if text.lstrip().startswith("{") else Machine.from_toml
         try:
@@ -248,7 +248,7 @@ class Machine:
 def _completed(text: str) -> str:
     """A machine's JSON with what it need not tell; what is no machine as it is."""
     try:
-        data = json.loads(text)
+        data = parse_json(text)
     except ValueError:
         return text
     if not isinstance(data, dict):

@@ -14,6 +14,7 @@ import types
 from typing import TypeVar, get_args, get_origin, get_type_hints
 
 from penstock.core.errors import PenstockError, PlanError
+from penstock.core.files import parse_json
 
 T = TypeVar("T")
 
@@ -40,7 +41,7 @@ def load(cls: type[T], text: str, *, kind: str, version: int, source: str = "") 
     """
     where = f"{kind} {source!r}" if source else kind
     try:
-        data = json.loads(text)
+        data = parse_json(text)
     except ValueError as error:
         raise PlanError(f"{where} is not JSON: {error}") from error
     if not isinstance(data, dict) or data.pop("penstock", None) != kind:
@@ -92,12 +93,19 @@ def _decode(kind: type, data: object, where: str) -> object:
 
 def _decode_scalar(kind: type, data: object, where: str) -> object:
     if kind is float and isinstance(data, int) and not isinstance(data, bool):
-        data = float(data)
+        data = _float(data)
     if type(data) is not kind:
         raise PlanError(f"{where}: {data!r} is {type(data).__name__}, not {kind.__name__}")
     if isinstance(data, float) and not math.isfinite(data):
         raise PlanError(f"{where}: {data!r} is not a finite number")
     return data
+
+
+def _float(number: int) -> float:
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf
 
 
 def _decode_fields(cls: type[T], data: dict[str, object], where: str) -> T:

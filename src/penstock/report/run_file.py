@@ -7,14 +7,14 @@ had ended are summed up, and what only the session knew (slots, plans, warnings)
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
+import sys
 import types
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
 
 from penstock.core.errors import ConfigError
+from penstock.core.files import open_regular, parse_json, read_text
 from penstock.observe import records
 from penstock.observe.counters import SESSION
 from penstock.observe.foreseen import PREDICTION, Foreseen
@@ -30,6 +30,8 @@ _WANTED: Final = (
     " (what `penstock run --json` prints, or Summary.to_json)"
 )
 _GZIP: Final = b"\x1f\x8b"
+_HEADER_BYTES: Final = 64 << 10
+"""The longest first line of an event log."""
 
 
 @dataclass(frozen=True)
@@ -54,25 +56,27 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     """
     where = os.fspath(path)
     try:
-        with open(where, "rb") as file:
-            first = file.readline()
+        with open(where, "rb", opener=open_regular) as file:
+            first = file.readline(_HEADER_BYTES)
         if first.startswith(_GZIP):
             raise ConfigError(f"{where} is compressed; is it a trace? {_WANTED}")
         header = _header(first)
         if header is not None:
             return _from_log(where, header)
-        text = Path(where).read_text(encoding="utf-8")
+        text = read_text(where)
     except OSError as error:
         raise ConfigError(f"{where} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where} is no text; {_WANTED}") from error
+    except ValueError as error:
+        raise ConfigError(f"{where} cannot be read: {error}") from error
     return Run(SUMMARY, _from_document(where, text))
 
 
 def _header(line: bytes) -> dict[str, Any] | None:
     """The first line, if it is that of an event log."""
     try:
-        found = json.loads(line)
+        found = parse_json(line)
     except ValueError:
         return None
     return found if isinstance(found, dict) and found.get("kind") == "header" else None
@@ -122,7 +126,7 @@ def _gather(found: _Gathered, record: dict[str, Any], where: str) -> None:
     elif kind == "summary":
         found.summary = _summary(_object(record, "summary", where), where)
     elif kind == "lost":
-        found.lost_events += int(record.get("count", 0))
+        found.lost_events += _value(int, record.get("count"), f"{where}: field 'count'")
     elif kind == "end":
         found.ended = True
 
@@ -158,7 +162,7 @@ def _pieced_together(found: _Gathered, where: str) -> Summary:
 
 def _from_document(where: str, text: str) -> Summary:
     try:
-        data = json.loads(text)
+        data = parse_json(text)
     except ValueError as error:
         raise ConfigError(
             f"{where} is no event log, and no whole JSON document ({error}); {_WANTED}"
@@ -223,7 +227,7 @@ def _value(kind: Any, data: Any, where: str) -> Any:
         return tuple(_value(args[0], each, f"{where}[{i}]") for i, each in enumerate(data))
     if origin is dict and isinstance(data, dict):
         return {key: _value(args[1], each, f"{where}[{key!r}]") for key, each in data.items()}
-    if kind is float and type(data) is int:
+    if kind is float and type(data) is int and abs(data) <= sys.float_info.max:
         return float(data)
     if not isinstance(kind, type) or type(data) is not kind:
         raise ConfigError(f"{where} is {data!r}, not {getattr(kind, '__name__', kind)}")

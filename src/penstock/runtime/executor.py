@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -13,7 +14,8 @@ from penstock.core.budget import Budget
 from penstock.core.errors import ClosedError, RestoreError
 from penstock.observe.recorder import Recorder, Stage, StallCause
 from penstock.plan.operators import Operator
-from penstock.plan.plan import Action
+from penstock.plan.plan import Action, Decision
+from penstock.runtime.completion import Completion
 from penstock.runtime.kept import KeptStorage, KeptStorages
 from penstock.runtime.movers import Encoding, Mover
 from penstock.runtime.passes import Pass
@@ -25,7 +27,7 @@ from penstock.runtime.room import Room
 from penstock.runtime.sampling import POSITIVE, Sampler
 from penstock.runtime.sharing import attach, is_enough, keeps_signs
 from penstock.runtime.small import SmallStorages
-from penstock.runtime.traffic import SAVED, Traffic, in_memory
+from penstock.runtime.traffic import SAVED, Traffic, in_memory, is_settled
 from penstock.runtime.weak import TensorRef
 from penstock.tier.base import Tier
 
@@ -39,6 +41,7 @@ class Executor:
         kept: What the plan is sure to keep.
         remakes: What is made again instead of being held.
         small: What is below the floor.
+        completion: What waits until the running operator has returned.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Executor:
         self.remakes = Remakes(
             traffic=self._traffic, room=self._room, budget=budget, recorder=recorder
         )
+        self.completion = Completion()
         self._sampler = Sampler()
         self._closed = False
         self._pid = process.this.pid
@@ -93,7 +97,7 @@ class Executor:
     def find(
         self,
         storage: torch.UntypedStorage,
-        base: torch.Tensor,
+        base: torch.Tensor | torch.UntypedStorage,
         version: int,
         origin: Origin,
         view: View,
@@ -106,7 +110,8 @@ class Executor:
         address may be used again after its death (TRAPS rules 5 and 27), so an entry counts only if
         its weak reference leads to this very storage; and only if what is kept of its bytes is enough,
         or may prove to be: until ``prove`` says so the view keeps the storage, so that it is never
-        without its bytes.
+        without its bytes. Of a storage whose parts have counters of their own no version tells whether
+        it has changed since its bytes were read: then it is saved anew.
         """
         saved = self._by_storage.get(storage._cdata)
         if (
@@ -119,6 +124,8 @@ class Executor:
         with self._lock:
             if saved.state is Residency.DEAD or not is_enough(saved, origin, sign_only):
                 return None
+            if base is storage and (saved.writing or saved.ticket is not None):
+                return None
             saved.record.handles += 1
             saved.handles += 1
             saved.pending += 1
@@ -127,8 +134,13 @@ class Executor:
         self._mover.use(storage)
         return saved
 
-    def holds(self, storage: torch.UntypedStorage, base: torch.Tensor, version: int) -> bool:
-        """Whether a storage was saved before, and is alive, at this version of this tensor."""
+    def holds(
+        self,
+        storage: torch.UntypedStorage,
+        base: torch.Tensor | torch.UntypedStorage,
+        version: int,
+    ) -> bool:
+        """Return whether a storage was saved before, and is alive, at this version of its guard."""
         saved = self._by_storage.get(storage._cdata) or self.kept.table.get(storage._cdata)
         if saved is not None and saved.source() is storage:
             return saved.version == version and saved.base() is base
@@ -138,23 +150,27 @@ class Executor:
     def save(
         self,
         storage: torch.UntypedStorage,
-        base: torch.Tensor,
+        base: torch.Tensor | torch.UntypedStorage,
         version: int,
         origin: Origin,
         view: View,
         *,
         sign_only: bool = False,
+        complete: bool = True,
     ) -> SavedStorage:
         """Take charge of a storage that autograd saves; waits while the budget is full.
 
         Args:
             storage: What to hold.
-            base: The tensor whose version counter guards it: the saved one, or what it is a view of.
-            version: That counter's value.
+            base: The tensor whose version counter guards all of it: the saved one, or what it is a
+                view of. The storage itself, if its parts have counters of their own.
+            version: That counter's value; 0 for a storage.
             origin: Who saves it.
             view: The handle to it, which says ``release`` when it dies. It has a view of the storage,
                 and is stripped before that is spilled.
             sign_only: Whether ``prove`` will be called soon, to say if backward asks only for signs.
+            complete: Whether its bytes may be read at once. If not, they are when the running operator
+                has returned; see [Note: complete storages].
 
         Raises:
             BudgetError: It can never fit.
@@ -166,15 +182,56 @@ class Executor:
                 raise ClosedError("the session is closed: it holds no more saved tensors")
             saved = self._register(storage, base, version, origin)
             saved.views = [weakref.ref(view)]
+            saved.complete = complete and base is not storage
             charged = self._traffic.take_spare(saved.nbytes)
-        planner = self.planner
-        if planner.wants_samples or planner.second_look == saved.record.key:
-            start_ns = self._recorder.clock.now_ns()
-            saved.record.codecs = self._sampler.sample(storage, origin.dtype, sign_only=sign_only)
-            self._room.stalled(start_ns, StallCause.SAMPLING, saved.label)
-        decision = planner.decide(saved.record)
+        decision = self._decide(saved, storage, sign_only) if saved.complete else None
         if not charged and not self._traffic.take(saved.nbytes):
             self._wait_for_room(saved)
+        if decision is not None:
+            self._follow(saved, decision, sign_only)
+        else:
+            self.completion.wait(partial(self._complete, saved, sign_only))
+        return saved
+
+    def _complete(self, saved: SavedStorage, sign_only: bool, last: bool) -> bool:
+        """The operator that saved a storage has returned: do what the plan says, if that can be done.
+
+        Returns:
+            Whether it is done. A storage whose parts somebody holds stays, and is asked for again; the
+            ``last`` time it is left to whoever needs room.
+        """
+        with self._lock:
+            storage = saved.storage
+            saved.complete = saved.base() is not storage
+            if saved.state is not Residency.RESIDENT or storage is None:
+                return True  # needed already, or dead
+            if not is_settled(saved):
+                return last
+        self._follow(saved, self._decide(saved, storage, sign_only), sign_only)
+        return True
+
+    def complete_kept(self, kept: KeptStorage, last: bool) -> bool:
+        """The operator that saved a storage which the plan keeps has returned."""
+        with self._lock:
+            kept.complete = kept.base() is not kept.source()
+            if kept.promoted is not None:
+                kept.promoted.complete = kept.complete
+        return True
+
+    def _decide(
+        self, saved: SavedStorage, storage: torch.UntypedStorage, sign_only: bool
+    ) -> Decision:
+        """Return what the plan says of a storage that has been saved; sample it, if that is wanted."""
+        planner, record = self.planner, saved.record
+        if planner.wants_samples or planner.second_look == record.key:
+            start_ns = self._recorder.clock.now_ns()
+            record.codecs = self._sampler.sample(storage, record.origin.dtype, sign_only=sign_only)
+            self._room.stalled(start_ns, StallCause.SAMPLING, saved.label)
+        return planner.decide(record)
+
+    def _follow(self, saved: SavedStorage, decision: Decision, sign_only: bool) -> None:
+        """Do with a storage what the plan says."""
+        planner = self.planner
         if planner.crowded:
             self._sample_from_now_on(saved)
         if decision.action is Action.RECOMPUTE and not self.remakes.drop_saved(saved):
@@ -185,7 +242,6 @@ class Executor:
             else:
                 unproven = decision.codec == POSITIVE
                 self._spill(saved, decision.tier, "" if unproven else decision.codec)
-        return saved
 
     def _sample_from_now_on(self, saved: SavedStorage) -> None:
         """Make room for what codecs work in, by letting writes end; then have what follows sampled."""
@@ -250,7 +306,11 @@ class Executor:
             del self._by_storage[saved.cdata]
 
     def _register(
-        self, storage: torch.UntypedStorage, base: torch.Tensor, version: int, origin: Origin
+        self,
+        storage: torch.UntypedStorage,
+        base: torch.Tensor | torch.UntypedStorage,
+        version: int,
+        origin: Origin,
     ) -> SavedStorage:
         current = self._current_pass()
         nbytes = storage.nbytes()

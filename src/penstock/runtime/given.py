@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from penstock.core.errors import ConfigError, PlanError
+from penstock.core.files import read_text
 from penstock.core.units import format_bytes
 from penstock.plan.machine import Budgets
 from penstock.plan.plan import Plan
@@ -24,8 +25,8 @@ def load_plan(path: str | Path) -> Plan:
         PlanError: It is no plan; names the file and the field at fault.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"plan {str(path)!r} cannot be read: {error}") from error
     return Plan.from_json(text, source=str(path))
 

@@ -37,7 +37,7 @@ class KeptStorage:
     nbytes: int
     version: int
     source: weakref.ref[torch.UntypedStorage]
-    base: weakref.ref[torch.Tensor]
+    base: weakref.ref[torch.Tensor | torch.UntypedStorage]
     of_pass: Pass
     index: int
     """Position in its pass, in the order of saving."""
@@ -50,6 +50,8 @@ class KeptStorage:
     more_views: tuple[weakref.ref[View], ...] = ()
     """Those of the other handles."""
     handles: int = 1
+    complete: bool = True
+    """As in ``SavedStorage``."""
     promoted: SavedStorage | None = None
     """What it has become."""
 
@@ -104,7 +106,7 @@ class KeptStorages:
         self,
         storage: torch.UntypedStorage,
         nbytes: int,
-        base: torch.Tensor,
+        base: torch.Tensor | torch.UntypedStorage,
         version: int,
         place: tuple[str, str],
         dtype: torch.dtype,
@@ -115,8 +117,9 @@ class KeptStorages:
         Args:
             storage: What autograd saves.
             nbytes: Its size.
-            base: The tensor whose version counter guards it.
-            version: That counter's value.
+            base: The tensor whose version counter guards all of it; or the storage itself, if its
+                parts have counters of their own.
+            version: That counter's value; 0 for a storage.
             place: Path and type of the module that saves it.
             dtype: Of the saved tensor.
             view: The handle, which has a view of the storage.
@@ -221,6 +224,7 @@ class KeptStorages:
             record,
             storage,
             handles=kept.handles,
+            complete=kept.complete,
             views=refs,
             pending=sum(not view.unpacked for view in views),
         )

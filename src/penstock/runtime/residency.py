@@ -123,8 +123,9 @@ class SavedStorage:
     version: int
     """Version counter when it was saved; saves at another version are another SavedStorage."""
     source: weakref.ref[torch.UntypedStorage]
-    base: weakref.ref[torch.Tensor]
-    """The tensor whose version counter ``version`` belongs to."""
+    base: weakref.ref[torch.Tensor | torch.UntypedStorage]
+    """The tensor whose version counter ``version`` belongs to, which guards the whole storage; or the
+    storage itself, if its parts have counters of their own."""
     of_pass: Pass
     index: int
     """Position in its pass, in the order of saving."""
@@ -142,6 +143,9 @@ class SavedStorage:
     read: Any = None
     """The transfer that fills it."""
     handles: int = 1
+    complete: bool = True
+    """Only an in-place operation could change it, and a version counter would tell; see
+    [Note: complete storages]."""
     deferred: Decision | None = None
     """Its offloading, put off until it is known whether signs are enough. RESIDENT meanwhile."""
     encoding: Encoding | None = None

@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-import torch
-
 from penstock.core.budget import Budget
 from penstock.core.errors import BudgetError
 from penstock.core.units import format_bytes, round_up
@@ -26,7 +24,7 @@ from penstock.observe.counters import REFUSED
 from penstock.observe.recorder import Recorder, Stage, StallCause
 from penstock.runtime.passes import Pass
 from penstock.runtime.residency import Residency, SavedStorage
-from penstock.runtime.traffic import SMALL, Traffic, strip
+from penstock.runtime.traffic import SMALL, Traffic, is_in_use, is_settled, strip
 
 _COMPILED: Final = "OptimizedModule"
 """What `torch.compile(model)` is called, and so what it saves."""
@@ -190,11 +188,11 @@ class Room:
         for saved in self._last_first(of_pass, self._traffic.table.values()):
             if saved.state is not Residency.RESIDENT or saved is wanted_for:
                 continue
-            if not self._traffic.may_go(saved):
+            if not self._traffic.may_go(saved) or not is_settled(saved):
                 continue
             if saved.pending > 0:
                 return saved
-            if used is None and not _in_use(saved):
+            if used is None and not is_in_use(saved):
                 used = saved  # its graph was walked, and is kept to be walked again
         return used
 
@@ -243,12 +241,3 @@ class Room:
             limit_bytes=limit,
             least_bytes=least,
         )
-
-
-def _in_use(saved: SavedStorage) -> bool:
-    """Whether somebody beside us holds a RESIDENT storage, so that spilling it frees nothing."""
-    storage = saved.storage
-    if storage is None:
-        return True
-    ours = 1 + sum(view() is not None for view in saved.views or ())
-    return bool(torch._C._storage_Use_Count(storage._cdata) > ours)

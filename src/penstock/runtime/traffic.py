@@ -18,7 +18,12 @@ import torch
 
 from penstock.core.budget import Budget
 from penstock.core.config import UNLIMITED
-from penstock.core.errors import NoSpaceError, PenstockWarning, TransferError
+from penstock.core.errors import (
+    NoSpaceError,
+    PenstockWarning,
+    SourceChangedError,
+    TransferError,
+)
 from penstock.core.locks import Lock
 from penstock.core.units import MIB, format_bytes
 from penstock.io.engine import Priority, Transfer
@@ -128,12 +133,17 @@ class Traffic:
     # -- out --------------------------------------------------------------------------------------
 
     def spill(self, saved: SavedStorage, first_tier: str, encoding: Encoding | None = None) -> None:
-        """Begin to write a RESIDENT storage to ``first_tier``, or to another if that is full."""
+        """Begin to write a RESIDENT storage to ``first_tier``, or to another if that is full.
+
+        Nothing happens while something may still write it.
+        """
         if encoding is None:
             encoding = self._planner.squeeze(saved.record, refused=False)
         with self.lock:
             storage = saved.storage
             if saved.state is not Residency.RESIDENT or storage is None or saved.writing:
+                return
+            if not is_settled(saved):
                 return
             withdraw(self.table, saved, storage)
             saved.stuck = False
@@ -226,6 +236,7 @@ class Traffic:
         taken = (self._recorder.clock.now_ns() - start_ns) / saved.nbytes
         full = isinstance(error, NoSpaceError)
         ticket = frame_bytes = None
+        changed = False
         with self.lock:
             if error is None:
                 self.write_ns_per_byte += (taken - self.write_ns_per_byte) * LATEST_SHARE
@@ -238,8 +249,9 @@ class Traffic:
                 ticket, saved.ticket = saved.ticket, None
                 full = full and saved.state is Residency.WRITING
                 if not full:
+                    changed = isinstance(error, SourceChangedError) and not _is_edited(saved)
                     broken = isinstance(error, OSError) and not isinstance(error, NoSpaceError)
-                    self._stays(saved, stuck=broken)
+                    self._stays(saved, stuck=broken or changed)
             else:
                 if saved.encoding is not None:
                     frame_bytes = getattr(saved.ticket, "frame_bytes", None)
@@ -250,6 +262,9 @@ class Traffic:
                 self._over(saved)  # else it was needed meanwhile: it stays, a later spill is free
         if isinstance(error, OSError):
             self._note_failure(f"spill.failed.{saved.tier.spec.name}", saved, error)
+        elif changed:
+            assert isinstance(error, SourceChangedError)
+            self._note_failure("spill.source_changed", saved, error)
         if ticket is not None:
             self.mover.discard(saved.tier, ticket)
         if frame_bytes is not None:
@@ -359,7 +374,9 @@ class Traffic:
 
     # -- trouble ----------------------------------------------------------------------------------
 
-    def _note_failure(self, counter: str, saved: SavedStorage, error: OSError) -> None:
+    def _note_failure(
+        self, counter: str, saved: SavedStorage, error: OSError | SourceChangedError
+    ) -> None:
         self.failed = True
         self._recorder.count(counter)
         self._recorder.mark("spill_failed", slot=saved.label, error=str(error))
@@ -406,6 +423,29 @@ def _forget_key(
     saved = table.get(cdata)
     if saved is not None and saved.source is dead:
         del table[cdata]
+
+
+def is_settled(saved: SavedStorage) -> bool:
+    """Return whether a RESIDENT storage's bytes are final. Under the lock.
+
+    See [Note: complete storages].
+    """
+    return saved.complete or not is_in_use(saved)
+
+
+def is_in_use(saved: SavedStorage) -> bool:
+    """Return whether anybody but us holds a RESIDENT storage, so that spilling it frees nothing."""
+    storage = saved.storage
+    if storage is None:
+        return True
+    ours = 1 + sum(view() is not None for view in saved.views or ())
+    return bool(torch._C._storage_Use_Count(storage._cdata) > ours)
+
+
+def _is_edited(saved: SavedStorage) -> bool:
+    """Return whether autograd knows that a storage was changed in place: its backward will raise."""
+    base = saved.base()
+    return isinstance(base, torch.Tensor) and base._version != saved.version
 
 
 def in_memory(saved: SavedStorage) -> torch.UntypedStorage | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import enum
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from importlib.resources import files
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
 
 from penstock.core.errors import ConfigError
+from penstock.core.files import parse_toml, read_text
 from penstock.ssd.device import Device
 
 VERSION: Final = 1
@@ -67,8 +67,8 @@ def describe(name: str | Path) -> Description:
             f"unknown device {text!r}{near}; known are {', '.join(presets())}, or name a .toml file"
         )
     try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        content = read_text(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"device file {text!r} cannot be read: {error}") from error
     return parse(content, source=text)
 
@@ -76,8 +76,8 @@ def describe(name: str | Path) -> Description:
 def parse(text: str, *, source: str) -> Description:
     """Parse a device file. Raises ConfigError naming ``source`` and the field at fault."""
     try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        data = parse_toml(text)
+    except ValueError as error:
         raise ConfigError(f"device {source!r} is not TOML: {error}") from error
     where = f"device {source!r}"
     if data.pop("penstock", None) != "ssd":

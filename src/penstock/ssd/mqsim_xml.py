@@ -9,6 +9,7 @@ from typing import Final
 from xml.etree import ElementTree
 
 from penstock.core.errors import ConfigError
+from penstock.core.files import open_regular
 from penstock.ssd.control import Victim
 from penstock.ssd.description import nearest
 
@@ -101,8 +102,9 @@ def is_mqsim(path: str | Path) -> bool:
 def parse(name: str, tag: str) -> ElementTree.Element:
     """The root of a file. Raises ConfigError: it cannot be read, or is another's."""
     try:
-        root = ElementTree.parse(name).getroot()
-    except (OSError, ElementTree.ParseError) as error:
+        with open(name, "rb", opener=open_regular) as file:
+            root = ElementTree.parse(file).getroot()
+    except (OSError, ValueError, LookupError, ElementTree.ParseError) as error:
         raise ConfigError(f"MQSim file {name!r} cannot be read: {error}") from error
     if root.tag != tag:
         raise ConfigError(f"MQSim file {name!r} is a {root.tag}, not a {tag}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import heapq
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from penstock.core.errors import ConfigError
+from penstock.core.files import open_regular, parse_json
 from penstock.ssd.cells import SECTOR_BYTES
 from penstock.ssd.requests import Request
 
@@ -127,11 +127,11 @@ def guess(line: str) -> Format:
 
 def _lines(name: str) -> Iterator[_Line]:
     try:
-        with Path(name).open(encoding="utf-8") as file:
+        with open(name, encoding="utf-8", opener=open_regular) as file:
             for number, text in enumerate(file, start=1):
                 if text.strip():
                     yield _Line(name, number, text.rstrip("\n"))
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"trace {name!r} cannot be read: {error}") from error
 
 
@@ -255,7 +255,7 @@ def _penstock(lines: Iterator[_Line]) -> Iterator[Parsed]:
         if torn is not None:
             raise torn
         try:
-            record = json.loads(line.text)
+            record = parse_json(line.text)
             span = record["kind"] == "span" and record["tier"] == "flash" and record["stage"]
             if span not in _REQUESTS or record["nbytes"] == 0:
                 continue

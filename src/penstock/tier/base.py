@@ -1,7 +1,8 @@
 """Where bytes rest: the seam between those who spill and the memories that they spill to.
 
 1. The runtime calls :meth:`Tier.write` and keeps the :class:`Ticket`. The source must stay alive
-   and unmodified until ``ticket.written`` is settled; the tier holds ``keep_alive`` until then.
+   and unmodified until ``ticket.written`` is settled; the tier holds ``keep_alive`` until then. If
+   it was modified nevertheless, ``written`` carries SourceChangedError, as far as checksums tell.
 2. Before the data are needed the runtime allocates memory of ``ticket.window.nbytes`` whose address
    is a multiple of ``tier.spec.granule_bytes``, and calls :meth:`Tier.read`, as often as it likes.
    The data then lie ``ticket.window.skew`` bytes into that memory.
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from penstock.core import knobs
-from penstock.core.errors import ChecksumError, ClosedError, ConfigError
+from penstock.core.errors import ChecksumError, ClosedError, ConfigError, SourceChangedError
 from penstock.core.locks import condition
 from penstock.core.units import round_down, round_up
 from penstock.io.engine import Priority, Transfer
@@ -173,6 +174,7 @@ class Tier(ABC):
             raise ConfigError(f"{label}: {nbytes} bytes cannot be written to tier {self.spec.name}")
         window = self.window(address, nbytes)
         start_ns = self.recorder.clock.now_ns()
+        before = None if self._checksum is None else self._checksum(address, nbytes)
         self._begin()
         try:
             place, inner = self._write(window.address, window.nbytes, keep_alive, priority)
@@ -189,9 +191,11 @@ class Tier(ABC):
             error = transfer.error
             if error is None and self._checksum is not None:
                 try:
-                    ticket.checksum = self._checksum(address, nbytes)
+                    if self._checksum(address, nbytes) != before:
+                        error = _source_changed(label, nbytes, self.spec)
                 except MemoryError as failure:  # else nobody would ever hear of this write
                     error = failure
+                ticket.checksum = before
             self._account(Stage.WRITE, ticket, start_ns, error)
             nonlocal keep_alive
             keep_alive = None
@@ -348,8 +352,9 @@ class Tier(ABC):
             return None
         return ChecksumError(
             f"{ticket.label}: {ticket.nbytes} bytes read back from tier {self.spec.name}"
-            f" ({self.spec.where}, {ticket.place}) have checksum {found:#018x}, written were"
-            f" {ticket.checksum:#018x}; the device or its memory is faulty, stop using it"
+            f" ({self.spec.where}, {ticket.place}) have checksum {found:#018x}; the memory that was"
+            f" written had {ticket.checksum:#018x}, before the write and after it. The device or its"
+            " memory returned other bytes: it is faulty, stop using it"
         )
 
     def _account(
@@ -369,6 +374,14 @@ class Tier(ABC):
             tier=self._reported_as,
             slot=ticket.label,
         )
+
+
+def _source_changed(label: str, nbytes: int, spec: TierSpec) -> SourceChangedError:
+    return SourceChangedError(
+        f"{label}: the memory of its {nbytes} bytes changed while it was written to tier {spec.name}"
+        f" ({spec.where}); the device is not at fault: the program changes memory that autograd has"
+        " saved, without autograd's knowledge, as through .data or a NumPy array that shares it"
+    )
 
 
 def _follow(inner: Transfer) -> Transfer:

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from penstock.core import knobs
 from penstock.core.errors import ConfigError, NoSpaceError, TransferError, free_space_bytes
+from penstock.core.files import given_paths
 from penstock.core.units import format_bytes
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
 from penstock.io.files import filesystem_of, open_unlinked, open_unlinked_buffered
@@ -158,8 +159,7 @@ os.register_at_fork(after_in_child=_close_inherited)
 def _check_directories(
     directories: StrPath | Sequence[StrPath], allow_memory_filesystem: bool
 ) -> list[str]:
-    several = [directories] if isinstance(directories, str | os.PathLike) else directories
-    paths = [os.path.abspath(each) for each in several]
+    paths = [os.path.abspath(each) for each in given_paths(directories, "flash")]
     if not paths:
         raise ConfigError("a flash tier needs a directory; none was named")
     for path in paths:

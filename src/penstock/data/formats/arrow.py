@@ -6,7 +6,6 @@ says where values end is read to build the index.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -14,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from penstock.core.errors import DatasetError
+from penstock.core.files import parse_json, read_text
 from penstock.data.formats.base import Job, need
 from penstock.data.index import IndexBuilder
 
@@ -63,8 +63,8 @@ def _check_saved(job: Job) -> None:
     if job.whole and os.path.exists(splits):
         raise DatasetError(f"{job.root!r} has several splits (dataset_dict.json): name one of them")
     try:
-        with open(os.path.join(job.root, "state.json"), encoding="utf-8") as file:
-            listed = [each["filename"] for each in json.load(file)["_data_files"]]
+        state = parse_json(read_text(os.path.join(job.root, "state.json")))
+        listed = [str(each["filename"]) for each in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError):
         return  # it is not what datasets saves
     job.check_listed(listed, "the state.json beside it")
@@ -100,10 +100,10 @@ def _reader(pa: Any, mapped: Any, path: str) -> Any:
 
 def _batches(pa: Any, reader: Any, path: str) -> Iterator[Any]:
     try:
-        if hasattr(reader, "num_record_batches"):
-            yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
-        else:
-            yield from reader
+        count = getattr(reader, "num_record_batches", None)
+        for batch in reader if count is None else map(reader.get_batch, range(count)):
+            batch.validate()
+            yield batch
     except (pa.ArrowException, OSError) as error:
         raise DatasetError(f"{path!r} is damaged or truncated: {error}") from error
 
@@ -203,6 +203,10 @@ def _values(pa: Any, array: Any, place: _Place) -> tuple[Any, Any]:
     wide = types.is_large_list(kind) or types.is_large_string(kind) or types.is_large_binary(kind)
     ends = np.frombuffer(buffers[1], np.int64 if wide else np.int32)[first : first + count + 1]
     ends = ends.astype(np.int64)
+    if len(ends) != count + 1 or (np.diff(ends) < 0).any():
+        raise DatasetError(
+            f"{place.path!r} is damaged: the offsets of a column's values make no sense"
+        )
     if types.is_list(kind) or types.is_large_list(kind):
         width, values = kind.value_type.bit_width // 8, array.values
         data, skip = values.buffers()[1], values.offset

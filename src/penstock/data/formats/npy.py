@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import numpy as np
 from numpy.lib import format as npy
 
 from penstock.core.errors import DatasetError
+from penstock.core.files import open_regular
+from penstock.core.units import MOST_BYTES
 from penstock.data.formats.base import Job, truncated
 from penstock.data.index import IndexBuilder
 
@@ -43,14 +46,11 @@ class Npy:
 
 
 def _header(path: str) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=open_regular) as file:
         try:
-            version = npy.read_magic(file)
-            read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-            shape, fortran, dtype = read(file)
+            start, shape, fortran, dtype = read_header(file)
         except ValueError as error:
             raise DatasetError(f"{path!r} is no .npy file: {error}") from error
-        start = file.tell()
     if fortran and len(shape) > 1:
         raise DatasetError(
             f"{path!r} is in Fortran order: its rows are not in one piece; save it in C"
@@ -60,3 +60,26 @@ def _header(path: str) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
             f"{path!r} holds {dtype} of shape {shape}: its samples are no ranges of bytes"
         )
     return start, shape, dtype
+
+
+def read_header(file: IO[bytes]) -> tuple[int, tuple[int, ...], bool, np.dtype[Any]]:
+    """Return where an array begins, its shape, whether it is in Fortran order, and its dtype.
+
+    Args:
+        file: At the beginning of what ``numpy.save`` wrote.
+
+    Raises:
+        ValueError: It is not that.
+    """
+    try:
+        version = npy.read_magic(file)
+        read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+        shape, fortran, dtype = read(file)
+    except OSError:
+        raise
+    except Exception as error:  # NumPy parses it as Python: there is no list of what that raises
+        raise ValueError(f"its header is damaged: {error}") from error
+    nbytes = math.prod(filter(None, shape)) * max(1, dtype.itemsize)
+    if min(shape, default=0) < 0 or nbytes > MOST_BYTES:
+        raise ValueError(f"its header is damaged: no array has the shape {shape}")
+    return file.tell(), shape, fortran, dtype

@@ -13,6 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from penstock.core.errors import ChecksumError, DatasetError
+from penstock.core.files import parse_json
 from penstock.core.units import round_up
 from penstock.data.files import read_range
 from penstock.data.formats.base import Job, truncated
@@ -111,13 +112,30 @@ def read_tables(path: str) -> tuple[dict[str, Any], Tables]:
     text = read_range(path, 24, min(int.from_bytes(front[8:16], "little"), _MOST_HEADER_BYTES))
     if xxhash.xxh3_64_intdigest(text) != int.from_bytes(front[16:24], "little"):
         raise ChecksumError(f"the header of {path!r} is damaged: copy the file again")
-    header: dict[str, Any] = json.loads(text)
+    header: dict[str, Any] = parse_json(text)
+    try:
+        return _tables(path, header)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        if isinstance(error, DatasetError):
+            raise
+        raise DatasetError(
+            f"the header of {path!r} makes no sense ({type(error).__name__}: {error}); pack it again"
+        ) from error
+
+
+def _tables(path: str, header: dict[str, Any]) -> tuple[dict[str, Any], Tables]:
     if header["version"] != VERSION:
         raise DatasetError(f"{path!r} is of version {header['version']}; known is {VERSION}")
+    if not isinstance(header["fields"], list) or not isinstance(header["meta"], dict):
+        raise ValueError("fields is no list, or meta no object")
+    if not all(isinstance(each, str) for each in (header["format"], *header["fields"])):
+        raise ValueError("the names of the format and the fields are no strings")
     records, fields, start = header["records"], len(header["fields"]), header["tables_offset"]
     labels = records if header["labels"] else 0
     nbytes = records * (8 + 8 + 4 * fields) + 4 * labels
     size = os.path.getsize(path)
+    if min(records, start) < 0:
+        raise ValueError(f"there are {records} records, and tables at {start}")
     if size < start + nbytes:
         raise truncated(path, size, start + nbytes, "its tables")
     data = read_range(path, start, nbytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
 from collections.abc import Mapping
 from typing import Any, Final
@@ -10,6 +10,8 @@ from typing import Any, Final
 import numpy as np
 
 from penstock.core.errors import DatasetError
+from penstock.core.files import parse_json
+from penstock.core.units import MOST_BYTES
 from penstock.data.files import read_range
 from penstock.data.formats.base import Job, truncated
 from penstock.data.index import IndexBuilder
@@ -22,6 +24,8 @@ _DTYPES: Final = {
     "BF16": "bfloat16",
 }
 _MOST_HEADER_BYTES: Final = 100 << 20
+_Tensor = tuple[dict[str, Any], int, tuple[int, int]]
+"""What decoding needs; rows; where in the file its bytes begin and end, behind the header."""
 
 
 class Safetensors:
@@ -39,8 +43,8 @@ class Safetensors:
         builder: IndexBuilder | None = None
         for number, path in enumerate(job.paths()):
             start, tensors = _header(path)
-            fields = {name: _facts(path, name, facts) for name, facts in sorted(tensors.items())}
-            rows = {facts["shape"][0] for facts in tensors.values()}
+            fields = {name: facts for name, (facts, *_) in tensors.items()}
+            rows = {count for _, count, _ in tensors.values()}
             if len(rows) != 1:
                 raise DatasetError(
                     f"{path!r}: tensors have {sorted(rows)} rows; a sample is a row of each, so they must"
@@ -52,8 +56,8 @@ class Safetensors:
             builder.meta = {"fields": fields}
             columns = []
             for name in fields:
-                begin, end = tensors[name]["data_offsets"]
-                nbytes = (end - begin) // max(1, tensors[name]["shape"][0])
+                _, count, (begin, end) = tensors[name]
+                nbytes = (end - begin) // max(1, count)
                 columns.append((start + begin, nbytes, nbytes))
             builder.regular(number, rows.pop(), *columns)
             job.done(number + 1)
@@ -61,33 +65,49 @@ class Safetensors:
         return builder
 
 
-def _header(path: str) -> tuple[int, dict[str, Any]]:
+def _header(path: str) -> tuple[int, dict[str, _Tensor]]:
+    """Where the values begin, and the tensors by name."""
     size = os.path.getsize(path)
     length = int.from_bytes(read_range(path, 0, 8), "little")
     if not 2 <= length <= min(_MOST_HEADER_BYTES, size - 8):
         raise DatasetError(f"{path!r} is no safetensors file: its header would have {length} bytes")
     try:
-        header = json.loads(read_range(path, 8, length))
+        header = parse_json(read_range(path, 8, length))
     except ValueError as error:
         raise DatasetError(f"{path!r}: the header is damaged: {error}") from error
+    if not isinstance(header, dict):
+        raise DatasetError(f"{path!r}: the header is damaged: it is no object")
     header.pop("__metadata__", None)
-    end = max((facts["data_offsets"][1] for facts in header.values()), default=0)
+    tensors = {name: _tensor(path, name, facts) for name, facts in sorted(header.items())}
+    end = max((span[1] for *_, span in tensors.values()), default=0)
     if 8 + length + end > size:
         raise truncated(path, size, 8 + length + end, "its last tensor")
     if not header:
         raise DatasetError(f"{path!r} has no tensor")
-    return 8 + length, header
+    return 8 + length, tensors
 
 
-def _facts(path: str, name: str, facts: Mapping[str, Any]) -> dict[str, Any]:
-    dtype = _DTYPES.get(facts["dtype"])
-    if dtype is None or not facts["shape"]:
-        why = "numbers of a kind that is not known here" if dtype is None else "no rows"
+def _tensor(path: str, name: str, facts: Any) -> _Tensor:
+    facts = facts if isinstance(facts, dict) else {}
+    code, shape, span = (facts.get(each) for each in ("dtype", "shape", "data_offsets"))
+    if not _wholes(shape) or not _wholes(span) or len(span) != 2:
         raise DatasetError(
-            f"{path!r}: {name!r} is a {facts['dtype']} of shape {facts['shape']}: {why}"
+            f"{path!r}: the header is damaged: {name!r} has shape {shape!r} and data_offsets {span!r}"
         )
-    begin, end = facts["data_offsets"]
+    dtype = _DTYPES.get(code) if isinstance(code, str) else None
+    if dtype is None or not shape:
+        why = "numbers of a kind that is not known here" if dtype is None else "no rows"
+        raise DatasetError(f"{path!r}: {name!r} is a {code} of shape {shape}: {why}")
     size = 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
-    if end - begin != size * int(np.prod(facts["shape"], dtype=np.int64)):
-        raise DatasetError(f"{path!r}: {name!r} has {end - begin} bytes, not those of its shape")
-    return {"dtype": dtype, "shape": facts["shape"][1:]}
+    if span[1] - span[0] != size * math.prod(shape):
+        raise DatasetError(
+            f"{path!r}: {name!r} has {span[1] - span[0]} bytes, not those of its shape"
+        )
+    return {"dtype": dtype, "shape": shape[1:]}, shape[0], (span[0], span[1])
+
+
+def _wholes(value: Any) -> bool:
+    """Whether it is a list of whole numbers, zero or more."""
+    return isinstance(value, list) and all(
+        type(each) is int and 0 <= each <= MOST_BYTES for each in value
+    )

@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from penstock.core.errors import DatasetError
+from penstock.core.files import open_regular
 from penstock.data.formats.base import Job, truncated
 from penstock.data.index import IndexBuilder
 
@@ -75,7 +76,10 @@ def _members(path: str, fields: dict[str, int]) -> tuple[Any, Any, Any, Any]:
 def _walk(path: str) -> Iterator[tuple[str, str, int, int]]:
     size = os.path.getsize(path)
     try:
-        with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
+        with (
+            open(path, "rb", opener=open_regular) as file,
+            tarfile.open(fileobj=file, mode="r:") as archive,
+        ):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             while (member := archive.next()) is not None:
                 archive.members = []  # type: ignore[attr-defined]  # it would remember them all

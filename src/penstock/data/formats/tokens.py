@@ -12,6 +12,9 @@ from penstock.core.errors import ConfigError, DatasetError
 from penstock.data.formats.base import Job
 from penstock.data.index import IndexBuilder
 
+_MOST: Final = 2**40
+"""Tokens of a sample, or bytes of a header."""
+
 
 class Tokens:
     """``.bin`` or ``.tok`` files of one integer after another."""
@@ -33,19 +36,21 @@ class Tokens:
         """A regular run for each file; windows do not reach from one to the next."""
         context, extra = job.options["context"], job.options["extra"]
         stride = context if job.options["stride"] is None else job.options["stride"]
-        if not isinstance(context, int) or min(context, stride) < 1 or extra < 0:
+        start = job.options["header_bytes"]
+        numbers = ((context, 1), (stride, 1), (extra, 0), (start, 0))
+        if not all(type(each) is int and least <= each <= _MOST for each, least in numbers):
             raise ConfigError(
                 f"a token file needs context=..., the tokens of a sample (and stride=..., context if not"
-                f" given; extra=..., tokens beyond, 1): {dict(job.options)}"
+                f" given; extra=..., tokens beyond, 1; header_bytes=..., 0), whole numbers up to {_MOST}:"
+                f" {dict(job.options)}"
             )
         dtype = _dtype(job.options["dtype"])
         builder = IndexBuilder(self.name, ("tokens",))
         builder.meta = {"dtype": dtype.str, "shape": [context + extra]}
         length = (context + extra) * dtype.itemsize
         for number, path in enumerate(job.paths()):
-            start = job.options["header_bytes"]
             room = os.path.getsize(path) - start
-            if room % dtype.itemsize:
+            if room < 0 or room % dtype.itemsize:
                 raise DatasetError(f"{path!r}: {room} bytes are no whole number of {dtype}")
             count = max(0, (room - length) // (stride * dtype.itemsize) + 1)
             builder.regular(number, count, (start, stride * dtype.itemsize, length))
@@ -56,8 +61,8 @@ class Tokens:
 def _dtype(name: Any) -> np.dtype[Any]:
     try:
         dtype: np.dtype[Any] = np.dtype(name)
-    except TypeError as error:
+    except (TypeError, ValueError, OverflowError, SyntaxError) as error:
         raise ConfigError(f"dtype {name!r} of tokens is unknown") from error
-    if dtype.kind not in "ui":
+    if dtype.kind not in "ui" or dtype.shape:
         raise ConfigError(f"dtype {name!r} of tokens is no integer")
     return dtype

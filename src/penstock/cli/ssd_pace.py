@@ -1,0 +1,91 @@
+"""Ends a long simulation early, with what was done so far, and tells how far it is."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from penstock.core.errors import ConfigError
+from penstock.observe.clock import Clock, RealClock
+from penstock.ssd.requests import Request
+
+INTERRUPTED: Final = "interrupted"
+TIME_IS_UP: Final = "its time is up"
+_EVERY: Final = 16
+"""Requests between two looks at the clock."""
+_TELL_NS: Final = 200_000_000
+
+
+class Pace:
+    """Hands on requests until the time is up or Ctrl-C is pressed.
+
+    Ctrl-C within the block is no exception, but the second one is.
+
+    Attributes:
+        stopped: Why they ended before; empty: they did not.
+        tell: Called now and then with how far it is, in words.
+    """
+
+    def __init__(
+        self, most: int | None, limit_s: float | None, *, clock: Clock | None = None
+    ) -> None:
+        """Begin.
+
+        Args:
+            most: How many requests there will be, to tell the share that is done; None: not known.
+            limit_s: Seconds from now; None: no limit.
+            clock: Tells the time.
+
+        Raises:
+            ConfigError: The limit is no number of seconds, more than 0.
+        """
+        if limit_s is not None and not (limit_s > 0 and math.isfinite(limit_s)):
+            raise ConfigError(f"--stop-after is {limit_s}, it must be more than 0 seconds")
+        self._clock = RealClock() if clock is None else clock
+        self._end_ns = math.inf if limit_s is None else self._clock.now_ns() + limit_s * 1e9
+        self._count = 0
+        self._before: Any = None
+        self._most = most
+        self._told_ns = 0
+        self.stopped = ""
+        self.tell: Callable[[str], None] = lambda _: None
+
+    def __enter__(self) -> Pace:
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+            self._before = signal.signal(signal.SIGINT, self._interrupt)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def of(self, requests: Iterator[Request]) -> Iterator[Request]:
+        """Hand on the requests of one stream."""
+        for request in requests:
+            if self.stopped:
+                return
+            self._count += 1
+            if not self._count % _EVERY:
+                self._look()
+            yield request
+
+    def _look(self) -> None:
+        now = self._clock.now_ns()
+        if now >= self._end_ns:
+            self.stopped = self.stopped or TIME_IS_UP
+        if now - self._told_ns >= _TELL_NS:
+            self._told_ns = now
+            share = "" if self._most is None else f", {self._count / self._most:.1%}"
+            self.tell(f"{self._count:,} requests{share}")
+
+    def _interrupt(self, *_: object) -> None:
+        self.stopped = INTERRUPTED
+        self._restore()
+
+    def _restore(self) -> None:
+        before, self._before = self._before, None
+        if before is not None:
+            signal.signal(signal.SIGINT, before)

@@ -1,0 +1,64 @@
+"""Waits until the operator that saved a tensor has returned.
+
+[Note: complete storages]
+    Autograd saves an operator's inputs before it runs the operator's kernel. Some kernels fill such an
+    input and give it no new version: ``rrelu`` its noise, normalization its running statistics. So the
+    bytes of a saved storage are *complete* when the operator has returned, and are not read before.
+
+    An input that requires a gradient is complete when it is saved: autograd refuses gradients for
+    inputs that a kernel fills, and an operator's outputs are saved after its kernel. Everything else
+    waits. The operator has returned when the next save finds another autograd sequence number (each
+    operator that saves takes one first), when a module has returned, or when backward has begun. And
+    while an operator runs it holds the tensors that it was given: a storage that nobody but the saved
+    tensors holds cannot be written any more, whoever asks.
+
+    Some operators (``unsafe_chunk``, and so the cells of recurrent networks) return *parts* of one
+    storage, each with a version counter of its own. A neighbour may be changed in place after a part was
+    saved, and the part's counter does not say so. Such a storage is read only when nobody else holds it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+sequence_number: Final[Callable[[], int]] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+"""Return the number that this thread's next autograd node gets."""
+
+
+class Completion(threading.local):
+    """What this thread does when the running operator has returned. See [Note: complete storages].
+
+    Attributes:
+        waiting: Actions, in the order of saving. Each is told whether this is its last call, and returns
+            whether it is done.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[bool], bool]] = []
+        self._sequence = 0
+
+    def wait(self, action: Callable[[bool], bool]) -> None:
+        """Call ``action`` when the operator that is saving now has returned."""
+        self._sequence = sequence_number()
+        self.waiting.append(action)
+
+    def check(self) -> None:
+        """Act if the operator has returned. Called where the next one may be saving."""
+        if self._sequence != sequence_number():
+            self._act(last=False)
+
+    def returned(self) -> None:
+        """Act: no operator is running in this thread."""
+        self._act(last=True)
+
+    def _act(self, *, last: bool) -> None:
+        undone = []
+        while self.waiting:
+            action = self.waiting.pop(0)
+            if not action(last):
+                undone.append(action)
+        self.waiting = undone
