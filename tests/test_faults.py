@@ -191,7 +191,7 @@ def test_a_script_that_never_calls_backward(session_for):
         del out
         assert_within_budget(session)
         assert_nothing_held(session)
-        assert "0 steps" in str(session.summary())
+        assert "0 optimizer steps" in str(session.summary())
 
 
 def test_backward_after_the_session_is_an_error_that_names_the_slot(session_for):

@@ -41,7 +41,7 @@ def test_the_summary_adds_up(session_for):
     assert memory["device"].budget_bytes == 8 << 20
     assert 0 < memory["device"].average_bytes < memory["device"].peak_bytes
     # what it held at most is what it could not keep, at least
-    assert memory["flash"].peak_bytes >= summary.saved_bytes_per_step - (8 << 20)
+    assert memory["flash"].peak_bytes >= summary.saved_peak_bytes - (8 << 20)
     flows = {line.stage: line for line in summary.flows}
     assert flows["write"].nbytes == summary.ssd_written_bytes > 0
     assert flows["read"].nbytes > 0

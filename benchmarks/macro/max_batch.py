@@ -119,7 +119,7 @@ def trial(spec: dict[str, Any]) -> None:
         ) as session:
             seconds = [step() for _ in range(3)]
             figures["written_bytes_per_step"] = session.summary().ssd_written_bytes // 3
-            figures["saved_bytes"] = session.summary().saved_bytes_per_step
+            figures["saved_bytes"] = session.summary().saved_peak_bytes
             figures["peak_saved_resident_bytes"] = session.budget.peak_bytes
     else:
         seconds = [step() for _ in range(2)]

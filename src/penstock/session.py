@@ -17,19 +17,22 @@ from penstock.core.config import UNLIMITED, OffloadConfig
 from penstock.core.errors import ClosedError, ConfigError, HookError
 from penstock.core.interrupts import LostInterrupts
 from penstock.core.ranks import of_rank, rank
+from penstock.core.units import format_bytes
 from penstock.hooks.attachment import Attachment
 from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.io.engine import Engine
 from penstock.jobs.space import Space
 from penstock.jobs.suspend import Suspended, resume
-from penstock.observe.counters import SESSION
+from penstock.observe.clients import close_account, open_account
+from penstock.observe.counters import REFUSED, SESSION
 from penstock.observe.log import EventLog
 from penstock.observe.recorder import Recorder
 from penstock.observe.records import LastWords
 from penstock.observe.rss import RssSampler
+from penstock.observe.suggestion import Suggestion
 from penstock.observe.summary import RunFacts, SlotFact, Summary, summarize
 from penstock.plan.machine import Budgets, Machine
-from penstock.plan.plan import Plan
+from penstock.plan.plan import INFEASIBLE, Action, Plan
 from penstock.plan.profile import Profile
 from penstock.runtime import given
 from penstock.runtime.executor import Executor
@@ -95,6 +98,7 @@ class Session:
         self._loaders = Loaders()
         self._interrupts = LostInterrupts()
         self._rss: RssSampler | None = None
+        self._suggested: tuple[Profile | None, Suggestion | None] = (None, None)
         self._device = _device_of(model)
         self._rank = rank()
         self.recorder = Recorder(event_bytes=event_bytes)
@@ -195,6 +199,7 @@ class Session:
             )
         if config.sample_rss:
             self._rss = RssSampler(self.recorder)
+        open_account(self.recorder)
         self.budget = Budget(
             config.device_bytes,
             name="device",
@@ -223,7 +228,7 @@ class Session:
             prepare_codecs=self._open_codecs,
             recompute=config.recompute or config.policy == "recompute",
             plan=self._given,
-            slack_bytes=stores.slack_bytes(config.device_bytes),
+            slack_bytes=stores.slack_bytes,
             loaders=self._loaders,
         )
         self.executor = Executor(
@@ -285,6 +290,7 @@ class Session:
         _open.clear()
 
     def _stores_close(self) -> None:
+        close_account(self.recorder)
         if self.space is not None:
             self.space.close()
         if self._stores is not None:
@@ -396,6 +402,7 @@ class Session:
                 for decision in plan.decisions
             )
         )
+        suggestion = self._suggestion()
         return RunFacts(
             policy=self._policy_name,
             device=str(self._device),
@@ -404,13 +411,58 @@ class Session:
             host_budget_bytes=config.host_bytes or None,
             steps=self._steps,
             slots=slots,
-            saved_bytes_per_step=self._saved_bytes(),
+            saved_peak_bytes=self._saved_bytes(),
             tbw_bytes=config.tbw_bytes,
             foreseen=self.planner.foreseen,
             loaders_bytes_per_s=self._loaders.demand_bytes_per_s,
             loaders_planned_bytes_per_s=self._loaders.planned_bytes_per_s,
-            warnings=(*self._attachment.notes, *self.planner.notes),
+            suggestion=suggestion,
+            notes=self._notes(suggestion),
+            warnings=(*self._attachment.notes, *self._plan_notes()),
         )
+
+    def _plan_notes(self) -> Iterator[str]:
+        """Yield notes on the plan, without that it may exceed a budget which was never exceeded."""
+        refused = self.recorder.snapshot().counted(REFUSED)
+        kept_it = not refused and self.budget.peak_bytes <= self.budget.limit_bytes
+        for note in self.planner.notes:
+            if not (kept_it and note.startswith(INFEASIBLE)):
+                yield note
+
+    def _notes(self, suggestion: Suggestion | None) -> tuple[str, ...]:
+        """Return sentences on whether there is anything to gain by a smaller budget, or by this one."""
+        limit, saved_bytes = self._limit_bytes, self._saved_bytes()
+        if self.plan is None or not saved_bytes:
+            return ()
+        if limit is None and not self.config.has_tier:
+            return (
+                "to be told here what a smaller memory budget would cost, name a directory to spill"
+                " to: flash=DIR, or --flash DIR",
+            )
+        if suggestion is not None and not suggestion.budgets:
+            least = suggestion.least_bytes
+            known = "none is known" if least is None else f"the least is {format_bytes(least)}"
+            return (
+                f"a device budget below what autograd saves would not do for these passes: {known}",
+            )
+        moves = any(decision.action is not Action.KEEP for decision in self.plan.decisions)
+        if limit is None or saved_bytes > limit or moves:
+            return ()
+        return (
+            f"what autograd saves, {format_bytes(saved_bytes)} at its peak, fits in the budget of"
+            f" {format_bytes(limit)}: there is nothing to gain by moving it",
+        )
+
+    def _suggestion(self) -> Suggestion | None:
+        """Return what budgets would cost, if there is none; predicted once for each profile."""
+        if self._limit_bytes is not None:
+            return None
+        profile, found = self._suggested
+        if profile is not self.profile:
+            profile = self.profile
+            found = self.planner.suggest()
+            self._suggested = profile, found
+        return found
 
     @property
     def _policy_name(self) -> str:
@@ -422,7 +474,7 @@ class Session:
         return None if self.config.device_bytes == UNLIMITED else self.config.device_bytes
 
     def _saved_bytes(self) -> int:
-        """What a step saves."""
+        """The most that autograd would hold at once."""
         if self.profile is not None:
             return self.profile.peak_saved_bytes
         return sum(each.key.nbytes for each in self.plan.decisions) if self.plan else 0

@@ -36,7 +36,7 @@ def test_tables_and_the_exit_code(log, capsys):
     path, whole = log
     assert main(["report", str(path)]) == (0 if whole else 1)
     out, err = capsys.readouterr()
-    assert "1 step in 1.00 s" in out
+    assert "1 optimizer step in 1.00 s" in out
     assert "Traffic" in out
     assert "no prediction" in out
     if whole:

@@ -92,11 +92,11 @@ def test_a_summary_names_its_rank_and_so_do_warnings(work):
     ]
     first, second = [end(process) for process in ranks]
     for rank, ended in enumerate((first, second)):
-        assert f"\nPenstock  rank {rank}: 2 steps in " in ended.err
+        assert f"\nPenstock  rank {rank}: 2 optimizer steps in " in ended.err
         assert ended.err.endswith(f"\npenstock: rank {rank}: error: no\n")
         assert ("note: --policy" in ended.err) == (rank == 0)
     alone = end(start_under(work, *words, options=BUDGET, **ONE_THREAD, RANK="x", WORLD_SIZE="2"))
-    assert "\nPenstock  2 steps in " in alone.err
+    assert "\nPenstock  2 optimizer steps in " in alone.err
     assert "penstock.core.errors.BudgetError: no\n" in alone.err
     assert alone.err.endswith("\npenstock: error: no\n")
 

@@ -69,10 +69,12 @@ def test_an_unmodified_script_prints_the_same_bits(work):
     plain, under, as_json, states = [end(process) for process in processes]
     assert (states.code, states.out) == (0, plain.out)
     assert "penstock: AdamW: optimizer states: 3.00 MiB of gradients written" in states.err
+    assert states.err.count("penstock: AdamW: AdamW on flash takes more memory than in memory") == 1
+    assert "takes more memory" not in under.err
     assert (plain.code, plain.err) == (0, "")
     assert plain.out.startswith("1\n")  # OMP_NUM_THREADS came in time
     assert (under.code, under.out) == (0, plain.out)
-    assert "3 steps" in under.err
+    assert "3 optimizer steps" in under.err
     assert "written to the SSD" in under.err
     assert (as_json.code, as_json.err) == (0, plain.out)
     document = json.loads(as_json.out)
@@ -114,7 +116,7 @@ def test_ctrl_c_ends_a_training_run_with_a_summary(work):
     process.send_signal(signal.SIGINT)
     interrupted = end(process)
     assert interrupted.code == -signal.SIGINT
-    assert "KeyboardInterrupt\n\nPenstock  3 steps" in interrupted.err
+    assert "KeyboardInterrupt\n\nPenstock  3 optimizer steps" in interrupted.err
     assert list((work / "spill").iterdir()) == []
 
 
@@ -152,6 +154,6 @@ def test_scripts_that_use_torch_otherwise(work):
     ]
     script, thread = [end(process) for process in processes]
     assert (script.code, script.out) == (0, "1\nTrue\n")
-    assert "0 steps" in script.err
+    assert "0 optimizer steps" in script.err
     assert (thread.code, thread.out) == (0, "")
     assert "torch was imported first in thread 'T'" in thread.err

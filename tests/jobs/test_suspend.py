@@ -220,7 +220,7 @@ def test_a_job_in_which_all_is_small_may_sleep_in_several_directories(disk_path)
 def test_states_on_flash_rest_there(disk_path):
     def trained(between):
         model = network()
-        optimizer = FlashAdamW(model.parameters(), flash=disk_path, host_memory="64MiB")
+        optimizer = FlashAdamW(model.parameters(), flash=disk_path, tile=1 << 14)
         with session_in(disk_path, model, optimizer) as session:
             for number in range(4):
                 step(model, optimizer, number)

@@ -45,7 +45,7 @@ FACTS = RunFacts(
         slot(2, 1000, "keep", "below the floor of 1 MiB"),
         slot(3, 2000, "keep", "below the floor of 1 MiB"),
     ),
-    saved_bytes_per_step=640 * MIB,
+    saved_peak_bytes=640 * MIB,
     tbw_bytes=600 * 10**12,
     warnings=("the disk filled up in step 1",),
 )
@@ -183,8 +183,8 @@ def test_json_is_json_and_complete(summary):
 @pytest.mark.parametrize(
     "said",
     [
-        "2 steps in 1.00 s, policy auto, device cpu",
-        "saves 640.00 MiB a step; it was done in 64.00 MiB, 10.0 times less",
+        "2 optimizer steps in 1.00 s, policy auto, device cpu",
+        "saves 640.00 MiB at its peak; it was done in 64.00 MiB, 10.0 times less",
         "4.00 GB/s",
         "late_prefetch",
         "5.0 ms",
@@ -195,7 +195,7 @@ def test_json_is_json_and_complete(summary):
         "3 misses",
         "2 fallbacks",
         "0.0001 % of its 600 TBW",
-        "2e+06 steps",
+        "2e+06 optimizer steps",
         "write.failed.flash 2",
         "warning: the disk filled up in step 1",
     ],
@@ -205,8 +205,8 @@ def test_the_text_says(summary, said):
 
 
 def test_what_is_not_less_is_not_called_less(recorder):
-    text = str(summarize(recorder.snapshot(), replace(FACTS, saved_bytes_per_step=60 * MIB)))
-    assert "saves 60.00 MiB a step; it was done in 64.00 MiB\n" in text
+    text = str(summarize(recorder.snapshot(), replace(FACTS, saved_peak_bytes=60 * MIB)))
+    assert "saves 60.00 MiB at its peak; it was done in 64.00 MiB\n" in text
 
 
 def test_a_peak_over_the_budget_is_pointed_out(recorder):
@@ -231,7 +231,7 @@ def test_no_line_is_wider_than_the_terminal_within_reason(summary, monkeypatch, 
 def test_an_empty_run_is_a_short_text():
     facts = RunFacts(policy="keep", device="cpu", budget_bytes=None)
     text = str(summarize(Recorder(clock=ManualClock()).snapshot(), facts))
-    assert "0 steps" in text
+    assert "0 optimizer steps" in text
     assert "Traffic" not in text
 
 

@@ -2,8 +2,15 @@
 
 import subprocess
 import sys
+import warnings
 
 import pytest
+import torch
+
+from penstock import PenstockWarning, optim
+from penstock.core.units import format_bytes
+from penstock.optim import FlashAdamW
+from penstock.optim.memory import plain_bytes
 
 PROGRAM = """
 import resource, sys, torch
@@ -79,3 +86,60 @@ def test_gradients_take_their_budget_and_a_constant(budget, disk_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < (budget + 208) * MIB
+
+
+def test_a_small_model_costs_more_memory_than_torch_and_is_warned_of_before_its_first_step(
+    disk_path,
+):
+    """Both figures are said, once; and the least that ``host_memory`` can be."""
+    weight = torch.nn.Parameter(torch.randn(1 << 18))
+    optimizer = FlashAdamW(
+        [weight], flash=disk_path, tile=1 << 16, threads=1, squeeze=False, host_memory="1MiB"
+    )
+    before = weight.detach().clone()
+    weight.grad = torch.ones_like(weight)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+        first = [str(each.message) for each in caught if each.category is PenstockWarning]
+        optimizer.step()
+    raised, costs = first
+    taken = optimizer._penstock.states.pipeline.memory_bytes
+    plain_bytes = 2 * weight.nbytes
+    assert f"raised from 1.00 MiB to {format_bytes(taken)} ({taken} bytes), the least" in raised
+    assert "takes more memory than in memory" in costs
+    assert f"its buffers take {format_bytes(taken)}" in costs
+    assert f"torch's AdamW would take {format_bytes(plain_bytes)}" in costs
+    assert len([each for each in caught if each.category is PenstockWarning]) == 2
+    assert not torch.equal(weight, before)
+    optimizer.close()
+    # with what it was told to give, and with buffers that are fewer than the states, nothing is said
+    enough = FlashAdamW(
+        [weight], flash=disk_path, tile=1 << 12, threads=1, squeeze=False, host_memory=1 << 20
+    )
+    enough.step()  # a warning would be an error
+    assert 0 < enough._penstock.states.pipeline.memory_bytes <= 1 << 20
+    enough.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
+def test_what_torch_would_take_is_what_it_takes(name, dtype, small):
+    options = {"lr": 1e-3} | ({"momentum": 0.9} if name == "SGD" else {})
+    parameters = [
+        torch.nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype))
+        for n in (1000, 4096)
+    ]
+    ours = getattr(optim, f"Flash{name}")(parameters, **options, **small)
+    theirs = getattr(torch.optim, name)(parameters, **options)
+    for each in parameters:
+        each.grad = torch.ones_like(each)
+    theirs.step()
+    held = sum(
+        value.nbytes
+        for state in theirs.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.dim()
+    )
+    assert plain_bytes(ours._penstock.states) == held > 0
+    ours.close()

@@ -74,7 +74,7 @@ def test_a_log_without_an_end_tells_of_the_steps_that_it_has(log, tmp_path):
     assert not run.complete
     assert run.summary.steps == STEPS
     assert (run.summary.policy, run.summary.tbw_bytes) == (told.policy, told.tbw_bytes)
-    assert run.summary.saved_bytes_per_step == told.saved_bytes_per_step
+    assert run.summary.saved_peak_bytes == told.saved_peak_bytes
     assert {line.cause for line in run.summary.stalls} <= {line.cause for line in told.stalls}
     assert run.summary.prediction == told.prediction
     device = {line.memory: line for line in run.summary.memory}["device"]

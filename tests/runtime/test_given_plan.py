@@ -50,7 +50,7 @@ def test_a_plan_is_followed_from_the_first_step_and_never_replaced(plan, disk):
         assert session.profile is None
         summary = session.summary()
         assert summary.policy == "by hand"
-        assert summary.saved_bytes_per_step == sum(d.key.nbytes for d in plan.decisions)
+        assert summary.saved_peak_bytes == sum(d.key.nbytes for d in plan.decisions)
         assert_nothing_held(session)
 
 

@@ -23,6 +23,8 @@ from penstock.core.errors import (
     free_space_bytes,
 )
 from penstock.io.files import DirectFile, open_at
+from penstock.io.reporting import written
+from penstock.observe.clients import CHECKPOINTS
 
 _RENAME_NOREPLACE: Final = 1
 RENAME_EXCHANGE: Final = 2
@@ -203,8 +205,9 @@ class Disk:
             fd = os.open(name, flags, _PERMISSIONS, dir_fd=directory.fd)
             try:
                 rest = memoryview(data)
-                while rest:
-                    rest = rest[os.write(fd, rest) :]
+                with written(CHECKPOINTS, len(data), path):
+                    while rest:
+                        rest = rest[os.write(fd, rest) :]
             finally:
                 os.close(fd)
         except OSError as error:

@@ -33,6 +33,8 @@ from penstock.io.aio import default_engine
 from penstock.io.arena import Arena, Block
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
 from penstock.io.files import DirectFile, read_end
+from penstock.io.reporting import reported
+from penstock.observe.clients import CHECKPOINTS
 
 BUFFERS_BYTES: Final = 16 * MIB
 """What is on its way at once. See [Note: few buffers]."""
@@ -129,7 +131,7 @@ class Buffers:
 
     def move(self, op: Op, file: DirectFile, offset: int, nbytes: int, block: Block) -> Transfer:
         """Begin a transfer of the first bytes of a block; up to the next granule of the file."""
-        return self.engine.submit(
+        transfer = self.engine.submit(
             Request(
                 op=op,
                 file=file,
@@ -140,6 +142,7 @@ class Buffers:
                 priority=Priority.PREFETCH,
             )
         )
+        return reported(transfer, op, CHECKPOINTS, file.path)
 
     def close(self) -> None:
         """Give the memory back. Nothing may be on its way."""

@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 from penstock.core import knobs
 from penstock.core.errors import ConfigError
 from penstock.core.files import given_path, given_paths, parse_toml, read_text
-from penstock.core.units import MIB, format_bytes, parse_bytes
+from penstock.core.units import format_bytes, parse_bytes
 
 UNLIMITED: int = 1 << 62
 """Bytes of a memory without a budget."""
@@ -58,7 +58,7 @@ class OffloadConfig:
     event_log: str | Path | None = None
     """Write every event to this file as JSON lines."""
 
-    event_log_size: int | str = 64 * MIB
+    event_log_size: int | str = "64MiB"
     """Size at which the file is renamed to ``NAME.1``, one of that name to ``NAME.2``, and so on."""
 
     event_log_files: int = 8

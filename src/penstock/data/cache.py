@@ -10,6 +10,8 @@ from contextlib import suppress
 from penstock.core.errors import DatasetError
 from penstock.core.files import open_regular
 from penstock.data.files import failed
+from penstock.io.reporting import written
+from penstock.observe.clients import DATA
 
 _PERMISSIONS = 0o644
 _DIRECTORY_PERMISSIONS = 0o755
@@ -55,9 +57,8 @@ def keep(path: str, data: bytes) -> None:
     temporary = f"{path}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
     try:
         check_owner(os.path.dirname(path), os.stat(os.path.dirname(path)))
-        with open(
-            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _PERMISSIONS), "wb"
-        ) as file:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _PERMISSIONS)
+        with open(fd, "wb") as file, written(DATA, len(data), path):
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

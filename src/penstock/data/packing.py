@@ -25,6 +25,8 @@ from penstock.io.aio import default_engine
 from penstock.io.arena import Arena
 from penstock.io.engine import Request, Transfer
 from penstock.io.files import MAX_GRANULE_BYTES, DirectFile, open_path
+from penstock.io.reporting import reported
+from penstock.observe.clients import DATA
 
 _BLOCK_BYTES: Final = 4 << 20
 
@@ -237,7 +239,7 @@ class _Writer:
             transfer.wait()
 
     def _submit(self, turn: int, offset: int, nbytes: int) -> Transfer:
-        return self._engine.submit(
+        transfer = self._engine.submit(
             Request(
                 op="write",
                 file=self._file,
@@ -247,6 +249,7 @@ class _Writer:
                 keep_alive=self._memory[turn],
             )
         )
+        return reported(transfer, "write", DATA, self._file.path)
 
 
 def _sync_directory(directory: str) -> None:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 from penstock.io.aio import default_engine
 from penstock.jobs.state import Held
+from penstock.observe.clients import SUSPENDED
 from penstock.observe.recorder import Recorder
 from penstock.tier import checksums
 from penstock.tier.base import Tier
@@ -48,7 +49,7 @@ class Space:
                 capacity_bytes=capacity_bytes,
                 engine=engine,
                 recorder=recorder,
-                name="suspended",
+                name=SUSPENDED,
                 checksum=checksums.full,
             )
         except BaseException:

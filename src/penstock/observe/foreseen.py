@@ -2,8 +2,9 @@
 
 The runtime replays each plan on the machine's measured speeds when the plan comes into force, and says
 what that gave as a :class:`Foreseen`: to the recorder as a mark, so that an event log has it, and to the
-summary. :func:`compare` lays the steps that have run under the plan over it. Both are of one turn through
-the passes that the profile has: a step that has more of them (gradient accumulation) is counted as more.
+summary. A :class:`Foreseen` is of one turn through the passes that the profile has. :func:`compare` lays
+the steps that have run under the plan over it, and gives both per optimizer step: of a step that has more
+passes (gradient accumulation) more is predicted.
 """
 
 from __future__ import annotations
@@ -107,16 +108,16 @@ class Prediction:
     machine: str
     """Replayed on."""
     steps: int
-    """Measured: those that began after the plan had come into force."""
+    """Measured: optimizer steps that began after the plan had come into force."""
     lines: tuple[ComparedLine, ...]
-    """Without those that are zero both ways."""
+    """Per optimizer step, but for peaks; without those that are zero both ways."""
 
 
 def compare(foreseen: Foreseen, steps: Iterable[StepTotals]) -> Prediction | None:
-    """Lay the steps that ran under the plan over what was foreseen.
+    """Lay the steps that ran under the plan over what was foreseen, both per optimizer step.
 
-    Times and traffic are medians over steps, or means where the profile has several kinds of passes,
-    of which a step may have only some; peaks are the highest.
+    Times and traffic are the median pass's, or the mean pass's where the profile has several kinds of
+    passes, times the passes that a step had on average; peaks are the highest.
 
     Args:
         foreseen: Of the plan in force.
@@ -132,12 +133,19 @@ def compare(foreseen: Foreseen, steps: Iterable[StepTotals]) -> Prediction | Non
     ]
     if not mine:
         return None
+    passes = sum(map(_passes, mine)) / len(mine)
+    predicted_times = passes / foreseen.passes
     rows = [
-        _line(what, SECONDS, predicted_ns / 1e9, _per_turn(foreseen, mine, measure) / 1e9)
-        for what, predicted_ns, measure in _times(foreseen, mine)
+        _line(what, SECONDS, predicted_times * ns / 1e9, _per_step(foreseen, mine, measure) / 1e9)
+        for what, ns, measure in _times(foreseen, mine)
     ]
     rows += [
-        _line(f"{tier} {way}", BYTES, predicted, _per_turn(foreseen, mine, _moved(stage, tier)))
+        _line(
+            f"{tier} {way}",
+            BYTES,
+            predicted_times * predicted,
+            _per_step(foreseen, mine, _moved(stage, tier)),
+        )
         for tier, way, stage, predicted in _traffic(foreseen)
     ]
     rows += [
@@ -204,10 +212,11 @@ def _passes(one: Totals) -> int:
     return one.flow(Stage.BACKWARD).count
 
 
-def _per_turn(foreseen: Foreseen, mine: Sequence[Totals], measure: _Measure) -> float:
+def _per_step(foreseen: Foreseen, mine: Sequence[Totals], measure: _Measure) -> float:
     if foreseen.passes == 1:
-        return statistics.median(measure(each) / _passes(each) for each in mine)
-    return foreseen.passes * sum(map(measure, mine)) / sum(map(_passes, mine))
+        passes = sum(map(_passes, mine)) / len(mine)
+        return passes * statistics.median(measure(each) / _passes(each) for each in mine)
+    return sum(map(measure, mine)) / len(mine)
 
 
 def _line(what: str, unit: str, predicted: float, measured: float) -> ComparedLine:

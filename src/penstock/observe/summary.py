@@ -15,9 +15,11 @@ from typing import Any, Final
 from rich.console import RenderableType
 
 from penstock.core.errors import ConfigError
+from penstock.observe.clients import ON_FLASH, is_once
 from penstock.observe.counters import MOVED_EARLIER, PLANS, WINDOW_GROWN
 from penstock.observe.events import Stage
 from penstock.observe.foreseen import Foreseen, Prediction, compare
+from penstock.observe.suggestion import Suggestion
 from penstock.observe.summary_text import render, to_text
 from penstock.observe.totals import StepTotals, Totals
 
@@ -74,21 +76,23 @@ class RunFacts:
     host_budget_bytes: int | None = None
     """Limit of the memory called ``"host"``; ``None``: there is no such tier."""
     steps: int = 0
-    """Training steps that have ended."""
+    """Optimizer steps that have ended: calls of an optimizer's ``step``, or of the session's."""
     slots: tuple[SlotFact, ...] = ()
     """The plan's slots, in the order of saving."""
-    saved_bytes_per_step: int = 0
-    """What autograd would have held at the end of a forward, without Penstock."""
+    saved_peak_bytes: int = 0
+    """The most that autograd would have held at once, without Penstock."""
     tbw_bytes: int | None = None
     """What the SSD is rated to have written to it in its life (its TBW), if stated."""
-    ssd_tiers: tuple[str, ...] = ("flash",)
-    """Tiers whose bytes wear an SSD."""
     foreseen: Foreseen | None = None
     """What the plan in force was expected to cost, if that is known."""
     loaders_bytes_per_s: float = 0.0
     """What data loaders that share its flash need."""
     loaders_planned_bytes_per_s: float = 0.0
     """What the plan in force leaves to them."""
+    suggestion: Suggestion | None = None
+    """Of device budgets, for a run that has none."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the user that call for nothing to be done."""
     warnings: tuple[str, ...] = ()
 
 
@@ -113,7 +117,8 @@ class StallLine:
     cause: str
     count: int
     total_ms: float
-    per_step_ms: float
+    per_step_ms: float | None
+    """Of an optimizer step on average; ``None`` where none has ended."""
     share: float
     """Of the time of the run, 0 to 1."""
 
@@ -165,6 +170,17 @@ class ReplanLine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenLine:
+    """What one client has written to flash."""
+
+    client: str
+    """``"activations"``, ``"optimizer states"``, ...: one of ``penstock.observe.clients.ON_FLASH``."""
+    nbytes: int
+    is_per_step: bool
+    """Whether further steps write more of it: not of measurements, nor of indexes of data sets."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RecomputeLine:
     """Modules that were run again in backward."""
 
@@ -185,7 +201,8 @@ class Summary:
     """The rank of the process; ``None``: it is the only one."""
     steps: int
     elapsed_s: float
-    saved_bytes_per_step: int
+    saved_peak_bytes: int
+    """The most that autograd would have held at once, without Penstock."""
     flows: tuple[FlowLine, ...]
     """Per tier and direction; only those where something moved."""
     codecs: tuple[CodecLine, ...]
@@ -208,17 +225,25 @@ class Summary:
     """Times that a tier which failed or was full made a tensor go elsewhere (``FALLBACKS``)."""
     counters: dict[str, int]
     ssd_written_bytes: int
+    """Written to flash in all: the sum of ``ssd_written``."""
+    ssd_written: tuple[WrittenLine, ...]
+    """The same by client; the most bytes first."""
     tbw_bytes: int | None
     tbw_share: float | None
     """``ssd_written_bytes`` over ``tbw_bytes``; ``None`` where no TBW was stated."""
     steps_to_wear_out: int | None
-    """Steps that write a whole TBW at this rate; ``None`` where unknown, or nothing is written."""
+    """Optimizer steps that write a whole TBW at this rate, without what is written once; ``None`` where
+    unknown, or where steps write nothing."""
     prediction: Prediction | None
     """The plan in force, replayed, beside the steps that ran under it; ``None`` before there are any."""
     loaders_bytes_per_s: float
     """What data loaders that share its flash need of it."""
     loaders_planned_bytes_per_s: float
     """What the plan in force leaves to them."""
+    suggestion: Suggestion | None
+    """Device budgets that a run without one could have had; ``None`` where there is one, or no tier."""
+    notes: tuple[str, ...]
+    """Sentences for the user that call for nothing to be done."""
     warnings: tuple[str, ...]
 
     @property
@@ -250,14 +275,15 @@ def summarize(totals: Totals, facts: RunFacts, steps: Iterable[StepTotals] = ())
     """
     if facts.tbw_bytes is not None and facts.tbw_bytes <= 0:
         raise ConfigError(f"a TBW of {facts.tbw_bytes} bytes is not positive")
-    written = sum(totals.flow(Stage.WRITE, tier).nbytes for tier in facts.ssd_tiers)
+    lines = _written_lines(totals)
+    written = sum(line.nbytes for line in lines)
     return Summary(
         policy=facts.policy,
         device=facts.device,
         rank=facts.rank,
         steps=facts.steps,
         elapsed_s=totals.elapsed_ns / 1e9,
-        saved_bytes_per_step=facts.saved_bytes_per_step,
+        saved_peak_bytes=facts.saved_peak_bytes,
         flows=_flow_lines(totals),
         codecs=_codec_lines(totals),
         stalls=_stall_lines(totals, facts.steps),
@@ -271,12 +297,15 @@ def summarize(totals: Totals, facts: RunFacts, steps: Iterable[StepTotals] = ())
         fallbacks=sum(totals.counted(name) for name in FALLBACKS),
         counters=dict(sorted(totals.counters.items())),
         ssd_written_bytes=written,
+        ssd_written=lines,
         tbw_bytes=facts.tbw_bytes,
         tbw_share=None if facts.tbw_bytes is None else written / facts.tbw_bytes,
-        steps_to_wear_out=_steps_to_wear_out(written, facts),
+        steps_to_wear_out=_steps_to_wear_out(lines, facts),
         prediction=None if facts.foreseen is None else compare(facts.foreseen, steps),
         loaders_bytes_per_s=facts.loaders_bytes_per_s,
         loaders_planned_bytes_per_s=facts.loaders_planned_bytes_per_s,
+        suggestion=facts.suggestion,
+        notes=facts.notes,
         warnings=facts.warnings,
     )
 
@@ -333,7 +362,7 @@ def _stall_lines(totals: Totals, steps: int) -> tuple[StallLine, ...]:
             cause=cause,
             count=stall.count,
             total_ms=stall.total_ns / 1e6,
-            per_step_ms=stall.total_ns / 1e6 / max(steps, 1),
+            per_step_ms=stall.total_ns / 1e6 / steps if steps else None,
             share=stall.total_ns / totals.elapsed_ns if totals.elapsed_ns else 0.0,
         )
         for cause, stall in longest_first
@@ -370,7 +399,17 @@ def _place_lines(slots: Iterable[SlotFact]) -> tuple[PlaceLine, ...]:
     return tuple(sorted(lines, key=lambda line: (-line.nbytes, line.reason)))
 
 
-def _steps_to_wear_out(written: int, facts: RunFacts) -> int | None:
+def _written_lines(totals: Totals) -> tuple[WrittenLine, ...]:
+    lines = (
+        WrittenLine(client=client, nbytes=nbytes, is_per_step=not is_once(tier))
+        for tier, client in ON_FLASH.items()
+        if (nbytes := totals.flow(Stage.WRITE, tier).nbytes)
+    )
+    return tuple(sorted(lines, key=lambda line: -line.nbytes))
+
+
+def _steps_to_wear_out(lines: Iterable[WrittenLine], facts: RunFacts) -> int | None:
+    written = sum(line.nbytes for line in lines if line.is_per_step)
     if facts.tbw_bytes is None or not written or not facts.steps:
         return None
     return facts.tbw_bytes * facts.steps // written

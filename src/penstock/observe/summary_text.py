@@ -15,17 +15,19 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from penstock.core.units import format_bandwidth, format_bytes, format_duration
+from penstock.core.units import MIB, format_bandwidth, format_bytes, format_duration
+from penstock.observe.clients import is_once
 from penstock.observe.counters import MOVED_EARLIER, PLANS, WINDOW_GROWN
 
 if TYPE_CHECKING:
     from penstock.observe.foreseen import ComparedLine
-    from penstock.observe.summary import MemoryLine, PlaceLine, Summary
+    from penstock.observe.summary import FlowLine, MemoryLine, PlaceLine, Summary
 
 NARROWEST: Final = 60
 WIDEST: Final = 110
 TOP_REASONS: Final = 6
 """Lines of what stayed and what went; the rest is added up in one."""
+PER_STEP: Final = "per optimizer step"
 _TB: Final = 10**12
 _TOLD: Final = (
     "encoded.source_bytes.",
@@ -67,6 +69,8 @@ def render(summary: Summary) -> RenderableType:
         _stalls(summary),
         _prediction(summary),
         _places(summary),
+        _written(summary),
+        _suggestion(summary),
     ):
         if part is not None:
             parts += [Text(), part]
@@ -108,13 +112,13 @@ def _head(summary: Summary) -> Text:
     line = Text("Penstock", style="bold")
     rank = "" if summary.rank is None else f"rank {summary.rank}: "
     line.append(
-        f"  {rank}{_plural(summary.steps, 'step')} in {format_duration(summary.elapsed_s)},"
+        f"  {rank}{_plural(summary.steps, 'optimizer step')} in {format_duration(summary.elapsed_s)},"
         f" policy {summary.policy}, device {summary.device}",
         style="not bold",
     )
-    if summary.saved_bytes_per_step:
+    if summary.saved_peak_bytes:
         line.append(
-            f"\nautograd saves {format_bytes(summary.saved_bytes_per_step)} a step",
+            f"\nautograd saves {format_bytes(summary.saved_peak_bytes)} at its peak",
             style="not bold",
         )
         line.append(_against_budget(summary), style="not bold")
@@ -125,7 +129,7 @@ def _against_budget(summary: Summary) -> str:
     device = next((line for line in summary.memory if line.memory == "device"), None)
     if device is None or not device.peak_bytes:
         return ""
-    ratio = summary.saved_bytes_per_step / device.peak_bytes
+    ratio = summary.saved_peak_bytes / device.peak_bytes
     less = f", {ratio:.1f} times less" if ratio >= 1.05 else ""  # 1.0 times less is not less
     return f"; it was done in {format_bytes(device.peak_bytes)}{less}"
 
@@ -158,7 +162,7 @@ def _of_budget(line: MemoryLine) -> Text:
 def _traffic(summary: Summary) -> Table | None:
     if not summary.flows:
         return None
-    columns = ("stage", "tier", "transfers", "bytes", "per step", "busy", "rate")
+    columns = ("stage", "tier", "transfers", "bytes", PER_STEP, "busy", "rate")
     table = grid("Traffic", columns, first=2)
     for line in summary.flows:
         add_row(
@@ -167,11 +171,15 @@ def _traffic(summary: Summary) -> Table | None:
             line.tier or "-",
             f"{line.count}",
             format_bytes(line.nbytes),
-            format_bytes(line.nbytes / max(summary.steps, 1)),
+            _bytes_per_step(line, summary.steps),
             format_duration(line.busy_s),
             format_bandwidth(line.bytes_per_s) if line.busy_s else "-",
         )
     return table
+
+
+def _bytes_per_step(line: FlowLine, steps: int) -> str:
+    return format_bytes(line.nbytes / steps) if steps and not is_once(line.tier) else "-"
 
 
 def _codecs(summary: Summary) -> Table | None:
@@ -192,14 +200,14 @@ def _codecs(summary: Summary) -> Table | None:
 def _stalls(summary: Summary) -> Table | None:
     if not summary.stalls:
         return None
-    table = grid("Stalls", ("cause", "times", "total", "per step", "of the run"))
+    table = grid("Stalls", ("cause", "times", "total", PER_STEP, "of the run"))
     for line in summary.stalls:
         add_row(
             table,
             line.cause,
             f"{line.count}",
             f"{line.total_ms:.1f} ms",
-            f"{line.per_step_ms:.2f} ms",
+            "-" if line.per_step_ms is None else f"{line.per_step_ms:.2f} ms",
             percent(line.share),
         )
     return table
@@ -209,7 +217,7 @@ def _prediction(summary: Summary) -> Table | None:
     found = summary.prediction
     if found is None or not found.lines:
         return None
-    title = f"Predicted against measured, per step, of {_plural(found.steps, 'step')}"
+    title = f"Predicted against measured, {PER_STEP} ({found.steps} measured)"
     table = grid(title, ("", "predicted", "measured", "difference"))
     for line in found.lines:
         add_row(
@@ -224,6 +232,33 @@ def _prediction(summary: Summary) -> Table | None:
 
 def _figure(line: ComparedLine, value: float) -> str:
     return format_bytes(value) if line.unit == "bytes" else format_duration(value)
+
+
+def _suggestion(summary: Summary) -> Table | None:
+    found = summary.suggestion
+    if found is None or not found.budgets:
+        return None
+    title = "What a budget would cost, by a replay of these passes on this machine"
+    table = grid(title, ("device_memory", "", "forward and backward take about"), first=2)
+    for each in found.budgets:
+        least = "the least that does" if each.device_bytes == found.least_bytes else ""
+        add_row(table, f"'{each.device_bytes // MIB}MiB'", least, f"{each.slowdown:.2f}x")
+    return table
+
+
+def _written(summary: Summary) -> Table | None:
+    if not summary.ssd_written:
+        return None
+    table = grid("Written to flash", ("by", "bytes", PER_STEP))
+    for line in summary.ssd_written:
+        steps = summary.steps if line.is_per_step else 0
+        add_row(
+            table,
+            line.client,
+            format_bytes(line.nbytes),
+            format_bytes(line.nbytes / steps) if steps else "-",
+        )
+    return table
 
 
 def _places(summary: Summary) -> Table | None:
@@ -263,6 +298,8 @@ def _notes(summary: Summary) -> Iterable[Text]:
     if plain := {name: n for name, n in summary.counters.items() if not _in_table(name)}:
         counted = ", ".join(f"{name} {number}" for name, number in plain.items())
         yield Text(f"counted: {counted}")
+    for note in summary.notes:
+        yield Text(note)
     for warning in summary.warnings:
         yield Text(f"warning: {warning}", style="yellow")
 
@@ -301,7 +338,7 @@ def _wear(summary: Summary) -> str:
     text += f", {percent(summary.tbw_share)} of its {summary.tbw_bytes / _TB:g} TBW"
     if summary.steps_to_wear_out is None:
         return text
-    return text + f"; at this rate that lasts {summary.steps_to_wear_out:.3g} steps"
+    return text + f"; at this rate that lasts {summary.steps_to_wear_out:.3g} optimizer steps"
 
 
 def _plural(number: int, noun: str, plural: str = "") -> str:

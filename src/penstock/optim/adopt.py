@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from penstock.core import knobs
 from penstock.core.errors import ConfigError, PenstockWarning
 from penstock.core.units import format_bytes
+from penstock.optim.memory import memory_notes
 from penstock.optim.optimizer import OnFlash, on_flash
+from penstock.optim.wear import wear_of
 
 KNOWN: Final = tuple(
     getattr(torch.optim, name)
@@ -86,7 +88,10 @@ class Adoption:
             return
         self.adopted.append(optimizer)
         if self._tell is not None:
-            self._tell(f"{name}: {cast(OnFlash, optimizer).wear()}")
+            conductor = cast(OnFlash, optimizer)._penstock
+            conductor.is_told = True
+            for text in (wear_of(conductor.states), *memory_notes(conductor.states)):
+                self._tell(f"{name}: {text}")
 
     def _tell_once(self, text: str) -> None:
         """Of small optimizers a script may make thousands."""

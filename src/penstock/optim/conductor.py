@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.core.errors import ConfigError, PenstockWarning
 from penstock.optim import durable
+from penstock.optim.memory import memory_notes
 from penstock.optim.overlap import Overlap
 from penstock.optim.states import FlashStates
 from penstock.optim.wear import wear_of
@@ -20,6 +21,7 @@ class Conductor:
 
     Attributes:
         states: What they pass over.
+        is_told: Whether the user was told what steps write, and of the memory that they take.
     """
 
     def __init__(self, states: FlashStates) -> None:
@@ -30,7 +32,7 @@ class Conductor:
                 optimizer updates a parameter in backward.
         """
         self.states = states
-        self._is_told = False
+        self.is_told = False
         self._journal = None
         if states.config.durable:
             self._journal = durable.Journal(states.config.directories)
@@ -51,7 +53,7 @@ class Conductor:
     def step(self) -> None:
         """Make a step. Raises as ``OnFlash.step``."""
         self.states.check_can_step()
-        if not self._is_told:
+        if not self.is_told:
             self._tell()
         if self._overlap is not None:
             self._overlap.finish()
@@ -110,7 +112,9 @@ class Conductor:
             gradients.listen()
 
     def _tell(self) -> None:
-        self._is_told = True
+        self.is_told = True
+        for note in memory_notes(self.states):
+            warnings.warn(note, PenstockWarning, stacklevel=6)
         wear = wear_of(self.states)
         _log.info("%s", wear)
         if wear.is_beyond:

@@ -37,6 +37,8 @@ from torch import Tensor
 from penstock.core.errors import ChecksumError, ConfigError, TransferError, transfer_error
 from penstock.core.files import open_regular, parse_json
 from penstock.io.files import DirectFile
+from penstock.io.reporting import written
+from penstock.observe.clients import OPTIMIZER
 from penstock.optim import packing
 from penstock.optim.formats import MASTER
 from penstock.optim.params import Param
@@ -127,9 +129,10 @@ class Journal:
         file = self._open(path)
         try:
             os.ftruncate(file, 0)
-            if os.pwrite(file, data, 0) != len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(file)
+            with written(OPTIMIZER, len(data), path):
+                if os.pwrite(file, data, 0) != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(file)
             sync_directory(self._directory)
         except OSError as error:
             with suppress(OSError):

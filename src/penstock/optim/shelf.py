@@ -16,6 +16,8 @@ from penstock.core.locks import Lock
 from penstock.core.units import MIB, round_up
 from penstock.io.arena import Arena
 from penstock.io.engine import Engine, Transfer
+from penstock.io.reporting import reported
+from penstock.observe.clients import GRADIENTS
 from penstock.observe.recorder import Recorder
 from penstock.optim.away import discard_all
 from penstock.optim.layout import Piece, Tile
@@ -112,7 +114,7 @@ class Shelf:
                     capacity_bytes=needed,
                     engine=self._engine(),
                     recorder=Recorder(event_bytes=0),
-                    name="gradients",
+                    name=GRADIENTS,
                     allow_memory_filesystem=self._allow_memory_filesystem,
                 )
             if self._arena is None:
@@ -146,14 +148,14 @@ class Shelf:
             for piece in self.pieces(param.index):
                 part = flat[piece.start : piece.stop]
                 what = f"elements {piece.start} to {piece.stop} of the gradient of parameter"
-                tickets.append(
-                    tier.write(
-                        part.data_ptr(),
-                        part.nbytes,
-                        keep_alive=flat,
-                        label=f"{what} {param.name}",
-                    )
+                ticket = tier.write(
+                    part.data_ptr(),
+                    part.nbytes,
+                    keep_alive=flat,
+                    label=f"{what} {param.name}",
                 )
+                tickets.append(ticket)
+                reported(ticket.written, "write", GRADIENTS, self._directories[0])
         except BaseException:
             discard_all(tier, tickets)
             raise
@@ -164,6 +166,7 @@ class Shelf:
         ticket = tickets[self.pieces(piece.param).index(piece)]
         memory = self._memory(ticket.window.nbytes)
         transfer = self.open().read(ticket, memory.ctypes.data, keep_alive=memory)
+        reported(transfer, "read", GRADIENTS, self._directories[0])
         return Reading(memory, ticket, transfer)
 
     def trim(self) -> None:

@@ -18,6 +18,8 @@ from torch import Tensor
 from penstock.core.errors import ConfigError
 from penstock.core.units import MIB, round_up
 from penstock.io.files import open_unlinked_buffered
+from penstock.io.reporting import written
+from penstock.observe.clients import OPTIMIZER
 from penstock.optim import packing
 from penstock.optim.formats import MASTER, Array
 from penstock.optim.layout import Piece, Tile
@@ -88,7 +90,8 @@ def _memory(nbytes: int, directory: str) -> Any:
     file = open_unlinked_buffered(directory)
     try:
         file.preallocate(nbytes)
-        return np.frombuffer(mmap.mmap(file.fd, nbytes), np.uint8)
+        with written(OPTIMIZER, nbytes, file.path):  # by the kernel, page by page
+            return np.frombuffer(mmap.mmap(file.fd, nbytes), np.uint8)
     finally:
         file.close()
 

@@ -326,7 +326,7 @@ class FlashStates:
             ring = max(RING, RING_BYTES * self.config.tile // max(longest, 1))
             ring += max(0, self.threads - _THREADS)
             room = max((tile.record_bytes + slack_bytes(tile) for tile in self.tiles), default=0)
-            wanted = self.config.host_bytes // max(longest, 1)
+            wanted = self.config.host_bytes // max(room, 1)
             self._pipeline = Pipeline(
                 self.store,
                 slots=self.slots,

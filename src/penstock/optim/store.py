@@ -30,7 +30,9 @@ from penstock.core.units import format_bytes, round_up
 from penstock.io.aio import PIECES_TOGETHER
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
 from penstock.io.files import DirectFile, filesystem_of, open_path, open_unlinked
+from penstock.io.reporting import reported
 from penstock.io.threads import ThreadEngine
+from penstock.observe.clients import OPTIMIZER
 from penstock.optim.formats import RECORD_BYTES
 from penstock.optim.layout import Tile
 from penstock.optim.squeeze import extent
@@ -295,7 +297,9 @@ class Store:
                         priority=Priority.PREFETCH,  # both ways: so that neither starves
                     )
                 )
-        return submit_all(self.engine, requests)
+        return reported(
+            submit_all(self.engine, requests), op, OPTIMIZER, self._files[number][0].path
+        )
 
     def _part_bytes(self, tile: Tile) -> int:
         return self._share(tile.record_bytes)

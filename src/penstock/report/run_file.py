@@ -179,7 +179,7 @@ def _pieced_together(found: _Gathered, where: str) -> Summary:
                 for name in ("budget_bytes", "host_budget_bytes", "tbw_bytes", "rank")
             },
             "steps": len(found.steps),
-            "saved_bytes_per_step": 0 if foreseen is None else foreseen.saved_bytes,
+            "saved_peak_bytes": 0 if foreseen is None else foreseen.saved_bytes,
         },
         f"{where}: mark {SESSION!r}",
     )

@@ -74,6 +74,7 @@ class Executor:
             traffic=self._traffic,
             recorder=recorder,
             promote_kept=self.kept.promote_all,
+            least_bytes=planner.least_bytes,
         )
         self.small = SmallStorages(
             budget=budget, room=self._room, lock=self._lock, current_pass=self._current_pass

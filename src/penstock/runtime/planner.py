@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from penstock.core.budget import Budget
@@ -24,11 +25,15 @@ from penstock.core.locks import Lock
 from penstock.observe.counters import PLANS, UNKNOWN
 from penstock.observe.foreseen import PREDICTION, Foreseen
 from penstock.observe.recorder import Recorder, Stage
+from penstock.observe.suggestion import Suggestion
 from penstock.plan import policies
+from penstock.plan.least import least_budget
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import Action, Decision, Plan
+from penstock.plan.policies import Policy
 from penstock.plan.profile import Profile
 from penstock.plan.slots import MatchKey, SlotKey
+from penstock.plan.suggestion import suggest
 from penstock.runtime.asking import ask, leaving, without_codecs
 from penstock.runtime.attention import FULL_PASSES, Attention
 from penstock.runtime.codec_use import CodecUse
@@ -91,7 +96,7 @@ class Planner:
         prepare_codecs: Callable[[], int] = lambda: 0,
         recompute: bool = False,
         plan: Plan | None = None,
-        slack_bytes: int = 0,
+        slack_bytes: Callable[[int], int] = lambda device_bytes: 0,
         loaders: Loaders | None = None,
     ) -> None:
         """Know nothing yet, but for a ``plan`` that is given. Raises ConfigError: no such policy.
@@ -120,7 +125,10 @@ class Planner:
         self.observing = plan is None
         self._given = plan
         self._met_given = False
-        self._policy = leaving(policies.get(policy), slack_bytes) if plan is None else None
+        self._policy_name = policy
+        self._slack_bytes = slack_bytes
+        slack = slack_bytes(budget.limit_bytes)
+        self._policy = leaving(policies.get(policy), slack) if plan is None else None
         self._recompute = recompute
         self._budgets = budgets
         self._budget = budget
@@ -163,6 +171,43 @@ class Planner:
         """What a user should know of the plan in force."""
         about = () if self._given is None else note_on_budget(self._given, self._budgets)
         return about if self.plan is None else (*about, *self.plan.notes)
+
+    def least_bytes(self) -> int | None:
+        """Return the least device budget that does for a whole step as profiled.
+
+        Returns:
+            Bytes; ``None`` if no step was profiled, as under a given plan, or none is known to do.
+        """
+        if self.profile is None or self._given is not None:
+            return None
+        # where there is a tier, what a plan keeps is moved away when there is no room for it
+        policy = self._asking("ranked" if self._has_tier else self._policy_name)
+        nothing = replace(self._budgets, device_bytes=1)
+        least = least_budget(self.profile, self.machine, nothing, policy)
+        reserved = self._budget.limit_bytes - self._budgets.device_bytes  # of codecs
+        slack = self._slack_bytes(self.profile.peak_saved_bytes)
+        return None if least is None else least + slack + reserved
+
+    def suggest(self) -> Suggestion | None:
+        """Return what device budgets would cost; ``None`` without a profile or a tier to spill to."""
+        if self.profile is None or self._given is not None or not self._has_tier:
+            return None
+        policy = self._asking("ranked" if self._policy_name == "auto" else self._policy_name)
+        slack = self._slack_bytes(self.profile.peak_saved_bytes)
+        return suggest(self.profile, self.machine, self._budgets, policy, slack_bytes=slack)
+
+    @property
+    def _has_tier(self) -> bool:
+        return bool(self._budgets.host_bytes or self._budgets.flash_bytes)
+
+    def _asking(self, name: str) -> Policy:
+        """Return the policy of that name, under the rules for what is recomputed."""
+        return partial(
+            ask,
+            policies.get(name),
+            recompute=self._recompute,
+            unrepeatable=self.unrepeatable,
+        )
 
     @property
     def window_bytes(self) -> int | None:

@@ -64,7 +64,7 @@ def measure(
 
 def _measure(tier: Tier, probe_bytes: int, lend: Lend) -> tuple[float, float, float]:
     nbytes = min(probe_bytes, tier.spec.capacity_bytes)
-    with lend(nbytes) as address:
+    with tier.measured(), lend(nbytes) as address:
         rounds = [_round(tier, address, nbytes) for _ in range(2)]
     return max(w for w, _, _ in rounds), max(r for _, r, _ in rounds), min(t for _, _, t in rounds)
 

@@ -20,6 +20,7 @@ from penstock.core.budget import Budget
 from penstock.core.errors import BudgetError
 from penstock.core.units import format_bytes, round_up
 from penstock.io.mapping import HUGE_PAGE_BYTES
+from penstock.observe.counters import REFUSED
 from penstock.observe.recorder import Recorder, Stage, StallCause
 from penstock.runtime.passes import Pass
 from penstock.runtime.residency import Residency, SavedStorage
@@ -38,6 +39,13 @@ _BLOCKS: Final = (
     "; torch.compile took the model as a whole, so that it saves everything when forward is over and"
     " needs much of it at once: compile its blocks, as with `for block in blocks: block.compile()`"
 )
+_WHOLE_STEP: Final = ", which does for a whole step as profiled"
+_TO_HERE: Final = " to get past this point; more may be needed later in the step, "
+_NOT_AS_PROFILED: Final = "which needs more than those profiled before"
+_NOT_PROFILED: Final = (
+    "of which there is no profile yet (the summary of a run without `device_memory` names a budget that"
+    " does for all of it)"
+)
 
 
 class Room:
@@ -54,6 +62,7 @@ class Room:
         traffic: Traffic,
         recorder: Recorder,
         promote_kept: Callable[[], None],
+        least_bytes: Callable[[], int | None] = lambda: None,
     ) -> None:
         """For one executor.
 
@@ -62,12 +71,14 @@ class Room:
             traffic: What can be moved.
             recorder: Is told of waits.
             promote_kept: Lets what is only kept be moved; called under the runtime's lock.
+            least_bytes: Returns the least budget that does for a whole step, if that is known.
         """
         self.stalled_ns = 0
         self._budget = budget
         self._traffic = traffic
         self._recorder = recorder
         self._promote_kept = promote_kept
+        self._least_bytes = least_bytes
 
     def take(
         self, nbytes: int, owner: str, *, name: str, of_pass: Pass, saved: SavedStorage | None
@@ -219,12 +230,20 @@ class Room:
         if least <= limit:  # the bytes would fit, but what is restored takes whole pages
             pages = used + round_up(nbytes, HUGE_PAGE_BYTES)
             least = max(pages, round_up(limit + 1, HUGE_PAGE_BYTES))
+        of_step = self._least_bytes()
+        if of_step is None:
+            reach = _TO_HERE + _NOT_PROFILED
+        elif of_step < least:
+            reach = _TO_HERE + _NOT_AS_PROFILED
+        else:
+            least, reach = of_step, _WHOLE_STEP
         small = self._budget.used_by(SMALL)
+        self._recorder.count(REFUSED)
         raise BudgetError(
             f"the {self._budget.name} budget of {limit} bytes ({format_bytes(limit)}) is too small"
             f" for {name}: it needs {nbytes} bytes beside {used} that cannot be moved away now"
             f" ({small} of them in tensors below the floor, which stay); give at least {least} bytes"
-            f" ({format_bytes(least)}) to get past this point"
+            f" ({format_bytes(least)}){reach}"
             + (", or a lower `floor`, so that they can be moved" if 4 * small > limit else "")
             + ("" if self._traffic.tiers else ", or name a flash directory to spill to")
             + (_BLOCKS if name.startswith(_COMPILED) else ""),

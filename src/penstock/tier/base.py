@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -26,6 +28,7 @@ from penstock.core.errors import ChecksumError, ClosedError, ConfigError, Source
 from penstock.core.locks import condition
 from penstock.core.units import round_down, round_up
 from penstock.io.engine import Priority, Transfer
+from penstock.observe.clients import measurement_of
 from penstock.observe.recorder import Recorder, Stage
 from penstock.tier import checksums
 
@@ -89,6 +92,7 @@ class Tier(ABC):
         """For subclasses; without ``checksum`` it is the one that ``knobs.verify()`` names."""
         self.spec = spec
         self.recorder = recorder
+        self._reported_as = spec.name
         wanted = checksum or checksums.by_name(knobs.verify())
         self._checksum = None if spec.gpu_direct else wanted
         self._pid = os.getpid()
@@ -132,6 +136,15 @@ class Tier(ABC):
     def held_bytes(self) -> int:
         """Bytes at rest or on their way in."""
         return self._held_bytes
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Within, what is moved is reported as the tier's measurement, not as its use."""
+        self._reported_as = measurement_of(self.spec.name)
+        try:
+            yield
+        finally:
+            self._reported_as = self.spec.name
 
     def window(self, address: int, nbytes: int) -> Window:
         """The aligned range around ``nbytes`` at ``address``, within the pages of the data."""
@@ -358,7 +371,7 @@ class Tier(ABC):
             start_ns,
             self.recorder.clock.now_ns(),
             nbytes=ticket.window.nbytes,
-            tier=self.spec.name,
+            tier=self._reported_as,
             slot=ticket.label,
         )
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.core.config import UNLIMITED
 from penstock.core.units import format_bytes
 from penstock.plan.assemble import assemble
 from penstock.plan.case import Case, Choice
@@ -57,10 +58,9 @@ def everything_fits(case: Case) -> bool:
 
 def why_everything_fits(case: Case) -> str:
     """The reason for it."""
-    return (
-        f"fits: everything saved is {format_bytes(case.profile.peak_saved_bytes)} of"
-        f" {format_bytes(case.budgets.device_bytes)}"
-    )
+    budget = case.budgets.device_bytes
+    limit = "no budget" if budget >= UNLIMITED else f"a budget of {format_bytes(budget)}"
+    return f"fits: everything saved is {format_bytes(case.profile.peak_saved_bytes)}, with {limit}"
 
 
 def choose(case: Case) -> Choice:

@@ -80,7 +80,8 @@ def _try(
         raise
     reason = "interrupted"
     try:
-        reason = trial(tier, device, link)
+        with tier.measured():
+            reason = trial(tier, device, link)
     except Exception as error:  # noqa: BLE001  (a vendor's library may fail in any way)
         reason = f"{type(error).__name__}: {error}"
     finally:
