@@ -16,6 +16,7 @@ from penstock.core.budget import Budget
 from penstock.core.config import UNLIMITED, OffloadConfig
 from penstock.core.errors import ClosedError, ConfigError, HookError
 from penstock.core.interrupts import LostInterrupts
+from penstock.core.ranks import of_rank, rank
 from penstock.core.units import format_bytes
 from penstock.hooks.attachment import Attachment
 from penstock.hooks.saved_tensors import SavedTensorHooks
@@ -99,6 +100,7 @@ class Session:
         self._rss: RssSampler | None = None
         self._suggested: tuple[Profile | None, Suggestion | None] = (None, None)
         self._device = _device_of(model)
+        self._rank = rank()
         self.recorder = Recorder(event_bytes=event_bytes)
 
     # -- opening and closing ------------------------------------------------------------------
@@ -191,7 +193,9 @@ class Session:
         config = self.config
         if config.event_log is not None:
             self.recorder.log = EventLog(
-                config.event_log, file_bytes=config.event_log_bytes, files=config.event_log_files
+                of_rank(config.event_log),
+                file_bytes=config.event_log_bytes,
+                files=config.event_log_files,
             )
         if config.sample_rss:
             self._rss = RssSampler(self.recorder)
@@ -276,6 +280,7 @@ class Session:
             budget_bytes=self._limit_bytes,
             host_budget_bytes=self.config.host_bytes or None,
             tbw_bytes=self.config.tbw_bytes,
+            rank=self._rank,
         )
         self.recorder.begin_step(0)
 
@@ -401,6 +406,7 @@ class Session:
         return RunFacts(
             policy=self._policy_name,
             device=str(self._device),
+            rank=self._rank,
             budget_bytes=self._limit_bytes,
             host_budget_bytes=config.host_bytes or None,
             steps=self._steps,

@@ -1,6 +1,7 @@
 """``penstock doctor``: on this machine nothing fails; elsewhere each check says what to do."""
 
 import json
+import os
 import resource
 from types import SimpleNamespace
 
@@ -8,11 +9,14 @@ import pytest
 
 from penstock.cli import checks, main, paths, system
 from penstock.cli.checks import Check, Verdict
+from penstock.core import knobs
 from penstock.io.files import FileSystem
 from penstock.io.gds import Availability
 
 NAMES = ["python", "torch", "cuda", "settings", "huge pages", "buffers", "tensor pages"]
 NAMES += ["memory", "freed memory"]
+ANY_VALUE = {"PENSTOCK_BUFFERED_IO", "PENSTOCK_CACHE"}
+"""Variables in which no text is malformed."""
 
 
 def test_this_machine_passes_and_json_is_one_document(disk_path, capsys):
@@ -21,7 +25,7 @@ def test_this_machine_passes_and_json_is_one_document(disk_path, capsys):
     document = json.loads(captured.out)
     assert captured.err == ""
     assert document["ok"] is True
-    names = [check["name"] for check in document["checks"]]
+    names = [check["name"] for check in document["checks"] if "PENSTOCK_" not in check["name"]]
     of_disk = [f"{disk_path}: {what}" for what in ("direct I/O", "free space", "bandwidth")]
     assert names == [*NAMES, *of_disk, "GPU-direct", "optional"]
     assert {check["verdict"] for check in document["checks"]} <= {"ok", "warn"}
@@ -118,12 +122,41 @@ def test_gpu_direct_matters_only_with_a_gpu(monkeypatch):
     assert checks.gpu_direct(lambda: Availability(True, "how")).verdict is Verdict.OK
 
 
-def test_variables_of_ours_that_make_no_sense(monkeypatch):
+def test_every_variable_of_ours_is_told_with_its_value_and_where_that_is_from(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("PENSTOCK_")]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("PENSTOCK_IO_PIECE", "8MiB")
-    assert "PENSTOCK_IO_PIECE=8MiB" in checks.settings().value
-    monkeypatch.setenv("PENSTOCK_IO_THREADS", "many")
-    assert checks.settings().verdict is Verdict.FAIL
-    assert "'many'" in checks.settings().value
+    (check,) = checks.settings()
+    assert check.verdict is Verdict.OK
+    lines = check.value.splitlines()
+    assert [line.split(":")[0] for line in lines] == list(knobs.KNOBS)
+    assert "PENSTOCK_IO_PIECE: 8.00 MiB (environment)" in lines
+    assert "PENSTOCK_FLOOR: 1.00 MiB (default)" in lines
+    assert "PENSTOCK_VERIFY: sampled (default)" in lines
+
+
+@pytest.mark.parametrize("name", sorted(set(knobs.KNOBS) - ANY_VALUE))
+def test_each_variable_of_ours_that_makes_no_sense_fails_in_words(monkeypatch, name):
+    monkeypatch.setenv(name, "-many")
+    monkeypatch.setenv("PENSTOCK_STRIPES", "4MiB")
+    in_force, *wrong = checks.settings()
+    assert name not in in_force.value
+    found = {check.name: check for check in wrong}
+    assert found[name].verdict is Verdict.FAIL
+    assert name in found[name].value
+    assert "'-many'" in found[name].value
+    assert found["PENSTOCK_STRIPES"].verdict is Verdict.WARN
+    assert "no such variable" in found["PENSTOCK_STRIPES"].value
+
+
+@pytest.mark.parametrize("name", ["PENSTOCK_SLAB", "PENSTOCK_IO_THREADS"])
+def test_a_variable_that_makes_no_sense_stops_no_other_check(disk_path, monkeypatch, capsys, name):
+    monkeypatch.setenv(name, "-many")
+    assert main(["doctor", "--dir", str(disk_path), "--json"]) == 1
+    checked = {each["name"]: each for each in json.loads(capsys.readouterr().out)["checks"]}
+    assert checked[name]["verdict"] == checked[str(disk_path)]["verdict"] == "fail"
+    assert name in checked[str(disk_path)]["value"]
+    assert "optional" in checked
 
 
 def test_huge_pages(tmp_path, monkeypatch):

@@ -11,21 +11,7 @@ from penstock.core import knobs
 from penstock.core.errors import ConfigError
 from penstock.core.units import parse_bytes
 
-NAMES = {
-    "PENSTOCK_IO_ENGINE": knobs.io_engine,
-    "PENSTOCK_IO_THREADS": knobs.io_threads,
-    "PENSTOCK_IO_PIECE": knobs.io_piece_bytes,
-    "PENSTOCK_BUFFERED_IO": knobs.buffered_io,
-    "PENSTOCK_SLAB": knobs.slab_bytes,
-    "PENSTOCK_STRIPE": knobs.stripe_bytes,
-    "PENSTOCK_VERIFY": knobs.verify,
-    "PENSTOCK_GPU_DIRECT": knobs.gpu_direct,
-    "PENSTOCK_OWN_POOL": knobs.own_pool,
-    "PENSTOCK_CACHE": knobs.cache_directory,
-    "PENSTOCK_RESTORE_INTO": knobs.restore_into,
-    "PENSTOCK_FLOOR": knobs.floor_bytes,
-    "PENSTOCK_EVENT_MEMORY": knobs.event_bytes,
-}
+NAMES = knobs.KNOBS
 SIZES = [name for name in NAMES if re.search("PIECE|SLAB|STRIPE|FLOOR|MEMORY", name)]
 COUNTS = [name for name in NAMES if re.search("THREADS", name)]
 SWITCHES = [name for name in NAMES if re.search("BUFFERED", name)]
@@ -78,7 +64,7 @@ def test_sizes(monkeypatch, name):
     for text, value in (("8MiB", 8 << 20), ("12345", 12345), ("1.5KiB", 1536)):
         monkeypatch.setenv(name, text)
         assert NAMES[name]() == value
-    for text in ("0", "0B", "8M", "-1", "", "many", "²"):
+    for text in ("0", "0B", "8M", "-1", "", "many", "²", "9" * 5000):
         monkeypatch.setenv(name, text)
         with pytest.raises(ConfigError, match=name):
             NAMES[name]()
@@ -88,7 +74,7 @@ def test_sizes(monkeypatch, name):
 def test_counts(monkeypatch, name):
     monkeypatch.setenv(name, "7")
     assert NAMES[name]() == 7
-    for text in ("0", "-1", "", "1.5", "four", "²"):
+    for text in ("0", "-1", "", "1.5", "four", "²", "9" * 5000):
         monkeypatch.setenv(name, text)
         with pytest.raises(ConfigError, match=name):
             NAMES[name]()

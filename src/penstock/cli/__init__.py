@@ -19,16 +19,16 @@ from penstock.cli.command import INTERRUPTED_CODE, Command, formatter
 from penstock.core.errors import PenstockError
 
 _COMMANDS: Final = {
-    "run": "run a script that knows nothing of Penstock, under a memory budget",
-    "bench": "measure this machine",
-    "plan": "tell what training will take, before a step of it is run",
-    "jobs": "let several scripts share a machine: one computes, the others sleep on flash",
-    "checkpoint": "look at checkpoints, and prove them",
-    "data": "look at data sets on flash, check them, pack them, measure them",
-    "characterize": "train the poster's nine networks here: what checkpoints and neighbours cost",
+    "run": "run an unmodified training script under a memory budget",
+    "bench": "measure the bandwidth and the speed of this machine",
+    "plan": "predict memory and time of training, without running it",
+    "jobs": "run several scripts in turns: one computes, the others sleep on flash",
+    "checkpoint": "list checkpoints, show what is in one, verify it",
+    "data": "describe, verify, pack and measure data sets on flash",
+    "characterize": "measure what checkpoints and other jobs cost nine networks here",
     "ssd": "simulate an SSD: time, energy and wear",
-    "report": "tell what a run did, and what was predicted of it",
-    "doctor": "check what Penstock needs, and say what to do about what is missing",
+    "report": "show what a run did, beside what was predicted",
+    "doctor": "check this machine and its settings, and say what to improve",
 }
 _EXAMPLES: Final = """\
 examples:
@@ -89,7 +89,8 @@ def _take_standard_descriptors() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    commands = "\n".join(f"  {name:12}{what}" for name, what in _COMMANDS.items())
+    width = max(map(len, _COMMANDS))
+    commands = "\n".join(f"  {name:{width}}  {what}" for name, what in _COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="penstock",
         usage="penstock [--help] [--version] COMMAND ...",

@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     """Of ``penstock bench``."""
     made = argparse.ArgumentParser(
         prog="penstock bench",
-        description="Measure this machine.",
+        description="Measure the bandwidth and the speed of this machine.",
         epilog=_EXAMPLES,
         formatter_class=formatter,
         allow_abbrev=False,
@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     what = made.add_subparsers(metavar="WHAT", required=True)
     disk = what.add_parser(
         "io",
-        help="read, overwrite and mixed bandwidth of directories",
+        help="measure read, overwrite and mixed bandwidth of directories",
         description="Measure read, overwrite and mixed bandwidth through Penstock's engine, beside a"
         " plain limit\n(threads with preadv and pwritev) on the same files and memory, in turns. The"
         " ratio is what counts.",
@@ -58,12 +58,14 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     disk.add_argument(
         "--size", metavar="SIZE", type=size, default=bandwidth.FILE_BYTES,
-        help="of the files, all together (default: 1GiB); they vanish at the end",
+        help="size of the files, all together; they are removed at the end (default: 1GiB)",
     )  # fmt: skip
     disk.add_argument(
-        "--seconds", metavar="N", type=float, default=10.0, help="how long (default: 10)"
+        "--seconds", metavar="N", type=float, default=10.0, help="how long to measure (default: 10)"
     )
-    disk.add_argument("--save", metavar="FILE", help="write a machine file, as plans are made for")
+    disk.add_argument(
+        "--save", metavar="FILE", help="write what was measured, for penstock plan --machine"
+    )
     add_common(disk, json_help="print one JSON document on standard output")
     disk.set_defaults(execute=_execute_io)
     bench_machine.add_parser(what)

@@ -60,7 +60,7 @@ def add_parser(what: Any) -> None:
     """Add ``machine`` to the subcommands of ``penstock bench``."""
     made = what.add_parser(
         "machine",
-        help="all that plans need to know of this machine, as a machine file",
+        help="measure all that plans need to know of this machine; prints a machine file",
         description="Measure flash, host copies, arithmetic, memory, launches, and how much computing"
         " slows down\nwhile flash moves; takes less than a minute. Prints a machine file (TOML).",
         epilog=_EXAMPLES,

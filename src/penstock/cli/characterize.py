@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +20,9 @@ from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.files import given_path, parse_json, read_text
 
 _DESCRIPTION = """\
-Train the nine networks of the poster "How to Exploit Flash Memory for DNN Training" here, and tell what
-checkpoints cost them, what stands beside them costs them, and what DRAM they hold while they wait.
+Train the nine networks of the poster "How to Exploit Flash Memory for DNN Training" on this
+machine, and tell what checkpoints and other jobs cost them, and what DRAM they hold while they
+wait.
 
 networks: """
 
@@ -30,30 +32,54 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="penstock characterize",
         description=f"{_DESCRIPTION}{', '.join(NETWORKS)}",
-        epilog=f"A scale: {SCALE_MEANS}.",
+        epilog=textwrap.fill(f"A scale: {SCALE_MEANS}.", 100),
         formatter_class=formatter,
         allow_abbrev=False,
     )
     defaults = Settings()
     made.add_argument(
-        "--networks", nargs="+", default=list(defaults.networks), metavar="NAME", help="(all nine)"
+        "--networks",
+        nargs="+",
+        default=list(defaults.networks),
+        metavar="NAME",
+        help="networks to train (default: all nine)",
     )
-    made.add_argument("--epochs", type=int, default=defaults.epochs, help="(3, as the poster)")
-    made.add_argument("--steps", type=int, help="steps of an epoch (100 times the scale)")
     made.add_argument(
-        "--parallel", default=defaults.parallel, metavar="HOW", help="none, ddp or pipeline (none)"
+        "--epochs",
+        type=int,
+        default=defaults.epochs,
+        metavar="N",
+        help="epochs of each (default: %(default)s)",
+    )
+    made.add_argument(
+        "--steps", type=int, metavar="N", help="steps of an epoch (default: 100 times the scale)"
+    )
+    made.add_argument(
+        "--parallel",
+        default=defaults.parallel,
+        metavar="HOW",
+        help="none, ddp or pipeline (default: %(default)s)",
     )
     made.add_argument(
         "--colocate",
         type=int,
         default=defaults.colocate,
         metavar="N",
-        help="copies, and programs of each kind, beside a job; 0: none (1)",
+        help="how many copies, and other programs of each kind, run beside a job (default: %(default)s)",
     )
     made.add_argument(
-        "--scale", type=float, default=defaults.scale, help="of the networks' size, up to 1 (0.25)"
+        "--scale",
+        type=float,
+        default=defaults.scale,
+        metavar="X",
+        help="size of the networks, up to 1, see below (default: %(default)s)",
     )
-    made.add_argument("--dir", default=".", help="where checkpoints go for a while (here)")
+    made.add_argument(
+        "--dir",
+        default=".",
+        metavar="DIR",
+        help="directory for checkpoints, which are removed (default: the current one)",
+    )
     made.add_argument(
         "--out", metavar="DIR", help="write characterize.json and characterize.svg there"
     )
@@ -61,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
         "--merge",
         nargs="+",
         metavar="FILE",
-        help="measure nothing: put results of some networks each together",
+        help="measure nothing, and join the characterize.json of several runs",
     )
     add_common(made, json_help="print one JSON document on standard output")
     return made

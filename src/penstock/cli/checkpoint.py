@@ -41,22 +41,27 @@ def parser() -> argparse.ArgumentParser:
     """Of ``penstock checkpoint``."""
     made = argparse.ArgumentParser(
         prog="penstock checkpoint",
-        description="Look at checkpoints, and prove them.",
+        description="List checkpoints, show what is in one, verify it.",
         epilog=_EXAMPLES,
         formatter_class=formatter,
         allow_abbrev=False,
     )
     what = made.add_subparsers(metavar="WHAT", required=True)
     kinds = {
-        "list": ("DIR", "the checkpoints of a directory, as a Checkpointer makes them", _list),
-        "info": ("PATH", "what is in a checkpoint: parts, tensors, bytes", _info),
+        "list": ("DIR", "list the checkpoints of a directory, as a Checkpointer makes them", _list),
+        "info": ("PATH", "show what is in a checkpoint: parts, tensors, bytes", _info),
         "verify": ("PATH", "read all of a checkpoint and compare its checksums", _verify),
     }
     for name, (operand, text, execute_it) in kinds.items():
         each = what.add_parser(
             name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
         )
-        each.add_argument("path", metavar=operand, nargs="+" if name == "verify" else None)
+        each.add_argument(
+            "path",
+            metavar=operand,
+            nargs="+" if name == "verify" else None,
+            help="directory of the checkpoints" if name == "list" else "directory of a checkpoint",
+        )
         add_common(each, json_help=_JSON)
         each.set_defaults(execute=execute_it)
     return made

@@ -44,16 +44,6 @@ _EXTRAS: Final = {
     "scikit-learn": ("sklearn", "data"),
     "pillow": ("PIL", "data"),
 }
-_KNOBS: Final = (
-    knobs.io_engine,
-    knobs.io_threads,
-    knobs.io_piece_bytes,
-    knobs.slab_bytes,
-    knobs.stripe_bytes,
-    knobs.gpu_direct,
-    knobs.floor_bytes,
-    knobs.event_bytes,
-)
 
 
 class Verdict(enum.StrEnum):
@@ -83,7 +73,7 @@ def all_checks(directories: Iterable[str]) -> list[Check]:
         python(),
         torch(),
         cuda(),
-        settings(),
+        *settings(),
         huge_pages(),
         arena_pages(),
         torch_pages(),
@@ -139,16 +129,23 @@ def cuda() -> Check:
     return Check("cuda", Verdict.OK, "no GPU: the device is host memory")
 
 
-def settings() -> Check:
-    """Whether the environment variables of Penstock make sense."""
-    given = sorted(name for name in os.environ if name.startswith("PENSTOCK_"))
-    for knob in _KNOBS:
+def settings() -> list[Check]:
+    """Tell each environment variable of Penstock's that is in force, and check those that are set."""
+    in_force, wrong = [], []
+    for name, read in knobs.KNOBS.items():
         try:
-            knob()
+            value = read()
         except ConfigError as error:
-            return Check("settings", Verdict.FAIL, str(error), "correct or unset the variable")
-    value = ", ".join(f"{name}={os.environ[name]}" for name in given)
-    return Check("settings", Verdict.OK, value or "no PENSTOCK_ variable is set")
+            wrong.append(Check(name, Verdict.FAIL, str(error), "correct the variable, or unset it"))
+            continue
+        shown = format_bytes(int(value)) if read.__name__.endswith("_bytes") else f"{value}"
+        source = "environment" if os.environ.get(name) else "default"
+        in_force.append(f"{name}: {shown} ({source})")
+    for name in sorted(os.environ):
+        if name.startswith("PENSTOCK_") and name not in knobs.KNOBS:
+            text = f"{name}={os.environ[name]!r} has no effect: Penstock has no such variable"
+            wrong.append(Check(name, Verdict.WARN, text, "correct its name, or unset it"))
+    return [Check("settings", Verdict.OK, "\n".join(in_force)), *wrong]
 
 
 def huge_pages(path: Path = system.HUGE_PAGES) -> Check:
@@ -236,9 +233,9 @@ def disk(directory: str) -> list[Check]:
         warnings.simplefilter("ignore", PenstockWarning)  # a check says the same
         try:
             path = spill_directory(directory)
-        except ConfigError as error:
+            return [direct_io(path), free_space(path), quick_bandwidth(path)]
+        except ConfigError as error:  # of the directory, or of a variable that a check needs
             return [Check(directory, Verdict.FAIL, str(error))]
-        return [direct_io(path), free_space(path), quick_bandwidth(path)]
 
 
 def direct_io(path: str) -> Check:
@@ -270,6 +267,8 @@ def quick_bandwidth(path: str) -> Check:
     name = f"{path}: bandwidth"
     try:
         machine = _probed(path)
+    except ConfigError:
+        raise
     except PenstockError as error:
         return Check(name, Verdict.FAIL, str(error), "free some space, or name another directory")
     write, read = machine.flash_write_bytes_per_s, machine.flash_read_bytes_per_s

@@ -21,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
     """Of ``penstock data``."""
     made = argparse.ArgumentParser(
         prog="penstock data",
-        description="Data sets that stay on flash.",
+        description="Describe, verify, pack and measure data sets that stay on flash.",
         epilog=_EXAMPLES,
         formatter_class=formatter,
         allow_abbrev=False,

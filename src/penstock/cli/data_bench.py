@@ -55,17 +55,37 @@ def add_parser(what: Any) -> None:
     """Add ``bench`` to the subcommands of ``penstock data``."""
     made = what.add_parser(
         "bench",
-        help="how fast it is read, in each order, beside what the device gives",
-        description="Read a data set in each order for some seconds, as training would, and beside it"
-        " by the engine alone.",
+        help="measure how fast a data set is read, in each order",
+        description="Read a data set in each order for some seconds, as training would, and compare that"
+        " with\nwhat the I/O engine alone reads.",
         formatter_class=formatter,
         allow_abbrev=False,
     )
     add_data_options(made)
-    made.add_argument("--batch", type=int, default=64, metavar="N", help="samples in a batch (64)")
-    made.add_argument("--memory", type=size, default="64MiB", metavar="SIZE", help="(64MiB)")
-    made.add_argument("--seconds", type=float, default=3.0, help="for each order (3)")
-    made.add_argument("--decode", action="store_true", help="decode; else bytes are only copied")
+    made.add_argument(
+        "--batch",
+        type=int,
+        default=64,
+        metavar="N",
+        help="samples in a batch (default: %(default)s)",
+    )
+    made.add_argument(
+        "--memory",
+        type=size,
+        default="64MiB",
+        metavar="SIZE",
+        help="memory of the loader (default: %(default)s)",
+    )
+    made.add_argument(
+        "--seconds",
+        type=float,
+        default=3.0,
+        metavar="N",
+        help="how long to read in each order (default: %(default)g)",
+    )
+    made.add_argument(
+        "--decode", action="store_true", help="decode samples (default: only copy their bytes)"
+    )
     add_common(made, json_help="print one JSON document on standard output")
     made.set_defaults(execute=_execute)
 

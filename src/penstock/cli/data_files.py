@@ -20,6 +20,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.files import parse_json
 from penstock.core.units import format_bandwidth, format_bytes, parse_bytes
 from penstock.data.build import Opened, open_index
+from penstock.data.formats import FORMATS
 from penstock.data.packing import pack
 from penstock.data.rates import known_rates
 from penstock.data.verify import verify
@@ -30,28 +31,38 @@ _TELL_EVERY_S = 5.0
 
 def add_parsers(what: Any) -> None:
     """Add the three to the subcommands of ``penstock data``."""
-    _add(what, "info", "what a data set has, and where; builds its index", _info)
+    _add(what, "info", "show what is in a data set, and where; builds its index", _info)
     made = _add(
         what, "verify", "read everything, and compare checksums where there are any", _verify
     )
-    made.add_argument("--decode", action="store_true", help="decode each sample, too")
+    made.add_argument("--decode", action="store_true", help="decode each sample too")
     made = _add(what, "pack", "write a data set as one packed file", _pack)
     made.add_argument("out", metavar="OUT.pstk", help="the file to write; must not exist")
     made.add_argument(
-        "--align", metavar="SIZE", help="what records begin at multiples of (4096, or 64 if small)"
+        "--align",
+        metavar="SIZE",
+        help="bytes that records are aligned to (default: 4096, or 64 for small ones)",
     )
 
 
 def add_data_options(parser: argparse.ArgumentParser) -> None:
     """Add what says which data set."""
     parser.add_argument("path", metavar="PATH", help="a file or a directory")
-    parser.add_argument("--format", help="if it is not told by the names")
+    parser.add_argument(
+        "--format",
+        metavar="NAME",
+        help=f"{', '.join(FORMATS)} (default: the one that the names of the files tell)",
+    )
     parser.add_argument(
         "--option", metavar="NAME=VALUE", action="append", default=[],
-        help="of the format, as context=1024; again for each",
+        help="option of the format, as context=1024; repeat it for several",
     )  # fmt: skip
-    parser.add_argument("--index-dir", metavar="DIR", help="where the index is kept")
-    parser.add_argument("--rebuild", action="store_true", help="build the index anew")
+    parser.add_argument(
+        "--index-dir",
+        metavar="DIR",
+        help="directory of the index (default: that of PENSTOCK_CACHE)",
+    )
+    parser.add_argument("--rebuild", action="store_true", help="build the index again")
 
 
 def open_data_set(options: argparse.Namespace) -> Opened:

@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     """Of ``penstock doctor``."""
     made = argparse.ArgumentParser(
         prog="penstock doctor",
-        description="Check what Penstock needs, and say what to do about what is missing.",
+        description="Check this machine and its settings, and say what to improve.",
         epilog=_EXAMPLES,
         formatter_class=formatter,
         allow_abbrev=False,
@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
         "--dir",
         metavar="DIR",
         action="append",
-        help="directory to spill to; once for each (default: the current one)",
+        help="directory to spill to; repeat it for several (default: the current one)",
     )
     add_common(made, json_help="print one JSON document on standard output")
     return made

@@ -24,8 +24,9 @@ examples:
   penstock jobs suspend bert
   penstock jobs stop
 
-The exit code of `run` is 0 if every job has ended with 0, else 1. Ctrl-C stops the jobs in order, and
-once more at once. A manager that was killed is started again by the same command, and finds its jobs."""
+The exit code of `run` is 0 if every job has ended with 0, else 1. Ctrl-C stops the jobs in
+order; a second one, at once. A manager that was killed is started again by the same command, and
+finds its jobs."""
 _STATE: Final = ".penstock-jobs"
 _WATCH_S: Final = 0.5
 
@@ -42,24 +43,28 @@ def parser() -> argparse.ArgumentParser:
     what = made.add_subparsers(metavar="WHAT", required=True)
     kinds = {
         "run": ("run the jobs of a file, until all are over", _run),
-        "status": ("say who runs, who sleeps, who waits and why", _status),
-        "suspend": ("have a job sleep until it is resumed", _tell),
-        "resume": ("let a job have turns again", _tell),
-        "stop": ("end a job in order; without a name all, and the manager", _tell),
+        "status": ("show which jobs run, sleep or wait, and why", _status),
+        "suspend": ("put a job to sleep until it is resumed", _tell),
+        "resume": ("let a suspended job run in turns again", _tell),
+        "stop": ("stop a job; without a name all jobs, and the manager", _tell),
     }
     for name, (text, execute_it) in kinds.items():
         each = what.add_parser(
             name, help=text, description=text.capitalize() + ".", allow_abbrev=False
         )
         if name == "run":
-            each.add_argument("file", metavar="FILE", help="TOML with [machine] and [[job]]")
+            each.add_argument(
+                "file", metavar="FILE", help="TOML file with tables [machine] and [[job]]"
+            )
         elif name == "status":
             each.add_argument(
-                "--watch", action="store_true", help="live, until the manager has ended or Ctrl-C"
+                "--watch",
+                action="store_true",
+                help="show it live, until the manager ends or Ctrl-C",
             )
         else:
             each.add_argument(
-                "name", metavar="NAME", nargs="?" if name == "stop" else None, help="of a job"
+                "name", metavar="NAME", nargs="?" if name == "stop" else None, help="name of a job"
             )
         each.add_argument(
             "--state",

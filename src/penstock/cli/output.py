@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import sys
@@ -12,6 +13,7 @@ from typing import IO, Any
 from rich.console import Console, RenderableType
 
 from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.ranks import rank
 from penstock.observe.summary_text import to_text
 
 
@@ -30,10 +32,12 @@ def report(error: PenstockError) -> int:
 
 
 def say(message: str) -> None:
-    """One line on standard error; nothing if that is closed."""
+    """Write one line on standard error, naming the rank if there are several; nothing if it is closed."""
+    number = rank()
+    who = "penstock" if number is None else f"penstock: rank {number}"
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(f"penstock: {' '.join(message.splitlines())}\n")
+            sys.stderr.write(f"{who}: {' '.join(message.splitlines())}\n")
             sys.stderr.flush()
 
 
@@ -53,6 +57,15 @@ def write_json(document: dict[str, Any], file: IO[str] | None) -> None:
     """Write one document, and a newline."""
     if file is not None:  # else it is closed
         write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", file)
+
+
+def write_json_line(document: dict[str, Any], file: IO[str]) -> None:
+    """Write one document as a line, whole also where other ranks write to the same output."""
+    with contextlib.suppress(OSError):  # not every kind of file can be locked
+        fcntl.lockf(file, fcntl.LOCK_EX)
+    write_text(json.dumps(document, allow_nan=False) + "\n", file)
+    with contextlib.suppress(OSError):
+        fcntl.lockf(file, fcntl.LOCK_UN)
 
 
 def write_text(text: str, file: IO[str]) -> None:

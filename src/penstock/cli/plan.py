@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     made.add_argument(
-        "network", metavar="NETWORK", help="a network of the zoo, as resnet50; a function of one's own,"
+        "network", metavar="NETWORK", help="a network of the zoo, as resnet50; a function of your own,"
         " file.py:function; or a profile, file.json",
     )  # fmt: skip
     made.add_argument("--batch", metavar="N", type=int, help="images or sequences in a step")
@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
         ("--device-memory", "budget for the device (default: all the machine's)"),
         ("--host-memory", "what the host tier may hold (default: the machine's; none for a CPU)"),
         ("--flash-memory", "what the flash tier may hold (default: the machine's)"),
-        ("--tbw", "bytes written that the SSD is rated for, as 600TB"),
+        ("--tbw", "bytes written that the SSD is rated for, as 600TB: to tell how long it lasts"),
     ):
         made.add_argument(name, metavar="SIZE", type=size, help=text)
     made.add_argument(
@@ -79,16 +79,22 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument(
         "--optimizer", choices=tuple(OPTIMIZER_COPIES), default="sgd",
-        help="whose state is in device memory (default: sgd, which has none)",
+        help="optimizer whose states are in device memory (default: sgd, which has none)",
     )  # fmt: skip
     made.add_argument("--autocast", choices=("bfloat16", "float16"), help="train under autocast")
     made.add_argument(
         "--set", metavar="NAME=VALUE", action="append", default=[],
-        help="a setting of the zoo's network, as image_size=96; again for each",
+        help="set an argument of the zoo's network, as image_size=96; repeat it for several",
     )  # fmt: skip
-    made.add_argument("--verbose", action="store_true", help="tell about every slot")
+    made.add_argument(
+        "--verbose",
+        action="store_true",
+        help="show every slot, that is every tensor saved in a step",
+    )
     made.add_argument("--plot", metavar="FILE", help="draw one step, as .svg, .png or .pdf")
-    made.add_argument("--save-plan", metavar="FILE.json", help="write the plan; of all the best")
+    made.add_argument(
+        "--save-plan", metavar="FILE.json", help="write the plan; with --policy all, the best"
+    )
     add_common(made, json_help="print one JSON document on standard output")
     return made
 

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from penstock import __version__
+from penstock.cli import notes
 from penstock.cli.command import add_common, formatter, size
-from penstock.cli.output import report, say, show, write_json
+from penstock.cli.output import report, say, show, write_json, write_json_line
 from penstock.cli.paths import file_to_write, spill_directory
 from penstock.cli.script import Program, find, run_as_main
 from penstock.cli.torch_import import when_imported
@@ -33,6 +34,7 @@ from penstock.core import knobs
 from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.files import absolute_path
+from penstock.core.ranks import of_rank, rank
 from penstock.core.units import MIB
 from penstock.jobs.channel import JobEnd
 from penstock.jobs.early import Early, listen_to_manager
@@ -51,12 +53,12 @@ examples:
 Options of Penstock come before the script; everything after its name is its own. Sizes have a unit:
 GB is 10^9 bytes, GiB is 2^30."""
 _OPTIONS: Final = (
-    ("--device-memory", "SIZE", "budget for what autograd saves, in the device's memory"),
-    ("--host-memory", "SIZE", "how much the host tier may hold (default: there is none)"),
-    ("--flash-capacity", "SIZE", "how much may be spilled (default: 9/10 of the free space)"),
-    ("--floor", "SIZE", "tensors smaller than this stay (default: 1MiB)"),
+    ("--device-memory", "SIZE", "most device memory for what autograd saves (default: no limit)"),
+    ("--host-memory", "SIZE", "most host memory to spill to (default: none)"),
+    ("--flash-capacity", "SIZE", "most to spill to flash (default: 9/10 of the free space)"),
+    ("--floor", "SIZE", "smaller tensors stay in memory (default: 1MiB)"),
     ("--event-log-size", "SIZE", "size at which the event log is rotated (default: 64MiB)"),
-    ("--tbw", "SIZE", "bytes written that the SSD is rated for, as 600TB"),
+    ("--tbw", "SIZE", "what the SSD is rated for, as 600TB: the summary tells the share written"),
 )
 _TRACE_BYTES: Final = 64 * MIB
 """Memory for the latest events where a trace is asked for, if the knob does not give more."""
@@ -78,13 +80,20 @@ def parser() -> argparse.ArgumentParser:
     for name, metavar, text in _OPTIONS:
         made.add_argument(name, metavar=metavar, type=size, help=text)
     made.add_argument(
-        "--flash", metavar="DIR", action="append", help="directory to spill to; once for each"
+        "--flash",
+        metavar="DIR",
+        action="append",
+        help="directory on an SSD to spill to; repeat it for several",
     )
     made.add_argument(
-        "--policy", metavar="NAME", help=f"{', '.join(policies.names())}; or a plan, FILE.json"
+        "--policy",
+        metavar="NAME",
+        help=f"what to move: {', '.join(policies.names())}; or a plan, FILE.json (default: auto)",
     )
     made.add_argument(
-        "--codec", metavar="NAME", help="auto, none, or a codec for all (default: auto, lossless)"
+        "--codec",
+        metavar="NAME",
+        help="compression of what is moved: auto (lossless), none, or a codec's name (default: auto)",
     )
     made.add_argument(
         "--recompute",
@@ -93,31 +102,39 @@ def parser() -> argparse.ArgumentParser:
         help="have modules run again in backward where that is quicker than moving what they save",
     )
     made.add_argument(
-        "--config", metavar="FILE", help="TOML with a table [offload]; options here overrule it"
+        "--config",
+        metavar="FILE",
+        help="read settings from table [offload] of a TOML file; options overrule it",
     )
     made.add_argument(
         "--optimizer-state",
         choices=("memory", "flash"),
         default="memory",
-        help="where the states of torch's optimizers rest; flash: in the directories of --flash",
+        help="where torch's optimizers keep their states; flash: in the directories of --flash"
+        " (default: %(default)s)",
     )
     made.add_argument(
         "--optimizer-memory",
         metavar="SIZE",
         type=size,
-        help="how much of them stays in memory all the same (default: a few tiles)",
+        help="with --optimizer-state flash: most memory for these states (default: a few tiles)",
     )
     made.add_argument(
         "--gradient-memory",
         metavar="SIZE",
         type=size,
-        help="how much memory gradients may wait in for such an optimizer (default: all they need)",
+        help="with --optimizer-state flash: most memory for gradients; the rest wait on flash (default:"
+        " no limit)",
     )
     made.add_argument(
-        "--state", metavar="DIR", help="keep here what makes a suspended run survive its process"
+        "--state",
+        metavar="DIR",
+        help="directory of what a suspended run needs to survive its process",
     )
     made.add_argument(
-        "--resume", action="store_true", help="go on from there, to the same bits, or refuse"
+        "--resume",
+        action="store_true",
+        help="continue the suspended run that --state has, to the same bits",
     )
     made.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto at the end")
     made.add_argument("--event-log", metavar="FILE", help="write every event as JSON lines")
@@ -133,7 +150,12 @@ def parser() -> argparse.ArgumentParser:
         json_help="print the summary as JSON on standard output; what the script prints there goes"
         " to standard error",
     )
-    made.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module")
+    made.add_argument(
+        "-m",
+        dest="module",
+        nargs=argparse.REMAINDER,
+        help="run a module, as `python -m` does",
+    )
     made.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return made
 
@@ -150,7 +172,10 @@ def execute(options: argparse.Namespace) -> Callable[[], int]:
     if not words:
         raise ConfigError("nothing to run; name a script, or a module with -m")
     config, trace, states = checked(options)
-    program = find(words[0], words[1:], is_module=bool(module))
+    program = _program(words, is_module=bool(module))
+    misplaced = notes.misplaced_options(parser(), options, words)
+    if misplaced is not None and rank() in (None, 0):
+        say(misplaced)
     attendant = _Attendant(config, words=words, trace=trace, states=states, debug=options.debug)
     if options.channel is not None:
         attendant.channel = JobEnd(options.channel)
@@ -181,8 +206,22 @@ def _run(program: Program, attendant: _Attendant) -> int:
     except SystemExit as exit:
         attendant.code = _code_of(exit)
         raise
+    except PenstockError as error:
+        attendant.failure = str(error)
+        raise
     attendant.code = 0
     return 0
+
+
+def _program(words: list[str], *, is_module: bool) -> Program:
+    """Return what there is to run. Raises SystemExit: there is no such script."""
+    try:
+        return find(words[0], words[1:], is_module=is_module)
+    except SystemExit:
+        note = notes.program_on_path(words[0])
+        if note is not None:
+            say(note)
+        raise
 
 
 def _code_of(exit: SystemExit) -> int:
@@ -201,6 +240,7 @@ class _Attendant:
         keep: Where what sleeps is kept, and whether to resume; None: nowhere.
         early: Hears signals until the session is open.
         code: The exit code, once it is known.
+        failure: The message of the error of Penstock's that has ended the script.
     """
 
     def __init__(
@@ -218,10 +258,12 @@ class _Attendant:
         self.early: Early | None = None
         self._keeper: Any = None
         self.code = 0
+        self.failure: str | None = None
         self._states = states
         self._config = config
         self._words = words
-        self._trace = trace
+        self._rank = rank()
+        self._trace = None if trace is None else of_rank(trace)
         self._debug = debug
         self._pid = os.getpid()
         self._session: Session | None = None
@@ -273,7 +315,13 @@ class _Attendant:
         """All is over: tell, and close. Never raises; the exit code is the script's."""
         if os.getpid() != self._pid:
             return
-        for act in (self._write_trace, self._tell, self._close, self._tell_manager):
+        for act in (
+            self._write_trace,
+            self._tell,
+            self._close,
+            self._tell_manager,
+            self._tell_failure,
+        ):
             try:
                 act()
             except (PenstockError, OSError, ValueError) as error:
@@ -300,7 +348,11 @@ class _Attendant:
         summary = None if self._session is None else self._session.summary()
         if self.answer is not None:
             facts = None if summary is None else summary.to_json()
-            write_json({"schema": 1, "command": self._words, "summary": facts}, self.answer)
+            document = {"schema": 1, "command": self._words, "summary": facts}
+            if self._rank is None:
+                write_json(document, self.answer)
+            else:
+                write_json_line({"rank": self._rank, **document}, self.answer)
         elif sys.__stderr__ is None:
             return
         elif self._was_refused:
@@ -310,6 +362,8 @@ class _Attendant:
         else:
             sys.__stderr__.write("\n")
             show(summary, sys.__stderr__)
+        if summary is not None and summary.steps == 0 and self.code == 0:
+            say(notes.no_step(self._words[0]))
 
     def _close(self) -> None:
         if self._keeper is not None:
@@ -320,6 +374,11 @@ class _Attendant:
     def _tell_manager(self) -> None:
         if self.channel is not None:
             self.channel.tell(state="over", code=self.code)
+
+    def _tell_failure(self) -> None:
+        """Repeat what has ended the script: the summary, and torch's traceback, are between."""
+        if self.failure is not None and self._session is not None:  # else it is the script's own
+            say(f"error: {self.failure}")
 
 
 def _config(options: argparse.Namespace) -> OffloadConfig:
@@ -387,6 +446,8 @@ def _keeping(options: argparse.Namespace, words: list[str]) -> dict[str, Any] | 
         raise ConfigError("--state is for what sleeps on flash: name a directory with --flash")
     script = None if options.module else os.path.abspath(words[0])
     directory = absolute_path(options.state, "--state")
+    if options.channel is None:  # else a manager has named it, who looks there
+        directory = of_rank(directory)
     return {"directory": directory, "words": words, "script": script, "resume": options.resume}
 
 

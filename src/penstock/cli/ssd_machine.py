@@ -27,7 +27,7 @@ def add_parser(what: Any) -> None:
     """Add ``machine`` to the subcommands of ``penstock ssd``."""
     made = what.add_parser(
         "machine",
-        help="a machine to plan for, with a simulated drive as its flash",
+        help="make a machine file with a simulated drive as its flash",
         description="Measure transfers of several sizes on a simulated drive, and put them in place of"
         " a machine's\nflash. Prints a machine file (TOML), as penstock plan reads it.",
         epilog=_EXAMPLES,
@@ -37,7 +37,7 @@ def add_parser(what: Any) -> None:
     made.add_argument("device", metavar="DEVICE", help=known_devices())
     made.add_argument(
         "--machine", metavar="MACHINE", default="cpu",
-        help=f"that it is put into: {', '.join(Machine.presets())}, or a file (default: cpu)",
+        help=f"machine that gets the drive: {', '.join(Machine.presets())}, or a file (default: cpu)",
     )  # fmt: skip
     made.add_argument("--output", metavar="FILE", help="write the machine file there as well")
     made.add_argument(

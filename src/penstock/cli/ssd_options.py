@@ -21,13 +21,13 @@ def add_fields(parser: argparse.ArgumentParser) -> None:
     """Add ``--set``."""
     parser.add_argument(
         "--set", metavar="TABLE.FIELD=VALUE", action="append", default=[],
-        help="a field of the device, as geometry.channels=16; again for each",
+        help="set a field of the device, as geometry.channels=16; repeat it for several",
     )  # fmt: skip
 
 
 def known_devices() -> str:
     """For a help text."""
-    return f"{', '.join(presets())}; or a file, NAME.toml, or MQSim's, NAME.xml"
+    return f"{', '.join(presets())}; or a file, NAME.toml; or MQSim's, NAME.xml"
 
 
 def device_of(name: str, settings: list[str]) -> Device:

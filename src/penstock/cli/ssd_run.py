@@ -66,7 +66,7 @@ def add_parser(what: Any) -> None:
     """Add ``run`` to the subcommands of ``penstock ssd``."""
     made = what.add_parser(
         "run",
-        help="requests on a simulated drive, event by event",
+        help="serve requests on a simulated drive, event by event",
         description="Serve requests on a simulated drive, event by event: rates, latencies, use, energy,"
         "\nwrite amplification.",
         epilog=_EXAMPLES,
@@ -81,23 +81,32 @@ def add_parser(what: Any) -> None:
     made.add_argument(
         "--format",
         choices=tuple(map(str, Format)),
-        help="of the trace (default: what it looks like)",
+        help="format of the trace (default: found out from its first line)",
     )
     made.add_argument(
-        "--scenario", metavar="N", type=int, help="which of MQSim's workload, where it has several"
+        "--scenario",
+        metavar="N",
+        type=int,
+        help="number of the scenario, where MQSim's workload has several",
     )
     made.add_argument(
-        "--requests", metavar="N", help="how many (default: 1e4; of a trace: all that it has)"
+        "--requests",
+        metavar="N",
+        help="how many requests (default: 1e4; of a trace: all that it has)",
     )
     made.add_argument(
         "--stop-after", metavar="SECONDS", type=float,
         help="ask for no more requests after so long, and tell of those that were served; so does Ctrl-C",
     )  # fmt: skip
     made.add_argument(
-        "--read-share", metavar="X", type=float, help="share of reads in randrw (0.5)"
+        "--read-share", metavar="X", type=float, help="share of reads in randrw (default: 0.5)"
     )
     made.add_argument(
-        "--request-size", metavar="SIZE", type=size, default="4KiB", help="(default: 4KiB)"
+        "--request-size",
+        metavar="SIZE",
+        type=size,
+        default="4KiB",
+        help="size of a request (default: 4KiB)",
     )
     made.add_argument(
         "--queue-depth", metavar="N", type=int, default=1,
@@ -105,29 +114,33 @@ def add_parser(what: Any) -> None:
     )  # fmt: skip
     made.add_argument(
         "--start", metavar="SIZE", type=size, default="0B",
-        help="where read and write begin (default: 0B)",
+        help="where the workloads read and write begin (default: 0B)",
     )  # fmt: skip
     made.add_argument(
         "--working-set",
         metavar="X",
         type=float,
         default=0.5,
-        help="share of the drive (default: 0.5)",
+        help="share of the drive that is used (default: 0.5)",
     )
     made.add_argument(
         "--filled", metavar="X", type=float, default=0.0,
         help="share of the drive that was written, in order, before time begins (default: 0)",
     )  # fmt: skip
     made.add_argument(
-        "--skip", metavar="N", type=int, default=0, help="requests before anything is measured"
+        "--skip",
+        metavar="N",
+        type=int,
+        default=0,
+        help="requests before measuring begins (default: 0)",
     )
     made.add_argument(
-        "--seed", metavar="N", type=int, default=1, help="of what is random (default: 1)"
+        "--seed", metavar="N", type=int, default=1, help="seed of what is random (default: 1)"
     )
     made.add_argument(
         "--hot", metavar="X,Y", default="",
         help="share of random requests that go to a share of the working set, in a stream of its own, as"
-        " 0.9,0.1",
+        " 0.9,0.1 (default: none do)",
     )  # fmt: skip
     made.add_argument(
         "--flush-every", metavar="N", type=int, default=0,

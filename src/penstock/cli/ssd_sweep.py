@@ -51,7 +51,7 @@ def add_parser(what: Any) -> None:
     """Add ``sweep`` to the subcommands of ``penstock ssd``."""
     made = what.add_parser(
         "sweep",
-        help="a weight update over values of any fields of a device",
+        help="predict a weight update for several values of any fields of a device",
         description="Tell what a weight update takes on every device that the given values make.",
         epilog=_EXAMPLES,
         formatter_class=formatter,
@@ -59,7 +59,7 @@ def add_parser(what: Any) -> None:
     )
     made.add_argument(
         "--field", metavar="TABLE.FIELD=VALUES", action="append", required=True,
-        help="values between commas; again for each field, for every combination",
+        help="field of the device and its values, with commas between; repeat it for every combination",
     )  # fmt: skip
     ssd_update.add_update(made)
     made.add_argument(

@@ -44,15 +44,15 @@ def add_parser(what: Any) -> None:
     """Add ``weight-update`` to the subcommands of ``penstock ssd``."""
     made = what.add_parser(
         "weight-update",
-        help="time, energy and wear of an optimizer's step, by where it runs",
+        help="predict time, energy and wear of an optimizer's step, by where it runs",
         description="Tell what a weight update takes in time, energy and wear: on the host, in the SSD's"
-        "\ncontroller, on its flash dies, or split between these two; in closed form.",
+        "\ncontroller, on its flash dies, or split between these two.",
         epilog=_EXAMPLES,
         formatter_class=formatter,
         allow_abbrev=False,
     )
     add_update(made)
-    made.add_argument("--plot", metavar="FILE", help="draw it, as .svg, .png or .pdf")
+    made.add_argument("--plot", metavar="FILE", help="draw the step, as .svg, .png or .pdf")
     add_common(made, json_help="print one JSON document on standard output")
     made.set_defaults(execute=_execute)
 
@@ -60,7 +60,9 @@ def add_parser(what: Any) -> None:
 def add_update(made: argparse.ArgumentParser) -> None:
     """Add what says which update, on which device, by which engine."""
     made.add_argument("--device", required=True, metavar="DEVICE", help=known_devices())
-    made.add_argument("--parameters", required=True, metavar="N", help="how many, as 6.7e9")
+    made.add_argument(
+        "--parameters", required=True, metavar="N", help="number of parameters, as 6.7e9"
+    )
     made.add_argument(
         "--optimizer",
         metavar="NAME",
@@ -69,23 +71,37 @@ def add_update(made: argparse.ArgumentParser) -> None:
     )
     made.add_argument(
         "--placement", metavar="LIST", default="host,controller,die",
-        help="of host, controller, die, split (default: host,controller,die); the first is what the"
-        " others are compared with",
+        help="any of host, controller, die, split; the others are compared with the first (default:"
+        " %(default)s)",
     )  # fmt: skip
     made.add_argument(
         "--state-bytes", metavar="LIST", default="",
         help="bytes of each state of a parameter, the weight first (default: 4 each)",
     )  # fmt: skip
-    made.add_argument("--gradient-bytes", metavar="N", type=int, default=4, help="(default: 4)")
     made.add_argument(
-        "--weight-bytes", metavar="N", type=int, default=2, help="of a weight returned (default: 2)"
+        "--gradient-bytes",
+        metavar="N",
+        type=int,
+        default=4,
+        help="bytes of a gradient (default: 4)",
+    )
+    made.add_argument(
+        "--weight-bytes",
+        metavar="N",
+        type=int,
+        default=2,
+        help="bytes of a weight that is returned (default: 2)",
     )
     made.add_argument(
         "--gradient", choices=tuple(map(str, Gradient)), default="register",
         help="where gradients wait in the drive (default: register)",
     )  # fmt: skip
     made.add_argument(
-        "--write-amplification", metavar="X", type=float, default=1.0, help="(default: 1)"
+        "--write-amplification",
+        metavar="X",
+        type=float,
+        default=1.0,
+        help="write amplification of the drive (default: 1)",
     )
     made.add_argument(
         "--engine", choices=("closed", "timeline", "events"), default="closed",

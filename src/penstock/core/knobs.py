@@ -7,6 +7,7 @@ does (budgets, directories, policies) is configuration, in :mod:`penstock.core.c
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from typing import Final, Literal, TypeVar
 
 from penstock.core.errors import ConfigError
@@ -85,6 +86,25 @@ def event_bytes() -> int:
     return _size("PENSTOCK_EVENT_MEMORY", 4 * MIB)
 
 
+KNOBS: Final[Mapping[str, Callable[[], str | int | bool]]] = {
+    "PENSTOCK_IO_ENGINE": io_engine,
+    "PENSTOCK_IO_THREADS": io_threads,
+    "PENSTOCK_IO_PIECE": io_piece_bytes,
+    "PENSTOCK_BUFFERED_IO": buffered_io,
+    "PENSTOCK_SLAB": slab_bytes,
+    "PENSTOCK_STRIPE": stripe_bytes,
+    "PENSTOCK_VERIFY": verify,
+    "PENSTOCK_GPU_DIRECT": gpu_direct,
+    "PENSTOCK_OWN_POOL": own_pool,
+    "PENSTOCK_RESTORE_INTO": restore_into,
+    "PENSTOCK_FLOOR": floor_bytes,
+    "PENSTOCK_CACHE": cache_directory,
+    "PENSTOCK_EVENT_MEMORY": event_bytes,
+}
+"""What reads each variable; it raises ConfigError for a value that makes no sense."""
+_MOST_DIGITS: Final = 18
+
+
 def _choice(name: str, default: Choice, choices: tuple[Choice, ...]) -> Choice:
     text = os.environ.get(name, default)
     for choice in choices:
@@ -95,8 +115,10 @@ def _choice(name: str, default: Choice, choices: tuple[Choice, ...]) -> Choice:
 
 def _positive_int(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
-    if not text.isascii() or not text.isdigit() or int(text) == 0:
-        raise ConfigError(f"{name}={text!r} is not a positive whole number")
+    if not _is_number(text) or int(text) == 0:
+        raise ConfigError(
+            f"{name}={text[:40]!r} is not a positive whole number of at most {_MOST_DIGITS} digits"
+        )
     return int(text)
 
 
@@ -104,8 +126,12 @@ def _size(name: str, default: int) -> int:
     text = os.environ.get(name)
     if text is None:
         return default
-    digits = text.isascii() and text.isdigit()
-    size = parse_bytes(int(text) if digits else text, what=name)
+    size = parse_bytes(int(text) if _is_number(text) else text, what=name)
     if size == 0:
         raise ConfigError(f"{name}={text!r} must be positive")
     return size
+
+
+def _is_number(text: str) -> bool:
+    """Return True for plain digits, of a length that ``int`` takes."""
+    return text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS

@@ -128,8 +128,8 @@ class Record:
         except BlockingIOError as error:
             os.close(fd)
             raise ConfigError(
-                f"--state {self.directory!r} keeps another run, which has not ended: name a directory for"
-                " each process, also where one launcher starts several"
+                f"--state {self.directory!r} keeps another run, which has not ended; name another"
+                " directory"
             ) from error
         os.register_at_fork(after_in_child=partial(_close, fd))  # a worker may live on
         return fd

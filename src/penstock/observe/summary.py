@@ -69,6 +69,8 @@ class RunFacts:
     """Name of the plan's policy."""
     device: str
     """``"cpu"``, ``"cuda:0"``, ..."""
+    rank: int | None = None
+    """The rank of the process; ``None``: it is the only one."""
     budget_bytes: int | None
     """Limit of the memory called ``"device"``; ``None``: none."""
     host_budget_bytes: int | None = None
@@ -195,6 +197,8 @@ class Summary:
 
     policy: str
     device: str
+    rank: int | None = None
+    """The rank of the process; ``None``: it is the only one."""
     steps: int
     elapsed_s: float
     saved_peak_bytes: int
@@ -276,6 +280,7 @@ def summarize(totals: Totals, facts: RunFacts, steps: Iterable[StepTotals] = ())
     return Summary(
         policy=facts.policy,
         device=facts.device,
+        rank=facts.rank,
         steps=facts.steps,
         elapsed_s=totals.elapsed_ns / 1e9,
         saved_peak_bytes=facts.saved_peak_bytes,

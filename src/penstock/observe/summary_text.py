@@ -110,8 +110,9 @@ def percent(share: float) -> str:
 
 def _head(summary: Summary) -> Text:
     line = Text("Penstock", style="bold")
+    rank = "" if summary.rank is None else f"rank {summary.rank}: "
     line.append(
-        f"  {_plural(summary.steps, 'optimizer step')} in {format_duration(summary.elapsed_s)},"
+        f"  {rank}{_plural(summary.steps, 'optimizer step')} in {format_duration(summary.elapsed_s)},"
         f" policy {summary.policy}, device {summary.device}",
         style="not bold",
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, cast
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.core import knobs
 from penstock.core.errors import ConfigError, PenstockWarning
@@ -79,6 +80,8 @@ class Adoption:
         try:
             on_flash(optimizer, **self._settings)
         except ConfigError as error:
+            if any(map(is_traceable_wrapper_subclass, params)):
+                raise  # a model that is sharded to save memory has none for these states
             warnings.warn(
                 f"the states of this {name} stay in memory: {error}", PenstockWarning, stacklevel=4
             )

@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.core.errors import ConfigError
 from penstock.optim.formats import Form, State, form_of, stepped_dtype
 from penstock.optim.layout import Tile, make_tiles
-from penstock.optim.params import Param
+from penstock.optim.params import Param, check_is_plain
 from penstock.optim.probe import Kept, Source, probe
 
 
@@ -118,17 +118,21 @@ class Groups:
 
     def check(self) -> None:
         """Raise ConfigError if parameters are not what they were, or more is to be kept of them."""
-        now = [param for group in self._source.optimizer.param_groups for param in group["params"]]
+        groups = self._source.optimizer.param_groups
+        now = [param for group in groups for param in group["params"]]
         if len(now) != len(self.params) or any(
             tensor is not param.tensor for tensor, param in zip(now, self.params, strict=True)
         ):
+            for number, group in enumerate(groups):
+                for place, tensor in enumerate(group["params"]):
+                    check_is_plain(tensor, _name(tensor, group, number, place))
             raise ConfigError(
                 "the parameters of a group were exchanged, taken away or added to by hand, and their"
                 " states cannot know: use add_param_group(), or make a new optimizer"
             )
         for param in self.params:
             param.check()
-        for number, group in enumerate(self._source.optimizer.param_groups):
+        for number, group in enumerate(groups):
             seen = _decisive(group)
             if seen != self._seen[number]:
                 where = f"{self._source.name}, group {number}"
@@ -162,10 +166,16 @@ class Groups:
             yield kept.states, now.states
 
     def _param(self, tensor: Tensor, group: Mapping[str, Any], number: int, place: int) -> Param:
-        names = group.get("param_names")
-        name = repr(names[place]) if names else f"{place} of group {number}"
         index = len(self.params) + place
-        return Param(tensor, group=number, index=index, name=f"{name} {tuple(tensor.shape)}")
+        name = _name(tensor, group, number, place)
+        return Param(tensor, group=number, index=index, name=name)
+
+
+def _name(tensor: Tensor, group: Mapping[str, Any], number: int, place: int) -> str:
+    """Return a parameter's name for messages."""
+    names = group.get("param_names")
+    name = repr(names[place]) if names else f"{place} of group {number}"
+    return f"{name} {tuple(tensor.shape)}"
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:

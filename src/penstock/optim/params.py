@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.core.errors import ConfigError
 from penstock.optim.away import Away
@@ -42,8 +43,10 @@ class Param:
         """Take note of a parameter.
 
         Raises:
-            ConfigError: Its elements do not lie densely in memory, or are not real floats.
+            ConfigError: Its elements do not lie densely in memory, are not real floats, or are kept in
+                other tensors.
         """
+        check_is_plain(tensor, name)
         if not tensor.is_floating_point() or tensor.layout != torch.strided:
             raise ConfigError(
                 f"parameter {name} is {tensor.dtype}, {tensor.layout}; states on flash are for"
@@ -123,6 +126,17 @@ class Param:
     def _now(self) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
         tensor = self.tensor
         return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def check_is_plain(tensor: Any, name: str) -> None:
+    """Raise ConfigError for a parameter that keeps its values in other tensors, as a DTensor does."""
+    if is_traceable_wrapper_subclass(tensor):
+        raise ConfigError(
+            f"parameter {name} is a {type(tensor).__name__}, which keeps its values in other tensors"
+            " (FSDP2's fully_shard and tensor parallelism turn parameters into DTensors); states on"
+            " flash are for plain tensors: keep the states of this optimizer in memory, or train with"
+            " DistributedDataParallel"
+        )
 
 
 def flat_like(tensor: Tensor, model: Tensor) -> Tensor:

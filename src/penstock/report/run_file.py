@@ -175,7 +175,8 @@ def _pieced_together(found: _Gathered, where: str) -> Summary:
             "policy": known.get("policy", "unknown"),
             "device": known.get("device", "unknown"),
             **{
-                name: known.get(name) for name in ("budget_bytes", "host_budget_bytes", "tbw_bytes")
+                name: known.get(name)
+                for name in ("budget_bytes", "host_budget_bytes", "tbw_bytes", "rank")
             },
             "steps": len(found.steps),
             "saved_peak_bytes": 0 if foreseen is None else foreseen.saved_bytes,
