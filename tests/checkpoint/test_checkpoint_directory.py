@@ -523,9 +523,7 @@ def test_the_directory_of_a_run_is_no_checkpoint_and_its_latest_is_named(disk_pa
 def test_the_help_of_list_keeps_the_name_of_a_checkpointer(capsys):
     with pytest.raises(SystemExit):
         main(["checkpoint", "list", "--help"])
-    assert (
-        "The checkpoints of a directory, as a Checkpointer makes them." in capsys.readouterr().out
-    )
+    assert "the checkpoints of a directory, as a Checkpointer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("wait", [True, False])

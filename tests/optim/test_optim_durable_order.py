@@ -149,6 +149,9 @@ def test_files_that_are_there_already_need_no_room(small, monkeypatch):
     b.close()
 
 
+@pytest.mark.filterwarnings(
+    "ignore:AdamW on flash takes more memory"
+)  # one tile that is checked in part
 @pytest.mark.parametrize("then", ["full", "off"])
 def test_checksums_of_another_kind_are_known_again(then, small, monkeypatch):
     params = parameters(sizes=[(300, 300)])

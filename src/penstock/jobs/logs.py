@@ -22,7 +22,7 @@ from penstock.core.files import open_regular
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-_SUMMARY: Final = re.compile(r"Penstock  +\d+ steps? in ")
+_SUMMARY: Final = re.compile(r"Penstock  +(rank \d+: )?\d+ optimizer steps? in ")
 _CONTROLS: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Colours and what else moves a terminal; and all other characters that are none to read."""
 _BEFORE: Final = "{}.1"
