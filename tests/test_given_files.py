@@ -2,7 +2,6 @@
 
 import json
 import os
-import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock
+from hanging import within_s
 from penstock import checkpoint
 from penstock.checkpoint import Checkpointer
 from penstock.cli import main
@@ -132,23 +132,6 @@ def valid():
         return known[name]
 
     return of
-
-
-def within_s(seconds, act):
-    """What ``act`` raises; it must not wait for ever."""
-    raised = []
-
-    def run():
-        try:
-            act()
-        except Exception as error:  # noqa: BLE001  (looked at by the test)
-            raised.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    assert not thread.is_alive(), "it waits for a pipe"
-    return raised[0] if raised else None
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -5,7 +5,6 @@ import json
 import os
 import stat
 import tarfile
-import threading
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from data_files import FORMATS, NEEDS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hanging import within_s
 from penstock.core.errors import (
     ConfigError,
     DatasetError,
@@ -32,23 +32,6 @@ def read_all(dataset):
 
 
 # -- what is no regular file ---------------------------------------------------------------------------
-
-
-def within_s(seconds, act):
-    """What ``act`` raises; it must not wait for ever."""
-    raised = []
-
-    def run():
-        try:
-            act()
-        except Exception as error:  # noqa: BLE001  (looked at by the test)
-            raised.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    assert not thread.is_alive(), "it waits for a pipe"
-    return raised[0] if raised else None
 
 
 SUFFIXES = ("npy", "bin", "tar", "safetensors", "arrow", "parquet", "png", "pstk")
