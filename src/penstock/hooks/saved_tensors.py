@@ -374,7 +374,8 @@ class SavedTensorHooks:
         """The tensor again."""
         if self._inquiry.open:
             return self._inquiry.note(packed)
-        self.operators_returned()
+        if self._completion.waiting:
+            self._completion.returned()
         if self.active:
             self._boundaries.note_unpack()
         if self.observer is not None:
@@ -429,13 +430,17 @@ class SavedTensorHooks:
     def _pack_storage(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, whole_bytes: int
     ) -> Packed:
-        if tensor.nbytes * COMPACT_SHARE < whole_bytes or not tensor.is_contiguous():
-            _, nbytes = _span(tensor)
-            if nbytes * COMPACT_SHARE < whole_bytes:
+        nbytes = tensor.nbytes
+        if nbytes * COMPACT_SHARE < whole_bytes or not tensor.is_contiguous():
+            _, span_bytes = _span(tensor)
+            if span_bytes * COMPACT_SHARE < whole_bytes:
                 return self._pack_span(tensor)
         executor = self._executor
-        base, version = _guard_of(tensor, storage, whole_bytes)
         moved = Moved(tensor, executor)
+        base: torch.Tensor | torch.UntypedStorage = _base_of(tensor)
+        version = moved.version
+        if nbytes < whole_bytes:
+            base, version = _guard_of(tensor, storage, whole_bytes)
         complete = moved.copied  # it requires a gradient
         kept = moved.saved = executor.kept.keep(
             storage, whole_bytes, base, version, self._modules.here, tensor.dtype, moved
