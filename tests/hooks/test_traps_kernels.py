@@ -19,6 +19,7 @@ from offload_runs import (
     read_bytes,
     same_bits,
     wait_for_writes,
+    wait_until,
     written_bytes,
 )
 from penstock.core.errors import InPlaceError, PenstockWarning
@@ -83,6 +84,16 @@ def test_trap_31_noise_that_is_saved_last(session_for):
     """Nothing is saved after it: it is complete when its module has returned."""
     x = leaf(256, 64)
     assert_same_as_plain(session_for, lambda: nn.RReLU()(x * 2).sum(), [x])
+
+
+def test_trap_31_what_is_complete_goes_when_its_module_returns(session_for):
+    """It does not wait for somebody to save something else."""
+    x = leaf(256, 64)
+    with session_for(codec="none") as session:
+        result = nn.RReLU()(x * 2)
+        both = 2 * x.nbytes  # the input, and the noise
+        wait_until(lambda: written_bytes(session) >= both, "noise and input are on flash")
+        result.sum().backward()
 
 
 def test_trap_31_a_small_part_of_a_storage_that_a_kernel_fills(session_for):
