@@ -335,3 +335,47 @@ def test_memory_that_changes_after_it_was_written(session_for, edit, policy, hel
         (found,) = gradients(loss, [weight])
     values = weight.detach() * 2 + (1 if seen == "new" else 0)
     assert same_bits(found, 2 * 2 * values)
+
+
+def test_trap_31_what_the_plan_keeps_is_not_spilled_while_it_is_filled(session_for):
+    """Room may have to be made of it after all: it is complete when its operator has returned."""
+    x = leaf(256, 64)
+    with session_for(policy="keep", device_memory="64MiB") as session:
+        for _ in range(3):  # the first one is profiled
+            result = F.rrelu(x * 2, training=True).sum()
+            kept = list(session.executor.kept.table.values())
+            result.backward()
+        assert kept, "the plan keeps nothing"
+        result = F.rrelu(x * 2, training=True)
+        with session.executor._lock:
+            session.executor.kept.promote_all()
+        saved = list(session.executor._by_storage.values())
+        assert [each.complete for each in saved].count(False) == 1, "the noise, and not the input"
+        session.hooks.operators_returned()
+        assert all(each.complete for each in saved)
+        del result
+
+
+def test_trap_32_a_part_whose_neighbour_changed_after_the_write_is_saved_anew(session_for):
+    """What a tier has of a storage is as old as its write, and no version says so."""
+    gates = []
+
+    def gated(tier):
+        gates.append(GatedTier(tier, "write"))
+        return gates[0]
+
+    with session_for(wrap_tier=gated, codec="none") as session:
+        first, _ = torch.arange(2.0 * LARGE).unsafe_chunk(2)
+        packed = session.hooks.pack(first)
+        del first, _
+        session.hooks.operators_returned()
+        back = session.hooks.unpack(packed)  # while it is written, so that memory and tier have it
+        settle(session, gates[0])
+        neighbour = torch.empty(0).set_(back.untyped_storage(), LARGE, (LARGE,))
+        neighbour.fill_(7)
+        again = session.hooks.pack(neighbour)
+        del neighbour, back
+        wait_for_writes(session)
+        assert same_bits(session.hooks.unpack(again), torch.full((LARGE,), 7.0))
+        assert again.saved is not packed.saved
+        assert same_bits(session.hooks.unpack(packed), torch.arange(1.0 * LARGE))
