@@ -215,9 +215,7 @@ class Moved:
             return view if self.copied else view.detach()
         view = torch.empty(0, dtype=self.dtype, device=storage.device)
         view.set_(storage, self.offset, self.size, self.stride)
-        handed = (
-            self.probe.detach()
-        )  # so that an edit of what is handed out counts as one of the saved
+        handed = self.probe.detach()  # an edit of it counts as an edit of what was saved
         handed.data = view
         return handed
 
