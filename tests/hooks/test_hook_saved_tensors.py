@@ -5,15 +5,8 @@ import torch
 from torch import nn
 
 from offload_runs import assert_nothing_held, same_bits, wait_for_writes
-from penstock.hooks.saved_tensors import (
-    COMPACT_SHARE,
-    TINY_BYTES,
-    CopiedOut,
-    Foreign,
-    Kept,
-    Moved,
-    Small,
-)
+from penstock.hooks.handles import CopiedOut, Foreign, Kept, Moved, Small
+from penstock.hooks.saved_tensors import COMPACT_SHARE, TINY_BYTES
 from penstock.runtime.traffic import SAVED, SMALL
 
 LARGE = 4096

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from penstock.hooks.handles import Packed
 from penstock.hooks.modules import ModuleTracker
 from penstock.hooks.pure import PureCall, is_pure
 from penstock.hooks.pure_calls import Made, PureCalls
 from penstock.hooks.recompute import left_alone
-from penstock.hooks.saved_tensors import Packed, SavedTensorHooks
+from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.plan.recipes import recipe_members
 from penstock.runtime.remakes import Remake, Remakes
 

@@ -38,9 +38,10 @@ from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 from penstock.core.errors import HookError, InPlaceError
 from penstock.hooks.digest import digest
+from penstock.hooks.handles import Moved, Packed
 from penstock.hooks.module_state import ModuleState
 from penstock.hooks.modules import ModuleTracker, Place
-from penstock.hooks.saved_tensors import Moved, Packed, SavedTensorHooks
+from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.runtime.passes import INPUT, Pass
 from penstock.runtime.remade import Remaking
 from penstock.runtime.repeats import Repeats

@@ -1,0 +1,288 @@
+"""What stands for a saved tensor until autograd is done with it, and gives it back.
+
+Five kinds of handle stand for a saved tensor until autograd is done with it:
+
+* ``Kept``: a protected, tiny or foreign tensor. It stays, re-wrapped, and is not counted.
+* ``Small``: a tensor whose storage is below the floor, or sure to stay. It only counts.
+* ``Moved``: a view of a storage that the executor holds, wherever that is now.
+* ``CopiedOut``: a small view of a large storage, copied to let the storage go; then one of the above.
+* ``Flattened``: a DTensor, whose local tensor is one of the above.
+
+Hooks switch off autograd's own check that a saved tensor was not modified in place (TRAPS rule 1), so
+every handle makes it. A stripped ``Moved`` has no tensor to ask, so it keeps a *probe*: an empty tensor
+that shares the saved one's version counter and none of its memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from penstock.core.errors import InPlaceError
+from penstock.core.locks import defer
+from penstock.runtime.executor import Executor
+from penstock.runtime.kept import KeptStorage
+from penstock.runtime.residency import Origin, SavedStorage
+from penstock.runtime.small import SmallStorage, SmallStorages
+from penstock.runtime.weak import TensorRef
+
+_EMPTY: Final[dict[tuple[torch.dtype, torch.device], torch.Tensor]] = {}
+
+
+class Kept:
+    """A saved tensor that stays where it is, uncounted."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # An output would keep itself alive (rule 9). A leaf is held as autograd holds it: where the
+        # program gives a parameter other memory by ``.data``, backward uses that.
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+        self.version = tensor._version
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, if nobody has modified it since."""
+        if self.tensor._version != self.version:
+            raise _modified(self.tensor, self.tensor.size(), self.version, "")
+        return self.tensor
+
+
+class Foreign:
+    """A tensor of a kind that Penstock does not know: a subclass, or one without a storage."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()
+        self.version = self.tensor._version  # its own, should a subclass not share the original's
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, if nobody has modified it since."""
+        if self.tensor._version != self.version:
+            raise _modified(self.tensor, self.tensor.size(), self.version, "")
+        return self.tensor
+
+
+class Flattened:
+    """A DTensor: what it wraps is packed, the wrapper is made again (TRAPS rule 13)."""
+
+    __slots__ = ("context", "inner", "outer_size", "outer_stride", "source", "type", "version")
+
+    def __init__(self, tensor: Any, inner: dict[str, Any], context: Any) -> None:
+        self.type = type(tensor)
+        self.source = TensorRef(tensor)  # in-place operations raise its version, not its part's
+        self.version = tensor._version
+        self.inner = inner
+        self.context = context
+        self.outer_size = tensor.size()
+        self.outer_stride = tensor.stride()
+
+    def unpack(self) -> torch.Tensor:
+        """The wrapper around its unpacked parts, if nobody has modified it since."""
+        source = self.source()
+        if source is not None and source._version != self.version:
+            raise _modified(source, source.size(), self.version, "")
+        parts = {
+            name: part.unpack() if isinstance(part, Packed) else part  # a mesh is no tensor
+            for name, part in self.inner.items()
+        }
+        wrapped: torch.Tensor = self.type.__tensor_unflatten__(
+            parts, self.context, self.outer_size, self.outer_stride
+        )
+        return wrapped
+
+
+class Small:
+    """A view of a storage that stays and counts."""
+
+    __slots__ = ("small", "storages", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, storages: SmallStorages, small: SmallStorage) -> None:
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+        self.storages = storages
+        self.small = small
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, if nobody has modified it since."""
+        if self.tensor._version != self.version:
+            raise _modified(self.tensor, self.tensor.size(), self.version, "")
+        return self.tensor
+
+    def __del__(self) -> None:
+        defer(self.storages.release, self.small)
+
+
+class Moved:
+    """A view of a storage that the executor holds.
+
+    While the storage is where it was, the view itself is kept: nothing to take apart or rebuild. The
+    executor says ``strip`` before it spills the storage, which the view would otherwise keep alive.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "copied",
+        "dtype",
+        "executor",
+        "offset",
+        "probe",
+        "saved",
+        "size",
+        "stride",
+        "unpacked",
+        "version",
+        "view",
+    )
+
+    def __init__(self, tensor: torch.Tensor, executor: Executor) -> None:
+        self.version = tensor._version
+        self.executor = executor
+        self.saved: SavedStorage | KeptStorage | None = None  # until the executor has taken charge
+        self.unpacked = False
+        # Autograd makes a tensor of its own of what it gets back, unless the tensor needs no gradient:
+        # then it uses that one, which must not be ours, for who else holds the storage is counted.
+        self.copied = tensor.requires_grad
+        self.view: torch.Tensor | None = tensor.detach()
+        self.probe: torch.Tensor = self.view
+
+    def strip(self) -> None:
+        """Let go of the storage, remembering the view. Once; under the runtime's lock."""
+        view = self.view
+        assert view is not None
+        self.dtype = view.dtype
+        self.size = view.size()
+        self.stride = view.stride()
+        self.offset = view.storage_offset()
+        self.view = None
+        self.probe = view.detach()  # a new one: another thread may be handing out the view
+        self.probe.data = _empty(view.dtype, view.device)
+
+    def unpack(self) -> torch.Tensor:
+        """The same view of the same bytes, wherever they are now. May be called again and again."""
+        saved = self.saved
+        assert saved is not None
+        if self.probe._version != self.version:
+            size = self.size if self.view is None else self.view.size()
+            raise _modified(self.probe, size, self.version, saved.label)
+        if type(saved) is KeptStorage:
+            of_pass = saved.of_pass
+            if of_pass.spilled or of_pass.backward_start_ns is None:
+                self.executor.need_kept(saved)
+            view = self.view
+            if view is not None:
+                self.unpacked = True
+                return view if self.copied else view.detach()
+            saved = saved.promoted  # another thread needed room
+        assert type(saved) is SavedStorage
+        storage = self.executor.restore(saved, first=not self.unpacked)
+        self.unpacked = True
+        view = self.view
+        if view is not None:
+            return view if self.copied else view.detach()
+        view = torch.empty(0, dtype=self.dtype, device=storage.device)
+        view.set_(storage, self.offset, self.size, self.stride)
+        handed = self.probe.detach()  # an edit of it counts as an edit of what was saved
+        handed.data = view
+        return handed
+
+    def prove(self, *, sign_only: bool, tensor: torch.Tensor, origin: Origin) -> None:
+        """Say whether backward asks of this view only which elements are above zero.
+
+        If not, and the storage keeps no more than that, the view is saved once more, as it is.
+
+        Args:
+            sign_only: Whether that is proven.
+            tensor: What this is the handle of.
+            origin: Who saved it.
+        """
+        saved, view = self.saved, self.view
+        if type(saved) is KeptStorage:
+            return  # it is not encoded: everything is kept of it
+        assert type(saved) is SavedStorage
+        if self.executor.prove(saved, self, sign_only=sign_only):
+            return
+        assert view is not None, "a view that may need more than signs is not stripped unproven"
+        storage = view.untyped_storage()
+        base, version = guard_of(tensor, storage, storage.nbytes())
+        self.saved = self.executor.save(storage, base, version, origin, self)
+        self.executor.release(saved, unpacked=self.unpacked)
+
+    def __del__(self) -> None:
+        saved = self.saved
+        if type(saved) is KeptStorage:
+            defer(self.executor.kept.release, saved, self.unpacked)
+        elif saved is not None:
+            defer(self.executor.release, saved, self.unpacked)
+
+
+class CopiedOut:
+    """A small view of a large storage, which it does not keep alive.
+
+    It keeps watching the version counter of what it was copied from, as autograd does.
+    """
+
+    __slots__ = ("__weakref__", "copy", "probe", "size", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Hold the view itself, and so its whole storage, until the ``copy`` is packed."""
+        self.version = tensor._version
+        self.size = tensor.size()
+        self.probe = tensor.detach()
+        self.copy: Small | Moved | None = None
+
+    def replace(self, copy: Small | Moved) -> None:
+        """Hold a packed copy from now on, and of the view its version counter only."""
+        self.copy = copy
+        probe = self.probe.detach()  # a new one: another thread may be handing out the view
+        probe.data = _empty(probe.dtype, probe.device)
+        self.probe = probe
+
+    def unpack(self) -> torch.Tensor:
+        """Return the view or its copy, if nobody has modified what was saved."""
+        probe, copy = self.probe, self.copy
+        if probe._version != self.version:
+            raise _modified(probe, self.size, self.version, "")
+        return probe.detach() if copy is None else copy.unpack()
+
+
+Packed = Kept | Foreign | Flattened | Small | Moved | CopiedOut
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose version counter it shares."""
+    base = tensor._base if tensor._is_view() else tensor
+    assert base is not None
+    return base
+
+
+def guard_of(
+    tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int
+) -> tuple[torch.Tensor | torch.UntypedStorage, int]:
+    """Return whose version counter guards a whole storage of ``nbytes``, and that counter's value.
+
+    It is the storage itself, at version 0, if other parts of it may have counters of their own.
+    """
+    base = base_of(tensor)
+    if base.nbytes < nbytes:
+        return storage, 0
+    return base, tensor._version
+
+
+def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An empty tensor, the same one for every call with the same arguments."""
+    key = (dtype, device)
+    empty = _EMPTY.get(key)
+    if empty is None:
+        empty = _EMPTY[key] = torch.empty(0, dtype=dtype, device=device)
+    return empty
+
+
+def _modified(probe: torch.Tensor, size: object, version: int, slot: str) -> InPlaceError:
+    where = f" (slot {slot})" if slot else ""
+    return InPlaceError(
+        "one of the variables needed for gradient computation has been modified by an inplace"
+        f" operation: a {probe.dtype} tensor of {size}{where} is at version {probe._version};"
+        f" expected version {version} instead. Without Penstock autograd raises here too."
+    )
