@@ -1,0 +1,215 @@
+"""Where Penstock's threads hand work and memory to each other, for the order checker.
+
+Each entry is a promise of the design: whoever comes after it knows what the other knew. Nothing else
+joins the clocks of two threads (see ``[Note: threads]`` in ``penstock.testing.order``).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, thread
+from typing import Any
+
+import emulator
+
+from penstock.io.engine import Transfer
+from penstock.runtime.cuda.inbound import Inbound
+from penstock.runtime.cuda.lanes import Lane
+from penstock.runtime.cuda.outbound import Outbound
+from penstock.runtime.cuda.pinned import Slab
+from penstock.testing.order import Order
+from penstock.tier.base import Tier
+
+_order: Order | None = None
+
+
+def use(order: Order | None) -> None:
+    """From now on tell ``order``."""
+    global _order  # noqa: PLW0603
+    _order = order
+
+
+def install() -> None:
+    """Wrap the places; for the whole process."""
+    threads()
+    futures()
+    transfers()
+    lanes()
+    tickets()
+    fills()
+    slabs()
+    tiers()
+
+
+def _around(kind: Any, name: str, before: Callable[..., None] | None, after: Any = None) -> None:
+    """Wrap a method: ``before(order, self, *arguments)``, ``after(order, result, self, *arguments)``."""
+    method = getattr(kind, name)
+
+    @functools.wraps(method)
+    def wrapper(self: Any, *arguments: Any, **named: Any) -> Any:
+        if _order is not None and before is not None:
+            before(_order, self, *arguments)
+        result = method(self, *arguments, **named)
+        if _order is not None and after is not None:
+            after(_order, result, self, *arguments)
+        return result
+
+    setattr(kind, name, wrapper)
+
+
+def _key(what: object) -> tuple[str, int]:
+    return type(what).__name__, id(what)
+
+
+def threads() -> None:
+    """A thread knows what its starter knew; who joins it knows what it knew."""
+    _around(threading.Thread, "start", lambda order, self: order.hand_over(_key(self)))
+    _around(
+        threading.Thread,
+        "run",
+        lambda order, self: order.take_over(_key(self)),
+        lambda order, _, self: order.hand_over(("ended", id(self))),
+    )
+    _around(
+        threading.Thread,
+        "join",
+        None,
+        lambda order, _, self, *__: order.take_over(("ended", id(self))),
+    )
+    run = threading.Thread.run
+
+    def late(self: threading.Thread) -> None:
+        """What only the library's own threads wait for comes late."""
+        if not self.name.startswith("penstock"):
+            return run(self)
+        with emulator.served_last():
+            return run(self)
+
+    threading.Thread.run = late  # type: ignore[method-assign]
+
+
+def futures() -> None:
+    """A task knows what its submitter knew; who reads its result knows what it knew."""
+    _around(
+        thread._WorkItem, "__init__", None, lambda order, _, self, *__: order.hand_over(_key(self))
+    )
+    _around(thread._WorkItem, "run", lambda order, self, *_: order.take_over(_key(self)))
+    for name in ("set_result", "set_exception"):
+        _around(Future, name, lambda order, self, *_: order.hand_over(_key(self)))
+    for name in ("result", "exception"):
+        _around(Future, name, None, lambda order, _, self, *__: order.take_over(_key(self)))
+
+
+def transfers() -> None:
+    """Whoever waits for a transfer, or sees that it is settled, knows what its settler knew."""
+    _around(Transfer, "__init__", None, lambda order, _, self, *__: order.forget(_key(self)))
+    _around(Transfer, "settle", lambda order, self, *_: order.hand_over(_key(self)))
+    _around(Transfer, "_wait", None, lambda order, _, self, *__: order.take_over(_key(self)))
+    _around(Transfer, "_call", lambda order, self, _: order.take_over(_key(self)))
+    add = Transfer.add_done_callback
+
+    def add_done_callback(self: Transfer, callback: Callable[[Transfer], None]) -> None:
+        def called(transfer: Transfer) -> None:
+            if _order is not None:
+                _order.take_over(_key(transfer))
+            callback(transfer)
+
+        add(self, called)
+
+    Transfer.add_done_callback = add_done_callback  # type: ignore[method-assign]
+    done = Transfer.done.fget
+    assert done is not None
+
+    def seen(self: Transfer) -> bool:
+        if done(self) and _order is not None:
+            _order.take_over(_key(self))
+        return done(self)
+
+    Transfer.done = property(seen)  # type: ignore[method-assign, assignment]
+
+
+def lanes() -> None:
+    """A lane's thread knows what the submitter of a copy knew; it lets go of what it has held."""
+    _around(Lane, "submit", lambda order, _, copy: order.hand_over(_key(copy)))
+    _around(Lane, "_see_end", lambda order, _, copy: order.take_over(_key(copy)), _let_go)
+    _around(Lane, "_issue", lambda order, _, copy: order.take_over(_key(copy)))
+
+
+def _let_go(order: Order, _: object, __: Lane, copy: Any) -> None:
+    order.forget(_key(copy))
+    if copy.storage is not None and copy.end is not None:
+        order.let_go(copy.storage.data_ptr())
+
+
+def tickets() -> None:
+    """Who finds that a ticket may be read knows that its bytes are where it says."""
+    _around(Outbound, "_copied", lambda order, _, ticket, __: order.hand_over(_key(ticket)))
+    _around(Inbound, "_check_readable", lambda order, _, ticket: order.take_over(_key(ticket)))
+
+
+def fills() -> None:
+    """Who finds that a copy to the device has landed knows what the lane's thread knew then."""
+    _around(Inbound, "_landed", lambda order, _, fill, *__: order.hand_over(_key(fill)))
+    _around(Inbound, "finish", lambda order, _, target: _landed(order, target.fill))
+    _around(Inbound, "await_fill", lambda order, _, __, fill, ___: _landed(order, fill))
+
+
+def _landed(order: Order, fill: Any) -> None:
+    if fill.landed:
+        order.take_over(_key(fill))
+
+
+def slabs() -> None:
+    """Whoever is given a buffer knows what its last user knew."""
+    _around(Slab, "_free_unneeded", lambda order, self, _: order.hand_over(_key(self)))
+    _around(Slab, "_allocate", None, lambda order, _, self, __: order.take_over(_key(self)))
+    _around(Slab, "take_or_wait", lambda order, _, waiting: order.hand_over(_key(waiting)))
+    serve = Slab._next
+
+    def following(self: Slab) -> Any:
+        served = serve(self)
+        if served is not None and _order is not None:
+            _order.take_over(_key(served[0]))
+        return served
+
+    Slab._next = following  # type: ignore[method-assign]
+
+
+def tiers() -> None:
+    """Flash reads and writes memory from the submission on; its end is known to its callbacks."""
+    write, read = Tier.write, Tier.read
+
+    @functools.wraps(write)
+    def writing(self: Tier, address: int, nbytes: int, **named: Any) -> Any:
+        span = address, nbytes, bool(self.spec.gpu_direct)
+        begun = _begin(span, writes=False)
+        ticket = write(self, address, nbytes, **named)
+        ticket.written.add_done_callback(lambda _: _end(begun, span, writes=False))
+        return ticket
+
+    @functools.wraps(read)
+    def reading(self: Tier, ticket: Any, address: int, **named: Any) -> Any:
+        span = address, ticket.window.nbytes, bool(self.spec.gpu_direct)
+        begun = _begin(span, writes=True)
+        transfer = read(self, ticket, address, **named)
+        transfer.add_done_callback(lambda _: _end(begun, span, writes=True))
+        return transfer
+
+    Tier.write, Tier.read = writing, reading  # type: ignore[method-assign]
+
+
+def _begin(span: Any, *, writes: bool) -> object:
+    begun = object()
+    if _order is not None:
+        _order.accessed(span, writes=writes, what="flash")
+        _order.hand_over(_key(begun))
+    return begun
+
+
+def _end(begun: object, span: Any, *, writes: bool) -> None:
+    if _order is not None:
+        _order.take_over(_key(begun))
+        _order.forget(_key(begun))
+        _order.accessed(span, writes=writes, what="flash")

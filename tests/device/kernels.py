@@ -1,0 +1,368 @@
+"""Operators of CUDA tensors, computed by the CPU's kernels in the emulated device's own time.
+
+``install`` registers a Python function for every operator of torch that has a kernel for CUDA, so that
+it runs in whichever thread torch dispatches in. Outputs come from meta kernels (their shapes) and torch's
+real caching allocator; then a function is enqueued on the real current stream, which runs the CPU's kernel
+on that memory when the device comes to it. What has no meta kernel, or a shape that depends on the data,
+waits for the device, as it does on a GPU. Copies between the device and the host are torch's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import emulator
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from penstock.testing.order import Order, Span, stream_here
+
+aten = torch.ops.aten
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+NATIVE = {
+    "_copy_from_and_resize",
+    "_pin_memory",
+    "_reshape_alias",
+    "as_strided",
+    "empty",
+    "empty_strided",
+    "is_pinned",
+    "is_set_to",
+    "record_stream",
+    "resize_",
+    "set_",
+    "unfold",
+    "view",
+    "view_as_complex",
+    "view_as_real",
+}
+"""Operators of CUDA that launch nothing: torch's own do."""
+COMPOSITE = ("convolution", "convolution_backward", "copy_")
+"""Operators made of others, which depend on what NVIDIA's libraries can; taken as a whole."""
+
+failures: list[BaseException] = []
+"""Of kernels, in the device's thread."""
+_order: Order | None = None
+_numbers = itertools.count(1)
+_waiting: dict[int, Callable[[], None]] = {}
+_captured: set[int] = set()
+_seeding = threading.Lock()
+_library: torch.library.Library | None = None
+
+
+def use(order: Order | None) -> None:
+    """From now on tell ``order`` what is read and written."""
+    global _order  # noqa: PLW0603
+    _order = order
+
+
+def install() -> None:
+    """Register the functions; for the whole process."""
+    global _library  # noqa: PLW0603
+    assert _library is None, "kernels are installed once"
+    _library = torch.library.Library("aten", "IMPL")
+    names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
+    names = {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that it overrides one
+        for name in sorted(names | set(COMPOSITE)):
+            packet, _, overload = name.partition(".")
+            function = getattr(getattr(aten, packet), overload or "default", None)
+            if packet not in NATIVE and function is not None:
+                _library.impl(name, _kernel_of(function), "CUDA", allow_override=True)
+    torch.cuda._sleep = sleep
+
+
+def _kernel_of(function: Any) -> Callable[..., Any]:
+    if function is aten.copy_.default:
+        return copy
+    return lambda *arguments, **named: compute(function, arguments, named)
+
+
+# -- what the device runs ---------------------------------------------------------------------------
+
+
+@emulator.KERNEL
+def _run(number: int) -> None:
+    work = _waiting[number] if number in _captured else _waiting.pop(number)
+    try:
+        with torch.no_grad():
+            work()
+    except BaseException as error:  # noqa: BLE001  (a test fails by it)
+        traceback.print_exc()
+        failures.append(error)
+
+
+class Operand:
+    """What a kernel knows of a tensor: an address and a shape. It keeps nothing alive."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.address, self.nbytes = storage.data_ptr(), storage.nbytes()
+        self.size, self.stride = tuple(tensor.size()), tuple(tensor.stride())
+        self.offset, self.dtype, self.on_device = (
+            tensor.storage_offset(),
+            tensor.dtype,
+            tensor.is_cuda,
+        )
+
+    @property
+    def span(self) -> Span:
+        if 0 in self.size:
+            return self.address, 0, self.on_device
+        reach = sum(
+            (length - 1) * step for length, step in zip(self.size, self.stride, strict=True)
+        )
+        start = self.address + self.offset * self.dtype.itemsize
+        return start, (reach + 1) * self.dtype.itemsize, self.on_device
+
+    def on_host(self) -> torch.Tensor:
+        """The same bytes, where the CPU's kernels find them."""
+        if not self.address or not self.nbytes:
+            return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
+        address = emulator.calls.emu_host_address(self.address)
+        memory = (ctypes.c_ubyte * self.nbytes).from_address(address)
+        storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        empty = torch.empty(0, dtype=self.dtype)
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
+
+def launch(
+    name: str, reads: Iterable[Operand], writes: Iterable[Operand], work: Callable[[], None]
+) -> None:
+    """Enqueue work on the current stream."""
+    handle = torch.cuda.current_stream().cuda_stream
+    capturing = emulator.calls.emu_capturing(handle)
+    if _order is not None and not capturing:
+        read, written = ([operand.span for operand in operands] for operands in (reads, writes))
+        _order.enqueued(stream_here(handle), read, written, name)
+    number = next(_numbers)
+    _waiting[number] = work
+    if capturing:
+        _captured.add(number)
+    emulator.calls.emu_kernel(handle, _run, number)
+
+
+def sleep(cycles: int) -> None:
+    """As ``torch.cuda._sleep``, but at most 50 ms."""
+    launch("sleep", (), (), lambda: time.sleep(min(cycles / 2e9, 0.05)))
+
+
+# -- operators --------------------------------------------------------------------------------------
+
+
+def compute(function: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Outputs now, their contents later."""
+    call = Call(function, arguments, named)
+    with torch.cuda.device(call.device):
+        meta = [_as_meta(leaf) for leaf in call.leaves]
+        try:
+            with torch.no_grad():
+                shapes = call.on(meta)
+        except (NotImplementedError, RuntimeError):
+            return call.at_once()
+        return call.later(meta, shapes)
+
+
+class Call:
+    """One call of an operator."""
+
+    def __init__(self, function: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        leaves, self.spec = tree_flatten((arguments, named))
+        self.function = function
+        self.device = _device_of(leaves)
+        self.overload = _overload_of(function, arguments)
+        self.generator, self.leaves = _random(function, leaves, self.device)
+        written = {id(tensor) for tensor in _written(function, arguments, named)}
+        self.is_written = [id(leaf) in written for leaf in leaves]
+
+    def on(self, leaves: list[Any]) -> Any:
+        """What the operator makes of other leaves."""
+        arguments, named = tree_unflatten(leaves, self.spec)
+        return self.overload(*arguments, **named)
+
+    def on_host(self, operands: list[Any]) -> Any:
+        """What the CPU's kernel makes of the bytes as they are now."""
+        leaves = [each.on_host() if isinstance(each, Operand) else each for each in operands]
+        generator = self.generator
+        if generator is None:
+            return self.on(leaves)
+        names = [argument.name for argument in self.function._schema.arguments]
+        arguments, named = tree_unflatten(leaves, self.spec)
+        if "generator" in names:
+            position = names.index("generator")
+            if position < len(arguments):
+                arguments = (*arguments[:position], generator, *arguments[position + 1 :])
+            else:
+                named = named | {"generator": generator}
+            return self.overload(*arguments, **named)
+        with _seeding, torch.random.fork_rng(devices=()):  # native_dropout and its like take none
+            torch.set_rng_state(generator.get_state())
+            return self.overload(*arguments, **named)
+
+    def later(self, meta: list[Any], shapes: Any) -> Any:
+        """Memory for the outputs, and work that fills it."""
+        for leaf, shape in zip(self.leaves, meta, strict=True):
+            if _on_cuda(leaf) and leaf.size() != shape.size():  # an `out` that was empty
+                leaf.resize_(shape.size())
+        given = [id(shape) for shape in meta]
+        shape_leaves, shape_spec = tree_flatten(shapes)
+        outputs, fresh = [], []
+        for number, shape in enumerate(shape_leaves):
+            if not isinstance(shape, torch.Tensor):
+                outputs.append(shape)
+            elif id(shape) in given:
+                outputs.append(self.leaves[given.index(id(shape))])
+            else:
+                like = {"dtype": shape.dtype, "device": self.device}
+                outputs.append(torch.empty_strided(shape.size(), shape.stride(), **like))
+                fresh.append((number, Operand(outputs[-1])))
+        operands = [_as_operand(leaf) for leaf in self.leaves]
+        reads, writes = [], [operand for _, operand in fresh]
+        for operand, written in zip(operands, self.is_written, strict=True):
+            if isinstance(operand, Operand):
+                (writes if written else reads).append(operand)
+
+        def work() -> None:
+            found = tree_flatten(self.on_host(operands))[0]
+            for number, operand in fresh:
+                operand.on_host().copy_(found[number])
+
+        self.leaves = []  # the work keeps nothing alive
+        launch(self.function.name(), reads, writes, work)
+        return tree_unflatten(outputs, shape_spec)
+
+    def at_once(self) -> Any:
+        """For what the host must know before it can go on."""
+        torch.cuda.current_stream().synchronize()
+        operands = [_as_operand(leaf) for leaf in self.leaves]
+        for operand, written in zip(operands, self.is_written, strict=True):
+            if _order is not None and isinstance(operand, Operand):
+                _order.accessed(operand.span, writes=written, what=self.function.name())
+        result = self.on_host(operands)
+        if any(self.is_written):
+            return self.leaves[self.is_written.index(True)]
+
+        def moved(found: Any) -> Any:
+            return found.to(self.device) if isinstance(found, torch.Tensor) else found
+
+        return tree_map(moved, result)
+
+
+def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """``copy_``: between device and host it is torch's own, of whole tensors of one type."""
+    if target.numel() == 0:
+        return target
+    if source.size() != target.size():
+        source = source.expand(target.size())
+    if target.device == source.device:
+        with torch.cuda.device(target.device):
+            to, of = Operand(target), Operand(source)
+            launch("copy_", [of], [to], lambda: to.on_host().copy_(of.on_host()))
+        return target
+    alike = target.dtype == source.dtype and target.stride() == source.stride()
+    if alike and target.is_contiguous() and source.is_contiguous():
+        _across(target, source, non_blocking)
+    elif source.is_cuda and target.is_cuda:
+        there = torch.empty(target.size(), dtype=source.dtype, device=target.device)
+        copy(target, copy(there, source.contiguous()))
+    elif target.is_cuda:
+        host = torch.empty(target.size(), dtype=target.dtype).copy_(source)
+        copy(target, copy(torch.empty_like(host, device=target.device), host))
+    else:
+        host = torch.empty(source.size(), dtype=source.dtype)
+        target.copy_(copy(host, source.contiguous()))
+    return target
+
+
+def _across(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
+    device = source.device if source.is_cuda else target.device
+    with torch.cuda.device(device):
+        if _order is not None:
+            stream = stream_here(torch.cuda.current_stream().cuda_stream)
+            spans = [Operand(source).span], [Operand(target).span]
+            host = source if target.is_cuda else target
+            pinned = host.is_cuda or host.is_pinned()
+            way = "to the device" if target.is_cuda else "to the host"
+            _order.enqueued(stream, *spans, f"copy {way}" + ("" if pinned else ", pageable,"))
+        aten.copy_.default.redispatch(_CPU, target, source, non_blocking)
+        if _order is not None and not pinned and non_blocking:
+            _order.saw_stream(stream)  # the host has waited
+
+
+# -- arguments --------------------------------------------------------------------------------------
+
+
+def _on_cuda(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_cuda
+
+
+def _device_of(leaves: list[Any]) -> torch.device:
+    for leaf in leaves:
+        if _on_cuda(leaf):
+            return leaf.device
+    for leaf in leaves:
+        if isinstance(leaf, torch.device) and leaf.type == "cuda" and leaf.index is not None:
+            return leaf
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _as_meta(leaf: Any) -> Any:
+    if _on_cuda(leaf):
+        return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
+    if isinstance(leaf, torch.Tensor) and leaf.dim() == 0:
+        return leaf.to("meta")
+    if isinstance(leaf, torch.device) and leaf.type == "cuda":
+        return torch.device("meta")
+    return leaf
+
+
+def _as_operand(leaf: Any) -> Any:
+    if _on_cuda(leaf):
+        return Operand(leaf)
+    if isinstance(leaf, torch.device) and leaf.type == "cuda":
+        return torch.device("cpu")
+    return leaf
+
+
+def _overload_of(function: Any, arguments: tuple[Any, ...]) -> Any:
+    """The operator; its overload for numbers, if torch has wrapped one as a tensor and unwrapped it."""
+    for argument, value in zip(function._schema.arguments, arguments, strict=False):
+        if isinstance(value, int | float | complex) and str(argument.type) == "Tensor":
+            return function.overloadpacket
+    return function
+
+
+def _written(
+    function: Any, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for number, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = arguments[number] if number < len(arguments) else named.get(argument.name)
+            found += [leaf for leaf in tree_flatten(value)[0] if _on_cuda(leaf)]
+    return found
+
+
+# -- random numbers ---------------------------------------------------------------------------------
+
+
+def _random(function: Any, leaves: list[Any], device: torch.device) -> tuple[Any, list[Any]]:
+    """A generator for the CPU that begins where CUDA's is, which goes on as on a GPU.
+
+    So what is drawn depends on the order of calls, not on that in which the device comes to them.
+    """
+    if torch.Tag.nondeterministic_seeded not in function.tags:
+        return None, leaves
+    given = next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), None)
+    source = given if given is not None else torch.cuda.default_generators[device.index]
+    offset = source.get_offset()
+    source.set_offset(offset + 4)
+    generator = torch.Generator().manual_seed((source.initial_seed() * 1000003 + offset) % 2**63)
+    return generator, [None if isinstance(leaf, torch.Generator) else leaf for leaf in leaves]
