@@ -6,11 +6,11 @@
 
 - ``libcudart.so.N``: the emulated runtime in ``runtime/``; functions that torch imports but nobody calls
   here answer "not supported";
-- for each other library of NVIDIA's that torch's shared objects need (cuBLAS, cuDNN, NCCL, ...) one of
-  such answers alone. Which library, function and version: that is read from the wheel.
+- for each other library of NVIDIA's that torch's shared objects need (cuBLAS, cuDNN, NCCL, ...) one
+  of such answers alone. Which library, function and version: that is read from the wheel.
 
-Needs a C++ compiler: ``$CXX``, ``c++``, ``g++``, ``clang++``, or that of the package ``ziglang``, which is
-installed if there is none. Nothing is done again that is there already.
+Needs a C++ compiler: ``$CXX``, ``c++``, ``g++``, ``clang++``, or that of the package ``ziglang``, which
+is installed if there is none. Nothing is done again that is there already.
 """
 
 from __future__ import annotations

@@ -6,14 +6,15 @@ joins the clocks of two threads (see ``[Note: threads]`` in ``penstock.testing.o
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, thread
+from functools import partial, wraps
 from typing import Any
 
 import emulator
 
+from penstock.io.arena import Arena
 from penstock.io.engine import Transfer
 from penstock.runtime.cuda.inbound import Inbound
 from penstock.runtime.cuda.lanes import Lane
@@ -40,6 +41,7 @@ def install() -> None:
     tickets()
     fills()
     slabs()
+    arenas()
     tiers()
 
 
@@ -47,7 +49,7 @@ def _around(kind: Any, name: str, before: Callable[..., None] | None, after: Any
     """Wrap a method: ``before(order, self, *arguments)``, ``after(order, result, self, *arguments)``."""
     method = getattr(kind, name)
 
-    @functools.wraps(method)
+    @wraps(method)
     def wrapper(self: Any, *arguments: Any, **named: Any) -> Any:
         if _order is not None and before is not None:
             before(_order, self, *arguments)
@@ -162,39 +164,52 @@ def _landed(order: Order, fill: Any) -> None:
 
 
 def slabs() -> None:
-    """Whoever is given a buffer knows what its last user knew."""
-    _around(Slab, "_free_unneeded", lambda order, self, _: order.hand_over(_key(self)))
-    _around(Slab, "_allocate", None, lambda order, _, self, __: order.take_over(_key(self)))
+    """Whoever frees a buffer knows what those knew who left it; a queue knows what each in it knew."""
+    _around(Slab, "leave", lambda order, _, buffer: order.hand_over(_key(buffer)))
+    _around(Slab, "_free_unneeded", lambda order, _, buffer: order.take_over(_key(buffer)))
+    _around(Slab, "_add", None, lambda order, buffer, *_: order.forget(_key(buffer)))
     _around(Slab, "take_or_wait", lambda order, _, waiting: order.hand_over(_key(waiting)))
-    serve = Slab._next
+    following = Slab._next
 
-    def following(self: Slab) -> Any:
-        served = serve(self)
-        if served is not None and _order is not None:
-            _order.take_over(_key(served[0]))
-        return served
+    def served(self: Slab) -> Any:
+        found = following(self)
+        if found is not None and _order is not None:
+            _order.take_over(_key(found[0]))
+            _order.forget(_key(found[0]))
+        return found
 
-    Slab._next = following  # type: ignore[method-assign]
+    Slab._next = served  # type: ignore[method-assign]
+
+
+def arenas() -> None:
+    """Memory for copies is judged from its allocation until it is given back."""
+    _around(
+        Arena,
+        "allocate",
+        None,
+        lambda order, block, *_: block and order.taken(block.address, block.nbytes),
+    )
+    _around(Arena, "_give_back", lambda order, _, block, __: order.given_back(block.address))
 
 
 def tiers() -> None:
     """Flash reads and writes memory from the submission on; its end is known to its callbacks."""
     write, read = Tier.write, Tier.read
 
-    @functools.wraps(write)
+    @wraps(write)
     def writing(self: Tier, address: int, nbytes: int, **named: Any) -> Any:
         span = address, nbytes, bool(self.spec.gpu_direct)
         begun = _begin(span, writes=False)
         ticket = write(self, address, nbytes, **named)
-        ticket.written.add_done_callback(lambda _: _end(begun, span, writes=False))
+        ticket.written.add_done_callback(partial(_end, begun, span, False))
         return ticket
 
-    @functools.wraps(read)
+    @wraps(read)
     def reading(self: Tier, ticket: Any, address: int, **named: Any) -> Any:
         span = address, ticket.window.nbytes, bool(self.spec.gpu_direct)
         begun = _begin(span, writes=True)
         transfer = read(self, ticket, address, **named)
-        transfer.add_done_callback(lambda _: _end(begun, span, writes=True))
+        transfer.add_done_callback(partial(_end, begun, span, True))
         return transfer
 
     Tier.write, Tier.read = writing, reading  # type: ignore[method-assign]
@@ -208,8 +223,9 @@ def _begin(span: Any, *, writes: bool) -> object:
     return begun
 
 
-def _end(begun: object, span: Any, *, writes: bool) -> None:
+def _end(begun: object, span: Any, writes: bool, transfer: Transfer) -> None:
     if _order is not None:
         _order.take_over(_key(begun))
         _order.forget(_key(begun))
         _order.accessed(span, writes=writes, what="flash")
+        _order.hand_over(_key(transfer))

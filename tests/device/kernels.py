@@ -2,9 +2,9 @@
 
 ``install`` registers a Python function for every operator of torch that has a kernel for CUDA, so that
 it runs in whichever thread torch dispatches in. Outputs come from meta kernels (their shapes) and torch's
-real caching allocator; then a function is enqueued on the real current stream, which runs the CPU's kernel
-on that memory when the device comes to it. What has no meta kernel, or a shape that depends on the data,
-waits for the device, as it does on a GPU. Copies between the device and the host are torch's own.
+real caching allocator; then a function is enqueued on the real current stream, which runs the CPU's
+kernel on that memory when the device comes to it. What has no meta kernel, or a shape that depends on the
+data, waits for the device, as it does on a GPU. Copies between device and host are torch's own.
 """
 
 from __future__ import annotations

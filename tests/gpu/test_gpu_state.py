@@ -71,6 +71,7 @@ def test_a_checkpoint_has_what_a_stream_was_still_to_write(disk_path, busy):
     assert bool((loaded == 3).all())
 
 
+@pytest.mark.filterwarnings("ignore:AdamW on flash takes more memory")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 def test_an_optimizer_on_flash_makes_the_weights_that_it_makes_on_the_host(

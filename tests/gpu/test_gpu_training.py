@@ -148,7 +148,7 @@ def test_trap_15_on_two_streams(disk_path, small_knobs, places):
         model = TwoStreams().to(DEVICE)
         trace = Trace()
         for step in range(4):
-            x = torch.randn(1024, 512, device=DEVICE)
+            x = torch.randn(512, 512, device=DEVICE)
             loss = model(x)
             loss.backward()
             trace.note(f"step {step}, loss", loss)

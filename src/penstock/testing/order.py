@@ -2,9 +2,9 @@
 
 A device runs behind the interpreter, so a program with a missing wait is often right by luck. This
 checker judges order, not luck: each stream and each thread has a *vector clock*, joined where one waits
-for the other (Mattern 1989; for CUDA: ``torch.cuda._sanitizer``). Two accesses to the same bytes, one of which
-writes, must be ordered by what the program waits for, or it is told. So must whatever a stream does with
-memory and the reuse of that memory by the stream that it was allocated on, once it is freed.
+for the other (Mattern 1989; for CUDA: ``torch.cuda._sanitizer``). Two accesses to the same bytes, one of
+which writes, must be ordered by what the program waits for, or it is told. So must whatever a stream does
+with memory and the reuse of that memory by the stream that it was allocated on, once it is freed.
 
 Whoever runs operators says so (``enqueued``); events, waits and allocations are told by torch's own
 callbacks (``watch``). It differs from torch's sanitizer in four ways: operators of every thread count;
@@ -37,7 +37,6 @@ Span: TypeAlias = tuple[int, int, bool]
 PROGRAM: Final[Actor] = ("the program",)
 OWN_THREADS: Final = "penstock"
 """How the names of threads begin that are actors of their own."""
-BUCKET_BYTES: Final = 1 << 20
 
 
 @dataclass(slots=True, frozen=True)
@@ -63,10 +62,41 @@ class Access:
 class Block:
     """Memory between its allocation and its release."""
 
-    stream: Actor
+    stream: Actor | None
+    """That it was allocated on; ``None`` for host memory."""
+    nbytes: int | None = None
+    """If that is known: torch does not tell it of device memory."""
     accesses: list[Access] = field(default_factory=list)
     kept: set[Actor] = field(default_factory=set)
     """Streams that torch's allocator waits for before the memory is used again."""
+
+
+class _Blocks:
+    """Blocks by where they begin."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._blocks: dict[int, Block] = {}
+
+    def add(self, start: int, block: Block) -> None:
+        if start not in self._blocks:
+            insort(self._starts, start)
+        self._blocks[start] = block
+
+    def remove(self, start: int) -> Block | None:
+        block = self._blocks.pop(start, None)
+        if block is not None:
+            self._starts.remove(start)
+        return block
+
+    def at(self, address: int) -> Block | None:
+        """The one that an address is in; None if it was given out before this checker was told."""
+        index = bisect_right(self._starts, address) - 1
+        if index < 0:
+            return None
+        start = self._starts[index]
+        block = self._blocks[start]
+        return block if block.nbytes is None or address < start + block.nbytes else None
 
 
 class Order:
@@ -88,9 +118,8 @@ class Order:
         self._clocks: dict[Actor, Clock] = {}
         self._events: dict[int, Clock] = {}
         self._handed: dict[Hashable, Clock] = {}
-        self._starts: list[int] = []
-        self._blocks: dict[int, Block] = {}
-        self._buckets: dict[int, list[Access]] = {}
+        self._host = _Blocks()
+        self._device = _Blocks()
         self._late: list[Callable[[], None]] = []
         self._freed: dict[Actor, list[tuple[int, list[Access]]]] = {}
         """By stream: the threads that have freed memory of it, and what may still use that."""
@@ -181,14 +210,12 @@ class Order:
         with self._lock:
             self._begin(stream)
             self._judge_freed(stream)
-            if start not in self._blocks:
-                insort(self._starts, start)
-            self._blocks[start] = Block(stream)
+            self._device.add(start, Block(stream))
 
     def kept(self, start: int, stream: Actor) -> None:
         """When the block is freed, it is not used again before a stream has done what it then has."""
         with self._lock:
-            block = self._block_at(start)
+            block = self._device.at(start)
             if block is not None:
                 block.kept.add(stream)
 
@@ -202,10 +229,9 @@ class Order:
             if self._busy:  # a finalizer, in the midst of something else of this thread
                 self._late.append(lambda: self.freed(start))
                 return
-            block = self._blocks.pop(start, None)
-            if block is None:
+            block = self._device.remove(start)
+            if block is None or block.stream is None:
                 return
-            self._starts.remove(start)
             known = dict(self._clock(_here()))
             _join(known, self._handed.pop(("storage", start), None))
             for stream in block.kept:
@@ -216,6 +242,23 @@ class Order:
                 thread = threading.get_ident()
                 self._recorded(thread)  # of what was freed before
                 self._freed.setdefault(block.stream, []).append((thread, using))
+
+    def taken(self, start: int, nbytes: int) -> None:
+        """Host memory for copies was given out; of other host memory accesses are not judged."""
+        with self._lock:
+            self._host.add(start, Block(None, nbytes))
+
+    def given_back(self, start: int) -> None:
+        """The calling thread gives it back; it must know that nothing uses it any more."""
+        with self._lock:
+            block = self._host.remove(start)
+            known = self._clock(_here())
+            for each in () if block is None else block.accesses:
+                if each.tick > known.get(each.actor, 0):
+                    self._complaints[
+                        f"{each.what} {'writes' if each.writes else 'reads'} host memory that is"
+                        f" given back in {_here()[0]}, which has not waited for it"
+                    ] = None
 
     # -- inside; under the lock -------------------------------------------------------------------
 
@@ -238,13 +281,9 @@ class Order:
         self._busy = True
         try:
             self.checked += 1
-            block = self._block_at(start) if on_device else None
+            block = (self._device if on_device else self._host).at(start)
             if block is not None:
                 block.accesses = self._compared(block.accesses, access, clock)
-            else:
-                for bucket in range(start // BUCKET_BYTES, -(-access.end // BUCKET_BYTES)):
-                    known = self._buckets.get(bucket, [])
-                    self._buckets[bucket] = self._compared(known, access, clock)
         finally:
             self._busy = False
         while self._late:
@@ -269,11 +308,6 @@ class Order:
                 remaining.append(each)
         remaining.append(access)
         return remaining
-
-    def _block_at(self, address: int) -> Block | None:
-        """The block that a device's address is in; None if it was there before this checker."""
-        index = bisect_right(self._starts, address) - 1
-        return None if index < 0 else self._blocks[self._starts[index]]
 
     def _judge_freed(self, stream: Actor) -> None:
         for thread, using in self._freed.pop(stream, ()):
