@@ -16,7 +16,16 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,\
 PYTEST = (true 3>&1) 2>/dev/null || exec >/dev/null; (true 3>&2) || exec 2>/dev/null; \
 	$(PY) -m pytest
 
-.PHONY: help demo test test-all lint format bench docs clean
+# The emulated device: torch's CUDA build lies before the CPU's, everything else is the same
+TORCH := 2.13.0
+DEVICE := $(VENV)/device-$(TORCH)
+ON_DEVICE = export LD_LIBRARY_PATH=$(CURDIR)/$(DEVICE)/lib \
+	PYTHONPATH=$(CURDIR)/$(DEVICE)/torch:$(CURDIR)/tests/device \
+	CUBLAS_WORKSPACE_CONFIG=:4096:8 OMP_NUM_THREADS=1
+# how pytest shows arguments prints storages value by value, which takes minutes on this device
+DEVICE_TESTS = -p plugin -m gpu --tb=short --timeout 120
+
+.PHONY: help demo test test-all test-device lint format bench docs clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | column -t -s "$$(printf '\t')"
@@ -30,6 +39,10 @@ test: $(VENV)/.base ## the tests, but for slow ones, side by side on up to four 
 
 test-all: $(VENV)/.base ## the tests, slow ones, random ones and those for a GPU included
 	export PENSTOCK_TEST_RANDOM=1; $(PYTEST)
+
+test-device: $(DEVICE)/.built ## the tests for a GPU on an emulated one (builds it first, for 1 GB)
+	$(ON_DEVICE); $(PYTEST) $(DEVICE_TESTS) -n logical --maxprocesses 4 --dist worksteal \
+		--durations=10
 
 lint: $(VENV)/.base $(VENV)/.lint ## style, types, and the layers of the design
 	$(PY) -m ruff check
@@ -80,4 +93,9 @@ $(VENV)/.docs: $(VENV)/docs.txt constraints.txt
 	$(PIP) -r $<
 	@touch $@
 
-.SECONDARY: $(VENV)/test.txt $(VENV)/bench.txt $(VENV)/lint.txt $(VENV)/docs.txt
+$(DEVICE)/.built: $(VENV)/.base $(VENV)/device.txt $(wildcard tests/device/build.py tests/device/runtime/*)
+	$(PIP) -r $(VENV)/device.txt
+	$(PY) tests/device/build.py $(DEVICE) --torch $(TORCH)
+	@touch $@
+
+.SECONDARY: $(VENV)/device.txt $(VENV)/test.txt $(VENV)/bench.txt $(VENV)/lint.txt $(VENV)/docs.txt

@@ -8,17 +8,19 @@ from penstock import zoo
 from penstock.observe.recorder import Stage
 
 DEVICE = "cuda"
+SMALL = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 12 << 30
+"""A device with little memory, as the emulated one is, gets smaller networks and batches."""
 HOST = "64MiB"
 """All of it for staging, with flash; all of it the host tier, without."""
 BATCHES = {
-    "alexnet": 120,
-    "vgg16": 48,
-    "googlenet": 26,
-    "resnet18": 200,
-    "resnet272": 32,
-    "densenet121": 51,
-    "bert-base": 16,
-    "gpt2": 16,
+    "alexnet": 8 if SMALL else 120,
+    "vgg16": 4 if SMALL else 48,
+    "googlenet": 4 if SMALL else 26,
+    "resnet18": 32 if SMALL else 200,
+    "resnet272": 4 if SMALL else 32,
+    "densenet121": 4 if SMALL else 51,
+    "bert-base": 8 if SMALL else 16,
+    "gpt2": 8 if SMALL else 16,
 }
 REPRODUCIBLE = ("resnet18", "gpt2")
 """Of these torch has deterministic kernels for everything; of others it may not, on this device."""

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from gpu_runs import DEVICE, settings_for
+from gpu_runs import DEVICE, SMALL, settings_for
 from torch import nn
 
 from cuda_runs import assert_nothing_held
@@ -13,11 +13,11 @@ from penstock.core.units import MIB
 
 pytestmark = pytest.mark.gpu
 
-WIDTH, ROWS, LAYERS = 1024, 8192, 24
+WIDTH, ROWS, LAYERS = (128, 2048, 24) if SMALL else (1024, 8192, 24)
 SAVED_EACH = WIDTH * ROWS * 4
-"""Bytes of what a layer saves, 32 MiB: the output of its Tanh, which is the input of the next Linear."""
+"""Bytes of what a layer saves, 32 MiB (or 1 MiB): the output of its Tanh, which is the input of the next Linear."""
 BUDGET = 6 * SAVED_EACH
-SLACK = 64 * MIB
+SLACK = 2 * SAVED_EACH
 """What torch's allocator rounds up, cuBLAS takes, and a dropped tensor holds until its copy ends."""
 
 

@@ -126,19 +126,18 @@ API Error cudaHostGetDevicePointer(void** found_at, void* pointer, unsigned) {
 
 struct PointerAttributes {
   int type, device;
-  void *device_pointer, *host_pointer;
-  long reserved[8];
+  void *device_pointer, *host_pointer;  // from CUDA 13 on more follows, which nobody reads
 };
 API Error cudaPointerGetAttributes(PointerAttributes* attributes, const void* pointer) {
   Entry entry("cudaPointerGetAttributes", false);
   enum { UNREGISTERED, HOST, DEVICE };
   auto address = (uintptr_t)pointer;
   if (on_device(address))
-    *attributes = {DEVICE, device_at(address), (void*)pointer, nullptr, {}};
+    *attributes = {DEVICE, device_at(address), (void*)pointer, nullptr};
   else if (is_pinned(address, 1))
-    *attributes = {HOST, current_device, (void*)pointer, (void*)pointer, {}};
+    *attributes = {HOST, current_device, (void*)pointer, (void*)pointer};
   else
-    *attributes = {UNREGISTERED, -2, nullptr, (void*)pointer, {}};
+    *attributes = {UNREGISTERED, -2, nullptr, (void*)pointer};
   return SUCCESS;
 }
 
