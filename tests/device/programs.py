@@ -1,0 +1,273 @@
+"""Small programs that need every rule of order: each trains on the device and returns its bits.
+
+They are what ``test_programs.py`` runs clean, and what ``mutations.py`` runs with something left out.
+``program(path)`` runs under Penstock, ``program(None)`` without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload_runs import session_in
+from penstock.optim import FlashAdamW
+
+WIDTH = 128
+ROWS = 256
+HOST: dict[str, Any] = {"host_memory": "32MiB", "flash": (), "flash_capacity": None}
+FLASH: dict[str, Any] = {"host_memory": "64MiB"}
+BUDGET: dict[str, Any] = {"policy": "auto", "device_memory": "1MiB"}
+Bits = list[torch.Tensor]
+
+
+class Chain(nn.Module):
+    """One stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH)) for _ in range(6)]
+        self.layers = nn.Sequential(*(each for layer in layers for each in layer))
+
+    def forward(self, x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+class Branches(nn.Module):
+    """Two branches on a stream each; each waits where it reads from the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+        self.side = torch.cuda.Stream()
+
+    def forward(self, x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+        main, side = torch.cuda.current_stream(), self.side
+        left = right = x
+        for first, second in zip(self.layers[::2], self.layers[1::2], strict=True):
+            side.wait_stream(main)
+            left.record_stream(side)
+            right.record_stream(side)
+            with torch.cuda.stream(side):
+                right = torch.tanh(second(right + left))
+            left = torch.sigmoid(first(left)) * left
+            main.wait_stream(side)
+            right.record_stream(main)
+            left = left + right
+        return left.square().mean()
+
+
+class NewStream(nn.Module):
+    """Two chains, the second on a stream made anew in each step: nothing knows it beforehand.
+
+    ``more`` makes a step larger than the one that was profiled, so that what was kept is spilled.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.second = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(main)
+        x.record_stream(side)
+        left = right = x
+        with torch.cuda.stream(side):
+            for layer in self.second:
+                right = torch.tanh(layer(right))
+        for layer in self.first:
+            left = torch.tanh(layer(left))
+        extra = torch.tanh(more).square().mean() if more is not None else 0.0
+        main.wait_stream(side)
+        right.record_stream(main)
+        return (left * right).square().mean() + extra
+
+
+@contextlib.contextmanager
+def under(path: Path | None, model: nn.Module | None, settings: dict[str, Any]) -> Iterator[Any]:
+    if path is None:
+        yield None
+        return
+    with session_in(path, model, **settings) as session:
+        yield session
+
+
+def train(
+    path: Path | None,
+    kind: Callable[[], nn.Module],
+    settings: dict[str, Any],
+    *,
+    grows: bool = False,
+) -> Bits:
+    """Losses and gradients of some steps."""
+    torch.manual_seed(0)
+    model = kind().to("cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(1)
+    bits: Bits = []
+    with under(path, model, settings):
+        for step in range(5 if grows else 3):
+            x = torch.randn(ROWS, WIDTH, generator=generator).to("cuda")
+            more = torch.randn(16 * ROWS, WIDTH, generator=generator).requires_grad_()
+            loss = model(x, more.to("cuda") if grows and step >= 3 else None)
+            del x, more
+            loss.backward()
+            bits.append(loss.detach().cpu())
+            bits += [parameter.grad.cpu() for parameter in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+            del loss
+    return bits
+
+
+def one_stream_on_flash(path: Path | None) -> Bits:
+    return train(path, Chain, FLASH)
+
+
+def one_stream_on_host(path: Path | None) -> Bits:
+    return train(path, Chain, HOST)
+
+
+def one_stream_under_a_budget(path: Path | None) -> Bits:
+    return train(path, Chain, HOST | BUDGET)
+
+
+def one_stream_recomputed(path: Path | None) -> Bits:
+    return train(path, Chain, {"policy": "recompute", "flash": (), "flash_capacity": None})
+
+
+def two_streams_on_flash(path: Path | None) -> Bits:
+    return train(path, Branches, FLASH)
+
+
+def two_streams_on_host(path: Path | None) -> Bits:
+    return train(path, Branches, HOST | BUDGET)
+
+
+def kept_and_spilled_late(path: Path | None) -> Bits:
+    """Kept from a stream that is new, and spilled from another when the step outgrows its plan."""
+    return train(path, NewStream, HOST | {"policy": "auto", "device_memory": "2560KiB"}, grows=True)
+
+
+def batches_of_a_loader(path: Path | None) -> Bits:
+    """Uploaded on the loader's stream, read on another, freed when the copy out has landed."""
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, WIDTH, bias=False).to("cuda")
+    main, load = torch.cuda.current_stream(), torch.cuda.Stream()
+    hosts = [torch.randn(ROWS, WIDTH).pin_memory() for _ in range(6)]
+    torch.cuda.synchronize()
+
+    def fetch(number: int) -> torch.Tensor:
+        with torch.cuda.stream(load):
+            return hosts[number].to("cuda", non_blocking=True)
+
+    bits: Bits = []
+    with under(path, None, HOST):
+        batches = [fetch(0)]
+        for step in range(5):
+            main.wait_stream(load)
+            loss = model(batches.pop()).square().mean()
+            time.sleep(0.03)  # the rest of a long forward; copies land
+            batches.append(fetch(step + 1))
+            loss.backward()
+            bits.append(loss.detach().cpu())
+            bits.append(model.weight.grad.cpu())
+            model.weight.grad = None
+            del loss
+    return bits
+
+
+def optimizer(path: Path | None, **settings: Any) -> Bits:
+    """States on flash; an evaluation reads the weights while they are about to come back.
+
+    Without a path: the same on the host, where every kernel has run when it returns.
+    """
+    if path is None:
+        with tempfile.TemporaryDirectory() as directory:
+            return _optimized(Path(directory), "cpu", settings)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        bits = _optimized(path, "cuda", settings)
+    torch.cuda.synchronize()
+    return bits
+
+
+def _optimized(path: Path, device: str, settings: dict[str, Any]) -> Bits:
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)]
+    model = nn.Sequential(*layers).to(device)
+    bits: Bits = []
+    with warnings.catch_warnings(action="ignore"):  # it takes more memory than so small states
+        made = FlashAdamW(model.parameters(), lr=1e-2, flash=path, tile=102_400, **settings)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(ROWS, WIDTH, generator=generator).to(device)
+            made.zero_grad()
+            model(x).square().mean().backward()
+            with torch.no_grad():
+                seen = model(x)
+            made.step()
+            bits.append(seen.cpu())
+        bits += [parameter.detach().cpu() for parameter in model.parameters()]
+        made.close()
+    return bits
+
+
+def optimizer_on_flash(path: Path | None) -> Bits:
+    return optimizer(path)
+
+
+def optimizer_and_gradients_on_flash(path: Path | None) -> Bits:
+    return optimizer(path, gradient_memory=0)
+
+
+def optimizer_in_backward(path: Path | None) -> Bits:
+    return optimizer(path, overlap=True)
+
+
+def a_capture(path: Path | None) -> Bits:
+    """A graph captured amid training, and replayed."""
+    torch.manual_seed(0)
+    model = Chain().to("cuda")
+    static = torch.ones(8, device="cuda")
+    bits: Bits = []
+    with under(path, model, HOST) as session:
+        loss = model(torch.randn(ROWS, WIDTH).to("cuda"))
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with session.paused() if session else contextlib.nullcontext(), torch.cuda.graph(graph):
+            for _ in range(20):
+                static.add_(1)
+                time.sleep(0.0005)
+        loss.backward()
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        bits += [static.cpu(), *(parameter.grad.cpu() for parameter in model.parameters())]
+        del loss
+    return bits
+
+
+PROGRAMS: list[Callable[[Path | None], Bits]] = [
+    one_stream_on_flash,
+    one_stream_on_host,
+    one_stream_under_a_budget,
+    one_stream_recomputed,
+    two_streams_on_flash,
+    two_streams_on_host,
+    kept_and_spilled_late,
+    batches_of_a_loader,
+    optimizer_on_flash,
+    optimizer_and_gradients_on_flash,
+    optimizer_in_backward,
+    a_capture,
+]
