@@ -105,33 +105,103 @@ def test_what_is_spilled_late_waits_for_the_stream_that_produced_it(rig):
     assert rig.bytes_of(ticket) == pattern_of(1, NBYTES).tobytes()
 
 
-@pytest.mark.parametrize("known_before", [True, False])
-def test_a_source_is_not_reused_while_another_stream_reads_it(rig, known_before):
+@pytest.mark.parametrize("reads_before", [True, False])
+def test_a_source_is_not_reused_while_another_stream_reads_it(rig, reads_before):
     """Without us autograd would have held it until backward."""
     first = rig.link.current
     other = rig.link.stream("compute-1")
-    if known_before:
-        rig.link.current = other
-        rig.tensor(0, 4096)
-        rig.link.current = first
     source = rig.tensor(1, NBYTES)
     address = source.data_ptr()
-    ticket = rig.mover.write(source, rig.flash, "slot")
-    rig.link.current = other
-    if not known_before:
+    if reads_before:
+        rig.link.current = other
         rig.mover.use(source)
+        rig.link.current = first
+    ticket = rig.mover.write(source, rig.flash, "slot")
+    if not reads_before:
+        rig.link.current = other
+        rig.mover.use(source)
+        rig.link.current = first
     other.queue.append(("wait", stuck := rig.link.record(rig.link.stream("never"))))
     del source
-    ticket.written.add_done_callback(lambda done: None)
-    while rig.link.streams[0].runnable:
-        rig.link.streams[0].step()
+    for stream in (other, first):
+        while stream.runnable:
+            stream.step()
     rig.serve()
     assert ticket.written.done
-    rig.link.current = first
     assert rig.link.empty(NBYTES, DEVICE).data_ptr() != address
     stuck.reached = True
     rig.link.finish()
     assert rig.link.empty(NBYTES, DEVICE).data_ptr() == address
+
+
+def test_trap_33_a_source_allocated_on_a_loaders_stream_is_not_reused_while_it_is_read(rig):
+    """A batch: its own stream knows nothing of its readers, and is free to fill the next one there."""
+    loader, reader = rig.link.stream("loader"), rig.link.current
+    rig.link.current = loader
+    batch = rig.link.empty(NBYTES, DEVICE)
+    address = batch.data_ptr()
+    rig.link.current = reader
+    rig.mover.use(batch)
+    ticket = rig.mover.write(batch, rig.flash, "slot")
+    reader.queue.append(("wait", stuck := rig.link.record(rig.link.stream("never"))))
+    del batch
+    while reader.runnable:
+        reader.step()
+    rig.serve()
+    assert ticket.written.done
+    rig.link.current = loader
+    assert rig.link.empty(NBYTES, DEVICE).data_ptr() != address
+    stuck.reached = True
+    rig.link.finish()
+    assert rig.link.empty(NBYTES, DEVICE).data_ptr() == address
+
+
+def test_a_spill_does_not_wait_for_streams_that_have_nothing_to_do_with_it(rig):
+    first = rig.link.current
+    rig.link.current = other = rig.link.stream("compute-1")
+    unrelated = rig.tensor(0, NBYTES)
+    other.queue.append(("wait", rig.link.record(rig.link.stream("never"))))
+    rig.link.current = first
+    source = rig.tensor(1, NBYTES)
+    address = source.data_ptr()
+    rig.link.current = other  # an eviction, in a thread that works on it
+    ticket = rig.mover.write(source, rig.flash, "slot")
+    del source
+    rig.link.step()
+    while first.runnable:
+        first.step()
+    rig.serve()
+    assert ticket.written.done
+    rig.link.current = first
+    assert rig.link.empty(NBYTES, DEVICE).data_ptr() == address
+    rig.link.streams[-1].queue.clear()
+    other.queue.clear()
+    del unrelated
+
+
+def test_nothing_is_remembered_of_streams_whose_storages_are_gone(rig):
+    for number in range(5):
+        rig.link.current = rig.link.stream(f"compute-{number + 1}")
+        rig.tensor(number, NBYTES)
+    assert not len(rig.mover._table)
+    source = rig.tensor(9, NBYTES)
+    assert rig.mover._table.leave(source) == (rig.link.current,)
+
+
+def test_what_has_landed_before_it_is_handed_out_is_kept_for_another_stream_that_uses_it(rig):
+    ticket = rig.spill(1, NBYTES, rig.host_tier)
+    rig.settle()
+    storage = rig.restored(ticket)  # on this stream; its copy has ended
+    address, first = storage.data_ptr(), rig.link.current
+    rig.link.current = other = rig.link.stream("compute-1")
+    rig.mover.use(storage)
+    other.queue.append(("wait", stuck := rig.link.record(rig.link.stream("never"))))
+    del storage
+    rig.link.current = first
+    assert rig.mover.allocate(ticket).storage.data_ptr() != address
+    stuck.reached = True
+    rig.link.finish()
+    assert rig.mover.allocate(ticket).storage.data_ptr() == address
 
 
 def test_a_spill_that_finds_no_buffer_waits_in_a_queue_and_its_source_with_it():

@@ -55,7 +55,8 @@ class Program:
     def save(self):
         if len(self.saved) < ALIVE:
             self.number += 1
-            storage = self.rig.tensor(self.number, self.schedule.pick(SIZES))
+            producer = self.schedule.pick([None, None, *self.compute])  # as a loader's
+            storage = self.rig.tensor(self.number, self.schedule.pick(SIZES), producer)
             self.saved.append(Saved(self.number, storage, self.link.current))
             self.schedule.pick([lambda: None, self.spill])()
 

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from cuda_training import BUDGET, HOST, MORE_HOST, trained
+from lazy_device import LazyLink
 
 from offload_runs import session_in
 from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError, PenstockWarning
-from penstock.core.units import GIB, MIB
+from penstock.core.units import GIB, KIB, MIB
 from penstock.runtime import stores
 from penstock.runtime.cuda.mover import CudaMover
 from penstock.tier.wrappers import FaultyTier
@@ -119,6 +120,35 @@ def test_profiles_are_made_of_the_time_of_the_device(link, disk_path, monkeypatc
     trained(session_of=session_of)
     assert found[0] > 10  # twice for each slot
     assert found[0] == found[1] == found[2]
+
+
+def test_trap_33_what_was_kept_is_spilled_behind_the_stream_that_saved_it(link, disk_path):
+    """Although another stream is current when room gets short, and the plan was made before."""
+
+    def half(start, length):
+        value = start * 1.5
+        for _ in range(length):
+            value = torch.sin(value)
+        return value.sum()
+
+    start = torch.randn(64 * KIB, requires_grad=True)
+    settings = {"policy": "keep", "host_memory": HOST, "device_memory": BUDGET}
+    with session_in(disk_path, **settings) as session:
+        for _ in range(2):
+            half(start, 8).backward()
+        assert session.planner.sure
+        link.current = "side"
+        loss = half(start, 8)
+        assert session.executor.kept.table
+        assert not session.executor._by_storage
+        link.current = LazyLink.NOW
+        recorded = []
+        record = link.record
+        link.record = lambda stream, **how: (recorded.append(stream), record(stream, **how))[1]
+        loss = loss + half(start, 12)
+        assert "side" in recorded
+        loss.backward()
+        del loss
 
 
 def test_without_a_tier_no_host_memory_is_taken():

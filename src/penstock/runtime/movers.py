@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 
@@ -66,6 +66,8 @@ class Mover(ABC):
     """Moves storages of one device to tiers and back. Thread-safe; never waits, except where said."""
 
     device: torch.device
+    runs_behind: ClassVar[bool] = False
+    """Whether the device runs behind the interpreter, so that ``use`` says something."""
 
     @abstractmethod
     def write(

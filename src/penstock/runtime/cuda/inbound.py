@@ -13,11 +13,11 @@ from penstock.core.locks import Lock, defer
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
 from penstock.runtime.cuda.lanes import Copy, Lanes
-from penstock.runtime.cuda.link import Link, Stream
+from penstock.runtime.cuda.link import Link
 from penstock.runtime.cuda.pinned import Buffer, Slab, Waiting
+from penstock.runtime.cuda.stream_table import StreamTable
 from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket, Fill, Where
 from penstock.runtime.movers import RESTORED
-from penstock.runtime.weak import TensorRef
 from penstock.tier.base import Ticket
 
 
@@ -52,6 +52,7 @@ class Inbound:
         *,
         link: Link,
         lock: Lock,
+        table: StreamTable,
         lanes: Lanes,
         recorder: Recorder,
         budget: Budget,
@@ -62,6 +63,7 @@ class Inbound:
         Args:
             link: To the devices.
             lock: Guards tickets.
+            table: Is told of what is restored.
             lanes: To copy on.
             recorder: Gets counters.
             budget: Targets are charged to it until they die.
@@ -74,7 +76,7 @@ class Inbound:
         self._recorder = recorder
         self._budget = budget
         self._staging = staging
-        self._fills: dict[int, tuple[weakref.ref[torch.UntypedStorage], Fill]] = {}
+        self._table = table
 
     # -- targets ----------------------------------------------------------------------------------
 
@@ -98,37 +100,14 @@ class Inbound:
         return CudaTarget(storage, self._link.record(stream), Fill(stream))
 
     def finish(self, target: CudaTarget) -> torch.UntypedStorage:
-        """The target as a storage; while its bytes are on their way, ``fill_of`` knows it."""
-        if not target.fill.landed:
-            self._remember(target.storage, target.fill)
+        """The target as a storage; who uses it comes after its copy."""
+        self._table.restored(target.storage, target.fill)
         return target.storage
 
     def made(self, storage: torch.UntypedStorage) -> None:
         """Kernels of the current stream make a storage again: rule 7 of the note."""
         stream = self._link.current_stream(storage.device)
-        self._remember(storage, Fill(stream, made=self._link.record(stream)))
-
-    def _remember(self, storage: torch.UntypedStorage, fill: Fill) -> None:
-        cdata, fills = storage._cdata, self._fills
-        known = TensorRef(storage, lambda ref: _forget(fills, cdata, ref))
-        fills[cdata] = (known, fill)
-
-    def fill_of(self, storage: torch.UntypedStorage) -> Fill | None:
-        """How far a restored storage is on its way; ``None`` for any other storage."""
-        known, fill = self._fills.get(storage._cdata, (None, None))
-        return fill if known is not None and known() is storage else None
-
-    def await_fill(self, storage: torch.UntypedStorage, fill: Fill, stream: Stream) -> None:
-        """``stream`` uses a restored storage from now on: rules 5 to 7 of the note."""
-        copy = fill.copy
-        if copy is not None:
-            self._link.wait(stream, copy.end)
-        if stream != fill.stream:
-            if fill.made is not None:
-                self._link.wait(stream, fill.made)
-            self._link.keep(storage, stream)
-        if copy is not None:
-            copy.storage = None  # not before the two lines above
+        self._table.restored(storage, Fill(stream, made=self._link.record(stream)))
 
     # -- reading ----------------------------------------------------------------------------------
 
@@ -242,14 +221,3 @@ class Inbound:
         buffer.slab.leave(buffer)
         if copy.end is None:  # it was never issued, so nobody knows
             transfer.settle(copy.error)
-
-
-def _forget(
-    fills: dict[int, tuple[weakref.ref[torch.UntypedStorage], Fill]],
-    cdata: int,
-    dead: weakref.ref[torch.UntypedStorage],
-) -> None:
-    """A restored storage has died: its key may soon be another's (TRAPS rule 27)."""
-    known = fills.get(cdata)
-    if known is not None and known[0] is dead:
-        del fills[cdata]
