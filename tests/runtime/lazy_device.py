@@ -9,6 +9,7 @@ import queue
 import random
 import threading
 import time
+from contextlib import contextmanager
 
 import torch
 
@@ -55,6 +56,12 @@ class LazyLink:
 
     def current_stream(self, device):
         return self.current
+
+    @contextmanager
+    def within(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
 
     def copy_stream(self, device):
         self._seed += 1

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import weakref
 from collections import deque
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -113,6 +114,12 @@ class SimLink:
     def current_stream(self, device):
         assert device == DEVICE
         return self.current
+
+    @contextmanager
+    def within(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
 
     def copy_stream(self, device):
         return self.stream(f"copy-{len(self.streams)}")

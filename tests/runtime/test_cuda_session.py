@@ -151,6 +151,28 @@ def test_trap_33_what_was_kept_is_spilled_behind_the_stream_that_saved_it(link, 
         del loss
 
 
+def test_a_small_view_is_copied_on_the_stream_that_saved_it(link, disk_path):
+    """When its operator has returned, and another stream may be current."""
+    weight = torch.randn(64 * KIB, requires_grad=True)
+    with session_in(disk_path, host_memory=HOST) as session:
+        saved = []
+        save = session.executor.save
+        session.executor.save = lambda storage, *args, **how: (
+            saved.append((storage.nbytes(), link.current)),
+            save(storage, *args, **how),
+        )[1]
+        link.current = "side"
+        part = torch.randn(16 * 64 * KIB)[: 64 * KIB]
+        loss = (weight * part).sum()  # saves it
+        link.current = LazyLink.NOW
+        loss = loss + (weight * 1.5).sin().sum()  # and this lets it be copied
+        assert (256 * KIB, "side") in saved
+        assert (256 * KIB, LazyLink.NOW) in saved
+        loss.backward()
+        assert torch.equal(weight.grad, part + (weight * 1.5).cos() * 1.5)
+        del loss
+
+
 def test_without_a_tier_no_host_memory_is_taken():
     assert stores._host_parts(OffloadConfig(policy="keep")) == {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -132,6 +133,10 @@ class Executor:
                 attach(saved, view)
         self._mover.use(storage)
         return saved
+
+    def here(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+        """A context for work on ``device`` that is put off; see ``Mover.here``."""
+        return self._mover.here(device)
 
     def holds(
         self,

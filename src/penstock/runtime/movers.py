@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -102,6 +104,10 @@ class Mover(ABC):
 
         Said of a storage whenever it is saved, and of what is restored just before it is handed out.
         """
+
+    def here(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+        """Return a context for work on ``device`` that is put off: its stream is the one of now."""
+        return nullcontext
 
     def made(self, storage: torch.UntypedStorage) -> None:  # noqa: B027  (only some devices need it)
         """The calling thread has just made ``storage`` again; others that ``use`` it come after that."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol, TypeAlias
 
 import torch
@@ -30,6 +31,9 @@ class Link(Protocol):
 
     def current_stream(self, device: torch.device) -> Stream:
         """The stream that the calling thread enqueues work of ``device`` on at this moment."""
+
+    def within(self, stream: Stream) -> AbstractContextManager[object]:
+        """A context in which ``stream`` is the calling thread's current one."""
 
     def copy_stream(self, device: torch.device) -> Stream:
         """A new stream for copies."""
@@ -87,6 +91,10 @@ class CudaLink:
     def current_stream(self, device: torch.device) -> Stream:
         """``torch.cuda.current_stream``."""
         return torch.cuda.current_stream(device)
+
+    def within(self, stream: Stream) -> AbstractContextManager[object]:
+        """``torch.cuda.stream``."""
+        return torch.cuda.stream(stream)
 
     def copy_stream(self, device: torch.device) -> Stream:
         """A stream from the high-priority pool, which few others use: torch hands streams out twice."""

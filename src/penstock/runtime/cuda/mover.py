@@ -45,6 +45,9 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import ClassVar, Final
 
 import torch
@@ -190,6 +193,10 @@ class CudaMover(Mover):
         A stream that is current here must live as long as the storage; those of torch do.
         """
         self._table.use(storage)
+
+    def here(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+        """A context, to be entered once, in which the stream that is current now is the current one."""
+        return partial(self._link.within, self._link.current_stream(device))
 
     def made(self, storage: torch.UntypedStorage) -> None:
         """The current stream has been told to make ``storage`` again: rule 7 of the note."""
