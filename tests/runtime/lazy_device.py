@@ -41,6 +41,7 @@ class LazyLink:
 
     def __init__(self, *, refusal="", most_delay_s=0.001, seed=0):
         self.refusal = refusal
+        self.adopted = []
         self.current = self.NOW
         self.copied_bytes = {"out": 0, "in": 0}
         self.pinned = set()
@@ -53,6 +54,9 @@ class LazyLink:
         for stream in self._streams:
             stream.work.put(None)
             stream.join(5)
+
+    def adopt_thread(self, device):
+        self.adopted.append((threading.current_thread().name, device))
 
     def current_stream(self, device):
         return self.current

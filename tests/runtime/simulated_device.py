@@ -8,6 +8,7 @@ one thing out, to see that the tests notice.
 
 import ctypes
 import errno
+import threading
 import weakref
 from collections import deque
 from contextlib import contextmanager
@@ -74,6 +75,7 @@ class SimLink:
         self.schedule = schedule or Schedule()
         self.broken = broken
         self.refusal = refusal
+        self.adopted = []
         self.current = SimStream("compute-0")
         self.streams = [self.current]
         self.is_capturing = False
@@ -110,6 +112,9 @@ class SimLink:
         assert not any(stream.queue for stream in self.streams), "the device is deadlocked"
 
     # -- for the mover ----------------------------------------------------------------------------
+
+    def adopt_thread(self, device):
+        self.adopted.append((threading.current_thread().name, device))
 
     def current_stream(self, device):
         assert device == DEVICE

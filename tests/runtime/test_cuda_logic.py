@@ -579,6 +579,21 @@ def test_copies_are_recorded_with_the_time_that_the_device_took(rig):
         assert (flow.count, flow.nbytes, flow.busy_ns) == (1, NBYTES, 1000)
 
 
+def test_trap_34_every_thread_of_a_lane_is_told_its_device_before_all_else():
+    """A new thread's device is the first one, whichever this process uses."""
+    rig = Rig(threaded=True)
+    calls = []
+    reached = rig.link.reached
+    rig.link.reached = lambda event: (calls.append(list(rig.link.adopted)), reached(event))[1]
+    ticket = rig.spill(1, NBYTES, rig.host_tier)
+    ticket.written.wait(5)
+    rig.fetch(ticket)[1].wait(5)
+    rig.mover.close()
+    names = ["penstock-copy-out-cpu", "penstock-copy-in-cpu"]
+    assert rig.link.adopted == [(name, DEVICE) for name in names]
+    assert calls[0] == rig.link.adopted[:1]
+
+
 def test_the_link_is_measured_without_leaving_anything_behind(rig):
     out, back = rig.mover.measure()
     assert out == back == 64 * KIB * 1e9 / 1000

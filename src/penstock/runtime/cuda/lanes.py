@@ -82,6 +82,7 @@ class Lane:
             start_thread: Starts the lane's thread, at the first copy.
         """
         self._link = link
+        self._device = device
         self._stream = link.copy_stream(device)
         self._enqueue, self._stage = _work_of(link, direction)
         self._recorder = recorder
@@ -159,6 +160,7 @@ class Lane:
         return True
 
     def _work(self) -> None:
+        self._link.adopt_thread(self._device)
         while self.serve():
             pass
         self._ended.set()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final, Protocol, TypeAlias
 
 import torch
@@ -27,7 +27,19 @@ _PORTABLE: Final = 1
 
 
 class Link(Protocol):
-    """Streams, events, memory and copies of devices. Thread-safe; waits only where said."""
+    """Streams, events, memory and copies of devices. Thread-safe; waits only where said.
+
+    [Note: the current device]
+        Each thread has a current device, at first the first one, and a call of CUDA may make a context
+        on it: half a gigabyte, on a device that may be another process's. So no call is made while a
+        device is current that the call has nothing to do with, whichever thread it comes from: threads
+        of copies are told their device once, by ``adopt_thread``, and every call that does not itself
+        see to its device is made inside of ``torch.cuda.device``. That gives the thread back the device
+        it had without a call, if that has no context yet.
+    """
+
+    def adopt_thread(self, device: torch.device) -> None:
+        """Prepare the calling thread, which is one of ours, to work with ``device`` and no other."""
 
     def current_stream(self, device: torch.device) -> Stream:
         """The stream that the calling thread enqueues work of ``device`` on at this moment."""
@@ -88,13 +100,19 @@ class CudaLink:
         """Targets are allocated from pools of their own, if the knob says so. Raises ConfigError."""
         self._pools = pools.shared()
 
+    def adopt_thread(self, device: torch.device) -> None:
+        """``torch.cuda.set_device``."""
+        torch.cuda.set_device(device)
+
     def current_stream(self, device: torch.device) -> Stream:
         """``torch.cuda.current_stream``."""
         return torch.cuda.current_stream(device)
 
-    def within(self, stream: Stream) -> AbstractContextManager[object]:
-        """``torch.cuda.stream``."""
-        return torch.cuda.stream(stream)
+    @contextmanager
+    def within(self, stream: Stream) -> Iterator[None]:
+        """``torch.cuda.stream``, which alone would set the thread's former device when it is left."""
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+            yield
 
     def copy_stream(self, device: torch.device) -> Stream:
         """A stream from the high-priority pool, which few others use: torch hands streams out twice."""
@@ -112,15 +130,18 @@ class CudaLink:
 
     def reached(self, event: Event) -> bool:
         """``event.query``."""
-        return bool(event.query())
+        with torch.cuda.device(event.device):
+            return bool(event.query())
 
     def synchronize(self, event: Event) -> None:
         """``event.synchronize``, which releases the GIL."""
-        event.synchronize()
+        with torch.cuda.device(event.device):
+            event.synchronize()
 
     def elapsed_ns(self, start: Event, end: Event) -> int:
         """To about half a microsecond."""
-        return int(start.elapsed_time(end) * 1e6)
+        with torch.cuda.device(end.device):
+            return int(start.elapsed_time(end) * 1e6)
 
     def empty(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         """From torch's caching allocator, in its pool of the current stream."""
@@ -138,17 +159,17 @@ class CudaLink:
 
     def copy_out(self, stream: Stream, source: torch.UntypedStorage, address: int) -> None:
         """``cudaMemcpyAsync`` to the host."""
-        with torch.cuda.stream(stream):
+        with self.within(stream):
             _host_bytes(address, source.nbytes()).copy_(_bytes_of(source), non_blocking=True)
 
     def copy_in(self, stream: Stream, target: torch.UntypedStorage, address: int) -> None:
         """``cudaMemcpyAsync`` to the device."""
-        with torch.cuda.stream(stream):
+        with self.within(stream):
             _bytes_of(target).copy_(_host_bytes(address, target.nbytes()), non_blocking=True)
 
     def digest(self, stream: Stream, source: torch.UntypedStorage, address: int) -> None:
         """Some reductions, and 40 bytes to the host."""
-        with torch.cuda.stream(stream):
+        with self.within(stream):
             _host_bytes(address, DIGEST_BYTES).copy_(digest_of(_bytes_of(source)))
 
     def capturing(self) -> bool:
