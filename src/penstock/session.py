@@ -311,8 +311,13 @@ class Session:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within, this thread saves tensors as if there were no session."""
+        """Within, this thread saves tensors as if there were no session.
+
+        On CUDA it first waits for what is being moved, so that a CUDA graph can be captured. If other
+        threads go on to train meanwhile, capture it with ``capture_error_mode="thread_local"``.
+        """
         with self._attachment.aside():
+            self.executor.drain()
             yield
 
     def step(self) -> None:

@@ -42,6 +42,7 @@ class LazyLink:
     def __init__(self, *, refusal="", most_delay_s=0.001, seed=0):
         self.refusal = refusal
         self.adopted = []
+        self.is_capturing = False
         self.current = self.NOW
         self.copied_bytes = {"out": 0, "in": 0}
         self.pinned = set()
@@ -121,8 +122,8 @@ class LazyLink:
         self._enqueue(stream, make)
         self.synchronize(self.record(stream))
 
-    def capturing(self):
-        return False
+    def capturing(self, stream=None):
+        return self.is_capturing and stream is None
 
     def pin(self, address, nbytes, device):
         if not self.refusal:

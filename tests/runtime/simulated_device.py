@@ -79,6 +79,7 @@ class SimLink:
         self.current = SimStream("compute-0")
         self.streams = [self.current]
         self.is_capturing = False
+        self.captured = set()
         self.out_of_memory = False
         self.pinned = {}
         self.live = 0
@@ -130,6 +131,7 @@ class SimLink:
         return self.stream(f"copy-{len(self.streams)}")
 
     def record(self, stream, *, timed=False):
+        assert stream not in self.captured, "an event that is a node of a graph"
         event = SimEvent()
         stream.queue.append(("record", event))
         return event
@@ -194,8 +196,8 @@ class SimLink:
         stream.queue.append(("run", make))
         self.synchronize(self.record(stream))
 
-    def capturing(self):
-        return self.is_capturing
+    def capturing(self, stream=None):
+        return self.is_capturing if stream is None else stream in self.captured
 
     def pin(self, address, nbytes, device):
         if not self.refusal:

@@ -292,6 +292,46 @@ def test_no_tensor_is_spilled_while_a_graph_is_captured(rig):
         rig.spill(1, NBYTES)
 
 
+def test_trap_35_nothing_waits_for_a_stream_that_is_captured_in_another_thread(rig):
+    """The event would be a node of the graph, and the copy, too."""
+    first = rig.link.current
+    source = rig.tensor(1, NBYTES)
+    rig.link.current = rig.link.stream("compute-1")
+    rig.link.captured.add(first)
+    with pytest.raises(TransferError, match="being captured on a stream that works with it"):
+        rig.mover.write(source, rig.flash, "slot")
+    rig.link.captured.clear()
+    ticket = rig.mover.write(source, rig.flash, "slot")
+    del source
+    rig.settle()
+    assert rig.bytes_of(ticket) == pattern_of(1, NBYTES).tobytes()
+
+
+def test_trap_35_nothing_is_brought_back_while_a_graph_is_captured(rig):
+    """Its target's event would be a node of the graph."""
+    ticket = rig.spill(1, NBYTES)
+    rig.settle()
+    rig.link.is_capturing = True
+    rig.link.captured.add(rig.link.current)
+    assert rig.mover.allocate(ticket) is None
+    with pytest.raises(HookError, match="cannot be brought back while a CUDA graph"):
+        rig.mover.allocate(ticket, force=True)
+    rig.link.is_capturing = False
+    rig.link.captured.clear()
+
+
+def test_draining_waits_for_the_device():
+    rig = Rig(threaded=True)
+    gate = threading.Event()
+    rig.link.launch(lambda: gate.wait(5))
+    ticket = rig.spill(1, NBYTES, rig.host_tier)
+    threading.Timer(0.05, gate.set).start()
+    rig.mover.drain()
+    assert gate.is_set()
+    assert ticket.written.done
+    rig.mover.close()
+
+
 # -- flash that fails -----------------------------------------------------------------------------
 
 

@@ -173,6 +173,26 @@ def test_a_small_view_is_copied_on_the_stream_that_saved_it(link, disk_path):
         del loss
 
 
+def test_trap_35_a_pause_waits_for_what_is_under_way(link, disk_path):
+    """A copy of ours, or its end, could break the capture of a CUDA graph."""
+    link._most_delay_s = 0.02
+    start = torch.randn(64 * KIB, requires_grad=True)
+    with session_in(disk_path, host_memory=HOST) as session:
+        value = start * 1.5
+        for _ in range(12):
+            value = torch.sin(value)
+        traffic, lanes = session.executor._traffic, session._stores.mover._lanes
+        assert traffic.writing
+        with session.paused():
+            assert not traffic.writing + traffic.reading
+            assert not any(lane._flying for lane in lanes.all())
+            link.is_capturing = True
+            torch.cos(start).sum().backward()  # saved as if there were no session
+            link.is_capturing = False
+        value.sum().backward()
+        del value
+
+
 def test_without_a_tier_no_host_memory_is_taken():
     assert stores._host_parts(OffloadConfig(policy="keep")) == {}
 

@@ -476,6 +476,12 @@ class Executor:
         span(Stage.FORWARD, finished.began_ns, middle_ns, slot=f"pass {finished.index}")
         span(Stage.BACKWARD, middle_ns, end_ns, slot=f"pass {finished.index}")
 
+    def drain(self) -> None:
+        """Wait for all that moves, where a device that runs behind has a part in it."""
+        if self._mover.runs_behind:
+            self._traffic.drain()
+            self._mover.drain()
+
     def use_mover(self, mover: Mover) -> None:
         """Move by ``mover`` from now on, which knows the tickets of the one before."""
         self._mover = self._traffic.mover = mover

@@ -115,6 +115,9 @@ class Mover(ABC):
     def catch_up(self) -> None:  # noqa: B027  (only some devices need it)
         """Wait until the device has done all that the current stream was told: its time is the host's."""
 
+    def drain(self) -> None:  # noqa: B027  (only some devices need it)
+        """Wait until the device has nothing to do any more that is not the program's own."""
+
     @abstractmethod
     def drop(self, target: Any) -> None:
         """Give up a target that was not finished. Its transfer has settled or was never begun."""

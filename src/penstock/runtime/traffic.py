@@ -348,6 +348,12 @@ class Traffic:
 
     # -- the end ----------------------------------------------------------------------------------
 
+    def drain(self) -> None:
+        """Wait until nothing is being written or read."""
+        with self.lock:
+            while self.writing or self.reading:
+                self.changed.wait()
+
     def bury(self, saved: SavedStorage) -> Any | None:
         """No handle is left: give back everything. Under the lock; from finalizers, by ``defer``.
 

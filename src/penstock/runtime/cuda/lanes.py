@@ -122,6 +122,11 @@ class Lane:
             self._wake.wait_for(lambda: oldest not in self._flying)
         return oldest.nbytes
 
+    def drain(self) -> None:
+        """Wait until all that was submitted has landed."""
+        with self._wake:
+            self._wake.wait_for(lambda: not self._flying)
+
     def stop(self) -> None:
         """Let the thread end once all has landed. Does not wait; idempotent."""
         with self._wake:
@@ -249,6 +254,11 @@ class Lanes:
         """See :meth:`Lane.await_landing`, of some device's lane inwards."""
         inwards = [lane for (_, direction), lane in self._lanes.copy().items() if direction == "in"]
         return next((nbytes for lane in inwards if (nbytes := lane.await_landing())), 0)
+
+    def drain(self) -> None:
+        """Wait until all that was submitted has landed."""
+        for lane in self.all():
+            lane.drain()
 
     def stop(self) -> None:
         """Let every thread end once all has landed. Does not wait."""

@@ -10,6 +10,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any, Final, Protocol, TypeAlias
 
 import torch
@@ -24,6 +25,8 @@ Event: TypeAlias = Any
 
 _PORTABLE: Final = 1
 """``cudaHostRegisterPortable``: pinned for every device, not only for the current one."""
+_RELAXED: Final = 2
+"""``cudaStreamCaptureModeRelaxed``."""
 
 
 class Link(Protocol):
@@ -36,6 +39,19 @@ class Link(Protocol):
         of copies are told their device once, by ``adopt_thread``, and every call that does not itself
         see to its device is made inside of ``torch.cuda.device``. That gives the thread back the device
         it had without a call, if that has no context yet.
+
+    [Note: captures]
+        While a CUDA graph is captured in the mode ``global``, which is torch's default, a call that might
+        interfere (of ``cudaEventQuery``, ``cudaMalloc``, ...) breaks it, whichever thread makes it. The
+        threads of lanes ask for the ends of copies, which interferes with nothing: so they take the mode
+        ``relaxed``, in which such calls are allowed. ``Session.paused`` also waits for what is under way,
+        so that nothing is copied meanwhile. A thread of the program that goes on to train is not held
+        up: it allocates memory of its own, so the capture has to be made with
+        ``capture_error_mode="thread_local"`` in any case.
+
+        An event that is recorded on a stream that is being captured is a node of the graph, and a lane
+        that waits for it is captured, too. So none is recorded there: nothing that such a stream has
+        worked with is spilled meanwhile, and nothing is restored for it.
     """
 
     def adopt_thread(self, device: torch.device) -> None:
@@ -83,8 +99,8 @@ class Link(Protocol):
     def digest(self, stream: Stream, source: torch.UntypedStorage, address: int) -> None:
         """Put a :mod:`.digest` of a whole storage at ``address``; waits until ``stream`` has done it."""
 
-    def capturing(self) -> bool:
-        """Whether the current stream records a CUDA graph."""
+    def capturing(self, stream: Stream | None = None) -> bool:
+        """Whether ``stream``, or else the current one, records a CUDA graph."""
 
     def pin(self, address: int, nbytes: int, device: torch.device) -> str:
         """Register host memory with the driver; ``""``, or why that failed."""
@@ -101,8 +117,9 @@ class CudaLink:
         self._pools = pools.shared()
 
     def adopt_thread(self, device: torch.device) -> None:
-        """``torch.cuda.set_device``."""
+        """``torch.cuda.set_device``; and what it does breaks no capture, see [Note: captures]."""
         torch.cuda.set_device(device)
+        _relax_captures()
 
     def current_stream(self, device: torch.device) -> Stream:
         """``torch.cuda.current_stream``."""
@@ -172,9 +189,12 @@ class CudaLink:
         with self.within(stream):
             _host_bytes(address, DIGEST_BYTES).copy_(digest_of(_bytes_of(source)))
 
-    def capturing(self) -> bool:
+    def capturing(self, stream: Stream | None = None) -> bool:
         """``torch.cuda.is_current_stream_capturing``."""
-        return bool(torch.cuda.is_current_stream_capturing())
+        if stream is None:
+            return bool(torch.cuda.is_current_stream_capturing())
+        with self.within(stream):
+            return bool(torch.cuda.is_current_stream_capturing())
 
     def pin(self, address: int, nbytes: int, device: torch.device) -> str:
         """``cudaHostRegister``.
@@ -187,6 +207,27 @@ class CudaLink:
     def unpin(self, address: int, device: torch.device) -> None:
         """``cudaHostUnregister``, in a thread of its own for the same reason."""
         _in_thread(_unpin, address, device)
+
+
+def _relax_captures() -> None:
+    """Have CUDA allow in this thread what breaks a capture in another one; see [Note: captures].
+
+    torch has no such function. Where its libcudart cannot be found (ROCm), nothing is done.
+    """
+    exchange = getattr(_cudart(), "cudaThreadExchangeStreamCaptureMode", None)
+    if exchange is not None:
+        exchange(ctypes.byref(ctypes.c_int(_RELAXED)))
+
+
+@cache
+def _cudart() -> ctypes.CDLL | None:
+    """The CUDA runtime that torch has loaded."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "/libcudart" in line}
+        return ctypes.CDLL(paths.pop()) if len(paths) == 1 else None
+    except OSError:
+        return None
 
 
 def _pin(address: int, nbytes: int, device: torch.device) -> str:

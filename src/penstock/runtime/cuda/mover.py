@@ -43,6 +43,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import weakref
 from collections.abc import Callable
@@ -53,7 +54,7 @@ from typing import ClassVar, Final
 import torch
 
 from penstock.core.budget import Budget
-from penstock.core.errors import ClosedError, HookError
+from penstock.core.errors import ClosedError, HookError, TransferError
 from penstock.core.locks import Lock, defer
 from penstock.core.units import MIB, format_bytes
 from penstock.io.engine import Priority, Transfer
@@ -148,15 +149,21 @@ class CudaMover(Mover):
             NoSpaceError: The tier has no room, or there is none to stage the storage in and there
                 will be none by itself.
             HookError: A CUDA graph is being captured.
+            TransferError: One is, in another thread, on a stream that works with the storage.
             ClosedError: The mover is closed, or this is a forked process.
         """
         self._check_usable()
-        if self._link.capturing():
+        link = self._link
+        if link.capturing():
             raise HookError(
                 f"{label}: tensors cannot be offloaded while a CUDA graph is captured, because its"
                 " replay would not move them; capture it within `with session.paused():`"
             )
-        after = tuple(self._link.record(stream) for stream in self._table.leave(storage))
+        streams = self._table.leave(storage)
+        current = link.current_stream(storage.device)
+        if any(stream != current and link.capturing(stream) for stream in streams):
+            raise _captured(storage, label)
+        after = tuple(link.record(stream) for stream in streams)
         return self._out.write(storage, tier, label, after)
 
     # -- back -------------------------------------------------------------------------------------
@@ -164,9 +171,16 @@ class CudaMover(Mover):
     def allocate(self, ticket: CudaTicket, *, force: bool = False) -> CudaTarget | None:
         """Memory on the ticket's device, allocated on the current stream.
 
-        ``None`` also where the device itself has not so much left. With ``force`` that raises
-        ``torch.OutOfMemoryError``.
+        ``None`` also where the device itself has not so much left, and while a CUDA graph is captured.
+        With ``force`` that raises ``torch.OutOfMemoryError``, or ``HookError``.
         """
+        if self._link.capturing():
+            if not force:
+                return None
+            raise HookError(
+                f"{ticket.label} was moved out of memory, and cannot be brought back while a CUDA graph"
+                " is captured; capture forward and backward within one `with session.paused():`"
+            )
         return self._in.allocate(ticket, force=force)
 
     def read(
@@ -207,6 +221,10 @@ class CudaMover(Mover):
         link = self._link
         if not link.capturing():
             link.synchronize(link.record(link.current_stream(self.device)))
+
+    def drain(self) -> None:
+        """Wait until every copy that was begun has landed."""
+        self._lanes.drain()
 
     def drop(self, target: CudaTarget) -> None:
         """Nothing to do: it dies with its last reference, which may be a lane's until it has landed."""
@@ -297,6 +315,17 @@ class CudaMover(Mover):
             f"the driver refuses to pin {format_bytes(nbytes)} of host memory ({reason}): copies to"
             f" and from {self.device} will take several times as long; lower host_memory",
         )
+
+
+def _captured(storage: torch.UntypedStorage, label: str) -> TransferError:
+    return TransferError(
+        errno=errno.EBUSY,
+        op="copy",
+        path=label,
+        offset_bytes=0,
+        nbytes=storage.nbytes(),
+        advice="a CUDA graph is being captured on a stream that works with it",
+    )
 
 
 def _abandon(lanes: Lanes, slabs: list[Slab]) -> None:
