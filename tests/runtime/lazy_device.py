@@ -78,6 +78,9 @@ class LazyLink:
         self._enqueue(stream, event.set)
         return event
 
+    def reuse(self, event):
+        pass
+
     def wait(self, stream, event):
         if isinstance(stream, str):
             self.waits += not event.is_set()

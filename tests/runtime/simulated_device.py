@@ -42,6 +42,7 @@ class Schedule:
 class SimEvent:
     def __init__(self):
         self.reached = False
+        self.idle = False
 
 
 class SimStream:
@@ -136,21 +137,30 @@ class SimLink:
         stream.queue.append(("record", event))
         return event
 
+    def reuse(self, event):
+        assert not event.idle, "twice"
+        event.idle = True
+
     def wait(self, stream, event):
+        assert not event.idle
         kind = stream.name.split("-")[0]
         if self.broken != f"{kind} streams do not wait":
             stream.queue.append(("wait", event))
 
     def reached(self, event):
+        assert not event.idle
         return event.reached
 
     def synchronize(self, event):
+        assert not event.idle
         while not event.reached:
             if self.broken == "the host does not wait":
                 return
             assert self.step(), "the device is deadlocked"
 
     def elapsed_ns(self, start, end):
+        assert not start.idle
+        assert not end.idle
         return 1000
 
     def empty(self, nbytes, device):

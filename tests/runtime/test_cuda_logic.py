@@ -4,11 +4,13 @@ import gc
 import os
 import threading
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 from cuda_rig import Rig, check_all_given_back, pattern_of
-from simulated_device import DEVICE, SimLink, io_error
+from simulated_device import DEVICE, SimEvent, SimLink, io_error
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.core.errors import (
     ClosedError,
@@ -401,6 +403,16 @@ def test_a_read_does_without_the_slab_if_waiting_for_it_is_in_vain(queued):
     rig.spill(2, NBYTES)
     if not queued:
         rig.settle()
+    target, transfer = rig.fetch(on_flash)
+    while rig.flash.pending or rig.link.step() or rig.staging.serve(wait=False):
+        rig.flash.finish()
+    assert (
+        not transfer.done
+    )  # to enqueue the copy takes as long as the copy: its lane's thread does it
+    del target
+    rig.settle()
+    assert transfer.done
+    rig.recorder.count("staging.beyond", -1)
     assert rig.bytes_of(on_flash) == pattern_of(1, NBYTES).tobytes()
     assert rig.counters()["staging.beyond"] == 1
     rig.close()
@@ -546,6 +558,30 @@ def test_a_demand_overtakes_prefetches_that_wait_for_a_buffer():
     rig.close()
 
 
+@pytest.mark.parametrize("through_flash", [False, True])
+def test_a_demand_overtakes_the_copies_of_what_is_read_ahead(rig, through_flash):
+    tier = rig.flash if through_flash else rig.host_tier
+    first, second = (rig.spill(number, NBYTES, tier) for number in range(2))
+    rig.settle()
+    rig.scratch(NBYTES)
+    rig.settle()
+    ahead, _ = rig.fetch(first, Priority.PREFETCH)
+    rig.flash.finish()
+    prefetches = rig.link.streams[-1]
+    prefetches.queue.appendleft(("wait", stuck := SimEvent()))
+    target, transfer = rig.fetch(second, Priority.PREFETCH if through_flash else Priority.DEMAND)
+    transfer.promote(Priority.DEMAND)
+    rig.flash.finish()
+    wrong = []
+    rig.check(rig.mover.finish(target), 1, wrong)
+    while rig.link.current.queue:
+        assert rig.link.step()
+    assert not wrong
+    assert prefetches.queue
+    stuck.reached = True
+    del ahead
+
+
 def test_a_demand_raises_the_priority_of_a_read_from_flash_under_way(rig):
     ticket = rig.spill(1, NBYTES)
     rig.settle()
@@ -629,7 +665,7 @@ def test_trap_34_every_thread_of_a_lane_is_told_its_device_before_all_else():
     ticket.written.wait(5)
     rig.fetch(ticket)[1].wait(5)
     rig.mover.close()
-    names = ["penstock-copy-out-cpu", "penstock-copy-in-cpu"]
+    names = ["penstock-copy-out-cpu", "penstock-copy-demand-cpu"]
     assert rig.link.adopted == [(name, DEVICE) for name in names]
     assert calls[0] == rig.link.adopted[:1]
 
@@ -639,6 +675,43 @@ def test_the_link_is_measured_without_leaving_anything_behind(rig):
     assert out == back == 64 * KIB * 1e9 / 1000
     check_all_given_back(rig)
     assert Rig(staging=0, host=0).mover.measure() == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 4097, 3 * 4096, 3 * 4096 + 1])
+def test_long_copies_go_in_pieces(monkeypatch, nbytes):
+    """So that what another stream copies need not wait for all of one."""
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.copy_.default:
+                lengths.append(args[0].numel())
+            return func(*args, **(kwargs or {}))
+
+    lengths = []
+    monkeypatch.setattr(link, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(link.CudaLink, "within", lambda self, stream: nullcontext())
+    source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
+    found = torch.zeros(nbytes, dtype=torch.uint8)
+    with Count():
+        link.CudaLink().copy_out(None, source.untyped_storage(), found.data_ptr())
+    assert torch.equal(found, source)
+    assert sum(lengths) == nbytes
+    assert max(lengths) <= 4096
+    assert len(lengths) == -(-nbytes // 4096)
+
+
+def test_copies_of_pinned_memory_use_parts_of_one_tensor(monkeypatch):
+    monkeypatch.setattr(link, "_in_thread", lambda *args: "")
+    memory = torch.zeros(8192, dtype=torch.uint8)
+    cuda, begin = link.CudaLink(), memory.data_ptr()
+    assert cuda.pin(begin, 8192, DEVICE) == ""
+    first, last = cuda._host_bytes(begin, 100), cuda._host_bytes(begin + 8092, 100)
+    assert (first.data_ptr(), last.data_ptr()) == (begin, begin + 8092)
+    assert first._base is last._base is not None
+    beyond = cuda._host_bytes(begin + 8093, 100)
+    assert (beyond.data_ptr(), beyond._base) == (begin + 8093, None)
+    cuda.unpin(begin, DEVICE)
+    assert cuda._host_bytes(begin, 100)._base is None
 
 
 def test_after_the_end_nothing_is_begun_and_discarding_is_harmless():

@@ -1,16 +1,22 @@
 """Whole sessions through the CUDA mover, on a device whose copies run late (see ``lazy_device``)."""
 
+import threading
+
 import pytest
 import torch
 from cuda_training import BUDGET, HOST, MORE_HOST, trained
 from lazy_device import LazyLink
 
 from offload_runs import session_in
+from penstock.core import locks
 from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError, PenstockWarning
 from penstock.core.units import GIB, KIB, MIB
+from penstock.io.engine import Priority
 from penstock.runtime import stores
 from penstock.runtime.cuda.mover import CudaMover
+from penstock.runtime.residency import Residency
+from penstock.runtime.traffic import Traffic
 from penstock.tier.wrappers import FaultyTier
 
 
@@ -191,6 +197,59 @@ def test_trap_35_a_pause_waits_for_what_is_under_way(link, disk_path):
             link.is_capturing = False
         value.sum().backward()
         del value
+
+
+def test_memory_is_allocated_without_a_lock(link, disk_path, monkeypatch):
+    """An allocation may take long, and another thread may be about to free memory."""
+    held = []
+    allocate = CudaMover.allocate
+    monkeypatch.setattr(
+        CudaMover,
+        "allocate",
+        lambda *args, **how: (held.append(locks._held.count), allocate(*args, **how))[1],
+    )
+    settings = {"host_memory": HOST, "device_memory": BUDGET}
+    trained(session_of=lambda m, o: session_in(disk_path, m, o, **settings))
+    assert len(held) > 10
+    assert set(held) == {0}
+
+
+def test_what_another_thread_brings_back_meanwhile_is_brought_back_once(
+    link, disk_path, monkeypatch
+):
+    """The memory that was allocated for it is given up."""
+    fetched = []
+    fetch, allocate = Traffic.fetch, CudaMover.allocate
+
+    def noted_fetch(traffic, saved, *args, **how):
+        fetched.append(saved)
+        return fetch(traffic, saved, *args, **how)
+
+    def slow_allocate(mover, ticket, **how):
+        target = allocate(mover, ticket, **how)
+        if target is not None and len(fetched) % 3 == 0:
+            saved = fetched[-1]
+            fetched.append(None)
+            quicker = threading.Thread(
+                target=fetch, args=(session.executor._traffic, saved, Priority.DEMAND)
+            )
+            quicker.start()
+            quicker.join()
+            assert saved.state is not Residency.SPILLED
+        return target
+
+    monkeypatch.setattr(Traffic, "fetch", noted_fetch)
+    monkeypatch.setattr(CudaMover, "allocate", slow_allocate)
+    session = None
+
+    def session_of(model, optimizer):
+        nonlocal session
+        session = session_in(disk_path, model, optimizer, host_memory=HOST)
+        return session
+
+    with_us, _ = trained(session_of=session_of)
+    with_us.assert_same_bits(trained()[0])
+    assert None in fetched
 
 
 def test_without_a_tier_no_host_memory_is_taken():

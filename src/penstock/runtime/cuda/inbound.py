@@ -12,7 +12,7 @@ from penstock.core.errors import ClosedError, ConfigError
 from penstock.core.locks import Lock, defer
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
-from penstock.runtime.cuda.lanes import Copy, Lanes
+from penstock.runtime.cuda.lanes import Copy, Direction, Lanes
 from penstock.runtime.cuda.link import Link
 from penstock.runtime.cuda.pinned import Buffer, Slab, Waiting
 from penstock.runtime.cuda.stream_table import StreamTable
@@ -36,6 +36,8 @@ class FlashRead:
         self.on_flash = on_flash
         self.target = target
         self.priority = priority
+        self.beyond = False
+        """Whether the buffer is outside the slab: to enqueue its copy takes as long as the copy."""
         self.inner: Transfer | None = None
         """The tier's own transfer, once begun."""
         self.transfer = Transfer(ticket.nbytes, promote=partial(inbound.promote, self))
@@ -120,7 +122,7 @@ class Inbound:
                 buffer.slab.join(buffer)
         if buffer is not None:
             transfer = Transfer(ticket.nbytes)
-            self._copy_in(ticket, target, buffer, 0, transfer)
+            self._copy_in(ticket, target, (buffer, 0), transfer, _lane_for(priority))
             return transfer
         assert on_flash is not None, "bytes are on flash, but the tier has given no ticket"
         assert self._staging is not None, "bytes are on flash, but nothing to stage them in is left"
@@ -170,6 +172,7 @@ class Inbound:
             assert self._staging is not None, "a read without a staging memory"
             self._recorder.count("staging.beyond")
             buffer = self._staging.beyond(read.on_flash.window.nbytes)
+            read.beyond = True
         buffer.slab.release(buffer)  # it is free after the copy to the device
         tier, asked = read.ticket.tier, read.priority
         try:
@@ -190,12 +193,20 @@ class Inbound:
             buffer.slab.leave(buffer)
             read.transfer.settle(inner.error)
             return
-        skew = read.on_flash.window.skew
-        self._copy_in(read.ticket, read.target, buffer, skew, read.transfer)
+        source = buffer, read.on_flash.window.skew
+        lane: Direction = "beyond" if read.beyond else _lane_for(read.priority)
+        self._copy_in(read.ticket, read.target, source, read.transfer, lane)
 
     def _copy_in(
-        self, ticket: CudaTicket, target: CudaTarget, buffer: Buffer, skew: int, transfer: Transfer
+        self,
+        ticket: CudaTicket,
+        target: CudaTarget,
+        source: tuple[Buffer, int],
+        transfer: Transfer,
+        lane: Direction,
     ) -> None:
+        """Begin to copy from some bytes behind a buffer's address."""
+        buffer, skew = source
         fill = target.fill
         copy = Copy(
             target.storage,
@@ -207,7 +218,7 @@ class Inbound:
             issued=partial(self._issued, fill, transfer),
             address=buffer.address + skew,
         )
-        self._lanes.get(ticket.device, "in").submit(copy)
+        self._lanes.get(ticket.device, lane).submit(copy)
 
     def _issued(self, fill: Fill, transfer: Transfer, copy: Copy) -> None:
         if not fill.landed:
@@ -221,3 +232,8 @@ class Inbound:
         buffer.slab.leave(buffer)
         if copy.end is None:  # it was never issued, so nobody knows
             transfer.settle(copy.error)
+
+
+def _lane_for(priority: Priority) -> Direction:
+    """Return the lane of a copy to a device: what somebody waits for overtakes what is read ahead."""
+    return "demand" if priority is Priority.DEMAND else "in"

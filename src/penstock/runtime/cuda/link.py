@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 
+from penstock.core.units import MIB
 from penstock.runtime.cuda import pools
 from penstock.runtime.cuda.digest import DIGEST_BYTES, digest_of
 
@@ -25,6 +26,8 @@ Event: TypeAlias = Any
 
 _PORTABLE: Final = 1
 """``cudaHostRegisterPortable``: pinned for every device, not only for the current one."""
+PIECE_BYTES: Final = 32 * MIB
+"""Long enough to be copied at full speed, and short enough to wait for."""
 _RELAXED: Final = 2
 """``cudaStreamCaptureModeRelaxed``."""
 
@@ -69,6 +72,9 @@ class Link(Protocol):
     def record(self, stream: Stream, *, timed: bool = False) -> Event:
         """Mark this place in ``stream``; with ``timed`` the event can tell when it was reached."""
 
+    def reuse(self, event: Event) -> None:
+        """Nobody asks for ``event`` any more, nor waits for it from now on: it may be recorded again."""
+
     def wait(self, stream: Stream, event: Event) -> None:
         """What is enqueued on ``stream`` from now on runs after ``event``."""
 
@@ -109,12 +115,24 @@ class Link(Protocol):
         """Undo ``pin``."""
 
 
+class _Event(torch.cuda.Event):
+    """An event that knows to which of the lists of idle ones it belongs."""
+
+    idle: list[_Event]
+
+
 class CudaLink:
-    """The link to CUDA devices, by way of torch."""
+    """The link to CUDA devices, by way of torch.
+
+    To make an event, or a tensor of host memory, takes longer than to use it. So events are used again,
+    and all copies of a slab use slices of one tensor.
+    """
 
     def __init__(self) -> None:
         """Targets are allocated from pools of their own, if the knob says so. Raises ConfigError."""
         self._pools = pools.shared()
+        self._idle_events: dict[tuple[torch.device, bool], list[_Event]] = {}
+        self._pinned: dict[int, torch.Tensor] = {}
 
     def adopt_thread(self, device: torch.device) -> None:
         """``torch.cuda.set_device``; and what it does breaks no capture, see [Note: captures]."""
@@ -136,10 +154,19 @@ class CudaLink:
         return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def record(self, stream: Stream, *, timed: bool = False) -> Event:
-        """Record a new event; waiting for it sleeps and does not spin."""
-        event: Any = torch.cuda.Event(enable_timing=timed, blocking=True)  # type: ignore[no-untyped-call]
+        """Record an event, an old one if there is one; waiting for it sleeps and does not spin."""
+        idle = self._idle_events.setdefault((stream.device, timed), [])
+        try:
+            event = idle.pop()
+        except IndexError:
+            event = _Event(enable_timing=timed, blocking=True)  # type: ignore[no-untyped-call]
+            event.idle = idle
         event.record(stream)
         return event
+
+    def reuse(self, event: Event) -> None:
+        """Put it where ``record`` finds it."""
+        event.idle.append(event)
 
     def wait(self, stream: Stream, event: Event) -> None:
         """``stream.wait_event``."""
@@ -175,19 +202,35 @@ class CudaLink:
         _bytes_of(storage).record_stream(stream)
 
     def copy_out(self, stream: Stream, source: torch.UntypedStorage, address: int) -> None:
-        """``cudaMemcpyAsync`` to the host."""
-        with self.within(stream):
-            _host_bytes(address, source.nbytes()).copy_(_bytes_of(source), non_blocking=True)
+        """``cudaMemcpyAsync`` to the host, in pieces."""
+        self._copy(stream, self._host_bytes(address, source.nbytes()), _bytes_of(source))
 
     def copy_in(self, stream: Stream, target: torch.UntypedStorage, address: int) -> None:
-        """``cudaMemcpyAsync`` to the device."""
+        """``cudaMemcpyAsync`` to the device, in pieces."""
+        self._copy(stream, _bytes_of(target), self._host_bytes(address, target.nbytes()))
+
+    def _copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
+        """In pieces, because what another stream copies meanwhile has to wait for one to end."""
+        nbytes = target.numel()
         with self.within(stream):
-            _bytes_of(target).copy_(_host_bytes(address, target.nbytes()), non_blocking=True)
+            if nbytes <= PIECE_BYTES:
+                target.copy_(source, non_blocking=True)
+                return
+            for begin in range(0, nbytes, PIECE_BYTES):
+                piece = slice(begin, begin + PIECE_BYTES)
+                target[piece].copy_(source[piece], non_blocking=True)
+
+    def _host_bytes(self, address: int, nbytes: int) -> torch.Tensor:
+        """Host memory as a tensor that does not own it."""
+        for begin, pinned in self._pinned.copy().items():
+            if 0 <= address - begin <= pinned.numel() - nbytes:
+                return pinned[address - begin : address - begin + nbytes]
+        return _tensor_at(address, nbytes)
 
     def digest(self, stream: Stream, source: torch.UntypedStorage, address: int) -> None:
         """Some reductions, and 40 bytes to the host."""
         with self.within(stream):
-            _host_bytes(address, DIGEST_BYTES).copy_(digest_of(_bytes_of(source)))
+            _tensor_at(address, DIGEST_BYTES).copy_(digest_of(_bytes_of(source)))
 
     def capturing(self, stream: Stream | None = None) -> bool:
         """``torch.cuda.is_current_stream_capturing``."""
@@ -202,10 +245,14 @@ class CudaLink:
         In a thread of its own: the runtime remembers the last error of each thread, and torch would
         report a refused registration as the failure of whatever kernel the caller launches next.
         """
-        return _in_thread(_pin, address, nbytes, device)
+        refusal = _in_thread(_pin, address, nbytes, device)
+        if not refusal:
+            self._pinned[address] = _tensor_at(address, nbytes)
+        return refusal
 
     def unpin(self, address: int, device: torch.device) -> None:
         """``cudaHostUnregister``, in a thread of its own for the same reason."""
+        self._pinned.pop(address, None)
         _in_thread(_unpin, address, device)
 
 
@@ -271,6 +318,6 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _host_bytes(address: int, nbytes: int) -> torch.Tensor:
+def _tensor_at(address: int, nbytes: int) -> torch.Tensor:
     """Host memory as a tensor that does not own it."""
     return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
