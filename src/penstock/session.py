@@ -191,6 +191,8 @@ class Session:
 
     def _open(self) -> None:
         config = self.config
+        if self._device == torch.device("cuda"):  # its number: it is another one in other threads
+            self._device = torch.device("cuda", torch.cuda.current_device())
         if config.event_log is not None:
             self.recorder.log = EventLog(
                 of_rank(config.event_log),
@@ -309,8 +311,13 @@ class Session:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within, this thread saves tensors as if there were no session."""
+        """Within, this thread saves tensors as if there were no session.
+
+        On CUDA it first waits for what is being moved, so that a CUDA graph can be captured. If other
+        threads go on to train meanwhile, capture it with ``capture_error_mode="thread_local"``.
+        """
         with self._attachment.aside():
+            self.executor.drain()
             yield
 
     def step(self) -> None:

@@ -20,6 +20,7 @@ from penstock.runtime.cuda.inbound import Inbound
 from penstock.runtime.cuda.lanes import Lane
 from penstock.runtime.cuda.outbound import Outbound
 from penstock.runtime.cuda.pinned import Slab
+from penstock.runtime.cuda.tickets import Fill
 from penstock.testing.order import Order
 from penstock.tier.base import Tier
 
@@ -155,7 +156,7 @@ def fills() -> None:
     """Who finds that a copy to the device has landed knows what the lane's thread knew then."""
     _around(Inbound, "_landed", lambda order, _, fill, *__: order.hand_over(_key(fill)))
     _around(Inbound, "finish", lambda order, _, target: _landed(order, target.fill))
-    _around(Inbound, "await_fill", lambda order, _, __, fill, ___: _landed(order, fill))
+    _around(Fill, "precede", lambda order, fill, *_: _landed(order, fill))
 
 
 def _landed(order: Order, fill: Any) -> None:

@@ -10,6 +10,7 @@ from offload_runs import session_in
 from penstock.core.budget import Budget
 from penstock.core.units import MIB
 from penstock.io.arena import Arena
+from penstock.io.engine import Priority
 from penstock.observe.recorder import Recorder, Stage
 from penstock.runtime.cuda.link import CudaLink
 from penstock.runtime.cuda.mover import CudaMover
@@ -190,3 +191,42 @@ def test_each_device_has_lanes_of_its_own(disk_path, index):
     expected = gradient()
     with session_in(disk_path, **settings_for("flash")):
         assert torch.equal(gradient(), expected)
+
+
+def test_events_are_recorded_again_once_nobody_asks_for_them(link, device):
+    stream = link.current_stream(device)
+    for timed in (False, True):
+        event = link.record(stream, timed=timed)
+        assert link.record(stream, timed=timed) is not event
+        link.reuse(event)
+        assert link.record(stream, timed=not timed) is not event
+        assert link.record(stream, timed=timed) is event
+        link.synchronize(event)
+
+
+def test_a_demand_overtakes_what_is_read_ahead(mover, device, warm):
+    """A copy that cannot begin does not hold up another one."""
+    sources = [
+        torch.full((NBYTES // 2,), number, dtype=torch.uint8, device=device) for number in (1, 2)
+    ]
+    tickets = [mover.write(source.untyped_storage(), HostTier, "slot") for source in sources]
+    for ticket in tickets:
+        ticket.written.wait(10)
+    del sources
+    main, other = torch.cuda.current_stream(), torch.cuda.Stream()
+    torch.cuda._sleep(LONG)  # the target of the first is not free before
+    ahead = mover.allocate(tickets[0])
+    mover.read(HostTier, tickets[0], ahead, Priority.PREFETCH).wait(10)
+    with torch.cuda.stream(other):
+        target = mover.allocate(tickets[1])
+        mover.read(HostTier, tickets[1], target, Priority.DEMAND).wait(10)
+        storage = mover.finish(target)
+        mover.use(storage)
+        found = torch.empty(0, dtype=torch.uint8, device=device).set_(storage).clone()
+        other.synchronize()
+    assert not main.query()
+    assert (found == 2).all().item()
+    del ahead
+    torch.cuda.synchronize()
+    for ticket in tickets:
+        mover.discard(HostTier, ticket)

@@ -85,11 +85,19 @@ class Rig:
 
     # -- what a training loop does ----------------------------------------------------------------
 
-    def tensor(self, number, nbytes):
-        """A storage that a kernel on the current stream fills with a pattern."""
+    def tensor(self, number, nbytes, producer=None):
+        """A storage that a kernel on the current stream fills with a pattern.
+
+        With a ``producer`` that stream allocates and fills it, and the current one waits for that.
+        """
+        reader = self.link.current
+        self.link.current = producer or reader
         storage = self.link.empty(nbytes, DEVICE)
         address, pattern = storage.data_ptr(), pattern_of(number, nbytes)
         self.link.launch(lambda: _poke(address, pattern))
+        if producer not in (None, reader):
+            self.link.wait(reader, self.link.record(producer))
+        self.link.current = reader
         self.mover.use(storage)
         return storage
 
@@ -173,7 +181,7 @@ def check_all_given_back(rig):
     assert rig.link.live == 0
     assert rig.flash.places == 0
     assert set(rig.mover._out._promised.values()) <= {0}
-    assert not rig.mover._in._fills
+    assert not len(rig.mover._table)
 
 
 def pattern_of(number, nbytes):

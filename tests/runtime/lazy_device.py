@@ -9,6 +9,7 @@ import queue
 import random
 import threading
 import time
+from contextlib import contextmanager
 
 import torch
 
@@ -30,12 +31,19 @@ class LazyStream(threading.Thread):
 
 
 class LazyLink:
-    """The link that a CUDA mover uses."""
+    """The link that a CUDA mover uses.
+
+    Attributes:
+        current: The current stream, by any name: of those that are no copy streams, all run at once.
+    """
 
     NOW = "the interpreter itself"
 
     def __init__(self, *, refusal="", most_delay_s=0.001, seed=0):
         self.refusal = refusal
+        self.adopted = []
+        self.is_capturing = False
+        self.current = self.NOW
         self.copied_bytes = {"out": 0, "in": 0}
         self.pinned = set()
         self.waits = 0
@@ -48,8 +56,17 @@ class LazyLink:
             stream.work.put(None)
             stream.join(5)
 
+    def adopt_thread(self, device):
+        self.adopted.append((threading.current_thread().name, device))
+
     def current_stream(self, device):
-        return self.NOW
+        return self.current
+
+    @contextmanager
+    def within(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
 
     def copy_stream(self, device):
         self._seed += 1
@@ -61,8 +78,11 @@ class LazyLink:
         self._enqueue(stream, event.set)
         return event
 
+    def reuse(self, event):
+        pass
+
     def wait(self, stream, event):
-        if stream is self.NOW:
+        if isinstance(stream, str):
             self.waits += not event.is_set()
             assert event.wait(10), "a copy does not end"
         else:
@@ -105,8 +125,8 @@ class LazyLink:
         self._enqueue(stream, make)
         self.synchronize(self.record(stream))
 
-    def capturing(self):
-        return False
+    def capturing(self, stream=None):
+        return self.is_capturing and stream is None
 
     def pin(self, address, nbytes, device):
         if not self.refusal:
@@ -121,7 +141,7 @@ class LazyLink:
         self._enqueue(stream, lambda: ctypes.memmove(target, source, nbytes))
 
     def _enqueue(self, stream, what):
-        if stream is self.NOW:
+        if isinstance(stream, str):
             what()
         else:
             stream.work.put(what)

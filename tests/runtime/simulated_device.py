@@ -8,8 +8,10 @@ one thing out, to see that the tests notice.
 
 import ctypes
 import errno
+import threading
 import weakref
 from collections import deque
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -40,6 +42,7 @@ class Schedule:
 class SimEvent:
     def __init__(self):
         self.reached = False
+        self.idle = False
 
 
 class SimStream:
@@ -73,9 +76,11 @@ class SimLink:
         self.schedule = schedule or Schedule()
         self.broken = broken
         self.refusal = refusal
+        self.adopted = []
         self.current = SimStream("compute-0")
         self.streams = [self.current]
         self.is_capturing = False
+        self.captured = set()
         self.out_of_memory = False
         self.pinned = {}
         self.live = 0
@@ -110,33 +115,52 @@ class SimLink:
 
     # -- for the mover ----------------------------------------------------------------------------
 
+    def adopt_thread(self, device):
+        self.adopted.append((threading.current_thread().name, device))
+
     def current_stream(self, device):
         assert device == DEVICE
         return self.current
+
+    @contextmanager
+    def within(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
 
     def copy_stream(self, device):
         return self.stream(f"copy-{len(self.streams)}")
 
     def record(self, stream, *, timed=False):
+        assert stream not in self.captured, "an event that is a node of a graph"
         event = SimEvent()
         stream.queue.append(("record", event))
         return event
 
+    def reuse(self, event):
+        assert not event.idle, "twice"
+        event.idle = True
+
     def wait(self, stream, event):
+        assert not event.idle
         kind = stream.name.split("-")[0]
         if self.broken != f"{kind} streams do not wait":
             stream.queue.append(("wait", event))
 
     def reached(self, event):
+        assert not event.idle
         return event.reached
 
     def synchronize(self, event):
+        assert not event.idle
         while not event.reached:
             if self.broken == "the host does not wait":
                 return
             assert self.step(), "the device is deadlocked"
 
     def elapsed_ns(self, start, end):
+        assert not start.idle
+        assert not end.idle
         return 1000
 
     def empty(self, nbytes, device):
@@ -182,8 +206,8 @@ class SimLink:
         stream.queue.append(("run", make))
         self.synchronize(self.record(stream))
 
-    def capturing(self):
-        return self.is_capturing
+    def capturing(self, stream=None):
+        return self.is_capturing if stream is None else stream in self.captured
 
     def pin(self, address, nbytes, device):
         if not self.refusal:

@@ -355,7 +355,7 @@ def deaf_in(monkeypatch):
 def test_the_simulation_notices_what_is_left_out(leave_out, monkeypatch):
     monkeypatch.setenv("PENSTOCK_VERIFY", "off")  # or digests would notice first
     leave_out(monkeypatch)
-    for seed in range(200):
+    for seed in range(600):
         program = Program(random.Random(seed).randbytes(800), direct=True)
         try:
             if program.run():

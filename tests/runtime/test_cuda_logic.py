@@ -4,11 +4,13 @@ import gc
 import os
 import threading
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 from cuda_rig import Rig, check_all_given_back, pattern_of
-from simulated_device import DEVICE, SimLink, io_error
+from simulated_device import DEVICE, SimEvent, SimLink, io_error
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.core.errors import (
     ClosedError,
@@ -105,33 +107,103 @@ def test_what_is_spilled_late_waits_for_the_stream_that_produced_it(rig):
     assert rig.bytes_of(ticket) == pattern_of(1, NBYTES).tobytes()
 
 
-@pytest.mark.parametrize("known_before", [True, False])
-def test_a_source_is_not_reused_while_another_stream_reads_it(rig, known_before):
+@pytest.mark.parametrize("reads_before", [True, False])
+def test_a_source_is_not_reused_while_another_stream_reads_it(rig, reads_before):
     """Without us autograd would have held it until backward."""
     first = rig.link.current
     other = rig.link.stream("compute-1")
-    if known_before:
-        rig.link.current = other
-        rig.tensor(0, 4096)
-        rig.link.current = first
     source = rig.tensor(1, NBYTES)
     address = source.data_ptr()
-    ticket = rig.mover.write(source, rig.flash, "slot")
-    rig.link.current = other
-    if not known_before:
+    if reads_before:
+        rig.link.current = other
         rig.mover.use(source)
+        rig.link.current = first
+    ticket = rig.mover.write(source, rig.flash, "slot")
+    if not reads_before:
+        rig.link.current = other
+        rig.mover.use(source)
+        rig.link.current = first
     other.queue.append(("wait", stuck := rig.link.record(rig.link.stream("never"))))
     del source
-    ticket.written.add_done_callback(lambda done: None)
-    while rig.link.streams[0].runnable:
-        rig.link.streams[0].step()
+    for stream in (other, first):
+        while stream.runnable:
+            stream.step()
     rig.serve()
     assert ticket.written.done
-    rig.link.current = first
     assert rig.link.empty(NBYTES, DEVICE).data_ptr() != address
     stuck.reached = True
     rig.link.finish()
     assert rig.link.empty(NBYTES, DEVICE).data_ptr() == address
+
+
+def test_trap_33_a_source_allocated_on_a_loaders_stream_is_not_reused_while_it_is_read(rig):
+    """A batch: its own stream knows nothing of its readers, and is free to fill the next one there."""
+    loader, reader = rig.link.stream("loader"), rig.link.current
+    rig.link.current = loader
+    batch = rig.link.empty(NBYTES, DEVICE)
+    address = batch.data_ptr()
+    rig.link.current = reader
+    rig.mover.use(batch)
+    ticket = rig.mover.write(batch, rig.flash, "slot")
+    reader.queue.append(("wait", stuck := rig.link.record(rig.link.stream("never"))))
+    del batch
+    while reader.runnable:
+        reader.step()
+    rig.serve()
+    assert ticket.written.done
+    rig.link.current = loader
+    assert rig.link.empty(NBYTES, DEVICE).data_ptr() != address
+    stuck.reached = True
+    rig.link.finish()
+    assert rig.link.empty(NBYTES, DEVICE).data_ptr() == address
+
+
+def test_a_spill_does_not_wait_for_streams_that_have_nothing_to_do_with_it(rig):
+    first = rig.link.current
+    rig.link.current = other = rig.link.stream("compute-1")
+    unrelated = rig.tensor(0, NBYTES)
+    other.queue.append(("wait", rig.link.record(rig.link.stream("never"))))
+    rig.link.current = first
+    source = rig.tensor(1, NBYTES)
+    address = source.data_ptr()
+    rig.link.current = other  # an eviction, in a thread that works on it
+    ticket = rig.mover.write(source, rig.flash, "slot")
+    del source
+    rig.link.step()
+    while first.runnable:
+        first.step()
+    rig.serve()
+    assert ticket.written.done
+    rig.link.current = first
+    assert rig.link.empty(NBYTES, DEVICE).data_ptr() == address
+    rig.link.streams[-1].queue.clear()
+    other.queue.clear()
+    del unrelated
+
+
+def test_nothing_is_remembered_of_streams_whose_storages_are_gone(rig):
+    for number in range(5):
+        rig.link.current = rig.link.stream(f"compute-{number + 1}")
+        rig.tensor(number, NBYTES)
+    assert not len(rig.mover._table)
+    source = rig.tensor(9, NBYTES)
+    assert rig.mover._table.leave(source) == (rig.link.current,)
+
+
+def test_what_has_landed_before_it_is_handed_out_is_kept_for_another_stream_that_uses_it(rig):
+    ticket = rig.spill(1, NBYTES, rig.host_tier)
+    rig.settle()
+    storage = rig.restored(ticket)  # on this stream; its copy has ended
+    address, first = storage.data_ptr(), rig.link.current
+    rig.link.current = other = rig.link.stream("compute-1")
+    rig.mover.use(storage)
+    other.queue.append(("wait", stuck := rig.link.record(rig.link.stream("never"))))
+    del storage
+    rig.link.current = first
+    assert rig.mover.allocate(ticket).storage.data_ptr() != address
+    stuck.reached = True
+    rig.link.finish()
+    assert rig.mover.allocate(ticket).storage.data_ptr() == address
 
 
 def test_a_spill_that_finds_no_buffer_waits_in_a_queue_and_its_source_with_it():
@@ -222,6 +294,46 @@ def test_no_tensor_is_spilled_while_a_graph_is_captured(rig):
         rig.spill(1, NBYTES)
 
 
+def test_trap_35_nothing_waits_for_a_stream_that_is_captured_in_another_thread(rig):
+    """The event would be a node of the graph, and the copy, too."""
+    first = rig.link.current
+    source = rig.tensor(1, NBYTES)
+    rig.link.current = rig.link.stream("compute-1")
+    rig.link.captured.add(first)
+    with pytest.raises(TransferError, match="being captured on a stream that works with it"):
+        rig.mover.write(source, rig.flash, "slot")
+    rig.link.captured.clear()
+    ticket = rig.mover.write(source, rig.flash, "slot")
+    del source
+    rig.settle()
+    assert rig.bytes_of(ticket) == pattern_of(1, NBYTES).tobytes()
+
+
+def test_trap_35_nothing_is_brought_back_while_a_graph_is_captured(rig):
+    """Its target's event would be a node of the graph."""
+    ticket = rig.spill(1, NBYTES)
+    rig.settle()
+    rig.link.is_capturing = True
+    rig.link.captured.add(rig.link.current)
+    assert rig.mover.allocate(ticket) is None
+    with pytest.raises(HookError, match="cannot be brought back while a CUDA graph"):
+        rig.mover.allocate(ticket, force=True)
+    rig.link.is_capturing = False
+    rig.link.captured.clear()
+
+
+def test_draining_waits_for_the_device():
+    rig = Rig(threaded=True)
+    gate = threading.Event()
+    rig.link.launch(lambda: gate.wait(5))
+    ticket = rig.spill(1, NBYTES, rig.host_tier)
+    threading.Timer(0.05, gate.set).start()
+    rig.mover.drain()
+    assert gate.is_set()
+    assert ticket.written.done
+    rig.mover.close()
+
+
 # -- flash that fails -----------------------------------------------------------------------------
 
 
@@ -291,6 +403,16 @@ def test_a_read_does_without_the_slab_if_waiting_for_it_is_in_vain(queued):
     rig.spill(2, NBYTES)
     if not queued:
         rig.settle()
+    target, transfer = rig.fetch(on_flash)
+    while rig.flash.pending or rig.link.step() or rig.staging.serve(wait=False):
+        rig.flash.finish()
+    assert (
+        not transfer.done
+    )  # to enqueue the copy takes as long as the copy: its lane's thread does it
+    del target
+    rig.settle()
+    assert transfer.done
+    rig.recorder.count("staging.beyond", -1)
     assert rig.bytes_of(on_flash) == pattern_of(1, NBYTES).tobytes()
     assert rig.counters()["staging.beyond"] == 1
     rig.close()
@@ -436,6 +558,30 @@ def test_a_demand_overtakes_prefetches_that_wait_for_a_buffer():
     rig.close()
 
 
+@pytest.mark.parametrize("through_flash", [False, True])
+def test_a_demand_overtakes_the_copies_of_what_is_read_ahead(rig, through_flash):
+    tier = rig.flash if through_flash else rig.host_tier
+    first, second = (rig.spill(number, NBYTES, tier) for number in range(2))
+    rig.settle()
+    rig.scratch(NBYTES)
+    rig.settle()
+    ahead, _ = rig.fetch(first, Priority.PREFETCH)
+    rig.flash.finish()
+    prefetches = rig.link.streams[-1]
+    prefetches.queue.appendleft(("wait", stuck := SimEvent()))
+    target, transfer = rig.fetch(second, Priority.PREFETCH if through_flash else Priority.DEMAND)
+    transfer.promote(Priority.DEMAND)
+    rig.flash.finish()
+    wrong = []
+    rig.check(rig.mover.finish(target), 1, wrong)
+    while rig.link.current.queue:
+        assert rig.link.step()
+    assert not wrong
+    assert prefetches.queue
+    stuck.reached = True
+    del ahead
+
+
 def test_a_demand_raises_the_priority_of_a_read_from_flash_under_way(rig):
     ticket = rig.spill(1, NBYTES)
     rig.settle()
@@ -509,11 +655,63 @@ def test_copies_are_recorded_with_the_time_that_the_device_took(rig):
         assert (flow.count, flow.nbytes, flow.busy_ns) == (1, NBYTES, 1000)
 
 
+def test_trap_34_every_thread_of_a_lane_is_told_its_device_before_all_else():
+    """A new thread's device is the first one, whichever this process uses."""
+    rig = Rig(threaded=True)
+    calls = []
+    reached = rig.link.reached
+    rig.link.reached = lambda event: (calls.append(list(rig.link.adopted)), reached(event))[1]
+    ticket = rig.spill(1, NBYTES, rig.host_tier)
+    ticket.written.wait(5)
+    rig.fetch(ticket)[1].wait(5)
+    rig.mover.close()
+    names = ["penstock-copy-out-cpu", "penstock-copy-demand-cpu"]
+    assert rig.link.adopted == [(name, DEVICE) for name in names]
+    assert calls[0] == rig.link.adopted[:1]
+
+
 def test_the_link_is_measured_without_leaving_anything_behind(rig):
     out, back = rig.mover.measure()
     assert out == back == 64 * KIB * 1e9 / 1000
     check_all_given_back(rig)
     assert Rig(staging=0, host=0).mover.measure() == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 4097, 3 * 4096, 3 * 4096 + 1])
+def test_long_copies_go_in_pieces(monkeypatch, nbytes):
+    """So that what another stream copies need not wait for all of one."""
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.copy_.default:
+                lengths.append(args[0].numel())
+            return func(*args, **(kwargs or {}))
+
+    lengths = []
+    monkeypatch.setattr(link, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(link.CudaLink, "within", lambda self, stream: nullcontext())
+    source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
+    found = torch.zeros(nbytes, dtype=torch.uint8)
+    with Count():
+        link.CudaLink().copy_out(None, source.untyped_storage(), found.data_ptr())
+    assert torch.equal(found, source)
+    assert sum(lengths) == nbytes
+    assert max(lengths) <= 4096
+    assert len(lengths) == -(-nbytes // 4096)
+
+
+def test_copies_of_pinned_memory_use_parts_of_one_tensor(monkeypatch):
+    monkeypatch.setattr(link, "_in_thread", lambda *args: "")
+    memory = torch.zeros(8192, dtype=torch.uint8)
+    cuda, begin = link.CudaLink(), memory.data_ptr()
+    assert cuda.pin(begin, 8192, DEVICE) == ""
+    first, last = cuda._host_bytes(begin, 100), cuda._host_bytes(begin + 8092, 100)
+    assert (first.data_ptr(), last.data_ptr()) == (begin, begin + 8092)
+    assert first._base is last._base is not None
+    beyond = cuda._host_bytes(begin + 8093, 100)
+    assert (beyond.data_ptr(), beyond._base) == (begin + 8093, None)
+    cuda.unpin(begin, DEVICE)
+    assert cuda._host_bytes(begin, 100)._base is None
 
 
 def test_after_the_end_nothing_is_begun_and_discarding_is_harmless():

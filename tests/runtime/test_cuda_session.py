@@ -1,15 +1,22 @@
 """Whole sessions through the CUDA mover, on a device whose copies run late (see ``lazy_device``)."""
 
+import threading
+
 import pytest
 import torch
 from cuda_training import BUDGET, HOST, MORE_HOST, trained
+from lazy_device import LazyLink
 
 from offload_runs import session_in
+from penstock.core import locks
 from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError, PenstockWarning
-from penstock.core.units import GIB, MIB
+from penstock.core.units import GIB, KIB, MIB
+from penstock.io.engine import Priority
 from penstock.runtime import stores
 from penstock.runtime.cuda.mover import CudaMover
+from penstock.runtime.residency import Residency
+from penstock.runtime.traffic import Traffic
 from penstock.tier.wrappers import FaultyTier
 
 
@@ -119,6 +126,130 @@ def test_profiles_are_made_of_the_time_of_the_device(link, disk_path, monkeypatc
     trained(session_of=session_of)
     assert found[0] > 10  # twice for each slot
     assert found[0] == found[1] == found[2]
+
+
+def test_trap_33_what_was_kept_is_spilled_behind_the_stream_that_saved_it(link, disk_path):
+    """Although another stream is current when room gets short, and the plan was made before."""
+
+    def half(start, length):
+        value = start * 1.5
+        for _ in range(length):
+            value = torch.sin(value)
+        return value.sum()
+
+    start = torch.randn(64 * KIB, requires_grad=True)
+    settings = {"policy": "keep", "host_memory": HOST, "device_memory": BUDGET}
+    with session_in(disk_path, **settings) as session:
+        for _ in range(2):
+            half(start, 8).backward()
+        assert session.planner.sure
+        link.current = "side"
+        loss = half(start, 8)
+        assert session.executor.kept.table
+        assert not session.executor._by_storage
+        link.current = LazyLink.NOW
+        recorded = []
+        record = link.record
+        link.record = lambda stream, **how: (recorded.append(stream), record(stream, **how))[1]
+        loss = loss + half(start, 12)
+        assert "side" in recorded
+        loss.backward()
+        del loss
+
+
+def test_a_small_view_is_copied_on_the_stream_that_saved_it(link, disk_path):
+    """When its operator has returned, and another stream may be current."""
+    weight = torch.randn(64 * KIB, requires_grad=True)
+    with session_in(disk_path, host_memory=HOST) as session:
+        saved = []
+        save = session.executor.save
+        session.executor.save = lambda storage, *args, **how: (
+            saved.append((storage.nbytes(), link.current)),
+            save(storage, *args, **how),
+        )[1]
+        link.current = "side"
+        part = torch.randn(16 * 64 * KIB)[: 64 * KIB]
+        loss = (weight * part).sum()  # saves it
+        link.current = LazyLink.NOW
+        loss = loss + (weight * 1.5).sin().sum()  # and this lets it be copied
+        assert (256 * KIB, "side") in saved
+        assert (256 * KIB, LazyLink.NOW) in saved
+        loss.backward()
+        assert torch.equal(weight.grad, part + (weight * 1.5).cos() * 1.5)
+        del loss
+
+
+def test_trap_35_a_pause_waits_for_what_is_under_way(link, disk_path):
+    """A copy of ours, or its end, could break the capture of a CUDA graph."""
+    link._most_delay_s = 0.02
+    start = torch.randn(64 * KIB, requires_grad=True)
+    with session_in(disk_path, host_memory=HOST) as session:
+        value = start * 1.5
+        for _ in range(12):
+            value = torch.sin(value)
+        traffic, lanes = session.executor._traffic, session._stores.mover._lanes
+        assert traffic.writing
+        with session.paused():
+            assert not traffic.writing + traffic.reading
+            assert not any(lane._flying for lane in lanes.all())
+            link.is_capturing = True
+            torch.cos(start).sum().backward()  # saved as if there were no session
+            link.is_capturing = False
+        value.sum().backward()
+        del value
+
+
+def test_memory_is_allocated_without_a_lock(link, disk_path, monkeypatch):
+    """An allocation may take long, and another thread may be about to free memory."""
+    held = []
+    allocate = CudaMover.allocate
+    monkeypatch.setattr(
+        CudaMover,
+        "allocate",
+        lambda *args, **how: (held.append(locks._held.count), allocate(*args, **how))[1],
+    )
+    settings = {"host_memory": HOST, "device_memory": BUDGET}
+    trained(session_of=lambda m, o: session_in(disk_path, m, o, **settings))
+    assert len(held) > 10
+    assert set(held) == {0}
+
+
+def test_what_another_thread_brings_back_meanwhile_is_brought_back_once(
+    link, disk_path, monkeypatch
+):
+    """The memory that was allocated for it is given up."""
+    fetched = []
+    fetch, allocate = Traffic.fetch, CudaMover.allocate
+
+    def noted_fetch(traffic, saved, *args, **how):
+        fetched.append(saved)
+        return fetch(traffic, saved, *args, **how)
+
+    def slow_allocate(mover, ticket, **how):
+        target = allocate(mover, ticket, **how)
+        if target is not None and len(fetched) % 3 == 0:
+            saved = fetched[-1]
+            fetched.append(None)
+            quicker = threading.Thread(
+                target=fetch, args=(session.executor._traffic, saved, Priority.DEMAND)
+            )
+            quicker.start()
+            quicker.join()
+            assert saved.state is not Residency.SPILLED
+        return target
+
+    monkeypatch.setattr(Traffic, "fetch", noted_fetch)
+    monkeypatch.setattr(CudaMover, "allocate", slow_allocate)
+    session = None
+
+    def session_of(model, optimizer):
+        nonlocal session
+        session = session_in(disk_path, model, optimizer, host_memory=HOST)
+        return session
+
+    with_us, _ = trained(session_of=session_of)
+    with_us.assert_same_bits(trained()[0])
+    assert None in fetched
 
 
 def test_without_a_tier_no_host_memory_is_taken():

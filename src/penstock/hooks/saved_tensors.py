@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from typing import Any, Final
 
@@ -238,14 +239,22 @@ class SavedTensorHooks:
         if tensor.requires_grad:
             self._copy_out(packed, tensor.detach(), self._origin(tensor))
         else:
-            action = partial(self._copy_out_later, weakref.ref(packed), self._origin(tensor))
+            here = self._executor.here(tensor.device)
+            action = partial(self._copy_out_later, weakref.ref(packed), here, self._origin(tensor))
             self._completion.wait(action)
         return packed
 
-    def _copy_out_later(self, ref: weakref.ref[CopiedOut], origin: Origin, last: bool) -> bool:
+    def _copy_out_later(
+        self,
+        ref: weakref.ref[CopiedOut],
+        here: Callable[[], AbstractContextManager[object]],
+        origin: Origin,
+        last: bool,
+    ) -> bool:
         packed = ref()
         if packed is not None:
-            self._copy_out(packed, packed.probe, origin)
+            with here():
+                self._copy_out(packed, packed.probe, origin)
         return True
 
     def _copy_out(self, packed: CopiedOut, tensor: torch.Tensor, origin: Origin) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -132,6 +133,10 @@ class Executor:
                 attach(saved, view)
         self._mover.use(storage)
         return saved
+
+    def here(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+        """A context for work on ``device`` that is put off; see ``Mover.here``."""
+        return self._mover.here(device)
 
     def holds(
         self,
@@ -470,6 +475,12 @@ class Executor:
         middle_ns = finished.backward_began_ns or end_ns
         span(Stage.FORWARD, finished.began_ns, middle_ns, slot=f"pass {finished.index}")
         span(Stage.BACKWARD, middle_ns, end_ns, slot=f"pass {finished.index}")
+
+    def drain(self) -> None:
+        """Wait for all that moves, where a device that runs behind has a part in it."""
+        if self._mover.runs_behind:
+            self._traffic.drain()
+            self._mover.drain()
 
     def use_mover(self, mover: Mover) -> None:
         """Move by ``mover`` from now on, which knows the tickets of the one before."""

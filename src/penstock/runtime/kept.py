@@ -97,12 +97,13 @@ class KeptStorages:
         self._planner = planner
         self._traffic = traffic
         self._lock = traffic.lock
+        self._use = traffic.mover.use if traffic.mover.runs_behind else None
         self._current_pass = current_pass
         self._release_promoted = release_promoted
         self._passes: dict[Pass, None] = {}
         self._pid = process.this.pid
 
-    def keep(  # noqa: PLR0917  (hot: keywords cost)
+    def keep(  # noqa: PLR0912, PLR0917  (hot: calls and keywords cost)
         self,
         storage: torch.UntypedStorage,
         nbytes: int,
@@ -130,6 +131,8 @@ class KeptStorages:
         sure = self._planner.sure
         if not sure and not self.table:
             return None
+        if self._use is not None:  # first: as soon as it is noted down another thread may spill it
+            self._use(storage)
         cdata = storage._cdata
         traffic = self._traffic
         charged = False

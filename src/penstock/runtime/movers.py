@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 
@@ -66,6 +68,8 @@ class Mover(ABC):
     """Moves storages of one device to tiers and back. Thread-safe; never waits, except where said."""
 
     device: torch.device
+    runs_behind: ClassVar[bool] = False
+    """Whether the device runs behind the interpreter, so that ``use`` says something."""
 
     @abstractmethod
     def write(
@@ -101,11 +105,18 @@ class Mover(ABC):
         Said of a storage whenever it is saved, and of what is restored just before it is handed out.
         """
 
+    def here(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+        """Return a context for work on ``device`` that is put off: its stream is the one of now."""
+        return nullcontext
+
     def made(self, storage: torch.UntypedStorage) -> None:  # noqa: B027  (only some devices need it)
         """The calling thread has just made ``storage`` again; others that ``use`` it come after that."""
 
     def catch_up(self) -> None:  # noqa: B027  (only some devices need it)
         """Wait until the device has done all that the current stream was told: its time is the host's."""
+
+    def drain(self) -> None:  # noqa: B027  (only some devices need it)
+        """Wait until the device has nothing to do any more that is not the program's own."""
 
     @abstractmethod
     def drop(self, target: Any) -> None:

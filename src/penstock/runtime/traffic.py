@@ -309,18 +309,25 @@ class Traffic:
         with self.lock:
             if saved.state is not Residency.SPILLED:
                 return True
-            target = self.mover.allocate(saved.ticket, force=force)
-            if target is None:
-                return False
-            try:
-                transfer = self.mover.read(saved.tier, saved.ticket, target, priority)
-            except BaseException:
-                self.mover.drop(target)
-                raise
-            saved.state = Residency.READING
-            saved.target, saved.read = target, transfer
-            self.reading += 1
-        transfer.add_done_callback(partial(self._arrived, saved))
+            ticket = saved.ticket
+        target = self.mover.allocate(ticket, force=force)  # may take long: a device is asked
+        if target is None:
+            return False
+        with self.lock:
+            ours = saved.state is Residency.SPILLED
+            if ours:
+                try:
+                    transfer = self.mover.read(saved.tier, ticket, target, priority)
+                except BaseException:
+                    self.mover.drop(target)
+                    raise
+                saved.state = Residency.READING
+                saved.target, saved.read = target, transfer
+                self.reading += 1
+        if ours:
+            transfer.add_done_callback(partial(self._arrived, saved))
+        else:  # another thread was quicker, or its last handle has died
+            self.mover.drop(target)
         return True
 
     def _arrived(self, saved: SavedStorage, transfer: Transfer) -> None:
@@ -347,6 +354,12 @@ class Traffic:
         saved.storage = None
 
     # -- the end ----------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Wait until nothing is being written or read."""
+        with self.lock:
+            while self.writing or self.reading:
+                self.changed.wait()
 
     def bury(self, saved: SavedStorage) -> Any | None:
         """No handle is left: give back everything. Under the lock; from finalizers, by ``defer``.

@@ -12,12 +12,12 @@ from penstock.core.errors import ClosedError, ConfigError
 from penstock.core.locks import Lock, defer
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
-from penstock.runtime.cuda.lanes import Copy, Lanes
-from penstock.runtime.cuda.link import Link, Stream
+from penstock.runtime.cuda.lanes import Copy, Direction, Lanes
+from penstock.runtime.cuda.link import Link
 from penstock.runtime.cuda.pinned import Buffer, Slab, Waiting
+from penstock.runtime.cuda.stream_table import StreamTable
 from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket, Fill, Where
 from penstock.runtime.movers import RESTORED
-from penstock.runtime.weak import TensorRef
 from penstock.tier.base import Ticket
 
 
@@ -36,6 +36,8 @@ class FlashRead:
         self.on_flash = on_flash
         self.target = target
         self.priority = priority
+        self.beyond = False
+        """Whether the buffer is outside the slab: to enqueue its copy takes as long as the copy."""
         self.inner: Transfer | None = None
         """The tier's own transfer, once begun."""
         self.transfer = Transfer(ticket.nbytes, promote=partial(inbound.promote, self))
@@ -52,6 +54,7 @@ class Inbound:
         *,
         link: Link,
         lock: Lock,
+        table: StreamTable,
         lanes: Lanes,
         recorder: Recorder,
         budget: Budget,
@@ -62,6 +65,7 @@ class Inbound:
         Args:
             link: To the devices.
             lock: Guards tickets.
+            table: Is told of what is restored.
             lanes: To copy on.
             recorder: Gets counters.
             budget: Targets are charged to it until they die.
@@ -74,7 +78,7 @@ class Inbound:
         self._recorder = recorder
         self._budget = budget
         self._staging = staging
-        self._fills: dict[int, tuple[weakref.ref[torch.UntypedStorage], Fill]] = {}
+        self._table = table
 
     # -- targets ----------------------------------------------------------------------------------
 
@@ -98,37 +102,14 @@ class Inbound:
         return CudaTarget(storage, self._link.record(stream), Fill(stream))
 
     def finish(self, target: CudaTarget) -> torch.UntypedStorage:
-        """The target as a storage; while its bytes are on their way, ``fill_of`` knows it."""
-        if not target.fill.landed:
-            self._remember(target.storage, target.fill)
+        """The target as a storage; who uses it comes after its copy."""
+        self._table.restored(target.storage, target.fill)
         return target.storage
 
     def made(self, storage: torch.UntypedStorage) -> None:
         """Kernels of the current stream make a storage again: rule 7 of the note."""
         stream = self._link.current_stream(storage.device)
-        self._remember(storage, Fill(stream, made=self._link.record(stream)))
-
-    def _remember(self, storage: torch.UntypedStorage, fill: Fill) -> None:
-        cdata, fills = storage._cdata, self._fills
-        known = TensorRef(storage, lambda ref: _forget(fills, cdata, ref))
-        fills[cdata] = (known, fill)
-
-    def fill_of(self, storage: torch.UntypedStorage) -> Fill | None:
-        """How far a restored storage is on its way; ``None`` for any other storage."""
-        known, fill = self._fills.get(storage._cdata, (None, None))
-        return fill if known is not None and known() is storage else None
-
-    def await_fill(self, storage: torch.UntypedStorage, fill: Fill, stream: Stream) -> None:
-        """``stream`` uses a restored storage from now on: rules 5 to 7 of the note."""
-        copy = fill.copy
-        if copy is not None:
-            self._link.wait(stream, copy.end)
-        if stream != fill.stream:
-            if fill.made is not None:
-                self._link.wait(stream, fill.made)
-            self._link.keep(storage, stream)
-        if copy is not None:
-            copy.storage = None  # not before the two lines above
+        self._table.restored(storage, Fill(stream, made=self._link.record(stream)))
 
     # -- reading ----------------------------------------------------------------------------------
 
@@ -141,7 +122,7 @@ class Inbound:
                 buffer.slab.join(buffer)
         if buffer is not None:
             transfer = Transfer(ticket.nbytes)
-            self._copy_in(ticket, target, buffer, 0, transfer)
+            self._copy_in(ticket, target, (buffer, 0), transfer, _lane_for(priority))
             return transfer
         assert on_flash is not None, "bytes are on flash, but the tier has given no ticket"
         assert self._staging is not None, "bytes are on flash, but nothing to stage them in is left"
@@ -191,6 +172,7 @@ class Inbound:
             assert self._staging is not None, "a read without a staging memory"
             self._recorder.count("staging.beyond")
             buffer = self._staging.beyond(read.on_flash.window.nbytes)
+            read.beyond = True
         buffer.slab.release(buffer)  # it is free after the copy to the device
         tier, asked = read.ticket.tier, read.priority
         try:
@@ -211,12 +193,20 @@ class Inbound:
             buffer.slab.leave(buffer)
             read.transfer.settle(inner.error)
             return
-        skew = read.on_flash.window.skew
-        self._copy_in(read.ticket, read.target, buffer, skew, read.transfer)
+        source = buffer, read.on_flash.window.skew
+        lane: Direction = "beyond" if read.beyond else _lane_for(read.priority)
+        self._copy_in(read.ticket, read.target, source, read.transfer, lane)
 
     def _copy_in(
-        self, ticket: CudaTicket, target: CudaTarget, buffer: Buffer, skew: int, transfer: Transfer
+        self,
+        ticket: CudaTicket,
+        target: CudaTarget,
+        source: tuple[Buffer, int],
+        transfer: Transfer,
+        lane: Direction,
     ) -> None:
+        """Begin to copy from some bytes behind a buffer's address."""
+        buffer, skew = source
         fill = target.fill
         copy = Copy(
             target.storage,
@@ -228,7 +218,7 @@ class Inbound:
             issued=partial(self._issued, fill, transfer),
             address=buffer.address + skew,
         )
-        self._lanes.get(ticket.device, "in").submit(copy)
+        self._lanes.get(ticket.device, lane).submit(copy)
 
     def _issued(self, fill: Fill, transfer: Transfer, copy: Copy) -> None:
         if not fill.landed:
@@ -244,12 +234,6 @@ class Inbound:
             transfer.settle(copy.error)
 
 
-def _forget(
-    fills: dict[int, tuple[weakref.ref[torch.UntypedStorage], Fill]],
-    cdata: int,
-    dead: weakref.ref[torch.UntypedStorage],
-) -> None:
-    """A restored storage has died: its key may soon be another's (TRAPS rule 27)."""
-    known = fills.get(cdata)
-    if known is not None and known[0] is dead:
-        del fills[cdata]
+def _lane_for(priority: Priority) -> Direction:
+    """Return the lane of a copy to a device: what somebody waits for overtakes what is read ahead."""
+    return "demand" if priority is Priority.DEMAND else "in"

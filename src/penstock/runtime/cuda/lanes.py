@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import torch
 
@@ -28,9 +28,12 @@ from penstock.runtime.cuda.link import Event, Link
 
 StartThread: TypeAlias = Callable[[Callable[[], None], str], None]
 """How to run something in a thread of a name."""
-Direction: TypeAlias = Literal["out", "in", "fence-out", "fence-in", "digest"]
-"""From the device to the host, or to the device; or what comes before and after I/O that needs no copy:
-the host waits for what uses the memory, or makes a digest of it."""
+Direction: TypeAlias = Literal["out", "in", "demand", "beyond", "fence-out", "fence-in", "digest"]
+"""From the device to the host, or to the device: ahead of time, or because somebody waits for it (on a
+stream of its own, so that it overtakes the first), or from memory that is not pinned. Or what comes
+before and after I/O that needs no copy: the host waits for what uses the memory, or makes a digest."""
+_INWARDS: Final = ("in", "demand", "beyond")
+_ALWAYS_IN_THE_THREAD: Final = ("beyond", "digest")
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +85,7 @@ class Lane:
             start_thread: Starts the lane's thread, at the first copy.
         """
         self._link = link
+        self._device = device
         self._stream = link.copy_stream(device)
         self._enqueue, self._stage = _work_of(link, direction)
         self._recorder = recorder
@@ -121,6 +125,11 @@ class Lane:
             self._wake.wait_for(lambda: oldest not in self._flying)
         return oldest.nbytes
 
+    def drain(self) -> None:
+        """Wait until all that was submitted has landed."""
+        with self._wake:
+            self._wake.wait_for(lambda: not self._flying)
+
     def stop(self) -> None:
         """Let the thread end once all has landed. Does not wait; idempotent."""
         with self._wake:
@@ -149,16 +158,20 @@ class Lane:
             self._issue(copy)
             _tell_issued(copy)
         watched = self._see_end(copy)
+        anchor = self._anchor
         if copy.error is None and self._stage is not None:
             _guarded(partial(self._record, self._stage, watched=watched), copy)
         copy.storage = None  # first: who hears of the end may look whether the storage is dead
         _guarded(copy.landed, copy)
+        if copy.error is None:
+            self._reuse(copy.start, copy.end, None if anchor is None else anchor[0])
         with self._wake:
             self._flying.popleft()
             self._wake.notify_all()
         return True
 
     def _work(self) -> None:
+        self._link.adopt_thread(self._device)
         while self.serve():
             pass
         self._ended.set()
@@ -181,6 +194,8 @@ class Lane:
             copy.start = link.record(stream, timed=True)
             self._enqueue(stream, storage, copy.address)
             copy.end = link.record(stream, timed=True)
+            for event in copy.after:  # a wait is for the event as it was when that was enqueued
+                link.reuse(event)
         except Exception as error:  # noqa: BLE001  (landed tells whoever waits)
             copy.error = error.with_traceback(None)  # whose frames would keep the storage alive
         except BaseException:
@@ -188,6 +203,13 @@ class Lane:
             raise
         finally:
             copy.after = ()
+
+    def _reuse(self, *events: Event | None) -> None:
+        """Of a copy that has landed. Who is about to wait for its end may wait for a later one."""
+        kept = None if self._anchor is None else self._anchor[0]
+        for event in events:
+            if event is not None and event is not kept:
+                self._link.reuse(event)
 
     def _see_end(self, copy: Copy) -> bool:
         """Wait for the copy; whether its end was seen as it came."""
@@ -206,12 +228,13 @@ class Lane:
     def _record(self, stage: Stage, copy: Copy, *, watched: bool) -> None:
         """See [Note: when copies happened]."""
         link, end_ns = self._link, self._recorder.clock.now_ns()
-        if watched or self._anchor is None:
-            self._anchor = (copy.end, end_ns)
-        else:
-            event, at_ns = self._anchor
+        known = self._anchor
+        if known is not None and not watched:
+            event, at_ns = known
             end_ns = min(end_ns, at_ns + link.elapsed_ns(event, copy.end))
         start_ns = end_ns - link.elapsed_ns(copy.start, copy.end)
+        if known is None or watched:
+            self._anchor = (copy.end, end_ns)
         self._recorder.span(
             stage, start_ns, end_ns, nbytes=copy.nbytes, tier=copy.tier, slot=copy.label
         )
@@ -245,8 +268,14 @@ class Lanes:
 
     def await_landing(self) -> int:
         """See :meth:`Lane.await_landing`, of some device's lane inwards."""
-        inwards = [lane for (_, direction), lane in self._lanes.copy().items() if direction == "in"]
+        lanes = self._lanes.copy().items()
+        inwards = [lane for (_, direction), lane in lanes if direction in _INWARDS]
         return next((nbytes for lane in inwards if (nbytes := lane.await_landing())), 0)
+
+    def drain(self) -> None:
+        """Wait until all that was submitted has landed."""
+        for lane in self.all():
+            lane.drain()
 
     def stop(self) -> None:
         """Let every thread end once all has landed. Does not wait."""
@@ -264,7 +293,7 @@ class Lanes:
             device,
             direction,
             recorder=self._recorder,
-            inline=self._inline and direction != "digest",
+            inline=self._inline and direction not in _ALWAYS_IN_THE_THREAD,
             start_thread=self._start_thread,
         )
         return lane
@@ -274,7 +303,7 @@ def _work_of(link: Link, direction: Direction) -> tuple[Callable[..., None], Sta
     """What a lane enqueues, and as what it is recorded."""
     if direction == "out":
         return link.copy_out, Stage.COPY_OUT
-    if direction == "in":
+    if direction in _INWARDS:
         return link.copy_in, Stage.COPY_IN
     return (link.digest if direction == "digest" else lambda *_: None), None
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 
+from penstock.core.units import MIB
 from penstock.runtime.cuda import pools
 from penstock.runtime.cuda.digest import DIGEST_BYTES, digest_of
 
@@ -23,19 +26,54 @@ Event: TypeAlias = Any
 
 _PORTABLE: Final = 1
 """``cudaHostRegisterPortable``: pinned for every device, not only for the current one."""
+PIECE_BYTES: Final = 32 * MIB
+"""Long enough to be copied at full speed, and short enough to wait for."""
+_RELAXED: Final = 2
+"""``cudaStreamCaptureModeRelaxed``."""
 
 
 class Link(Protocol):
-    """Streams, events, memory and copies of devices. Thread-safe; waits only where said."""
+    """Streams, events, memory and copies of devices. Thread-safe; waits only where said.
+
+    [Note: the current device]
+        Each thread has a current device, at first the first one, and a call of CUDA may make a context
+        on it: half a gigabyte, on a device that may be another process's. So no call is made while a
+        device is current that the call has nothing to do with, whichever thread it comes from: threads
+        of copies are told their device once, by ``adopt_thread``, and every call that does not itself
+        see to its device is made inside of ``torch.cuda.device``. That gives the thread back the device
+        it had without a call, if that has no context yet.
+
+    [Note: captures]
+        While a CUDA graph is captured in the mode ``global``, which is torch's default, a call that might
+        interfere (of ``cudaEventQuery``, ``cudaMalloc``, ...) breaks it, whichever thread makes it. The
+        threads of lanes ask for the ends of copies, which interferes with nothing: so they take the mode
+        ``relaxed``, in which such calls are allowed. ``Session.paused`` also waits for what is under way,
+        so that nothing is copied meanwhile. A thread of the program that goes on to train is not held
+        up: it allocates memory of its own, so the capture has to be made with
+        ``capture_error_mode="thread_local"`` in any case.
+
+        An event that is recorded on a stream that is being captured is a node of the graph, and a lane
+        that waits for it is captured, too. So none is recorded there: nothing that such a stream has
+        worked with is spilled meanwhile, and nothing is restored for it.
+    """
+
+    def adopt_thread(self, device: torch.device) -> None:
+        """Prepare the calling thread, which is one of ours, to work with ``device`` and no other."""
 
     def current_stream(self, device: torch.device) -> Stream:
         """The stream that the calling thread enqueues work of ``device`` on at this moment."""
+
+    def within(self, stream: Stream) -> AbstractContextManager[object]:
+        """A context in which ``stream`` is the calling thread's current one."""
 
     def copy_stream(self, device: torch.device) -> Stream:
         """A new stream for copies."""
 
     def record(self, stream: Stream, *, timed: bool = False) -> Event:
         """Mark this place in ``stream``; with ``timed`` the event can tell when it was reached."""
+
+    def reuse(self, event: Event) -> None:
+        """Nobody asks for ``event`` any more, nor waits for it from now on: it may be recorded again."""
 
     def wait(self, stream: Stream, event: Event) -> None:
         """What is enqueued on ``stream`` from now on runs after ``event``."""
@@ -67,8 +105,8 @@ class Link(Protocol):
     def digest(self, stream: Stream, source: torch.UntypedStorage, address: int) -> None:
         """Put a :mod:`.digest` of a whole storage at ``address``; waits until ``stream`` has done it."""
 
-    def capturing(self) -> bool:
-        """Whether the current stream records a CUDA graph."""
+    def capturing(self, stream: Stream | None = None) -> bool:
+        """Whether ``stream``, or else the current one, records a CUDA graph."""
 
     def pin(self, address: int, nbytes: int, device: torch.device) -> str:
         """Register host memory with the driver; ``""``, or why that failed."""
@@ -77,26 +115,58 @@ class Link(Protocol):
         """Undo ``pin``."""
 
 
+class _Event(torch.cuda.Event):
+    """An event that knows to which of the lists of idle ones it belongs."""
+
+    idle: list[_Event]
+
+
 class CudaLink:
-    """The link to CUDA devices, by way of torch."""
+    """The link to CUDA devices, by way of torch.
+
+    To make an event, or a tensor of host memory, takes longer than to use it. So events are used again,
+    and all copies of a slab use slices of one tensor.
+    """
 
     def __init__(self) -> None:
         """Targets are allocated from pools of their own, if the knob says so. Raises ConfigError."""
         self._pools = pools.shared()
+        self._idle_events: dict[tuple[torch.device, bool], list[_Event]] = {}
+        self._pinned: dict[int, torch.Tensor] = {}
+
+    def adopt_thread(self, device: torch.device) -> None:
+        """``torch.cuda.set_device``; and what it does breaks no capture, see [Note: captures]."""
+        torch.cuda.set_device(device)
+        _relax_captures()
 
     def current_stream(self, device: torch.device) -> Stream:
         """``torch.cuda.current_stream``."""
         return torch.cuda.current_stream(device)
+
+    @contextmanager
+    def within(self, stream: Stream) -> Iterator[None]:
+        """``torch.cuda.stream``, which alone would set the thread's former device when it is left."""
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+            yield
 
     def copy_stream(self, device: torch.device) -> Stream:
         """A stream from the high-priority pool, which few others use: torch hands streams out twice."""
         return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def record(self, stream: Stream, *, timed: bool = False) -> Event:
-        """Record a new event; waiting for it sleeps and does not spin."""
-        event: Any = torch.cuda.Event(enable_timing=timed, blocking=True)  # type: ignore[no-untyped-call]
+        """Record an event, an old one if there is one; waiting for it sleeps and does not spin."""
+        idle = self._idle_events.setdefault((stream.device, timed), [])
+        try:
+            event = idle.pop()
+        except IndexError:
+            event = _Event(enable_timing=timed, blocking=True)  # type: ignore[no-untyped-call]
+            event.idle = idle
         event.record(stream)
         return event
+
+    def reuse(self, event: Event) -> None:
+        """Put it where ``record`` finds it."""
+        event.idle.append(event)
 
     def wait(self, stream: Stream, event: Event) -> None:
         """``stream.wait_event``."""
@@ -104,15 +174,18 @@ class CudaLink:
 
     def reached(self, event: Event) -> bool:
         """``event.query``."""
-        return bool(event.query())
+        with torch.cuda.device(event.device):
+            return bool(event.query())
 
     def synchronize(self, event: Event) -> None:
         """``event.synchronize``, which releases the GIL."""
-        event.synchronize()
+        with torch.cuda.device(event.device):
+            event.synchronize()
 
     def elapsed_ns(self, start: Event, end: Event) -> int:
         """To about half a microsecond."""
-        return int(start.elapsed_time(end) * 1e6)
+        with torch.cuda.device(end.device):
+            return int(start.elapsed_time(end) * 1e6)
 
     def empty(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         """From torch's caching allocator, in its pool of the current stream."""
@@ -129,23 +202,42 @@ class CudaLink:
         _bytes_of(storage).record_stream(stream)
 
     def copy_out(self, stream: Stream, source: torch.UntypedStorage, address: int) -> None:
-        """``cudaMemcpyAsync`` to the host."""
-        with torch.cuda.stream(stream):
-            _host_bytes(address, source.nbytes()).copy_(_bytes_of(source), non_blocking=True)
+        """``cudaMemcpyAsync`` to the host, in pieces."""
+        self._copy(stream, self._host_bytes(address, source.nbytes()), _bytes_of(source))
 
     def copy_in(self, stream: Stream, target: torch.UntypedStorage, address: int) -> None:
-        """``cudaMemcpyAsync`` to the device."""
-        with torch.cuda.stream(stream):
-            _bytes_of(target).copy_(_host_bytes(address, target.nbytes()), non_blocking=True)
+        """``cudaMemcpyAsync`` to the device, in pieces."""
+        self._copy(stream, _bytes_of(target), self._host_bytes(address, target.nbytes()))
+
+    def _copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
+        """In pieces, because what another stream copies meanwhile has to wait for one to end."""
+        nbytes = target.numel()
+        with self.within(stream):
+            if nbytes <= PIECE_BYTES:
+                target.copy_(source, non_blocking=True)
+                return
+            for begin in range(0, nbytes, PIECE_BYTES):
+                piece = slice(begin, begin + PIECE_BYTES)
+                target[piece].copy_(source[piece], non_blocking=True)
+
+    def _host_bytes(self, address: int, nbytes: int) -> torch.Tensor:
+        """Host memory as a tensor that does not own it."""
+        for begin, pinned in self._pinned.copy().items():
+            if 0 <= address - begin <= pinned.numel() - nbytes:
+                return pinned[address - begin : address - begin + nbytes]
+        return _tensor_at(address, nbytes)
 
     def digest(self, stream: Stream, source: torch.UntypedStorage, address: int) -> None:
         """Some reductions, and 40 bytes to the host."""
-        with torch.cuda.stream(stream):
-            _host_bytes(address, DIGEST_BYTES).copy_(digest_of(_bytes_of(source)))
+        with self.within(stream):
+            _tensor_at(address, DIGEST_BYTES).copy_(digest_of(_bytes_of(source)))
 
-    def capturing(self) -> bool:
+    def capturing(self, stream: Stream | None = None) -> bool:
         """``torch.cuda.is_current_stream_capturing``."""
-        return bool(torch.cuda.is_current_stream_capturing())
+        if stream is None:
+            return bool(torch.cuda.is_current_stream_capturing())
+        with self.within(stream):
+            return bool(torch.cuda.is_current_stream_capturing())
 
     def pin(self, address: int, nbytes: int, device: torch.device) -> str:
         """``cudaHostRegister``.
@@ -153,11 +245,36 @@ class CudaLink:
         In a thread of its own: the runtime remembers the last error of each thread, and torch would
         report a refused registration as the failure of whatever kernel the caller launches next.
         """
-        return _in_thread(_pin, address, nbytes, device)
+        refusal = _in_thread(_pin, address, nbytes, device)
+        if not refusal:
+            self._pinned[address] = _tensor_at(address, nbytes)
+        return refusal
 
     def unpin(self, address: int, device: torch.device) -> None:
         """``cudaHostUnregister``, in a thread of its own for the same reason."""
+        self._pinned.pop(address, None)
         _in_thread(_unpin, address, device)
+
+
+def _relax_captures() -> None:
+    """Have CUDA allow in this thread what breaks a capture in another one; see [Note: captures].
+
+    torch has no such function. Where its libcudart cannot be found (ROCm), nothing is done.
+    """
+    exchange = getattr(_cudart(), "cudaThreadExchangeStreamCaptureMode", None)
+    if exchange is not None:
+        exchange(ctypes.byref(ctypes.c_int(_RELAXED)))
+
+
+@cache
+def _cudart() -> ctypes.CDLL | None:
+    """The CUDA runtime that torch has loaded."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "/libcudart" in line}
+        return ctypes.CDLL(paths.pop()) if len(paths) == 1 else None
+    except OSError:
+        return None
 
 
 def _pin(address: int, nbytes: int, device: torch.device) -> str:
@@ -201,6 +318,6 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _host_bytes(address: int, nbytes: int) -> torch.Tensor:
+def _tensor_at(address: int, nbytes: int) -> torch.Tensor:
     """Host memory as a tensor that does not own it."""
     return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)

@@ -5,9 +5,10 @@
     it needs (TRAPS rule 15). *Compute stream* is whichever stream is current at the call (never one
     that was looked up before), since backward runs in other threads than forward.
 
-    1. Out: an event is recorded on the compute stream at ``write``, and on every other stream that is
-       known to have worked with saved storages, because one that is spilled late may have been
-       produced elsewhere. The copy comes after these events, even if it is issued much later.
+    1. Out: at ``write`` an event is recorded on every stream that has worked with this storage, which
+       are those that were current when it was saved; ``.stream_table`` knows them. The stream of the
+       thread that writes need not be one: what is evicted late was produced elsewhere. The copy comes
+       after these events, even if it is issued much later.
     2. The source is held until the *host* has seen the end of its copy; only then is ``written``
        settled. Nobody waits for that: not the compute stream, not the caller.
     3. Host memory changes hands only when the host has seen the end of the copy that touches it. So a
@@ -18,10 +19,23 @@
        first, in its own thread: its current stream waits for the copy, the interpreter does not.
     6. The target is held until the end of its copy, or until somebody has used it: then that stream
        comes after the copy, and so does whatever reuses the memory. If it is another stream than the
-       one it was allocated on, the allocator is told so (``record_stream``, which is otherwise
-       avoided, because it makes memory come free late).
+       one it was allocated on, the allocator is told so (``record_stream``).
     7. What is not copied back but made again is there when the stream that makes it has come so far.
        An event is recorded behind that, and every other stream that uses it waits for the event.
+    8. Autograd would hold what is saved until backward, and a program may rely on that: a batch that
+       a loader's stream has allocated is read on another one, and nobody tells the allocator. We let
+       go of it as soon as its copy has ended. So the allocator is told of every stream of rule 1 at
+       ``write``, and of those that come later at their first ``use``. It ignores the one that the
+       memory was allocated on. What stays until backward is not told of: that would make memory come
+       free late for nothing.
+
+    Why the stream at the save is enough for rule 1: what an operator saves it reads or writes, on the
+    stream that is current then. What was produced on another stream before, the program has had this
+    one wait for, or the operator itself would race. Two things cannot be known. A reader on another
+    stream that saves nothing: if the program drops the tensor before that stream is waited for, it must
+    say ``record_stream``, as it must for what nobody saves. And a ``Function`` (or
+    ``torch.utils.checkpoint``) that saves what it reads on another stream only: the stream that is
+    current at the call must have waited for whatever produced that.
 
     No cycle can arise: a copy waits only for events that were recorded before it was issued, and a
     stream waits for a copy only after that.
@@ -29,23 +43,28 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import ClassVar, Final
 
 import torch
 
 from penstock.core.budget import Budget
-from penstock.core.errors import ClosedError, HookError
+from penstock.core.errors import ClosedError, HookError, TransferError
 from penstock.core.locks import Lock, defer
 from penstock.core.units import MIB, format_bytes
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
 from penstock.runtime.cuda.inbound import Inbound
 from penstock.runtime.cuda.lanes import Lanes, StartThread, start_daemon
-from penstock.runtime.cuda.link import Link, Stream
+from penstock.runtime.cuda.link import Link
 from penstock.runtime.cuda.outbound import Outbound
 from penstock.runtime.cuda.pinned import Buffer, Slab
+from penstock.runtime.cuda.stream_table import StreamTable
 from penstock.runtime.cuda.tickets import CudaTarget, CudaTicket
 from penstock.runtime.movers import RESTORED, Encoding, Mover
 from penstock.tier.base import Tier
@@ -60,6 +79,7 @@ class CudaMover(Mover):
         device: Where the pinned memory was registered; storages of others are moved as well.
     """
 
+    runs_behind: ClassVar[bool] = True
     _outbound: ClassVar[type[Outbound]] = Outbound
     _inbound: ClassVar[type[Inbound]] = Inbound
 
@@ -92,7 +112,7 @@ class CudaMover(Mover):
         self._budget = budget
         self._slabs = [slab for slab in (host, staging) if slab is not None]
         self._lock = Lock()
-        self._streams: dict[torch.device, set[Stream]] = {}
+        self._table = StreamTable(link, self._lock)
         refusals = [slab.refusal for slab in self._slabs if slab.refusal]
         lanes = Lanes(link, recorder, inline=not refusals, start_thread=start_thread)
         self._lanes = lanes
@@ -102,6 +122,7 @@ class CudaMover(Mover):
         self._in = self._inbound(
             link=link,
             lock=self._lock,
+            table=self._table,
             lanes=lanes,
             recorder=recorder,
             budget=budget,
@@ -128,22 +149,21 @@ class CudaMover(Mover):
             NoSpaceError: The tier has no room, or there is none to stage the storage in and there
                 will be none by itself.
             HookError: A CUDA graph is being captured.
+            TransferError: One is, in another thread, on a stream that works with the storage.
             ClosedError: The mover is closed, or this is a forked process.
         """
         self._check_usable()
-        if self._link.capturing():
+        link = self._link
+        if link.capturing():
             raise HookError(
                 f"{label}: tensors cannot be offloaded while a CUDA graph is captured, because its"
                 " replay would not move them; capture it within `with session.paused():`"
             )
-        self.use(storage)
-        streams = tuple(self._streams[storage.device])
-        if (
-            len(streams) > 1
-        ):  # some may still read what without us would not have been freed so soon
-            for stream in streams:
-                self._link.keep(storage, stream)
-        after = tuple(self._link.record(stream) for stream in streams)
+        streams = self._table.leave(storage)
+        current = link.current_stream(storage.device)
+        if any(stream != current and link.capturing(stream) for stream in streams):
+            raise _captured(storage, label)
+        after = tuple(link.record(stream) for stream in streams)
         return self._out.write(storage, tier, label, after)
 
     # -- back -------------------------------------------------------------------------------------
@@ -151,9 +171,16 @@ class CudaMover(Mover):
     def allocate(self, ticket: CudaTicket, *, force: bool = False) -> CudaTarget | None:
         """Memory on the ticket's device, allocated on the current stream.
 
-        ``None`` also where the device itself has not so much left. With ``force`` that raises
-        ``torch.OutOfMemoryError``.
+        ``None`` also where the device itself has not so much left, and while a CUDA graph is captured.
+        With ``force`` that raises ``torch.OutOfMemoryError``, or ``HookError``.
         """
+        if self._link.capturing():
+            if not force:
+                return None
+            raise HookError(
+                f"{ticket.label} was moved out of memory, and cannot be brought back while a CUDA graph"
+                " is captured; capture forward and backward within one `with session.paused():`"
+            )
         return self._in.allocate(ticket, force=force)
 
     def read(
@@ -177,19 +204,13 @@ class CudaMover(Mover):
     def use(self, storage: torch.UntypedStorage) -> None:
         """From now on the current stream works with ``storage``: rules 1 and 5 to 7 of the note.
 
-        A stream that is ever current here must live as long as the session; those of torch do.
+        A stream that is current here must live as long as the storage; those of torch do.
         """
-        device = storage.device
-        stream = self._link.current_stream(device)
-        streams = self._streams.get(device, ())
-        if stream not in streams:
-            with self._lock:
-                streams = self._streams[device] = {stream, *self._streams.get(device, ())}
-        fill = self._in.fill_of(storage)
-        if fill is not None:
-            self._in.await_fill(storage, fill, stream)
-        elif len(streams) > 1:
-            self._link.keep(storage, stream)
+        self._table.use(storage)
+
+    def here(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+        """A context, to be entered once, in which the stream that is current now is the current one."""
+        return partial(self._link.within, self._link.current_stream(device))
 
     def made(self, storage: torch.UntypedStorage) -> None:
         """The current stream has been told to make ``storage`` again: rule 7 of the note."""
@@ -200,6 +221,10 @@ class CudaMover(Mover):
         link = self._link
         if not link.capturing():
             link.synchronize(link.record(link.current_stream(self.device)))
+
+    def drain(self) -> None:
+        """Wait until every copy that was begun has landed."""
+        self._lanes.drain()
 
     def drop(self, target: CudaTarget) -> None:
         """Nothing to do: it dies with its last reference, which may be a lane's until it has landed."""
@@ -290,6 +315,17 @@ class CudaMover(Mover):
             f"the driver refuses to pin {format_bytes(nbytes)} of host memory ({reason}): copies to"
             f" and from {self.device} will take several times as long; lower host_memory",
         )
+
+
+def _captured(storage: torch.UntypedStorage, label: str) -> TransferError:
+    return TransferError(
+        errno=errno.EBUSY,
+        op="copy",
+        path=label,
+        offset_bytes=0,
+        nbytes=storage.nbytes(),
+        advice="a CUDA graph is being captured on a stream that works with it",
+    )
 
 
 def _abandon(lanes: Lanes, slabs: list[Slab]) -> None:

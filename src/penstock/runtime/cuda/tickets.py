@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from penstock.io.engine import Transfer
     from penstock.runtime.cuda.lanes import Copy
-    from penstock.runtime.cuda.link import Event, Stream
+    from penstock.runtime.cuda.link import Event, Link, Stream
     from penstock.runtime.cuda.pinned import Buffer, Slab
     from penstock.tier.base import Ticket, Tier
 
@@ -62,6 +62,20 @@ class Fill:
     landed: bool = False
     made: Event | None = None
     """For what was made again on ``stream``, and not copied: reached when it is there."""
+
+    def precede(self, link: Link, stream: Stream) -> None:
+        """What ``stream`` does from now on comes after the bytes are there."""
+        copy = self.copy
+        if copy is not None:
+            link.wait(stream, copy.end)
+        if self.made is not None and stream != self.stream:
+            link.wait(stream, self.made)
+
+    def used(self) -> None:
+        """A stream comes after the copy, and the allocator knows of it: the copy need hold nothing."""
+        copy = self.copy
+        if copy is not None:
+            copy.storage = None
 
 
 @dataclass(slots=True, eq=False)
