@@ -158,7 +158,9 @@ class FlashStates:
         options = [
             fresh_scalars(options_of(group)) for group in self._source.optimizer.param_groups
         ]
-        ready = {index: ready_event(grad) for index, grad in grads.items()}
+        devices = {index: self.params[index].tensor.device for index in grads}
+        events = {device: ready_event(device) for device in {*devices.values()}}
+        ready = {index: events[device] for index, device in devices.items()}
         was_set = frozenset(param.index for param in self.params if param.was_set)
         return Pass(self.steps + 1, options, grads, factor, {}, ready, was_set)
 
@@ -315,7 +317,9 @@ class FlashStates:
     def pool(self) -> ThreadPoolExecutor:
         """The threads that update tiles."""
         if self._pool is None:
-            self._pool = make_pool(self.threads)
+            devices = (param.tensor.device for param in self.params)
+            device = next((each for each in devices if each.type == "cuda"), None)
+            self._pool = make_pool(self.threads, device)
         return self._pool
 
     @property

@@ -56,7 +56,7 @@ class Pass:
     scalars: dict[int, dict[str, Any]]
     """By the parameter's number: what the step makes of its scalars; written by the threads."""
     ready: dict[int, Any]
-    """By the parameter's number: what to wait for before its gradient is copied from a device."""
+    """By the parameter's number: what copies of its gradient and weight come after; None on the host."""
     was_set: frozenset[int] = frozenset()
     """Numbers of parameters that may have been set since the last step, by others."""
 
@@ -212,7 +212,7 @@ class Updater:
             return mine, None
         if array.packing == "plain":
             master = packing.plain(array, work.memory, piece.at, mine.numel())
-            after = work.step.ready.get(piece.param)
+            after = work.step.ready[piece.param]
             if not param.has_state:
                 copy_across(mine, master, after)
             elif param.index in work.step.was_set:
@@ -232,7 +232,7 @@ class Updater:
         grad, step = work.grad(piece), work.step
         if grad.device != device:
             host = self._scratch.take("brought", grad.dtype, at, grad.numel())
-            grad = copy_across(grad, host, step.ready.get(piece.param))
+            grad = copy_across(grad, host, step.ready[piece.param])
         if step.factor is not None:
             own = self._scratch.take("clipped", grad.dtype, at, grad.numel())
             grad = torch.mul(grad, step.factor.to(grad.device), out=own)
@@ -254,7 +254,7 @@ class Updater:
         elif _is_copy(array, mine):
             packing.plain(array, work.memory, item.piece.at, mine.numel()).copy_(mine)
         else:
-            copy_across(item.weight.to(mine.dtype), mine)
+            copy_across(item.weight.to(mine.dtype), mine, work.step.ready[item.piece.param])
 
     def _keep_states(self, item: _Item, work: _Work) -> None:
         piece, states = item.piece, item.states
