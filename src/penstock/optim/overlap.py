@@ -36,11 +36,11 @@ from penstock.core.errors import ConfigError
 from penstock.core.locks import Lock
 from penstock.optim.config import RING
 from penstock.optim.crew import wait_for_all
-from penstock.optim.device import ready_event
 from penstock.optim.layout import Tile
 from penstock.optim.params import Param
 from penstock.optim.states import FlashStates
 from penstock.optim.update import Pass
+from penstock.staging import ready_event
 
 _NOTHING: Final = torch.empty(0)
 _listeners: Any = WeakIdKeyDictionary()  # parameter: a weak reference to its Overlap

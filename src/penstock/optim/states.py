@@ -24,7 +24,6 @@ from penstock.core.errors import ClosedError, ConfigError, PenstockWarning
 from penstock.io.engine import Engine
 from penstock.optim.config import RING, RING_BYTES
 from penstock.optim.crew import make_pool, wait_for_all
-from penstock.optim.device import ready_event
 from penstock.optim.gradients import Gradients, Share
 from penstock.optim.groups import Groups, options_of
 from penstock.optim.layout import Tile
@@ -36,6 +35,7 @@ from penstock.optim.slots import Slots
 from penstock.optim.squeeze import Squeezer, slack_bytes
 from penstock.optim.store import Store, engine_for_records, named_file
 from penstock.optim.update import Pass, Updater
+from penstock.staging import ready_event
 
 _THREADS: Final = 2
 
