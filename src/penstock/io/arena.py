@@ -206,7 +206,7 @@ class Arena:
         return Block(self, offset, self.address + offset, nbytes)
 
     def pretouch(self) -> bool:
-        """Make all of it resident, for good: it can then be registered with a device driver.
+        """Make all of it resident, to stay so: it can then be registered with a device driver.
 
         Returns:
             False, with nothing changed, if the budget refuses.
@@ -221,6 +221,13 @@ class Arena:
         if not self._mapping.populate(0, self.capacity_bytes):
             self._touch_idle()
         return True
+
+    def undo_pretouch(self) -> int:
+        """Give idle pages back as ``trim`` does, and let it do so from now on. How many bytes."""
+        self._check_process()
+        with self._lock:
+            self._pretouched = False
+        return self.trim()
 
     def trim(self, nbytes: int | None = None) -> int:
         """Give idle whole pages back to the system and to the budget; the highest ones first.

@@ -59,7 +59,7 @@ class Waiting:
 
 
 class Slab:
-    """A capped piece of host memory, resident and registered with the driver once. Thread-safe.
+    """A capped piece of host memory, resident and registered with the driver. Thread-safe.
 
     Attributes:
         arena: Whose blocks it hands out.
@@ -99,11 +99,12 @@ class Slab:
                 f"{name}: {format_bytes(nbytes)} ({nbytes} bytes) do not fit the {budget.name}"
                 f" budget, which has {budget.free_bytes} bytes left"
             )
-        self.refusal = link.pin(self.arena.address, self.arena.capacity_bytes, device)
+        self.refusal = self._pin()
         self._wake = condition()
         self._queues: dict[Priority, deque[Waiting]] = {priority: deque() for priority in Priority}
         self._buffers: set[Buffer] = set()
         self._moving = 0
+        self._resting = False
         self._start_thread: StartThread | None = start_thread
         self._stopping = False
         self._closed = False
@@ -198,6 +199,41 @@ class Slab:
             self._free_unneeded(buffer)
             self._wake.notify_all()
 
+    # -- while nobody needs it --------------------------------------------------------------------
+
+    def rest(self) -> int:
+        """Unpin it, and give back to the system what no buffer holds, until ``wake``. Idempotent.
+
+        Waits until nothing moves; if something still does after a minute, all stays as it is. While it
+        rests nobody gets a buffer. What buffers hold stays where it is, but may not be copied from.
+
+        Returns:
+            How many bytes were given back.
+        """
+        with self._wake:
+            if self._closed or self._resting:
+                return 0
+            if not self._wake.wait_for(lambda: not self._moving, PATIENCE_S):
+                return 0
+            self._resting = True
+        self._unpin()
+        return self.arena.undo_pretouch()
+
+    def wake(self) -> None:
+        """Have all of it resident and pinned again, at the same addresses. Idempotent.
+
+        Takes as long as the constructor. ``refusal`` says if the driver does not pin it any more.
+        """
+        if not self._resting or self._closed:
+            return
+        is_resident = self.arena.pretouch()
+        assert is_resident, (
+            "others have taken what a slab gave back of the budget that it is charged to"
+        )
+        self.refusal = self._pin()
+        with self._wake:
+            self._resting = False
+
     # -- the end ----------------------------------------------------------------------------------
 
     def stop(self) -> list[Waiting]:
@@ -226,8 +262,8 @@ class Slab:
         if not still:
             _never_freed.append(self.arena)
             return
-        if not self.refusal:
-            self._link.unpin(self.arena.address, self._device)
+        if not self._resting:
+            self._unpin()
         for buffer in buffers:
             buffer.block.free()
         self.arena.close()
@@ -250,7 +286,14 @@ class Slab:
         waiting.begin(buffer)
         return True
 
-    # -- inside; under the lock, but for the thread -----------------------------------------------
+    # -- inside; under the lock, but for the thread and the driver --------------------------------
+
+    def _pin(self) -> str:
+        return self._link.pin(self.arena.address, self.arena.capacity_bytes, self._device)
+
+    def _unpin(self) -> None:
+        if not self.refusal:
+            self._link.unpin(self.arena.address, self._device)
 
     def _work(self) -> None:
         while self.serve():
@@ -269,7 +312,7 @@ class Slab:
         return any(queue for other, queue in self._queues.items() if other <= priority)
 
     def _allocate(self, nbytes: int) -> Buffer | None:
-        if self._stopping:
+        if self._stopping or self._resting:
             return None
         block = self.arena.allocate(nbytes)
         return None if block is None else self._add(block)
