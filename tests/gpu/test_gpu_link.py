@@ -9,11 +9,12 @@ from gpu_runs import settings_for
 from offload_runs import session_in
 from penstock.core.budget import Budget
 from penstock.core.units import MIB
+from penstock.io import numa
 from penstock.io.arena import Arena
 from penstock.observe.recorder import Recorder, Stage
 from penstock.runtime.cuda.link import CudaLink
 from penstock.runtime.cuda.mover import CudaMover
-from penstock.runtime.cuda.pinned import Slab
+from penstock.runtime.cuda.pinned import Slab, node_of
 
 pytestmark = pytest.mark.gpu
 
@@ -190,3 +191,10 @@ def test_each_device_has_lanes_of_its_own(disk_path, index):
     expected = gradient()
     with session_in(disk_path, **settings_for("flash")):
         assert torch.equal(gradient(), expected)
+
+
+def test_pinned_memory_is_of_the_node_that_the_device_is_at(mover, device):
+    node = node_of(device)
+    if node is None:
+        pytest.skip("the machine does not tell at which node the device is")
+    assert {numa.node_at(slab.arena.address) for slab in mover._slabs} == {node}

@@ -104,6 +104,24 @@ def test_a_slab_may_be_closed_while_it_rests():
     assert rig.host_budget.used_bytes == 0
 
 
+def test_a_slab_asks_for_memory_of_the_node_of_its_device(monkeypatch):
+    asked = []
+
+    def prefer(address, nbytes, node):
+        asked.append((address, nbytes, node, resident_bytes(Pages(address, nbytes))))
+        return ""
+
+    monkeypatch.setattr(pinned.numa, "prefer", prefer)
+    monkeypatch.setattr(pinned, "node_of", lambda device: 1)
+    rig = Rig(staging=SLAB, host=0)
+    assert asked == [(rig.staging.arena.address, SLAB, 1, 0)]  # before any of it is touched
+    rig.close()
+
+
+def test_a_device_that_is_host_memory_has_no_node_of_its_own():
+    assert pinned.node_of(torch.device("cpu")) is None
+
+
 def slabs_of(session):
     return session._stores.mover._slabs
 

@@ -21,6 +21,7 @@ from penstock.core.budget import Budget
 from penstock.core.errors import ConfigError
 from penstock.core.locks import condition
 from penstock.core.units import format_bytes, round_up
+from penstock.io import numa
 from penstock.io.arena import Arena, Block
 from penstock.io.engine import Priority
 from penstock.io.mapping import PAGE_BYTES
@@ -29,6 +30,13 @@ from penstock.runtime.cuda.link import Link
 
 PATIENCE_S: Final = 60.0
 _never_freed: Final[list[Arena]] = []
+
+
+def node_of(device: torch.device) -> int | None:
+    """The NUMA node that a device is at; None: it has none, or the machine does not tell."""
+    if device.type != "cuda":
+        return None
+    return numa.node_of(torch.cuda.get_device_properties(device))
 
 
 @dataclass(slots=True, eq=False)
@@ -76,12 +84,12 @@ class Slab:
         name: str,
         start_thread: StartThread = start_daemon,
     ) -> None:
-        """Take memory, touch it and pin it; takes about a second for 4 GiB.
+        """Take memory of the device's NUMA node, touch it and pin it; about a second for 4 GiB.
 
         Args:
             nbytes: How much.
             link: To the device.
-            device: Whose driver pins it, for all devices of its kind.
+            device: Whose driver pins it, for all devices of its kind; they may be at other nodes.
             budget: The host memory that it is charged to, at once and as a whole.
             name: As which it is charged.
             start_thread: Starts its thread, at the first wait.
@@ -92,7 +100,7 @@ class Slab:
         self._link = link
         self._device = device
         self._name = name
-        self.arena = Arena(nbytes, budget=budget, owner=name)
+        self.arena = Arena(nbytes, budget=budget, owner=name, node=node_of(device))
         if not self.arena.pretouch():
             self.arena.close()
             raise ConfigError(
