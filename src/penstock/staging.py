@@ -133,16 +133,24 @@ def staging_for(device: torch.device) -> Iterator[Staging]:
     Args:
         device: With its index, as that of a tensor.
     """
+    staging = _take(device)
+    try:
+        yield staging
+    finally:
+        _give(staging)
+
+
+def _take(device: torch.device) -> Staging:
     with _lock:
         found = next((each for each in _idle if each.device == device), None)
         if found is not None:
             _idle.remove(found)
-    found = found or Staging(device)
-    try:
-        yield found
-    finally:
-        with _lock:
-            _idle.append(found)
+    return found or Staging(device)
+
+
+def _give(staging: Staging) -> None:
+    with _lock:
+        _idle.append(staging)
 
 
 def give_back_idle() -> None:

@@ -7,7 +7,10 @@ from torch import nn
 
 from penstock.optim import FlashAdamW
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*takes more memory than in memory"),
+]
 
 LONG = 500_000_000
 """Cycles of the device that take about a quarter of a second."""

@@ -15,7 +15,10 @@ from penstock.core.units import KIB, MIB
 from penstock.optim import FlashAdamW
 from penstock.staging import PIECE_BYTES, copy_across, ready_event
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*takes more memory than in memory"),
+]
 
 LONG = 500_000_000
 """Cycles of the device that take about a quarter of a second."""
