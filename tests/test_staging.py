@@ -50,7 +50,9 @@ class LateCopies(TorchDispatchMode):
     current = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.copy_.default and args[2:] == (True,):
+        kwargs = kwargs or {}
+        is_late = args[2:3] == (True,) or kwargs.get("non_blocking", False)
+        if func is torch.ops.aten.copy_.default and is_late:
             target, source = args[:2]
 
             def copy():
@@ -59,7 +61,7 @@ class LateCopies(TorchDispatchMode):
 
             self.current.queue.append(copy)
             return target
-        return func(*args, **kwargs or {})
+        return func(*args, **kwargs)
 
 
 @pytest.fixture

@@ -238,7 +238,7 @@ def _end(begun: object, span: Any, writes: bool, transfer: Transfer) -> None:
 
 
 def gradients() -> None:
-    """Who counts a gradient's last piece as written, and frees its memory, knows who counted the others."""
+    """Who counts the last piece of a gradient as written frees its memory, and knows of the others."""
     _around(gradients_module, "_was_written", _counted)
 
 

@@ -56,6 +56,32 @@ def test_an_evaluation_before_step_reads_the_weights_before_the_step(
     assert not torch.equal(model(x).cpu(), expected)
 
 
+@pytest.mark.parametrize("backward_on", ["the stream of the evaluation", "one that waits for it"])
+def test_with_overlap_an_evaluation_before_backward_reads_the_weights_before_the_step(
+    disk_path, backward_on
+):
+    model, x = network(), batch()
+    settings = {"flash": disk_path, "tile": 102_400, "overlap": True}
+    optimizer = FlashAdamW(model.parameters(), lr=1e-2, **settings)
+    reader = torch.cuda.Stream()
+    mine = reader if backward_on == "the stream of the evaluation" else torch.cuda.Stream()
+    for _ in range(2):  # in the first one copies wait for each other by chance
+        expected = model(x).detach().cpu()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(reader), torch.no_grad():
+            torch.cuda._sleep(LONG)
+            seen = model(x)
+        mine.wait_stream(reader)
+        with torch.cuda.stream(mine):
+            model(x).square().mean().backward()
+            optimizer.step()
+        torch.cuda.synchronize()
+        assert torch.equal(seen.cpu(), expected)
+    assert not torch.equal(model(x).cpu(), expected)
+    optimizer.close()
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_threads_that_update_have_the_device_of_the_weights_current(disk_path, overlap):
     """Device 0 is nobody's business that trains on another: there each process would take memory."""
