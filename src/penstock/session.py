@@ -384,11 +384,16 @@ class Session:
         """Those that were given, or have stepped."""
         return self._attachment.protected.optimizers
 
-    def give_back_idle(self) -> None:
+    def rest(self) -> None:
         """Give the system what is held in reserve for what comes back, and what data loaders hold."""
         assert self._stores is not None
         self._loaders.rest()
-        self._stores.give_back_idle()
+        self._stores.rest()
+
+    def wake(self) -> None:
+        """Pin host memory again, if that was given back."""
+        assert self._stores is not None
+        self._stores.wake()
 
     # -- inside -------------------------------------------------------------------------------
 

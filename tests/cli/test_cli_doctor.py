@@ -14,7 +14,7 @@ from penstock.io.files import FileSystem
 from penstock.io.gds import Availability
 
 NAMES = ["python", "torch", "cuda", "settings", "huge pages", "buffers", "tensor pages"]
-NAMES += ["memory", "freed memory"]
+NAMES += ["memory", "NUMA", "freed memory"]
 ANY_VALUE = {"PENSTOCK_BUFFERED_IO", "PENSTOCK_CACHE"}
 """Variables in which no text is malformed."""
 
@@ -266,3 +266,45 @@ def test_missing_packages_are_named_with_what_installs_them(monkeypatch):
     monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
     assert checks.extras().value == "no matplotlib, no scikit-learn, no pillow"
     assert "pip install 'penstock[data,plot]'" in checks.extras().advice
+
+
+@pytest.fixture
+def two_sockets(tmp_path, monkeypatch):
+    """A machine with two nodes and a GPU at each; a third one does not tell."""
+    there = tmp_path / "devices/system/node"
+    there.mkdir(parents=True)
+    (there / "has_memory").write_text("0-1\n")
+    for bus, node in (("3b", 0), ("d8", 1)):
+        device = tmp_path / f"bus/pci/devices/0000:{bus}:00.0"
+        device.mkdir(parents=True)
+        (device / "numa_node").write_text(f"{node}\n")
+    buses = (0x3B, 0xD8, 0x01)
+    cuda = SimpleNamespace(
+        device_count=lambda: len(buses),
+        get_device_properties=lambda number: SimpleNamespace(
+            pci_domain_id=0, pci_bus_id=buses[number], pci_device_id=0
+        ),
+    )
+    monkeypatch.setattr(checks.importlib, "import_module", lambda _: SimpleNamespace(cuda=cuda))
+    return tmp_path
+
+
+def test_numa_nodes_of_gpus_are_told(two_sockets):
+    found = checks.numa_nodes(two_sockets, lambda: frozenset({0, 1}))
+    assert found.verdict is Verdict.OK
+    assert found.value == (
+        "2 nodes; GPU 0 (0000:3b:00.0): node 0; GPU 1 (0000:d8:00.0): node 1;"
+        " GPU 2 (0000:01:00.0): not told"
+    )
+
+
+def test_a_node_that_this_process_may_not_use_is_warned_of(two_sockets):
+    found = checks.numa_nodes(two_sockets, lambda: frozenset({0}))
+    assert found.verdict is Verdict.WARN
+    assert "may not use the memory of GPU 1's node" in found.value
+    assert "cpuset.mems" in found.advice
+    assert checks.numa_nodes(two_sockets, lambda: None).verdict is Verdict.OK
+
+
+def test_on_one_node_all_memory_is_as_near(tmp_path):
+    assert checks.numa_nodes(tmp_path).value == "one node: all memory is as near"

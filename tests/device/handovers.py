@@ -14,13 +14,16 @@ from typing import Any
 
 import emulator
 
+from penstock import staging
 from penstock.io.arena import Arena
 from penstock.io.engine import Transfer
+from penstock.optim import gradients as gradients_module
 from penstock.runtime.cuda.inbound import Inbound
 from penstock.runtime.cuda.lanes import Lane
 from penstock.runtime.cuda.outbound import Outbound
 from penstock.runtime.cuda.pinned import Slab
 from penstock.runtime.cuda.tickets import Fill
+from penstock.staging import Staging, Step
 from penstock.testing.order import Order
 from penstock.tier.base import Tier
 
@@ -31,6 +34,7 @@ def use(order: Order | None) -> None:
     """From now on tell ``order``."""
     global _order  # noqa: PLW0603
     _order = order
+    staging.give_back_idle()  # what one checker was told of, the next one was not
 
 
 def install() -> None:
@@ -44,6 +48,8 @@ def install() -> None:
     slabs()
     arenas()
     tiers()
+    gradients()
+    pieces()
 
 
 def _around(kind: Any, name: str, before: Callable[..., None] | None, after: Any = None) -> None:
@@ -230,3 +236,45 @@ def _end(begun: object, span: Any, writes: bool, transfer: Transfer) -> None:
         _order.forget(_key(begun))
         _order.accessed(span, writes=writes, what="flash")
         _order.hand_over(_key(transfer))
+
+
+def gradients() -> None:
+    """Who counts the last piece of a gradient as written frees its memory, and knows of the others."""
+    _around(gradients_module, "_was_written", _counted)
+
+
+def _counted(order: Order, _: object, __: object, tickets: list[Any], ___: object) -> None:
+    order.hand_over(_key(tickets))
+    order.take_over(_key(tickets))
+
+
+def pieces() -> None:
+    """Who takes staging memory knows what its last user knew; the host reads and writes it, too."""
+    _around(staging, "_give", lambda order, mine: order.hand_over(_key(mine)))
+    _around(staging, "_take", None, lambda order, mine, _: order.take_over(_key(mine)))
+    _around(Staging, "__init__", lambda order, self, _: order.forget(_key(self)), _judged)
+    for name, writes in (("to_host", False), ("to_device", True)):
+        setattr(Staging, name, _telling(getattr(Staging, name), writes))
+
+
+def _judged(order: Order, _: object, mine: Any, *__: object) -> None:
+    for piece in mine._pieces:
+        order.taken(piece.data_ptr(), piece.nbytes)
+
+
+def _telling(move: Callable[..., None], writes: bool) -> Callable[..., None]:
+    """With the host's accesses told as they happen."""
+
+    @wraps(move)
+    def wrapper(self: Staging, steps: Any, after: Any) -> None:
+        move(
+            self, (each._replace(on_host=partial(_on_host, each, writes)) for each in steps), after
+        )
+
+    return wrapper
+
+
+def _on_host(step: Step, writes: bool, piece: Any) -> None:
+    if _order is not None:
+        _order.accessed((piece.data_ptr(), piece.nbytes, False), writes=writes, what="the host")
+    step.on_host(piece)

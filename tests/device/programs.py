@@ -213,9 +213,12 @@ def _optimized(path: Path, device: str, settings: dict[str, Any]) -> Bits:
             x = torch.randn(ROWS, WIDTH, generator=generator).to(device)
             made.zero_grad()
             model(x).square().mean().backward()
+            if settings.get("overlap"):  # else weights are about to change already
+                made.step()
             with torch.no_grad():
                 seen = model(x)
-            made.step()
+            if not settings.get("overlap"):
+                made.step()
             bits.append(seen.cpu())
         bits += [parameter.detach().cpu() for parameter in model.parameters()]
         made.close()

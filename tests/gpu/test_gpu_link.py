@@ -9,12 +9,13 @@ from gpu_runs import settings_for
 from offload_runs import session_in
 from penstock.core.budget import Budget
 from penstock.core.units import MIB
+from penstock.io import numa
 from penstock.io.arena import Arena
 from penstock.io.engine import Priority
 from penstock.observe.recorder import Recorder, Stage
 from penstock.runtime.cuda.link import CudaLink
 from penstock.runtime.cuda.mover import CudaMover
-from penstock.runtime.cuda.pinned import Slab
+from penstock.runtime.cuda.pinned import Slab, node_of
 
 pytestmark = pytest.mark.gpu
 
@@ -230,3 +231,10 @@ def test_a_demand_overtakes_what_is_read_ahead(mover, device, warm):
     torch.cuda.synchronize()
     for ticket in tickets:
         mover.discard(HostTier, ticket)
+
+
+def test_pinned_memory_is_of_the_node_that_the_device_is_at(mover, device):
+    node = node_of(device)
+    if node is None:
+        pytest.skip("the machine does not tell at which node the device is")
+    assert {numa.node_at(slab.arena.address) for slab in mover._slabs} == {node}

@@ -9,7 +9,6 @@ from torch import nn
 
 from cuda_runs import assert_nothing_held
 from offload_runs import session_in
-from penstock.core.units import MIB
 
 pytestmark = pytest.mark.gpu
 

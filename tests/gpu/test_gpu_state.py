@@ -1,5 +1,7 @@
 """What else touches device memory: suspended jobs, checkpoints, optimizers with states on flash."""
 
+import ctypes
+
 import pytest
 import torch
 from gpu_runs import DEVICE, settings_for
@@ -41,6 +43,11 @@ def step(trace, number, model, optimizer):
     trace.note_weights(number, model)
 
 
+def is_pinned(slab):
+    memory = (ctypes.c_ubyte * slab.capacity_bytes).from_address(slab.arena.address)
+    return torch.frombuffer(memory, dtype=torch.uint8).is_pinned()
+
+
 def test_a_suspended_job_gives_its_memory_back_and_goes_on_to_the_same_bits(disk_path, busy):
     expected, found = Trace(), Trace()
     plain = network()
@@ -48,6 +55,8 @@ def test_a_suspended_job_gives_its_memory_back_and_goes_on_to_the_same_bits(disk
         step(expected, number, *plain)
     model, optimizer = network()
     with session_in(disk_path, model, optimizer, **settings_for("flash")) as session:
+        slabs = session._stores.mover._slabs
+        assert all(is_pinned(slab) for slab in slabs)
         for number in range(3):
             step(found, number, model, optimizer)
             before = torch.cuda.memory_allocated()
@@ -55,7 +64,9 @@ def test_a_suspended_job_gives_its_memory_back_and_goes_on_to_the_same_bits(disk
             suspended = penstock.suspend(session)
             assert suspended.nbytes > 4 * 1024 * 1024  # weights, gradients and states
             assert torch.cuda.memory_allocated() <= before - suspended.nbytes
+            assert not any(is_pinned(slab) for slab in slabs)
             penstock.resume(session)
+            assert all(is_pinned(slab) for slab in slabs)
     found.assert_same_bits(expected)
 
 

@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Iterator
+from typing import Final, NamedTuple
 
 import torch
 
 from penstock.checkpoint.leaves import is_plain
 from penstock.core.units import KIB, MIB
+from penstock.staging import PIECE_BYTES, Staging, Step, ready_event, staging_for
 
 _STEP_BYTES: Final = 4 * MIB
 """What is copied at once of a tensor that is not contiguous."""
 _CACHED_BYTES: Final = 512 * KIB
 """What of host memory is copied before its checksum is taken: it is in the core's own cache then."""
+_STAGED_BYTES: Final = PIECE_BYTES - 4 * KIB
+"""What is copied at once of a device's memory; there is room for elements that two steps share."""
 
 
 class Region(ABC):
@@ -81,7 +84,7 @@ class Plain(Region):
 
 
 class Elsewhere(Region):
-    """Any other tensor: on a device, or with its elements in another order. Copied step by step."""
+    """Any other tensor of the host: with its elements in another order. Copied step by step."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         """Look at it; it is kept alive."""
@@ -107,14 +110,89 @@ class Elsewhere(Region):
             ctypes.memmove(target, address + low - start, high - low)
             _copy_range(self._tensor, first, last, values, out=False)
 
-    def _steps(self, start: int, stop: int) -> list[tuple[int, int, int, int]]:
+    def _steps(
+        self, start: int, stop: int, nbytes: int = _STEP_BYTES
+    ) -> list[tuple[int, int, int, int]]:
         """Elements [first, last) of which the bytes [low, high) are meant, step by step."""
         size = self._itemsize
         return [
             (low // size, -(-high // size), low, high)
-            for low in range(start, stop, _STEP_BYTES)
-            for high in (min(low + _STEP_BYTES, stop),)
+            for low in range(start, stop, nbytes)
+            for high in (min(low + nbytes, stop),)
         ]
+
+
+class OnDevice(Elsewhere):
+    """A tensor on a CUDA device; see [Note: staging]. Copied behind what its stream was told before.
+
+    That is the stream which was current in the thread that made the region, when it was made.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Look at it; it is kept alive."""
+        super().__init__(tensor)
+        self._ready = ready_event(tensor.device)
+
+    def copy_out(self, start: int, stop: int, address: int) -> None:
+        """Copy some bytes to memory."""
+        with staging_for(self._tensor.device) as staging:
+            steps = (self._step_out(each, address - start) for each in self._cut(start, stop))
+            staging.to_host(steps, self._ready)
+
+    def copy_in(self, start: int, stop: int, address: int) -> None:
+        """Set some bytes from memory."""
+        with staging_for(self._tensor.device) as staging:
+            steps = (
+                self._step_in(each, address - start, staging) for each in self._cut(start, stop)
+            )
+            staging.to_device(steps, self._ready)
+
+    def _cut(self, start: int, stop: int) -> Iterator[_Span]:
+        return (_Span(*each) for each in self._steps(start, stop, _STAGED_BYTES))
+
+    def _step_out(self, span: _Span, base: int) -> Step:
+        """The bytes go to where ``base`` says that the tensor's first byte would go."""
+
+        def empty(piece: torch.Tensor) -> None:
+            ctypes.memmove(base + span.low, self._inside(piece, span), span.nbytes)
+
+        return Step(self._piece_bytes(span), lambda piece: self._move(piece, span, out=True), empty)
+
+    def _step_in(self, span: _Span, base: int, staging: Staging) -> Step:
+        """The same the other way round."""
+
+        def fill(piece: torch.Tensor) -> None:
+            if span.low % self._itemsize or span.high % self._itemsize:
+                self._move(piece, span, out=True)  # an element that two blocks share
+                staging.synchronize()
+            ctypes.memmove(self._inside(piece, span), base + span.low, span.nbytes)
+
+        return Step(self._piece_bytes(span), lambda piece: self._move(piece, span, out=False), fill)
+
+    def _move(self, piece: torch.Tensor, span: _Span, *, out: bool) -> None:
+        flat = piece.view(self._tensor.dtype)
+        _copy_range(self._tensor, span.first, span.last, flat, out=out)
+
+    def _inside(self, piece: torch.Tensor, span: _Span) -> int:
+        """The address of the first byte that is meant, in a piece that begins with whole elements."""
+        return piece.data_ptr() + span.low - span.first * self._itemsize
+
+    def _piece_bytes(self, span: _Span) -> int:
+        return (span.last - span.first) * self._itemsize
+
+
+class _Span(NamedTuple):
+    """Elements ``[first, last)`` of a tensor, of which the bytes ``[low, high)`` are meant."""
+
+    first: int
+    last: int
+    low: int
+    high: int
+
+    @property
+    def nbytes(self) -> int:
+        """How many are meant."""
+        return self.high - self.low
 
 
 def await_devices(devices: Iterable[torch.device]) -> None:
@@ -128,6 +206,8 @@ def await_devices(devices: Iterable[torch.device]) -> None:
 
 def region_of(tensor: torch.Tensor) -> Region:
     """A tensor's bytes."""
+    if tensor.is_cuda:
+        return OnDevice(tensor)
     return Plain(tensor) if is_plain(tensor) else Elsewhere(tensor)
 
 
@@ -135,7 +215,10 @@ def region_of(tensor: torch.Tensor) -> Region:
 def _copy_range(
     tensor: torch.Tensor, first: int, last: int, flat: torch.Tensor, *, out: bool
 ) -> None:
-    """Copy the elements ``[first, last)``, in their logical order, to ``flat`` or from it."""
+    """Copy the elements ``[first, last)``, in their logical order, to ``flat`` or from it.
+
+    If the tensor is on a device, this only enqueues it, on the current stream.
+    """
     if tensor.dim() <= 1:
         part = tensor.reshape(1)[first:last] if tensor.dim() == 0 else tensor[first:last]
         _copy(part, flat, out=out)
@@ -156,10 +239,10 @@ def _copy_range(
 
 def _copy(part: torch.Tensor, flat: torch.Tensor, *, out: bool) -> None:
     target, source = (flat, part) if out else (part, flat)
-    set_to(target, source)
+    set_to(target, source, non_blocking=part.is_cuda)
 
 
-def set_to(target: torch.Tensor, source: torch.Tensor) -> None:
+def set_to(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
     """Copy, also to a tensor that was made in inference mode, which torch lets change there only."""
     with torch.inference_mode(target.is_inference()):
-        target.copy_(source)
+        target.copy_(source, non_blocking=non_blocking)

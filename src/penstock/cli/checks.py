@@ -22,7 +22,7 @@ from penstock.cli.paths import spill_directory
 from penstock.core import knobs
 from penstock.core.errors import ConfigError, PenstockError, PenstockWarning, free_space_bytes
 from penstock.core.units import GIB, MIB, format_bandwidth, format_bytes
-from penstock.io import gds
+from penstock.io import gds, numa
 from penstock.io.aio import default_engine
 from penstock.io.arena import Arena
 from penstock.io.files import filesystem_of, open_unlinked
@@ -78,6 +78,7 @@ def all_checks(directories: Iterable[str]) -> list[Check]:
         arena_pages(),
         torch_pages(),
         memory(),
+        numa_nodes(),
         freed_memory(),
     ]
     for directory in directories:
@@ -127,6 +128,38 @@ def cuda() -> Check:
             "install a torch for CUDA; see also CUDA_VISIBLE_DEVICES",
         )
     return Check("cuda", Verdict.OK, "no GPU: the device is host memory")
+
+
+def numa_nodes(
+    sysfs: Path = numa.SYSFS,
+    allowed: Callable[[], frozenset[int] | None] = numa.allowed_nodes,
+) -> Check:
+    """At which NUMA nodes the GPUs are: there pinned memory is taken."""
+    count = numa.nodes(sysfs)
+    if count == 1:
+        return Check("NUMA", Verdict.OK, "one node: all memory is as near")
+    value = f"{count} nodes"
+    try:
+        lib: Any = importlib.import_module("torch")
+        found = [lib.cuda.get_device_properties(i) for i in range(lib.cuda.device_count())]
+    except Exception:  # noqa: BLE001  (torch, or its driver, is broken: other checks say so)
+        return Check("NUMA", Verdict.OK, value)
+    nodes = {}
+    for number, each in enumerate(found):
+        nodes[number] = numa.node_of(each, sysfs)
+        where = "not told" if nodes[number] is None else f"node {nodes[number]}"
+        value += f"; GPU {number} ({numa.pci_address(each) or 'address not told'}): {where}"
+    mine = allowed()
+    away = [str(n) for n, node in nodes.items() if mine and node is not None and node not in mine]
+    if not away:
+        return Check("NUMA", Verdict.OK, value)
+    return Check(
+        "NUMA",
+        Verdict.WARN,
+        f"{value}; this process may not use the memory of GPU {', '.join(away)}'s node",
+        "allow it that node (cpuset.mems of its cgroup), or give it a GPU of its own; copies cross"
+        " the sockets' link otherwise",
+    )
 
 
 def settings() -> list[Check]:

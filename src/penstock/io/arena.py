@@ -28,6 +28,7 @@ from penstock.core.budget import Budget
 from penstock.core.errors import ClosedError, ConfigError
 from penstock.core.locks import Lock, defer
 from penstock.core.units import format_bytes, round_down, round_up
+from penstock.io import numa
 from penstock.io.extents import ExtentAllocator
 from penstock.io.mapping import HUGE_PAGE_BYTES, PAGE_BYTES, Mapping
 
@@ -109,7 +110,12 @@ class Arena:
     """
 
     def __init__(
-        self, capacity_bytes: int, *, budget: Budget | None = None, owner: str = "arena"
+        self,
+        capacity_bytes: int,
+        *,
+        budget: Budget | None = None,
+        owner: str = "arena",
+        node: int | None = None,
     ) -> None:
         """Reserve address space; nothing is resident and nothing is charged yet.
 
@@ -117,6 +123,7 @@ class Arena:
             capacity_bytes: The most it can hold.
             budget: What its resident pages are charged to; None for an arena of its own.
             owner: As which it takes from the budget.
+            node: The NUMA node whose memory it is to be, while that has any; None: the system decides.
 
         Raises:
             ConfigError: The capacity, or the budget, is less than one page of the system.
@@ -127,6 +134,8 @@ class Arena:
         self._budget = budget
         self._mapping = Mapping(self.capacity_bytes)
         self.address = self._mapping.address
+        if node is not None:
+            numa.prefer(self.address, self.capacity_bytes, node)
         self._lock = Lock()
         self._pid = os.getpid()
         self._closed = False
@@ -206,7 +215,7 @@ class Arena:
         return Block(self, offset, self.address + offset, nbytes)
 
     def pretouch(self) -> bool:
-        """Make all of it resident, for good: it can then be registered with a device driver.
+        """Make all of it resident, to stay so: it can then be registered with a device driver.
 
         Returns:
             False, with nothing changed, if the budget refuses.
@@ -221,6 +230,13 @@ class Arena:
         if not self._mapping.populate(0, self.capacity_bytes):
             self._touch_idle()
         return True
+
+    def undo_pretouch(self) -> int:
+        """Give idle pages back as ``trim`` does, and let it do so from now on. How many bytes."""
+        self._check_process()
+        with self._lock:
+            self._pretouched = False
+        return self.trim()
 
     def trim(self, nbytes: int | None = None) -> int:
         """Give idle whole pages back to the system and to the budget; the highest ones first.

@@ -38,5 +38,8 @@ class Job(Protocol):
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Those that it knows."""
 
-    def give_back_idle(self) -> None:
-        """Give back to the system what it holds in reserve."""
+    def rest(self) -> None:
+        """Give back to the system what it holds in reserve; it moves nothing until ``wake``."""
+
+    def wake(self) -> None:
+        """Take again what ``rest`` gave back, as far as that is not taken when it is needed."""

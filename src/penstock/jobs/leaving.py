@@ -29,6 +29,7 @@ from penstock.jobs.parcels import (
     Part,
     packed,
 )
+from penstock.staging import bytes_of, copy_across, ready_event
 from penstock.tier.base import Ticket, Tier
 
 
@@ -94,10 +95,10 @@ class Departure:
         staged = deque[Ticket]()
         for each in leaving:
             storage = each.held.storage
-            source = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
-            source.copy_(storage)
+            source = torch.empty(storage.nbytes(), dtype=torch.uint8)
+            copy_across(bytes_of(storage), source, ready_event(storage.device))
             parts = (Part(each, None),)
-            staged.append(self._send(parts, source.data_ptr(), source.nbytes(), keep_alive=source))
+            staged.append(self._send(parts, source.data_ptr(), source.nbytes, keep_alive=source))
             del source
             while sum(one.nbytes for one in staged) > STAGED_BYTES:
                 staged.popleft().written.wait()

@@ -19,6 +19,7 @@ from penstock.io.pages import Pages
 from penstock.io.supply import Supply
 from penstock.jobs.parcels import BUFFER_BYTES, BUFFERS, STAGED_BYTES, Away, Parcel, Part
 from penstock.jobs.recall import Recall
+from penstock.staging import bytes_of, copy_across, ready_event
 from penstock.tier.base import Tier
 
 _NO_PAGES: Final = Pages(0, 0)
@@ -186,7 +187,8 @@ class Return:
         if read.staged is not None:
             skew = ticket.window.skew
             storage.resize_(ticket.nbytes)
-            storage.copy_(read.staged[skew : skew + ticket.nbytes].clone().untyped_storage())
+            staged = read.staged[skew : skew + ticket.nbytes]
+            copy_across(staged, bytes_of(storage), ready_event(storage.device))
         for away, pages, offset in read.wanted:
             if read.block is not None:
                 assert pages is not None

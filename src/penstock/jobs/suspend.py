@@ -10,7 +10,8 @@
    and every byte is checked. A read that fails can be tried again; until then its tensor stays closed.
 
 On a GPU a storage gives its memory back as a whole, through a buffer in host memory, and has another
-address afterwards: what was captured in a CUDA graph is not valid any more.
+address afterwards: what was captured in a CUDA graph is not valid any more. Pinned memory of the host is
+unpinned and given back, too; it is pinned again, at the same addresses, when all is there.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from contextlib import suppress
 
 import torch
 
+from penstock import staging
 from penstock.checkpoint.background import let_all_change
 from penstock.checkpoint.moves import await_devices
 from penstock.core.errors import ClosedError, ConfigError, PenstockError, SuspendError
@@ -265,12 +267,17 @@ def suspend(
 
     def give_back_idle() -> None:
         gc.collect(1)  # what the last steps left behind need not stay in memory
-        job.give_back_idle()
+        job.rest()
+        staging.give_back_idle()
         memory.trim_heap()
 
-    job.suspended = Suspended(
-        held, tier=tier, stayed=stayed, recall=recall, meanwhile=give_back_idle
-    )
+    try:
+        job.suspended = Suspended(
+            held, tier=tier, stayed=stayed, recall=recall, meanwhile=give_back_idle
+        )
+    except BaseException:
+        job.wake()
+        raise
     if any(each.pages is None for each in held):  # it went through the heap
         memory.trim_heap()
     return job.suspended
@@ -313,6 +320,7 @@ def resume(job: Job) -> None:
     if job.suspended is not None:
         job.suspended.resume()
         job.suspended = None
+        job.wake()
 
 
 @atexit.register

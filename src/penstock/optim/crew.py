@@ -11,10 +11,19 @@ from pathlib import Path
 import torch
 
 
-def make_pool(threads: int) -> ThreadPoolExecutor:
-    """So many threads, each of which computes alone."""
+def make_pool(threads: int, device: torch.device | None) -> ThreadPoolExecutor:
+    """So many threads, each of which computes alone.
+
+    Args:
+        threads: How many.
+        device: A CUDA device that is to be current in them. A new thread's is device 0, and a call that
+            finds it current may take memory there, for each process that trains on another one.
+    """
     return ThreadPoolExecutor(
-        threads, thread_name_prefix="penstock-optim", initializer=_compute_alone
+        threads,
+        thread_name_prefix="penstock-optim",
+        initializer=_compute_alone,
+        initargs=(device,),
     )
 
 
@@ -34,12 +43,14 @@ def wait_for_all(futures: Sequence[Future[None]]) -> None:
             future.result()
 
 
-def _compute_alone() -> None:
+def _compute_alone(device: torch.device | None) -> None:
     """In a thread that updates tiles: no gradients, and torch computes in this thread only.
 
     ``torch.set_num_threads`` would change it for all threads. What counts for an element-wise operation
     is OpenMP's own setting, which each thread has for itself.
     """
+    if device is not None:
+        torch.cuda.set_device(device)
     torch.set_grad_enabled(False)
     torch.get_num_threads()  # has torch set it up in this thread, once
     for path in (Path(torch.__file__).parent / "lib").glob("lib*omp*.so*"):

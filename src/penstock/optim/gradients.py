@@ -37,6 +37,7 @@ from penstock.optim.away import Away, InVain, Rest, discard_all
 from penstock.optim.layout import Piece, Tile
 from penstock.optim.params import Param, flat_like
 from penstock.optim.shelf import FLYING_BYTES, TILES_AHEAD, Reading, Shelf
+from penstock.staging import copy_across, ready_event
 from penstock.tier.base import Ticket
 
 LEAST_BYTES: Final = 1 << 16
@@ -170,7 +171,13 @@ class Gradients:
             for piece, found in self._read_all(rest) if values else ():
                 flat[piece.start : piece.stop] = found
             real = param.in_shape(flat)
-        return real.to(param.tensor.device)
+        device = param.tensor.device
+        if real.device != device:
+            there = torch.empty(param.count, dtype=real.dtype, device=device)
+            if values:
+                copy_across(flat_like(real, param.tensor), there, ready_event(device))
+            real = param.in_shape(there)
+        return real
 
     def changed(self, rest: Rest, real: Tensor) -> None:
         """See ``Keeper``. It settles anew."""

@@ -36,11 +36,11 @@ from penstock.core.errors import ConfigError
 from penstock.core.locks import Lock
 from penstock.optim.config import RING
 from penstock.optim.crew import wait_for_all
-from penstock.optim.device import ready_event
 from penstock.optim.layout import Tile
 from penstock.optim.params import Param
 from penstock.optim.states import FlashStates
 from penstock.optim.update import Pass
+from penstock.staging import ready_event
 
 _NOTHING: Final = torch.empty(0)
 _listeners: Any = WeakIdKeyDictionary()  # parameter: a weak reference to its Overlap
@@ -161,7 +161,7 @@ class Overlap:
         if grad is None:
             return
         step.grads[param.index] = grad
-        step.ready[param.index] = ready_event(grad)
+        step.ready[param.index] = ready_event(param.tensor.device)
         assert param.tensor.grad is not None
         self._used[param.index] = param.tensor.grad, param.tensor.grad._version
         if self._states.gradients is not None and self._states.config.clip_norm is not None:
@@ -266,7 +266,7 @@ class Overlap:
                         " set it before backward, or leave overlap out"
                     )
                 step.grads[param.index] = grad
-                step.ready[param.index] = ready_event(grad)
+                step.ready[param.index] = ready_event(param.tensor.device)
         for tile in states.order(step.grads):
             if tile.index not in self._futures:
                 self._submit(tile, step)

@@ -22,6 +22,7 @@ from penstock.observe.recorder import Recorder
 from penstock.optim.away import discard_all
 from penstock.optim.layout import Piece, Tile
 from penstock.optim.params import Param
+from penstock.staging import copy_across, ready_event
 from penstock.tier.base import Ticket
 from penstock.tier.flash import FlashTier
 
@@ -134,7 +135,7 @@ class Shelf:
         first = self._arena.address
         if flat.device.type == "cpu" and 0 <= flat.data_ptr() - first < self._arena.capacity_bytes:
             return flat
-        return self.empty(flat.numel(), flat.dtype).copy_(flat)
+        return copy_across(flat, self.empty(flat.numel(), flat.dtype), ready_event(flat.device))
 
     def empty(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Memory for a gradient, of any contents."""

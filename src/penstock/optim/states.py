@@ -24,7 +24,6 @@ from penstock.core.errors import ClosedError, ConfigError, PenstockWarning
 from penstock.io.engine import Engine
 from penstock.optim.config import RING, RING_BYTES
 from penstock.optim.crew import make_pool, wait_for_all
-from penstock.optim.device import ready_event
 from penstock.optim.gradients import Gradients, Share
 from penstock.optim.groups import Groups, options_of
 from penstock.optim.layout import Tile
@@ -36,6 +35,7 @@ from penstock.optim.slots import Slots
 from penstock.optim.squeeze import Squeezer, slack_bytes
 from penstock.optim.store import Store, engine_for_records, named_file
 from penstock.optim.update import Pass, Updater
+from penstock.staging import ready_event
 
 _THREADS: Final = 2
 
@@ -158,7 +158,9 @@ class FlashStates:
         options = [
             fresh_scalars(options_of(group)) for group in self._source.optimizer.param_groups
         ]
-        ready = {index: ready_event(grad) for index, grad in grads.items()}
+        devices = {index: self.params[index].tensor.device for index in grads}
+        events = {device: ready_event(device) for device in {*devices.values()}}
+        ready = {index: events[device] for index, device in devices.items()}
         was_set = frozenset(param.index for param in self.params if param.was_set)
         return Pass(self.steps + 1, options, grads, factor, {}, ready, was_set)
 
@@ -315,7 +317,9 @@ class FlashStates:
     def pool(self) -> ThreadPoolExecutor:
         """The threads that update tiles."""
         if self._pool is None:
-            self._pool = make_pool(self.threads)
+            devices = (param.tensor.device for param in self.params)
+            device = next((each for each in devices if each.type == "cuda"), None)
+            self._pool = make_pool(self.threads, device)
         return self._pool
 
     @property

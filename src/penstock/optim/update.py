@@ -11,6 +11,21 @@ For Adam with compact states one kernel does all three (:mod:`compact_adam`).
 
 Since every piece begins at a multiple of ``UNIT`` of its parameter's elements, torch's vectors and what
 is left over after them fall on the same elements as in a step on the whole parameter.
+
+[Note: what a step comes after]
+    A step on the device itself comes after all that its stream was told before, and other streams are
+    the program's to order. The same holds here. At the begin of a pass an event is recorded, for each
+    device, on the stream that is current in the thread that calls ``step``; every copy of that pass, of
+    gradients and of weights, in both directions, waits for it. So kernels that still read the old
+    weights (backward, an evaluation between backward and ``step``) have read them if they run on that
+    stream, or on another one that it has waited for. A reader on a stream that ``step`` knows nothing of
+    is overwritten, as it would be by an optimizer of torch.
+
+    With ``overlap`` a tile is updated during backward, and an event for each parameter is recorded where
+    its gradient was accumulated: autograd has had that stream wait for all uses of the weight in this
+    graph. An evaluation after backward then reads the new weights, or some of them.
+
+    When ``step`` returns, the host has seen the end of every copy: all streams may use the weights.
 """
 
 from __future__ import annotations
@@ -29,16 +44,18 @@ from torch import Tensor
 from penstock.core.errors import ConfigError
 from penstock.core.units import round_up
 from penstock.optim import compact_adam, packing
-from penstock.optim.device import copy_across
 from penstock.optim.formats import MASTER, UNIT, Array
 from penstock.optim.gradients import Share
 from penstock.optim.layout import Piece, Tile
 from penstock.optim.params import Param, fresh_scalars
 from penstock.optim.probe import Kept, Source, raw_step, workhorse
 from penstock.optim.ring import Buffer
+from penstock.staging import copy_across, pinned
 
 CHUNK: Final = 1 << 18
 """Elements brought at a time."""
+_BROUGHT: Final = "brought"
+"""Name of the scratch that gradients on a device are copied to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +73,7 @@ class Pass:
     scalars: dict[int, dict[str, Any]]
     """By the parameter's number: what the step makes of its scalars; written by the threads."""
     ready: dict[int, Any]
-    """By the parameter's number: what to wait for before its gradient is copied from a device."""
+    """By the parameter's number: what copies of its gradient and weight come after; None on the host."""
     was_set: frozenset[int] = frozenset()
     """Numbers of parameters that may have been set since the last step, by others."""
 
@@ -84,7 +101,12 @@ class _Scratch(threading.local):
     def take(self, name: str, dtype: torch.dtype, at: int, count: int) -> Tensor:
         key = f"{name}.{dtype}"
         if key not in self.tensors:
-            self.tensors[key] = torch.empty(CHUNK, dtype=dtype)
+            is_filled_by_device = name == _BROUGHT
+            self.tensors[key] = (
+                pinned(CHUNK * dtype.itemsize).view(dtype)
+                if is_filled_by_device
+                else torch.empty(CHUNK, dtype=dtype)
+            )
         return self.tensors[key][at : at + count]
 
 
@@ -212,7 +234,7 @@ class Updater:
             return mine, None
         if array.packing == "plain":
             master = packing.plain(array, work.memory, piece.at, mine.numel())
-            after = work.step.ready.get(piece.param)
+            after = work.step.ready[piece.param]
             if not param.has_state:
                 copy_across(mine, master, after)
             elif param.index in work.step.was_set:
@@ -231,8 +253,8 @@ class Updater:
     ) -> Tensor:
         grad, step = work.grad(piece), work.step
         if grad.device != device:
-            host = self._scratch.take("brought", grad.dtype, at, grad.numel())
-            grad = copy_across(grad, host, step.ready.get(piece.param))
+            host = self._scratch.take(_BROUGHT, grad.dtype, at, grad.numel())
+            grad = copy_across(grad, host, step.ready[piece.param])
         if step.factor is not None:
             own = self._scratch.take("clipped", grad.dtype, at, grad.numel())
             grad = torch.mul(grad, step.factor.to(grad.device), out=own)
@@ -254,7 +276,7 @@ class Updater:
         elif _is_copy(array, mine):
             packing.plain(array, work.memory, item.piece.at, mine.numel()).copy_(mine)
         else:
-            copy_across(item.weight.to(mine.dtype), mine)
+            copy_across(item.weight.to(mine.dtype), mine, work.step.ready[item.piece.param])
 
     def _keep_states(self, item: _Item, work: _Work) -> None:
         piece, states = item.piece, item.states

@@ -130,6 +130,13 @@ class Mover(ABC):
     def trim(self, nbytes: int) -> int:
         """Give idle device memory back to the budget; returns how much that was."""
 
+    def rest(self) -> int:
+        """Give host memory back, because nothing is moved until ``wake``; how many bytes."""
+        return 0
+
+    def wake(self) -> None:  # noqa: B027  (only some devices need it)
+        """Take it again. Waits."""
+
     def retouch_ns(self, nbytes: int) -> float:
         """What it would take to have ``nbytes`` again that ``trim`` has given back."""
         return 0.0

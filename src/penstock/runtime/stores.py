@@ -5,7 +5,7 @@
     there is no way out. Up to 512 MiB all of it is for staging; of more, half is, up to 16 GiB, and
     the rest is the host tier. Without flash, or if flash is GPU-direct, all of it is the host tier, and
     there may be none. It is taken, touched and pinned when the session is opened, and given back as a
-    whole.
+    whole: when it is closed, and while the job is suspended.
 """
 
 from __future__ import annotations
@@ -157,11 +157,16 @@ class Stores:
             return machine
         return replace(machine, host_write_bytes_per_s=out, host_read_bytes_per_s=back)
 
-    def give_back_idle(self) -> None:
-        """Give the system all memory that holds nothing at the moment."""
+    def rest(self) -> None:
+        """Give the system all memory that holds nothing at the moment; nothing moves until ``wake``."""
         self.mover.trim(UNLIMITED)
+        self.mover.rest()
         if self._host_arena is not None:
             self._host_arena.trim()
+
+    def wake(self) -> None:
+        """Take again what is not taken as it is needed: pinned memory."""
+        self.mover.wake()
 
     def close(self) -> None:
         """Close everything; what is still in flight is waited for. Idempotent."""

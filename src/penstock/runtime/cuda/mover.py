@@ -113,8 +113,9 @@ class CudaMover(Mover):
         self._slabs = [slab for slab in (host, staging) if slab is not None]
         self._lock = Lock()
         self._table = StreamTable(link, self._lock)
-        refusals = [slab.refusal for slab in self._slabs if slab.refusal]
-        lanes = Lanes(link, recorder, inline=not refusals, start_thread=start_thread)
+        self._recorder = recorder
+        is_pinned = not any(slab.refusal for slab in self._slabs)
+        lanes = Lanes(link, recorder, inline=is_pinned, start_thread=start_thread)
         self._lanes = lanes
         self._out = self._outbound(
             lock=self._lock, lanes=lanes, recorder=recorder, staging=staging, host=host
@@ -129,8 +130,7 @@ class CudaMover(Mover):
             staging=staging,
         )
         weakref.finalize(self, defer, _abandon, lanes, self._slabs).atexit = False
-        if refusals:
-            self._report_unpinned(recorder, refusals[0])
+        self._tell_refusals()
 
     # -- out --------------------------------------------------------------------------------------
 
@@ -244,6 +244,16 @@ class CudaMover(Mover):
         """
         return self._lanes.await_landing()
 
+    def rest(self) -> int:
+        """Give pinned memory back; see :meth:`Slab.rest`."""
+        return sum(slab.rest() for slab in self._slabs)
+
+    def wake(self) -> None:
+        """Take and pin it again."""
+        for slab in self._slabs:
+            slab.wake()
+        self._tell_refusals()
+
     def target_bytes(self, ticket: CudaTicket) -> int:
         """The storage's bytes; what torch rounds them up to is not counted."""
         return ticket.nbytes
@@ -306,10 +316,13 @@ class CudaMover(Mover):
         if self._closed:
             raise ClosedError("the session is closed, and its pinned memory is gone")
 
-    def _report_unpinned(self, recorder: Recorder, reason: str) -> None:
+    def _tell_refusals(self) -> None:
+        reason = next((slab.refusal for slab in self._slabs if slab.refusal), None)
+        if reason is None:
+            return
         nbytes = sum(slab.capacity_bytes for slab in self._slabs)
-        recorder.count("pin.failed")
-        recorder.mark("pin_failed", error=reason, nbytes=nbytes)
+        self._recorder.count("pin.failed")
+        self._recorder.mark("pin_failed", error=reason, nbytes=nbytes)
         self._out.warn(
             "pin",
             f"the driver refuses to pin {format_bytes(nbytes)} of host memory ({reason}): copies to"

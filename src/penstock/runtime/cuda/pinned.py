@@ -21,6 +21,7 @@ from penstock.core.budget import Budget
 from penstock.core.errors import ConfigError
 from penstock.core.locks import condition
 from penstock.core.units import format_bytes, round_up
+from penstock.io import numa
 from penstock.io.arena import Arena, Block
 from penstock.io.engine import Priority
 from penstock.io.mapping import PAGE_BYTES
@@ -29,6 +30,13 @@ from penstock.runtime.cuda.link import Link
 
 PATIENCE_S: Final = 60.0
 _never_freed: Final[list[Arena]] = []
+
+
+def node_of(device: torch.device) -> int | None:
+    """The NUMA node that a device is at; None: it has none, or the machine does not tell."""
+    if device.type != "cuda":
+        return None
+    return numa.node_of(torch.cuda.get_device_properties(device))
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +67,7 @@ class Waiting:
 
 
 class Slab:
-    """A capped piece of host memory, resident and registered with the driver once. Thread-safe.
+    """A capped piece of host memory, resident and registered with the driver. Thread-safe.
 
     Attributes:
         arena: Whose blocks it hands out.
@@ -76,12 +84,12 @@ class Slab:
         name: str,
         start_thread: StartThread = start_daemon,
     ) -> None:
-        """Take memory, touch it and pin it; takes about a second for 4 GiB.
+        """Take memory of the device's NUMA node, touch it and pin it; about a second for 4 GiB.
 
         Args:
             nbytes: How much.
             link: To the device.
-            device: Whose driver pins it, for all devices of its kind.
+            device: Whose driver pins it, for all devices of its kind; they may be at other nodes.
             budget: The host memory that it is charged to, at once and as a whole.
             name: As which it is charged.
             start_thread: Starts its thread, at the first wait.
@@ -92,18 +100,19 @@ class Slab:
         self._link = link
         self._device = device
         self._name = name
-        self.arena = Arena(nbytes, budget=budget, owner=name)
+        self.arena = Arena(nbytes, budget=budget, owner=name, node=node_of(device))
         if not self.arena.pretouch():
             self.arena.close()
             raise ConfigError(
                 f"{name}: {format_bytes(nbytes)} ({nbytes} bytes) do not fit the {budget.name}"
                 f" budget, which has {budget.free_bytes} bytes left"
             )
-        self.refusal = link.pin(self.arena.address, self.arena.capacity_bytes, device)
+        self.refusal = self._pin()
         self._wake = condition()
         self._queues: dict[Priority, deque[Waiting]] = {priority: deque() for priority in Priority}
         self._buffers: set[Buffer] = set()
         self._moving = 0
+        self._resting = False
         self._start_thread: StartThread | None = start_thread
         self._stopping = False
         self._closed = False
@@ -198,6 +207,41 @@ class Slab:
             self._free_unneeded(buffer)
             self._wake.notify_all()
 
+    # -- while nobody needs it --------------------------------------------------------------------
+
+    def rest(self) -> int:
+        """Unpin it, and give back to the system what no buffer holds, until ``wake``. Idempotent.
+
+        Waits until nothing moves; if something still does after a minute, all stays as it is. While it
+        rests nobody gets a buffer. What buffers hold stays where it is, but may not be copied from.
+
+        Returns:
+            How many bytes were given back.
+        """
+        with self._wake:
+            if self._closed or self._resting:
+                return 0
+            if not self._wake.wait_for(lambda: not self._moving, PATIENCE_S):
+                return 0
+            self._resting = True
+        self._unpin()
+        return self.arena.undo_pretouch()
+
+    def wake(self) -> None:
+        """Have all of it resident and pinned again, at the same addresses. Idempotent.
+
+        Takes as long as the constructor. ``refusal`` says if the driver does not pin it any more.
+        """
+        if not self._resting or self._closed:
+            return
+        is_resident = self.arena.pretouch()
+        assert is_resident, (
+            "others have taken what a slab gave back of the budget that it is charged to"
+        )
+        self.refusal = self._pin()
+        with self._wake:
+            self._resting = False
+
     # -- the end ----------------------------------------------------------------------------------
 
     def stop(self) -> list[Waiting]:
@@ -226,8 +270,8 @@ class Slab:
         if not still:
             _never_freed.append(self.arena)
             return
-        if not self.refusal:
-            self._link.unpin(self.arena.address, self._device)
+        if not self._resting:
+            self._unpin()
         for buffer in buffers:
             buffer.block.free()
         self.arena.close()
@@ -250,7 +294,14 @@ class Slab:
         waiting.begin(buffer)
         return True
 
-    # -- inside; under the lock, but for the thread -----------------------------------------------
+    # -- inside; under the lock, but for the thread and the driver --------------------------------
+
+    def _pin(self) -> str:
+        return self._link.pin(self.arena.address, self.arena.capacity_bytes, self._device)
+
+    def _unpin(self) -> None:
+        if not self.refusal:
+            self._link.unpin(self.arena.address, self._device)
 
     def _work(self) -> None:
         while self.serve():
@@ -269,7 +320,7 @@ class Slab:
         return any(queue for other, queue in self._queues.items() if other <= priority)
 
     def _allocate(self, nbytes: int) -> Buffer | None:
-        if self._stopping:
+        if self._stopping or self._resting:
             return None
         block = self.arena.allocate(nbytes)
         return None if block is None else self._add(block)

@@ -1,0 +1,127 @@
+"""NUMA: to which node of a machine memory belongs, and which node a device is at.
+
+A machine with several sockets has memory at each, and devices too. A copy between a device and memory of
+another node crosses the link between the sockets, which others need as well. Memory belongs to the node
+of the core that first touches it, unless something else was asked for before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from pathlib import Path
+from typing import Any, Final
+
+SYSFS: Final = Path("/sys")
+_PREFERRED: Final = 1
+"""``MPOL_PREFERRED``: of others where this node has none left. ``MPOL_BIND`` would end the process."""
+_NODE_AT_ADDRESS: Final = 1 | 2
+"""``MPOL_F_NODE | MPOL_F_ADDR``."""
+_CALLS: Final = {"x86_64": (237, 239), "aarch64": (235, 236)}
+"""Numbers of ``mbind`` and ``get_mempolicy``, for which the C library has no functions."""
+_WORD_BITS: Final = 8 * ctypes.sizeof(ctypes.c_ulong)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def node_of(properties: Any, sysfs: Path = SYSFS) -> int | None:
+    """The node that a CUDA device is at.
+
+    Args:
+        properties: What ``torch.cuda.get_device_properties`` says.
+        sysfs: Where the kernel tells of its devices.
+
+    Returns:
+        Its number; None if the machine has none, or does not tell.
+    """
+    address = pci_address(properties)
+    if address is None:
+        return None
+    try:
+        node = int((sysfs / "bus" / "pci" / "devices" / address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def pci_address(properties: Any) -> str | None:
+    """Where a device is on the PCI bus, as ``"0000:3b:00.0"``; None if this torch does not tell."""
+    parts = [getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+    if None in parts:
+        return None
+    domain, bus, device = parts
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+
+
+def prefer(address: int, nbytes: int, node: int) -> str:
+    """Have pages that are not resident yet come from a node, while it has any.
+
+    Args:
+        address: Where the memory begins, a multiple of the system's page.
+        nbytes: How long it is.
+        node: Which.
+
+    Returns:
+        ``""``, or why the system refuses: it has no such node, or the process may not use it.
+    """
+    numbers = _CALLS.get(platform.machine())
+    if numbers is None:
+        return f"not known how to ask on {platform.machine()}"
+    words = node // _WORD_BITS + 1
+    mask = (ctypes.c_ulong * words)()
+    mask[node // _WORD_BITS] = 1 << node % _WORD_BITS
+    failed = _libc.syscall(
+        ctypes.c_long(numbers[0]),
+        ctypes.c_ulong(address),
+        ctypes.c_ulong(nbytes),
+        ctypes.c_long(_PREFERRED),
+        mask,
+        ctypes.c_ulong(words * _WORD_BITS + 1),
+        ctypes.c_ulong(0),
+    )
+    return os.strerror(ctypes.get_errno()) if failed else ""
+
+
+def node_at(address: int) -> int | None:
+    """The node of a resident page; None if the system does not tell."""
+    numbers = _CALLS.get(platform.machine())
+    node = ctypes.c_int(-1)
+    if numbers is None or _libc.syscall(
+        ctypes.c_long(numbers[1]),
+        ctypes.byref(node),
+        None,
+        ctypes.c_ulong(0),
+        ctypes.c_ulong(address),
+        ctypes.c_ulong(_NODE_AT_ADDRESS),
+    ):
+        return None
+    return node.value
+
+
+def nodes(sysfs: Path = SYSFS) -> int:
+    """How many nodes have memory; 1 if the kernel does not tell."""
+    try:
+        text = (sysfs / "devices" / "system" / "node" / "has_memory").read_text()
+        return max(1, len(_numbers(text)))
+    except (OSError, ValueError):
+        return 1
+
+
+def allowed_nodes(status: Path = Path("/proc/self/status")) -> frozenset[int] | None:
+    """The nodes whose memory this process may use; None if the kernel does not tell."""
+    try:
+        lines = status.read_text().splitlines()
+        found = next(each for each in lines if each.startswith("Mems_allowed_list:"))
+        return _numbers(found.partition(":")[2])
+    except (OSError, ValueError, StopIteration):
+        return None
+
+
+def _numbers(text: str) -> frozenset[int]:
+    """Of a list as the kernel writes it: ``"0-3,8"``."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)
