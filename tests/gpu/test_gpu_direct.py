@@ -7,7 +7,7 @@ from torch import nn
 
 from cuda_runs import assert_nothing_held
 from offload_runs import Trace, session_in
-from penstock.io import gds
+from penstock.io import cufile
 from penstock.observe.recorder import Stage
 from penstock.runtime.cuda.digest import DIGEST_BYTES, digest_of
 from penstock.runtime.cuda.link import CudaLink
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def direct(monkeypatch):
     """A session that cannot use it is an error."""
-    found = gds.available()
+    found = cufile.available()
     if not found:
         pytest.skip(f"GPU-direct I/O does not work here: {found.reason}")
     monkeypatch.setenv("PENSTOCK_GPU_DIRECT", "on")

@@ -17,7 +17,7 @@ from penstock.core.errors import (
     TransferError,
 )
 from penstock.core.units import MIB
-from penstock.io import gds
+from penstock.io import cufile
 from penstock.io.threads import ThreadEngine
 from penstock.runtime import stores
 from penstock.tier.wrappers import FaultyTier
@@ -52,8 +52,8 @@ class DeviceEngine(ThreadEngine):
 @pytest.fixture
 def engine(link, monkeypatch):
     """GPU-direct I/O works."""
-    monkeypatch.setattr(gds, "available", lambda: gds.Availability(True, "simulated"))
-    monkeypatch.setattr(gds, "KvikioEngine", DeviceEngine)
+    monkeypatch.setattr(cufile, "available", lambda: cufile.Availability(True, "simulated"))
+    monkeypatch.setattr(cufile, "KvikioEngine", DeviceEngine)
     monkeypatch.setattr(DeviceEngine, "broken", "")
     monkeypatch.setattr(DeviceEngine, "moved", [])
     return DeviceEngine
@@ -137,7 +137,7 @@ def test_gpu_direct_that_does_not_work_is_not_in_the_way(
     engine, disk_path, monkeypatch, broken, reason
 ):
     if broken == "absent":
-        monkeypatch.setattr(gds, "available", lambda: gds.Availability(False, "no nvidia-fs"))
+        monkeypatch.setattr(cufile, "available", lambda: cufile.Availability(False, "no nvidia-fs"))
     engine.broken = broken
     with_us, session = trained(
         session_of=lambda m, o: session_in(disk_path, m, o, host_memory=HOST)

@@ -14,7 +14,7 @@ import numpy as np
 from penstock.core import knobs
 from penstock.core.errors import ConfigError
 from penstock.core.units import MIB
-from penstock.io import gds
+from penstock.io import cufile
 from penstock.observe.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -66,11 +66,11 @@ def _try(
     open_tier: Callable[[Engine], Tier], device: torch.device, link: Link
 ) -> tuple[tuple[Engine, Tier] | None, str]:
     """What was opened, or ``None``, and how or why not."""
-    found = gds.available()
+    found = cufile.available()
     if not found:
         return None, found.reason
     try:
-        engine = gds.KvikioEngine()
+        engine = cufile.KvikioEngine()
     except ConfigError as error:  # it has worked a moment ago
         return None, str(error)
     try:

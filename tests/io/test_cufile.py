@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.core.errors import ConfigError, TransferError
-from penstock.io import files, gds
+from penstock.io import cufile, files
 from penstock.testing.engines import PATIENCE_S, PIECE_BYTES, EngineTests, aligned, move
 
 
@@ -89,11 +89,11 @@ def kvikio(monkeypatch):
 
 def test_absence_is_said_and_not_raised(monkeypatch):
     monkeypatch.setitem(sys.modules, "kvikio", None)
-    found = gds.available()
+    found = cufile.available()
     assert not found
     assert "penstock[gds]" in found.reason
     with pytest.raises(ConfigError, match="kvikio"):
-        gds.KvikioEngine()
+        cufile.KvikioEngine()
 
 
 @pytest.mark.parametrize(
@@ -109,19 +109,19 @@ def test_absence_is_said_and_not_raised(monkeypatch):
 )
 def test_kvikio_that_cannot(monkeypatch, module, reason):
     monkeypatch.setitem(sys.modules, "kvikio", module)
-    found = gds.available()
+    found = cufile.available()
     assert not found.ok
     assert reason in found.reason
     with pytest.raises(ConfigError, match=reason):
-        gds.KvikioEngine()
+        cufile.KvikioEngine()
 
 
 def test_kvikio_that_fails_to_load(monkeypatch):
     def fail(_):
         raise OSError(errno.ENOENT, "libcufile.so.0")
 
-    monkeypatch.setattr(gds.importlib, "import_module", fail)
-    assert "libcufile" in gds.available().reason
+    monkeypatch.setattr(cufile.importlib, "import_module", fail)
+    assert "libcufile" in cufile.available().reason
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_kvikio_that_fails_to_load(monkeypatch):
 )
 def test_kvikio_that_can(monkeypatch, module):
     monkeypatch.setitem(sys.modules, "kvikio", module)
-    assert gds.available()
-    engine = gds.KvikioEngine(3, PIECE_BYTES)
+    assert cufile.available()
+    engine = cufile.KvikioEngine(3, PIECE_BYTES)
     spec = engine.spec
     assert (spec.name, spec.workers, spec.gpu_direct) == ("gds", 3, True)
     engine.close()
@@ -141,14 +141,14 @@ def test_kvikio_that_can(monkeypatch, module):
 def test_its_pool_is_as_large_as_ours(monkeypatch, make, before, after):
     module = make(threads=before)
     monkeypatch.setitem(sys.modules, "kvikio", module)
-    gds.KvikioEngine(4).close()
+    cufile.KvikioEngine(4).close()
     defaults = module.defaults
     found = defaults.get("num_threads") if hasattr(defaults, "get") else defaults.get_num_threads()
     assert found == after
 
 
 def test_one_handle_a_file_closed_with_the_engine(kvikio, tmp_path):
-    engine = gds.KvikioEngine(2, PIECE_BYTES)
+    engine = cufile.KvikioEngine(2, PIECE_BYTES)
     file = files.open_unlinked(tmp_path)
     for _ in range(2):
         move(engine, "write", file, 0, aligned(4 * PIECE_BYTES)).wait(PATIENCE_S)
@@ -168,7 +168,7 @@ def test_errors_of_cuda_are_transfer_errors(monkeypatch, tmp_path):
         raise RuntimeError("cuFileRead: CUDA_ERROR_INVALID_CONTEXT")
 
     monkeypatch.setattr(FakeCuFile, "pread", fail)
-    engine = gds.KvikioEngine(2, PIECE_BYTES)
+    engine = cufile.KvikioEngine(2, PIECE_BYTES)
     file = files.open_unlinked(tmp_path)
     with pytest.raises(TransferError) as caught:
         move(engine, "read", file, 0, aligned(PIECE_BYTES)).wait(PATIENCE_S)
@@ -183,7 +183,7 @@ class TestKvikioEngine(EngineTests):
 
     def make_engine(self, *, threads, piece_bytes, syscalls):
         assert syscalls is None
-        return gds.KvikioEngine(threads, piece_bytes)
+        return cufile.KvikioEngine(threads, piece_bytes)
 
     def make_file(self, directory):
         return files.open_unlinked(directory)
