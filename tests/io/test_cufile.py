@@ -8,8 +8,8 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from cufile_in_python import COMPATIBLE, P2P, PythonLibrary
 
+from cufile_in_python import COMPATIBLE, P2P, PythonLibrary
 from penstock.core.errors import ConfigError, NoSpaceError, TransferError
 from penstock.io import cufile, files
 from penstock.testing.engines import PATIENCE_S, PIECE_BYTES, EngineTests, aligned, move
@@ -181,8 +181,7 @@ def test_errors(engine, library, file, returned, expected):
     with pytest.raises(NoSpaceError if code == errno.ENOSPC else TransferError) as caught:
         move(engine, "write", file, 0, aligned(PIECE_BYTES)).wait(PATIENCE_S)
     assert caught.value.errno == code
-    with pytest.raises(OSError, match=words):
-        raise caught.value.__cause__
+    assert re.search(words, str(caught.value))
 
 
 def test_a_file_that_cannot_be_registered(engine, library, file, monkeypatch):
@@ -190,7 +189,7 @@ def test_a_file_that_cannot_be_registered(engine, library, file, monkeypatch):
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(TransferError) as caught:
         move(engine, "write", file, 0, aligned(PIECE_BYTES)).wait(PATIENCE_S)
-    assert "5008" in str(caught.value.__cause__)
+    assert "5008" in str(caught.value)
     assert set(os.listdir("/proc/self/fd")) <= before
 
 
@@ -205,7 +204,7 @@ def test_a_file_without_direct_io(engine, file, monkeypatch):
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(TransferError) as caught:
         move(engine, "write", file, 0, aligned(PIECE_BYTES)).wait(PATIENCE_S)
-    assert "O_DIRECT" in str(caught.value.__cause__)
+    assert "O_DIRECT" in str(caught.value)
 
 
 @pytest.mark.parametrize("limit", [1, 4096, 12345])

@@ -12,8 +12,8 @@ Where it cannot be used nothing here is needed, and everything goes through host
     which the engine calls before each piece. It must not be undone after the piece: a thread that goes
     back to device 0 makes a context there, which costs memory on a device that it never uses.
 
-    Memory is not registered: torch's is given out and taken back all the time, and what
-    ``expandable_segments`` maps cannot be. cuFile passes through buffers of its own what it must.
+    Memory is not registered with cuFile: torch gives it out and takes it back all the time, and it
+    cannot be done for every kind. cuFile passes through buffers of its own what it must.
 
     A file is opened anew for cuFile, by way of ``/proc`` since a spill file has no name: with O_DIRECT,
     and without O_TMPFILE, which cuFile refuses. Offsets and lengths need not be aligned for it.

@@ -90,8 +90,6 @@ def _try(
             reason = trial(tier, device, link)
     except Exception as error:  # noqa: BLE001  (a vendor's library may fail in any way)
         reason = f"{type(error).__name__}: {error}"
-        if error.__cause__ is not None:  # of a TransferError: what cuFile said
-            reason += f" ({error.__cause__})"
     finally:
         if reason:
             tier.close()
