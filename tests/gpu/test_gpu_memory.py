@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 WIDTH, ROWS, LAYERS = (128, 2048, 24) if SMALL else (1024, 8192, 24)
 SAVED_EACH = WIDTH * ROWS * 4
-"""Bytes of what a layer saves, 32 MiB (or 1 MiB): the output of its Tanh, which is the input of the next Linear."""
+"""Bytes of what a layer saves, 32 MiB (or 1 MiB): its output, which is the input of the next one."""
 BUDGET = 6 * SAVED_EACH
 SLACK = 2 * SAVED_EACH
 """What torch's allocator rounds up, cuBLAS takes, and a dropped tensor holds until its copy ends."""

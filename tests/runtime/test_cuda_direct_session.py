@@ -1,62 +1,43 @@
 """Whole sessions whose flash is GPU-direct, in simulation, and what decides that they are."""
 
 import ctypes
-from dataclasses import replace
-from typing import ClassVar
 
 import pytest
 import torch
 from cuda_training import BUDGET, HOST, MORE_HOST, trained
 
+from cufile_in_python import PythonLibrary
 from offload_runs import session_in, wait_for_writes
 from penstock.core.errors import (
     ChecksumError,
     ConfigError,
     PenstockWarning,
     RestoreError,
-    TransferError,
 )
 from penstock.core.units import MIB
-from penstock.io import gds
-from penstock.io.threads import ThreadEngine
+from penstock.io import cufile
 from penstock.runtime import stores
+from penstock.runtime.cuda import gpu_direct
 from penstock.tier.wrappers import FaultyTier
 
-
-class DeviceEngine(ThreadEngine):
-    """In place of cuFile: the link's device memory is host memory, so its addresses do.
-
-    Attributes:
-        moved: (op, address, bytes) of every request.
-        broken: What becomes of requests: ``""``, ``"refused"`` or ``"corrupt"``.
-    """
-
-    broken = ""
-    moved: ClassVar[list] = []
-
-    @property
-    def spec(self):
-        return replace(super().spec, name="simulated", gpu_direct=True)
-
-    def submit(self, request):
-        self.moved.append((request.op, request.address, request.nbytes))
-        if self.broken == "refused":
-            raise TransferError(errno=95, op=request.op, path="sim", offset_bytes=0, nbytes=1)
-        transfer = super().submit(request)
-        if self.broken == "corrupt" and request.op == "read":
-            transfer.wait(10)
-            ctypes.memset(request.address + 99, 0, 2)
-        return transfer
+TRIAL_BYTES = 2 * MIB + 4096 + 1001
 
 
 @pytest.fixture
-def engine(link, monkeypatch):
-    """GPU-direct I/O works."""
-    monkeypatch.setattr(gds, "available", lambda: gds.Availability(True, "simulated"))
-    monkeypatch.setattr(gds, "KvikioEngine", DeviceEngine)
-    monkeypatch.setattr(DeviceEngine, "broken", "")
-    monkeypatch.setattr(DeviceEngine, "moved", [])
-    return DeviceEngine
+def library(link, monkeypatch, tmp_path):
+    """libcufile. The link's device memory is host memory, so its addresses do."""
+    library = PythonLibrary()
+    module = tmp_path / "nvidia-fs"
+    module.touch()
+    monkeypatch.setattr(cufile, "_MODULE", str(module))
+    monkeypatch.setattr(cufile, "_load", lambda: library)
+    monkeypatch.setattr(gpu_direct, "TRIAL_BYTES", TRIAL_BYTES)
+    yield library
+    assert not library.files
+
+
+def corrupt(address, nbytes):
+    ctypes.memset(address + min(99, nbytes - 1), 0, 2 if nbytes > 100 else 1)
 
 
 def direct_mark(session):
@@ -69,26 +50,26 @@ def direct_mark(session):
 @pytest.mark.parametrize("policy", ["all", "auto"])
 @pytest.mark.parametrize("host_memory", [0, MORE_HOST])
 def test_gpu_direct_gradients_are_the_same_to_the_last_bit(
-    link, engine, disk_path, policy, host_memory
+    link, library, disk_path, policy, host_memory
 ):
     settings = {"policy": policy, "host_memory": host_memory, "device_memory": BUDGET}
     with_us, session = trained(session_of=lambda m, o: session_in(disk_path, m, o, **settings))
     with_us.assert_same_bits(trained()[0])
     assert session.budget.peak_bytes <= 4 * MIB
     assert list(session._stores.tiers) == (["flash", "host"] if host_memory else ["flash"])
-    assert direct_mark(session) == {"used": True, "reason": "simulated"}
+    assert direct_mark(session) == {"used": True, "reason": "libcufile over nvidia-fs 2.20"}
     shared = policy == "auto" and bool(host_memory)  # how much goes where is for the plan to say
-    least = 0 if shared else 4 * MIB
-    assert sum(nbytes for op, _, nbytes in engine.moved if op == "read") > least
+    least = 0 if shared else 2 * MIB
+    assert library.moved_bytes("read") - 2 * TRIAL_BYTES > least
     if not host_memory:
-        assert link.copied_bytes["out"] < 4 * MIB  # those of the trial
+        assert link.copied_bytes["out"] == 2 * TRIAL_BYTES
 
 
-def test_gpu_direct_is_measured_through_device_memory(link, engine, disk_path):
+def test_gpu_direct_is_measured_through_device_memory(link, library, disk_path):
     with session_in(disk_path) as session:
-        engine.moved.clear()
+        library.calls.clear()
         machine = session._stores.measure()
-    assert len(engine.moved) == 8
+    assert library.moved_bytes("write") == library.moved_bytes("read") > 2 * MIB
     assert machine.flash_read_bytes_per_s > 0
 
 
@@ -98,7 +79,7 @@ def test_gpu_direct_is_measured_through_device_memory(link, engine, disk_path):
     [(0, "cannot be spilled, it goes to another tier or stays"), (MORE_HOST, "stays in pinned")],
 )
 def test_gpu_direct_with_flash_that_fails_is_the_same(
-    link, engine, disk_path, host_memory, message
+    link, library, disk_path, host_memory, message
 ):
     def faulty(tier):
         fails = {"fail_at": {"write": 3}, "times": None}
@@ -111,9 +92,9 @@ def test_gpu_direct_with_flash_that_fails_is_the_same(
     assert session.recorder.snapshot().counted("spill.failed.flash") > 0
 
 
-def test_gpu_direct_wrong_bytes_are_never_a_gradient(link, engine, disk_path):
+def test_gpu_direct_wrong_bytes_are_never_a_gradient(library, disk_path):
     with session_in(disk_path) as session:
-        engine.broken = "corrupt"
+        library.after_read = corrupt
         x = torch.randn(64, 4096, requires_grad=True)
         loss = torch.tanh(torch.tanh(x)).sum()
         wait_for_writes(session)
@@ -126,19 +107,17 @@ def test_gpu_direct_wrong_bytes_are_never_a_gradient(link, engine, disk_path):
 @pytest.mark.parametrize(
     ("broken", "reason"),
     [
-        ("refused", "Operation not supported"),
-        ("corrupt", "of 2102249 bytes came back wrong"),
-        ("absent", "no nvidia-fs"),
+        ({"refusal": -5008}, "cuFile error 5008: the file system or its device is not supported"),
+        ({"after_read": corrupt}, f"of {TRIAL_BYTES} bytes came back wrong"),
+        ({"mapping_bytes": MIB}, "cuFile error 5014"),
     ],
 )
 @pytest.mark.filterwarnings("error")
-@pytest.mark.usefixtures("link")
 def test_gpu_direct_that_does_not_work_is_not_in_the_way(
-    engine, disk_path, monkeypatch, broken, reason
+    library, disk_path, monkeypatch, broken, reason
 ):
-    if broken == "absent":
-        monkeypatch.setattr(gds, "available", lambda: gds.Availability(False, "no nvidia-fs"))
-    engine.broken = broken
+    for name, value in broken.items():
+        setattr(library, name, value)
     with_us, session = trained(
         session_of=lambda m, o: session_in(disk_path, m, o, host_memory=HOST)
     )
@@ -154,15 +133,28 @@ def test_gpu_direct_that_does_not_work_is_not_in_the_way(
         pass
 
 
-def test_gpu_direct_is_never_used_if_it_is_switched_off(link, engine, disk_path, monkeypatch):
+def test_gpu_direct_without_the_kernel_module_is_asked_for_only_if_it_must_be(
+    library, disk_path, monkeypatch
+):
+    """libcufile may know another way past the host, but opening it leaves a file of its own behind."""
+    monkeypatch.setattr(cufile, "_MODULE", "/proc/driver/none")
+    with session_in(disk_path, host_memory=HOST) as session:
+        assert "nvidia-fs is not loaded" in direct_mark(session)["reason"]
+    assert not library.opened
+    monkeypatch.setenv("PENSTOCK_GPU_DIRECT", "on")
+    with session_in(disk_path, host_memory=HOST) as session:
+        assert direct_mark(session)["used"]
+
+
+def test_gpu_direct_is_never_used_if_it_is_switched_off(library, disk_path, monkeypatch):
     monkeypatch.setenv("PENSTOCK_GPU_DIRECT", "off")
     with session_in(disk_path, host_memory=HOST) as session:
         assert not session._stores.tiers["flash"].spec.gpu_direct
     assert direct_mark(session) is None
-    assert not engine.moved
+    assert not library.opened
 
 
-def test_gpu_direct_on_a_device_that_is_no_gpu(engine, disk_path, monkeypatch):
+def test_gpu_direct_on_a_device_that_is_no_gpu(library, disk_path, monkeypatch):
     monkeypatch.setattr(stores, "_runs_behind", lambda device: False)
     with session_in(disk_path) as session:
         assert direct_mark(session) is None

@@ -22,7 +22,7 @@ from penstock.cli.paths import spill_directory
 from penstock.core import knobs
 from penstock.core.errors import ConfigError, PenstockError, PenstockWarning, free_space_bytes
 from penstock.core.units import GIB, MIB, format_bandwidth, format_bytes
-from penstock.io import gds, numa
+from penstock.io import cufile, numa
 from penstock.io.aio import default_engine
 from penstock.io.arena import Arena
 from penstock.io.files import filesystem_of, open_unlinked
@@ -312,7 +312,7 @@ def quick_bandwidth(path: str) -> Check:
     return Check(name, Verdict.OK, value)
 
 
-def gpu_direct(available: Callable[[], gds.Availability] = gds.available) -> Check:
+def gpu_direct(available: Callable[[], cufile.Availability] = cufile.available) -> Check:
     """Whether transfers between GPU and SSD could leave host memory out."""
     if system.nvidia_driver() is None:
         return Check("GPU-direct", Verdict.OK, "not needed without a GPU")

@@ -223,14 +223,15 @@ def reached(file: File, moved: int, nbytes: int) -> int:
 
 def failure(piece: Piece, moved: int, error: OSError) -> TransferError:
     """Of a piece of which so many bytes had been moved."""
-    job = piece.job
+    job, code, said = piece.job, error.errno or errnos.EIO, error.strerror or ""
     found = transfer_error(
-        errno=error.errno or errnos.EIO,
+        errno=code,
         op=job.op,
         path=job.file.path,
         offset_bytes=job.offset_bytes + piece.start,
         nbytes=piece.nbytes,
         moved_bytes=moved,
+        advice="" if said == os.strerror(code) else said,
     )
     found.__cause__ = error.with_traceback(None)  # frames would keep the job and its memory
     return found

@@ -38,6 +38,10 @@ class Syscalls:
     Methods return how many bytes were moved, raise OSError, and are called by several threads.
     """
 
+    def prepare(self, owner: object) -> None:
+        """Before a piece, in the thread that moves it; ``owner`` is what keeps its memory alive."""
+        return
+
     def read(self, file: File, address: int, nbytes: int, offset_bytes: int) -> int:
         """Read up to ``nbytes`` to memory; 0 at the end of the file."""
         return os.preadv(file.fd, [_memory_view(address, nbytes, _PYBUF_WRITE)], offset_bytes)
@@ -241,6 +245,7 @@ def _cancel_unbegun(queue: _Queue) -> None:
 def _move(syscalls: Syscalls, piece: Piece) -> TransferError | None:
     """Move one piece, whole; the error if that fails. Never returns early without one."""
     job, start, nbytes = piece
+    syscalls.prepare(job.keep_alive)
     call = syscalls.read if job.op == "read" else syscalls.write
     address, offset = job.address + start, job.offset_bytes + start
     moved = 0

@@ -85,6 +85,10 @@ class FaultySyscalls(Syscalls):
         self._drops = 0
         self.calls: list[Call] = []
 
+    def prepare(self, owner: object) -> None:
+        """Pass it on."""
+        self._inner.prepare(owner)
+
     def read(self, file: File, address: int, nbytes: int, offset_bytes: int) -> int:
         """Read, unless a fault is due."""
         allowed = self._next(Call("read", offset_bytes, nbytes))
