@@ -7,6 +7,7 @@ finds, as soon as it has found it.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for a figure")
     parser.add_argument("--preload", action="append", default=[], help="import a module first")
     options = parser.parse_args(argv)
+    faulthandler.enable()  # a crash tells where
     for name in options.preload:
         importlib.import_module(name)
     work = importlib.import_module(f"penstock.testing.gpu.{options.what}").work

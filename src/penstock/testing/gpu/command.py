@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         is no device, or the arguments are wrong; 130 if it was interrupted.
     """
     options = _parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, _interrupt)
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         options.dir = _spill_directory(options.dir)
         options.out.mkdir(parents=True, exist_ok=True)
@@ -62,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return NO_DEVICE
     except KeyboardInterrupt:
         return INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Check:
@@ -141,8 +143,9 @@ class Check:
             if ended.interrupted:
                 document.part("contract", ended.how, time.monotonic() - start)
                 raise KeyboardInterrupt
-            if lost or not ended.well:
+            if not ended.well:
                 said = ended.said
+                how = how if lost else f"{ended.how} after its last fact"
             rest = [name for name in names if name not in begun]
             if rest and not begun:
                 how = f"{ended.how}, before the first fact"

@@ -11,7 +11,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -47,6 +47,11 @@ class Request:
     limit_s: float
     tell: Callable[[Mapping[str, Any]], None]
     begun_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def small(self) -> bool:
+        """Whether networks are tiny ones, as for a device that is only emulated."""
+        return self.scale < 0.1
 
     def until(self, share: float) -> float:
         """When ``share`` of the time is over, by ``time.monotonic``."""
@@ -122,11 +127,8 @@ def _device_seconds(work: Callable[[], object]) -> float:
 def step(network: str, place: str, request: Request) -> None:
     """A step against plain torch, at a batch that fits and at four times that in as much memory."""
     job, host_memory = steps.JOBS[network], steps.pinned_bytes()
-    overrides = job.overrides
-    if request.scale < 0.1:  # an emulated device: a network of the same kind that it can do
-        overrides = {"image_size": 32} if "image_size" in overrides else {"sequence_length": 32}
-        job = steps.Job(job.network, job.batch, overrides, job.dtype)
-        host_memory = 256 * MIB
+    if request.small:
+        job, host_memory = replace(job, size="tiny", overrides={}), 256 * MIB
     free = torch.cuda.mem_get_info()[0]
     batch = steps.fitting_batch(
         job,
@@ -171,11 +173,10 @@ def direct(request: Request) -> None:
     expected = _trained(rows)
     settings: dict[str, Any] = {"flash": request.directory, "host_memory": 0, "policy": "all"}
     try:
-        session = penstock.offload(**settings)
+        with penstock.offload(**settings) as session:
+            found = _trained(rows)
     except penstock.ConfigError as error:
         raise RefusedError(str(error)) from error
-    with session:
-        found = _trained(rows)
     totals = session.recorder.snapshot()
     flows = {stage: totals.flow(stage, "flash") for stage in (Stage.WRITE, Stage.READ)}
     same = all(torch.equal(one, two) for one, two in zip(expected, found, strict=True))
@@ -211,7 +212,7 @@ def _trained(rows: int) -> list[torch.Tensor]:
 
 def optimizer(request: Request) -> None:
     """A step of AdamW with its states on flash, beside torch's on the device."""
-    width = 4096 if request.scale >= 0.1 else 128
+    width = 128 if request.small else 4096
     model, twin = _wide(width), _wide(width)
     for one, two in zip(model.parameters(), twin.parameters(), strict=True):
         one.grad = torch.randn_like(one)
@@ -245,7 +246,7 @@ def optimizer(request: Request) -> None:
 
 def checkpoints(request: Request) -> None:
     """A network and its optimizer on the device, saved until durable and loaded again."""
-    model = _wide(4096 if request.scale >= 0.1 else 128)
+    model = _wide(128 if request.small else 4096)
     adam = torch.optim.AdamW(model.parameters())
     for each in model.parameters():
         each.grad = torch.randn_like(each)

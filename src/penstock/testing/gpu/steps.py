@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
@@ -37,12 +37,14 @@ class Job:
         batch: How many samples.
         overrides: Of its configuration.
         dtype: Of autocast; float32 for none.
+        size: As published, or tiny.
     """
 
     network: str
     batch: int
     overrides: dict[str, Any]
     dtype: torch.dtype
+    size: Literal["full", "tiny"] = "full"
 
 
 JOBS: Final = {
@@ -64,7 +66,7 @@ class Training:
         """Make the network and one batch, of which every step is."""
         torch.manual_seed(0)
         self.batch_size = batch_size
-        self.network = zoo.build(job.network, **job.overrides).to("cuda")
+        self.network = zoo.build(job.network, size=job.size, **job.overrides).to("cuda")
         self.optimizer = torch.optim.SGD(self.network.parameters(), lr=1e-3)
         self._batch = zoo.example_batch(self.network, batch_size, device="cuda")
         self._autocast = job.dtype is torch.bfloat16
