@@ -1,4 +1,4 @@
-"""``python -m penstock.testing.gpu`` and ``scripts/gpu_check``, with processes that pretend to have a GPU."""
+"""``python -m penstock.testing.gpu`` and ``scripts/gpu_check``, with children that only pretend."""
 
 import json
 import os

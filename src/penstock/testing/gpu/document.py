@@ -164,8 +164,10 @@ def _brief(figures: dict[str, Any]) -> str:
     told = []
     for name, value in figures.items():
         if isinstance(value, dict):
-            if "ratio_to_plain" in value:
-                told.append(f"{name} {value['ratio_to_plain']:.3f} x plain")
+            if "penstock" in value:
+                told.append(f"{name}: {value['penstock']['ratio_to_plain']:.3f} x plain")
+            elif "refused" in value:
+                told.append(f"{name}: refused")
         elif name.endswith("_bytes_per_s"):
             told.append(f"{name.removesuffix('_bytes_per_s')} {format_bandwidth(value)}")
         elif name.endswith("_s") and isinstance(value, float):

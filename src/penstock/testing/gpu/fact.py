@@ -178,7 +178,7 @@ def judge(one: Fact) -> Finding:
             found.append(str(error))
         except Exception as error:  # noqa: BLE001  (a driver or a kernel may fail in any way)
             outcome = Outcome.ERROR
-            found.append(f"{type(error).__name__}: {_first_line(error)}")
+            found.append(brief(error))
         if outcome is not Outcome.DIFFERS:
             break
         torch.cuda.synchronize()
@@ -237,5 +237,7 @@ def cycles_per_s() -> float:
     return _cycles_per_s[0]
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")
+def brief(error: Exception) -> str:
+    """Its type and the first line of what it says, 400 characters at most."""
+    line = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {line}"[:400]

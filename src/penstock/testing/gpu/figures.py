@@ -10,7 +10,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from penstock.core.units import MIB
 from penstock.observe import Stage
 from penstock.optim import FlashAdamW
 from penstock.testing.gpu import processes, steps
+from penstock.testing.gpu.fact import brief
 
 
 class RefusedError(Exception):
@@ -135,32 +136,33 @@ def step(network: str, place: str, request: Request) -> None:
         wanted=max(2, round(job.batch * request.scale)),
         most_saved_bytes=min(free // 8, host_memory // 4),
     )
-    flash = request.directory if place == "flash" else ()
     factors = (1, 4) if place == "host" else (1,)
     for number, factor in enumerate(factors, 1):
+        share = 0.5 if factor == 1 else 1 / factor
         figures = _step_at(
             steps.Training(job, batch * factor),
-            budget_share=0.5 if factor == 1 else 1 / factor,
+            (share, 1.5 * share, 0.9),
             host_memory=host_memory,
-            flash=flash,
+            flash=request.directory if place == "flash" else (),
             rounds=5,
             end_s=request.until(0.8 * number / len(factors)),
+            settings={"floor": 1024} if request.small else {},
         )
-        request.tell({f"batch x {factor}": figures} | _flat(figures, factor))
+        request.tell({f"batch x {factor}": figures})
         torch.cuda.empty_cache()
 
 
-def _step_at(training: steps.Training, **how: Any) -> dict[str, Any]:
-    try:
-        return steps.measure(training, **how)
-    except (torch.OutOfMemoryError, penstock.PenstockError) as error:
-        return {"refused": f"{type(error).__name__}: {error}"}
-
-
-def _flat(figures: Mapping[str, Any], factor: int) -> dict[str, Any]:
-    if "penstock" not in figures:
-        return {}
-    return {f"at {factor} x the batch": figures["penstock"]}
+def _step_at(training: steps.Training, shares: Sequence[float], **how: Any) -> dict[str, Any]:
+    """Figures under the first of some budgets that is not too small; what was refused, if none is."""
+    refused: dict[str, Any] = {}
+    for share in shares:
+        try:
+            return steps.measure(training, budget_share=share, **how) | {"budget_share": share}
+        except penstock.BudgetError as error:  # what may not leave the device takes more
+            refused = {"refused": brief(error)}
+        except (torch.OutOfMemoryError, penstock.PenstockError) as error:
+            return {"refused": brief(error)}
+    return refused
 
 
 # -- GPU-direct -----------------------------------------------------------------------------------
@@ -176,7 +178,7 @@ def direct(request: Request) -> None:
         with penstock.offload(**settings) as session:
             found = _trained(rows)
     except penstock.ConfigError as error:
-        raise RefusedError(str(error)) from error
+        raise RefusedError(brief(error)) from error
     totals = session.recorder.snapshot()
     flows = {stage: totals.flow(stage, "flash") for stage in (Stage.WRITE, Stage.READ)}
     same = all(torch.equal(one, two) for one, two in zip(expected, found, strict=True))
@@ -339,6 +341,6 @@ def work(options: argparse.Namespace) -> int:
         tell({"refused": str(error)})
     except Exception as error:  # noqa: BLE001  (a driver or a kernel may fail in any way)
         traceback.print_exc()
-        tell({"failed": f"{type(error).__name__}: {error}"})
+        tell({"failed": brief(error)})
         return 1
     return 0

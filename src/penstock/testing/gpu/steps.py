@@ -106,6 +106,7 @@ def measure(
     flash: str | tuple[str, ...],
     rounds: int,
     end_s: float,
+    settings: Mapping[str, Any] | None = None,
     more_modes: Callable[[zoo.Network, penstock.Session], Modes] = lambda *_: {},
 ) -> dict[str, Any]:
     """Train under a budget in turns with plain steps; figures with units in their names.
@@ -117,17 +118,19 @@ def measure(
         flash: A directory, or ``()``: what leaves the device goes to host memory.
         rounds: How many steps of each mode.
         end_s: When to begin no more rounds, by ``time.monotonic``.
+        settings: Of the session, over those that follow from the arguments.
         more_modes: Makes further modes; a session is told to stand aside by ``session.paused``.
     """
     for _ in range(2):
         training.step()
     saved = training.saved_bytes()
-    settings: dict[str, Any] = {
+    chosen: dict[str, Any] = {
         "device_memory": max(1, int(saved * budget_share)),
         "host_memory": host_memory,
         "flash": flash,
+        **(settings or {}),
     }
-    with penstock.offload(training.network, training.optimizer, **settings) as session:
+    with penstock.offload(training.network, training.optimizer, **chosen) as session:
         for _ in range(WARM_UP):
             training.step()
         modes: Modes = {
@@ -172,9 +175,12 @@ def _compare(
         "stall_s_per_step": (after.stall_ns - before.stall_ns) / 1e9 / done,
         "link_out_bytes_per_s": out,
         "link_in_bytes_per_s": back,
-        "flash_write_bytes_per_s": machine.flash_write_bytes_per_s,
-        "flash_read_bytes_per_s": machine.flash_read_bytes_per_s,
     }
+    if session.config.flash:
+        figures |= {
+            "flash_write_bytes_per_s": machine.flash_write_bytes_per_s,
+            "flash_read_bytes_per_s": machine.flash_read_bytes_per_s,
+        }
     figures["bound_ratio"] = _bound(figures)
     return figures
 
