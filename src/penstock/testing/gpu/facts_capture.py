@@ -153,16 +153,35 @@ def relaxed_threads_break_nothing(gpu: Device) -> None:
 
 
 @fact(
+    "A stream that was drawn into a capture and has come back makes no trouble.",
+    relies="programs that capture work on several streams",
+)
+def joined_captures_hold(gpu: Device) -> None:
+    """There and back by events."""
+    capturing, drawn, x = gpu.stream(), gpu.stream(), gpu.full(0, 512)
+    gpu.cuda.synchronize()
+    with cudart.Capture(capturing, cudart.THREAD_LOCAL) as capture:
+        drawn.wait_event(gpu.mark(capturing))
+        with gpu.cuda.stream(drawn):
+            x.fill_(1)
+        capturing.wait_event(gpu.mark(drawn))
+    expect(capture.code == 0, f"the capture ended with {capture.code}")
+    expect(int(x.sum()) == 0, "what was captured has run")
+
+
+@fact(
     "A stream that waits for an event of a capturing stream is drawn into the capture.",
     relies="runtime/cuda/mover.py: no lane may wait for a stream that captures",
 )
 def waiting_joins_a_capture(gpu: Device) -> None:
-    """And the capture fails if it does not come back."""
-    capturing, drawn = gpu.stream(), gpu.stream()
+    """And the capture fails if its work is not waited for by the stream that began it."""
+    capturing, drawn, x = gpu.stream(), gpu.stream(), gpu.full(0, 512)
     gpu.cuda.synchronize()
     with cudart.Capture(capturing, cudart.THREAD_LOCAL) as capture:
         drawn.wait_event(gpu.mark(capturing))
         inside = cudart.capturing(drawn)
+        with gpu.cuda.stream(drawn):
+            x.fill_(1)
     expect(inside, "the waiting stream is not part of the capture")
     unjoined = capture.code == cudart.CAPTURE_UNJOINED
     expect(unjoined, f"the capture ended with {capture.code} though a stream had not come back")
