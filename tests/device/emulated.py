@@ -12,4 +12,6 @@ pytest_plugins = ["plugin"]
 
 if "_pytest" not in sys.modules:
     torch.backends.cudnn.enabled = False
+    for kind in ("flash", "mem_efficient", "cudnn"):  # which CPUs have not
+        getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)
     kernels.install()

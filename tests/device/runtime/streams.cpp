@@ -110,14 +110,20 @@ static Stream* needed_for(const Mark* mark) {
   }
 }
 
+// One that was reached is in the list until its waiter has woken, and others may wait behind it.
+static const Mark* first_of(const std::list<std::shared_ptr<Mark>>& marks) {
+  for (auto& mark : marks)
+    if (!mark->reached) return mark.get();
+  return nullptr;
+}
+
 static Stream* choose() {
   bool patience_ends = !awaited_last.empty() && Clock::now() - touched > patience;
   bool overflow = queued > LONGEST_QUEUE;
   if (schedule == LAZY && !overflow) {
-    const Mark* mark = !awaited.empty() ? awaited.front().get()
-                       : patience_ends  ? awaited_last.front().get()
-                                        : nullptr;
-    return mark && !mark->reached ? needed_for(mark) : nullptr;
+    const Mark* mark = first_of(awaited);
+    if (!mark && awaited.empty() && patience_ends) mark = first_of(awaited_last);
+    return mark ? needed_for(mark) : nullptr;
   }
   if (schedule == FIXED && awaited.empty() && !patience_ends && !overflow) return nullptr;
   std::vector<Stream*> ready;
