@@ -1,16 +1,14 @@
 """Step time and device memory on a GPU with activations offloaded, beside the same step without.
 
-All modes train one network in one process, step by step in turn, and every time is a ratio to the plain
-step of the same round:
+As in :mod:`penstock.testing.gpu.steps` all modes train one network in one process, step by step in turn,
+and every time is a ratio to the plain step of the same round:
 
 * ``plain``: PyTorch alone (Penstock's session is paused);
 * ``penstock``: policy ``auto`` under the stated budget, to pinned host memory or through it to flash;
 * ``checkpoint``: ``torch.utils.checkpoint`` around each block;
 * ``save_on_cpu``: ``torch.autograd.graph.save_on_cpu(pin_memory=True)``.
 
-The bound is what the link and the flash, measured in this run, allow on paper: no step can be faster
-than the plain one, nor than its bytes take on their slowest way in each direction. On a machine
-without CUDA nothing is measured.
+On a machine without CUDA nothing is measured.
 """
 
 from __future__ import annotations
@@ -18,13 +16,9 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +31,7 @@ import _results
 import penstock
 from penstock import zoo
 from penstock.core.units import GIB, format_bytes, parse_bytes
-from penstock.observe import Stage
-
-
-@dataclass(frozen=True)
-class Job:
-    network: str
-    batch: int
-    overrides: dict[str, Any]
-    dtype: torch.dtype
-
-
-JOBS = {
-    "resnet50": Job("resnet50", 256, {"image_size": 224}, torch.float32),
-    "gpt2": Job("gpt2", 24, {"sequence_length": 1024, "dropout": 0.0}, torch.bfloat16),
-}
+from penstock.testing.gpu import steps
 
 
 def main() -> None:
@@ -64,7 +44,7 @@ def main() -> None:
     for place in args.places:
         for name in args.networks:
             key = f"{name}, {place}"
-            results[key] = attempt(JOBS[name], place, args)
+            results[key] = attempt(steps.JOBS[name], place, args)
             show(key, results[key])
             record(results, args)
             give_back()
@@ -73,7 +53,7 @@ def main() -> None:
         sys.exit("gpu_offload: not everything could be measured")
 
 
-def attempt(job: Job, place: str, args: argparse.Namespace) -> dict[str, Any]:
+def attempt(job: steps.Job, place: str, args: argparse.Namespace) -> dict[str, Any]:
     """Figures, or why there are none; the others are measured all the same."""
     if time.monotonic() > args.end_s:
         return {"refused": "there was no time left"}
@@ -114,7 +94,7 @@ def host_bytes() -> int:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--networks", nargs="*", choices=JOBS, default=list(JOBS))
+    parser.add_argument("--networks", nargs="*", choices=steps.JOBS, default=list(steps.JOBS))
     parser.add_argument("--places", nargs="*", choices=["host", "flash"], default=["host", "flash"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scale", type=float, default=1.0, help="of the batch sizes")
@@ -132,120 +112,24 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def measure(job: Job, place: str, args: argparse.Namespace) -> dict[str, Any]:
-    torch.manual_seed(0)
-    network = zoo.build(job.network, **job.overrides).to("cuda")
-    batch_size = max(2, round(job.batch * args.scale))
-    batch = zoo.example_batch(network, batch_size, device="cuda")
-    optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
-
-    def step() -> tuple[float, int]:
-        """Seconds, and the most device memory that was allocated."""
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
-        with torch.autocast("cuda", torch.bfloat16, enabled=job.dtype is torch.bfloat16):
-            loss = network(*batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.cuda.synchronize()
-        return time.perf_counter() - start, torch.cuda.max_memory_allocated()
-
-    for _ in range(2):
-        step()
-    with penstock.offload(network, policy="keep") as session:
-        step()
-        saved = session.budget.peak_bytes
-    settings: dict[str, Any] = {
-        "device_memory": int(saved * args.budget_share),
-        "host_memory": args.host_memory,
-        "flash": args.dir if place == "flash" else (),
-    }
-    with penstock.offload(network, optimizer, **settings) as session:
-        for _ in range(4):  # profile, plan, steady state
-            step()
-        figures = {
-            "saved_bytes": saved,
-            "batch": batch_size,
-            **compare(network, session, step, args),
+def measure(job: steps.Job, place: str, args: argparse.Namespace) -> dict[str, Any]:
+    def rivals(network: zoo.Network, session: penstock.Session) -> steps.Modes:
+        return {
+            "checkpoint": lambda: peers.checkpointed(network, session),
+            "save_on_cpu": lambda: peers.hooked(
+                session, torch.autograd.graph.save_on_cpu(pin_memory=True)
+            ),
         }
-    return figures
 
-
-def compare(
-    network: zoo.Network,
-    session: penstock.Session,
-    step: Callable[[], tuple[float, int]],
-    args: argparse.Namespace,
-) -> dict[str, Any]:
-    modes = {
-        "plain": session.paused,
-        "penstock": nullcontext,
-        "checkpoint": lambda: peers.checkpointed(network, session),
-        "save_on_cpu": lambda: peers.hooked(
-            session, torch.autograd.graph.save_on_cpu(pin_memory=True)
-        ),
-    }
-    session.budget.reset_peak()
-    samples: dict[str, list[tuple[float, int]]] = {mode: [] for mode in modes}
-    before = session.recorder.snapshot()
-    for _ in range(args.rounds):
-        for mode, context in modes.items():
-            with context():
-                samples[mode].append(step())
-        if time.monotonic() > args.end_s:
-            break
-    rounds = len(samples["plain"])
-    after = session.recorder.snapshot()
-    figures: dict[str, Any] = {
-        mode: figures_of(times, samples["plain"]) for mode, times in samples.items()
-    }
-    moved = {
-        f"{stage}.{tier}": (flow.nbytes - before.flow(stage, tier).nbytes) // rounds
-        for (stage, tier), flow in after.flows.items()
-        if stage in (Stage.COPY_OUT, Stage.COPY_IN, Stage.WRITE, Stage.READ)
-    }
-    machine = session.planner.machine
-    out, back = session._stores.mover.measure()
-    figures |= {
-        "rounds": rounds,
-        "budget_bytes": session.budget.limit_bytes,
-        "peak_charged_bytes": session.budget.peak_bytes,
-        "moved_bytes_per_step": moved,
-        "stall_s_per_step": (after.stall_ns - before.stall_ns) / 1e9 / rounds,
-        "link_out_bytes_per_s": out,
-        "link_in_bytes_per_s": back,
-        "flash_write_bytes_per_s": machine.flash_write_bytes_per_s,
-        "flash_read_bytes_per_s": machine.flash_read_bytes_per_s,
-    }
-    figures["bound_ratio"] = bound(figures)
-    return figures
-
-
-def figures_of(mine: list[tuple[float, int]], plain: list[tuple[float, int]]) -> dict[str, Any]:
-    ratios = [one[0] / other[0] for one, other in zip(mine, plain, strict=True)]
-    return {
-        "step_s": statistics.median(seconds for seconds, _ in mine),
-        "ratio_to_plain": statistics.median(ratios),
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
-        "peak_allocated_bytes": max(nbytes for _, nbytes in mine),
-    }
-
-
-def bound(figures: dict[str, Any]) -> float:
-    """The least ratio to the plain step that link and flash allow for these bytes."""
-    moved = figures["moved_bytes_per_step"]
-
-    def seconds(stage: str, speed: str) -> float:
-        nbytes = sum(size for name, size in moved.items() if name.startswith(f"{stage}."))
-        return nbytes / figures[f"{speed}_bytes_per_s"]
-
-    out_s = max(seconds("copy_out", "link_out"), seconds("write", "flash_write"))
-    in_s = max(seconds("copy_in", "link_in"), seconds("read", "flash_read"))
-    plain_s = figures["plain"]["step_s"]
-    return max(plain_s, out_s, in_s) / plain_s
+    return steps.measure(
+        steps.Training(job, max(2, round(job.batch * args.scale))),
+        budget_share=args.budget_share,
+        host_memory=args.host_memory,
+        flash=args.dir if place == "flash" else (),
+        rounds=args.rounds,
+        end_s=args.end_s,
+        more_modes=rivals,
+    )
 
 
 def show(key: str, figures: dict[str, Any]) -> None:

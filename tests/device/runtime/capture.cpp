@@ -37,6 +37,7 @@ API Error cudaStreamBeginCapture(void* handle, int mode) {
   if ((uintptr_t)handle <= 2 || stream->capture) return fail(CAPTURE_UNSUPPORTED);
   stream->capture = new Graph{{}, false, mode, ++last_id};
   stream->origin = true;
+  stream->told = stream->joined = 0;
   under_way.insert(stream->capture);
   begun_here.insert(stream->capture);
   return SUCCESS;
@@ -47,12 +48,17 @@ API Error cudaStreamEndCapture(void* handle, void** result) {
   auto graph = stream->capture;
   *result = nullptr;
   if (!graph || !stream->origin) return fail(INVALID_VALUE);
+  bool unjoined = false;
   for (int device = 0; device < device_count; device++)
     for (auto each : streams_of(device))
-      if (each->capture == graph) each->capture = nullptr, each->origin = false;
+      if (each->capture == graph) {
+        unjoined |= !each->origin && each->told > each->joined;
+        each->capture = nullptr, each->origin = false;
+      }
   under_way.erase(graph);
   begun_here.erase(graph);
   if (graph->invalidated) return fail(CAPTURE_INVALIDATED);
+  if (unjoined) return fail(CAPTURE_UNJOINED);
   *result = graph;
   return SUCCESS;
 }

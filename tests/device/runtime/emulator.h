@@ -64,13 +64,16 @@ struct Stream {
   std::deque<Task> queue;
   Graph* capture = nullptr;  // what is enqueued goes there in place of the queue
   bool origin = false;       // of that capture
+  size_t told = 0, joined = 0;  // what it was told during it; of that, what others of it wait for
 };
 
 struct Event {
   int device;
   bool timed;
   std::shared_ptr<Mark> mark;  // of the last record
-  Graph* capture = nullptr;    // it was recorded on a stream that was being captured
+  Graph* capture = nullptr;    // it was recorded on a stream that was being captured,
+  Stream* stream = nullptr;    // this one,
+  size_t told = 0;             // which had been told so much
 };
 
 // ---- one lock, and what it guards ------------------------------------------------------------------

@@ -9,6 +9,7 @@
 // while: what only the library's own threads wait for comes as late as it can.
 #include "emulator.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <list>
@@ -58,6 +59,7 @@ static Stream* make_stream(int device, int priority) {
 
 static void push(Stream* stream, Task task) {
   if (stream->capture) {
+    stream->told += task.kind == Task::RUN;
     stream->capture->tasks.push_back(std::move(task));
     return;
   }
@@ -108,14 +110,20 @@ static Stream* needed_for(const Mark* mark) {
   }
 }
 
+// One that was reached is in the list until its waiter has woken, and others may wait behind it.
+static const Mark* first_of(const std::list<std::shared_ptr<Mark>>& marks) {
+  for (auto& mark : marks)
+    if (!mark->reached) return mark.get();
+  return nullptr;
+}
+
 static Stream* choose() {
   bool patience_ends = !awaited_last.empty() && Clock::now() - touched > patience;
   bool overflow = queued > LONGEST_QUEUE;
   if (schedule == LAZY && !overflow) {
-    const Mark* mark = !awaited.empty() ? awaited.front().get()
-                       : patience_ends  ? awaited_last.front().get()
-                                        : nullptr;
-    return mark && !mark->reached ? needed_for(mark) : nullptr;
+    const Mark* mark = first_of(awaited);
+    if (!mark && awaited.empty() && patience_ends) mark = first_of(awaited_last);
+    return mark ? needed_for(mark) : nullptr;
   }
   if (schedule == FIXED && awaited.empty() && !patience_ends && !overflow) return nullptr;
   std::vector<Stream*> ready;
@@ -219,7 +227,9 @@ API Error cudaStreamWaitEvent(void* handle, void* event_handle, unsigned) {
   auto stream = stream_of(handle);
   if (event->capture) {  // draws the stream into the graph
     if (stream->capture && stream->capture != event->capture) return fail(CAPTURE_INVALIDATED);
+    if (!stream->capture) stream->told = stream->joined = 0;
     stream->capture = event->capture;
+    event->stream->joined = std::max(event->stream->joined, event->told);
     return SUCCESS;
   }
   if (stream->capture) return fail(event->mark ? CAPTURE_UNSUPPORTED : SUCCESS);
@@ -247,6 +257,8 @@ API Error cudaEventRecord(void* event_handle, void* handle) {
   if (event->device != stream->device) return fail(INVALID_HANDLE);
   note_record_by_allocator(__builtin_return_address(0), stream);
   event->capture = stream->capture;
+  event->stream = stream;
+  event->told = stream->told;
   event->mark = stream->capture ? nullptr : mark_now(stream);
   return SUCCESS;
 }

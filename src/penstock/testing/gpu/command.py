@@ -1,0 +1,345 @@
+"""``python -m penstock.testing.gpu``: the checks of a machine with a GPU, in under ten minutes.
+
+1. The contract: what Penstock and its tests believe of CUDA; see :mod:`.contract`.
+2. The tests that need a device, where this runs from a checkout.
+3. Figures: the link, steps beside plain torch, GPU-direct, the flash optimizer, checkpoints.
+
+Each part is a process of its own with a limit, and results are written after each, so that neither a
+hang nor a crash nor Ctrl-C loses what was found before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import penstock
+from penstock.core.errors import ConfigError
+from penstock.core.files import absolute_path
+from penstock.io.files import filesystem_of
+from penstock.testing.gpu import processes
+from penstock.testing.gpu.contract import FACTS
+from penstock.testing.gpu.document import DONE, Document, scrub
+from penstock.testing.gpu.fact import Fact, Finding, Outcome
+from penstock.testing.gpu.figures import FIGURES
+
+PARTS: Final = ("contract", "tests", "figures")
+NO_DEVICE: Final = 2
+INTERRUPTED: Final = 130
+_CONTRACT_S: Final = 90.0
+_FIGURES_SHARE: Final = 0.4
+"""Of the time, kept for figures while others run."""
+_START_S: Final = 5.0
+"""With less left, nothing is begun."""
+_LAST: Final = "training"
+"""The file of tests that takes longest has this in its name."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check this machine.
+
+    Returns:
+        0 if all is well; 1 if anything failed, hung or was left out, or a belief is wrong; 2 if there
+        is no device, or the arguments are wrong; 130 if it was interrupted.
+    """
+    options = _parser().parse_args(argv)
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        options.dir = _spill_directory(options.dir)
+        options.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory() as scratch:
+            return Check(options, Path(scratch)).run()
+    except ConfigError as error:
+        _say(f"error: {error}")
+        return NO_DEVICE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Check:
+    """One run of the command."""
+
+    def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
+        """Run nothing yet.
+
+        Args:
+            options: Of the command.
+            scratch: An empty directory for what processes note.
+        """
+        self._options = options
+        self._scratch = scratch
+        self._end_s: float = time.monotonic() + options.limit
+        self._document: Any = None
+
+    def run(self) -> int:
+        """Do everything that was asked for; returns the exit code."""
+        machine = self._machine()
+        if not machine["devices"]:
+            _say(f"There is no accelerator to check: {machine['lacking']}.")
+            return NO_DEVICE
+        self._document = Document(self._options.out, machine)
+        self._document.write()
+        code = INTERRUPTED
+        try:
+            for part in PARTS:
+                if part in self._options.parts:
+                    getattr(self, f"_{part}")()
+            self._document.contents["complete"] = True
+            code = 0 if self._document.well else 1
+        except KeyboardInterrupt:
+            pass
+        self._document.write()
+        for line in self._document.lines():
+            _say(scrub(line))
+        return code
+
+    # -- the machine ------------------------------------------------------------------------------
+
+    def _machine(self) -> dict[str, Any]:
+        """In a process of its own: a driver that hangs is one that cannot be used."""
+        ended = self._child("machine", limit_s=min(60.0, self._left()))
+        if ended.interrupted:
+            raise KeyboardInterrupt
+        if ended.records:
+            return ended.records[-1]
+        said = scrub(ended.said[-1]) if ended.said else "nothing"
+        return {"devices": [], "lacking": f"asking for it {ended.how}, and said: {said}"}
+
+    # -- the contract -----------------------------------------------------------------------------
+
+    def _contract(self) -> None:
+        """All facts; what follows one that ends its process is examined in another."""
+        document, start = self._document, time.monotonic()
+        end_s = min(start + _CONTRACT_S, self._end_s)
+        devices = len(document.contents["machine"]["devices"])
+        wanted = [each for each in FACTS if each.devices <= devices]
+        batches = [[each.name for each in wanted if not each.fresh]]
+        batches += [[each.name] for each in wanted if each.fresh]
+        facts, how, said = {each.name: each for each in FACTS}, DONE, []
+        while batches:
+            names = batches.pop(0)
+            left = end_s - time.monotonic()
+            if left < _START_S:
+                names += [each for batch in batches for each in batch]
+                how = f"no time was left for {', '.join(names)}"
+                break
+            ended = self._child("contract", *names, limit_s=left)
+            found = [each["finding"] for each in ended.records if "finding" in each]
+            begun = [each["begun"] for each in ended.records if "begun" in each]
+            lost = [name for name in begun if name not in {each["name"] for each in found}]
+            found += [_ended(facts[name], ended) for name in lost]
+            document.contents["contract"] += found
+            document.write()
+            if ended.interrupted:
+                document.part("contract", ended.how, time.monotonic() - start)
+                raise KeyboardInterrupt
+            if not ended.well:
+                said = ended.said
+                how = how if lost else f"{ended.how} after its last fact"
+            rest = [name for name in names if name not in begun]
+            if rest and not begun:
+                how = f"{ended.how}, before the first fact"
+                break
+            if rest:
+                batches.insert(0, rest)
+        document.part("contract", how, time.monotonic() - start, said)
+        _say(f"contract: {how}")
+
+    # -- tests ------------------------------------------------------------------------------------
+
+    def _tests(self) -> None:
+        root = checkout()
+        if root is None:
+            _say("tests: this is an installed Penstock, which has no tests with it; left out")
+            self._document.part("tests", DONE, 0.0, ["an installed Penstock has no tests with it"])
+            return
+        missing = [each for each in ("pytest",) if importlib.util.find_spec(each) is None]
+        if missing:
+            self._document.part("tests", f"left out: {', '.join(missing)} is not installed", 0.0)
+            return
+        reserved_s = _FIGURES_SHARE * self._options.limit if "figures" in self._options.parts else 0
+        for file in test_files(root):
+            self._test_file(root, file, self._left() - reserved_s)
+
+    def _test_file(self, root: Path, file: str, limit_s: float) -> None:
+        document = self._document
+        if limit_s < _START_S:
+            document.part(file, "left out: no time was left", 0.0)
+            return
+        records = self._records()
+        ended = processes.run(
+            [*self._pytest(records), file, *self._options.pytest],
+            records=records,
+            limit_s=limit_s,
+            environment={
+                "PENSTOCK_TEST_DIR": self._options.dir,
+                "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # of packages that have nothing to do with this
+            },
+            directory=root,
+        )
+        tests = [each["test"] for each in ended.records if "test" in each]
+        over = {each["test"] for each in tests}
+        begun = [each["begun"] for each in ended.records if "begun" in each]
+        tests += [
+            {"test": name, "outcome": "failed", "seconds": None, "said": ended.how}
+            for name in begun
+            if name not in over
+        ]
+        document.contents["tests"] += tests
+        none_chosen = 5  # of pytest
+        how = DONE if ended.code in (0, none_chosen) and not ended.stopped else ended.how
+        if ended.interrupted:
+            how = ended.how
+        document.part(file, how, ended.seconds, None if how == DONE else ended.said)
+        _say(f"{file}: {how}, {len(tests)} tests")
+        if ended.interrupted:
+            raise KeyboardInterrupt
+
+    def _pytest(self, records: Path) -> Iterator[str]:
+        """Options of plug-ins that may be missing are not asked for."""
+        yield from ("-m", "pytest", "-m", "gpu", "-o", "addopts=-ra --strict-markers")
+        yield from ("-o", "minversion=7", "-o", "filterwarnings=default", "-p", "no:cacheprovider")
+        yield from ("-o", "faulthandler_timeout=90", "-p", "penstock.testing.gpu.plugin")
+        for name in self._options.preload:
+            yield from ("-p", name)
+        yield f"--records={records}"
+        if importlib.util.find_spec("pytest_timeout") is not None:
+            yield from ("-p", "pytest_timeout", "-o", "timeout=120", "-o", "timeout_method=thread")
+
+    # -- figures ----------------------------------------------------------------------------------
+
+    def _figures(self) -> None:
+        document = self._document
+        devices = len(document.contents["machine"]["devices"])
+        for name, figure in FIGURES.items():
+            if figure.devices > devices:
+                continue
+            limit_s = min(figure.limit_s, self._left())
+            if limit_s < _START_S:
+                document.part(name, "left out: no time was left", 0.0)
+                continue
+            ended = self._child("figures", name, limit_s=limit_s, environment=figure.environment)
+            found: dict[str, Any] = {}
+            for each in ended.records:
+                found |= each
+            document.contents["figures"][name] = found
+            how = DONE if ended.well else ended.how
+            document.part(name, how, ended.seconds, None if how == DONE else ended.said)
+            _say(f"{name}: {how}")
+            if ended.interrupted:
+                raise KeyboardInterrupt
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _left(self) -> float:
+        return self._end_s - time.monotonic()
+
+    def _records(self) -> Path:
+        handle, name = tempfile.mkstemp(dir=self._scratch)
+        os.close(handle)
+        return Path(name)
+
+    def _child(
+        self, *what: str, limit_s: float, environment: Mapping[str, str] | None = None
+    ) -> processes.Ended:
+        records = self._records()
+        command = ["-m", "penstock.testing.gpu.child", *what, "--records", str(records)]
+        command += ["--dir", self._options.dir, "--scale", str(self._options.scale)]
+        command += ["--limit", str(limit_s)]
+        for name in self._options.preload:
+            command += ["--preload", name]
+        return processes.run(command, records=records, limit_s=limit_s, environment=environment)
+
+
+def checkout() -> Path | None:
+    """The root of the checkout that this runs from; None: it is installed."""
+    root = Path(penstock.__file__).resolve().parents[2]
+    return root if (root / "tests" / "gpu").is_dir() else None
+
+
+def test_files(root: Path) -> list[str]:
+    """The files of tests for a device, relative to ``root``; the one that takes longest comes last."""
+    found = sorted((root / "tests" / "gpu").glob("test_*.py"), key=lambda file: _LAST in file.name)
+    if all(importlib.util.find_spec(each) for each in ("hypothesis", "numba")):
+        found += [root / "tests" / "codec" / name for name in ("test_codec_device.py",)]
+        found += [root / "tests" / "codec" / "test_narrow.py"]
+    found.sort(key=lambda file: _LAST in file.name)
+    return [str(file.relative_to(root)) for file in found if file.exists()]
+
+
+def _ended(fact: Fact, ended: processes.Ended) -> dict[str, Any]:
+    """The finding of a fact whose process ended while it was examined."""
+    said = f": {ended.said[-1]}" if ended.said else ""
+    return Finding(
+        fact.name, fact.believed, fact.relies, Outcome.ENDED, f"{ended.how}{said}", seconds=0.0
+    ).as_dict()
+
+
+def _spill_directory(named: str | None) -> str:
+    """The directory that was named, or the first usual one on a disk. Raises ConfigError."""
+    environment = os.environ.get("PENSTOCK_TEST_DIR")
+    places = [named] if named else [environment] if environment else ["/var/tmp", "/tmp", os.curdir]
+    for place in places:
+        if os.path.isdir(place) and not filesystem_of(place).is_memory:
+            return absolute_path(place, "--dir")
+    raise ConfigError(
+        f"{' and '.join(places)}: no directory on a disk; name one by --dir for what spills to flash"
+    )
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m penstock.testing.gpu",
+        description="Check a machine with a GPU: what is believed of CUDA, the tests, and figures."
+        " Writes one file to send to the project.",
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, default=Path(), help="for the file (default: here)"
+    )
+    parser.add_argument(
+        "--dir",
+        metavar="DIR",
+        help="on a disk, to spill to (default: $PENSTOCK_TEST_DIR, or the first of /var/tmp, /tmp and"
+        " the current directory that is on one)",
+    )
+    parser.add_argument(
+        "--limit",
+        metavar="SECONDS",
+        type=float,
+        default=540.0,
+        help="for everything (default: 540)",
+    )
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=PARTS, help="what to do (default: all of it)"
+    )
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="of the sizes of figures (default: 1)"
+    )
+    parser.add_argument("--preload", action="append", default=[], help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--pytest",
+        metavar="ARGUMENT",
+        nargs=argparse.REMAINDER,
+        default=[],
+        help="the rest is pytest's",
+    )
+    return parser

@@ -1,0 +1,122 @@
+"""The CUDA runtime library that torch has loaded, for calls that torch does not offer."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from penstock.testing.gpu.fact import NotHereError
+
+GLOBAL: Final = 0
+"""``cudaStreamCaptureModeGlobal`` and so on."""
+THREAD_LOCAL: Final = 1
+RELAXED: Final = 2
+CAPTURE_UNSUPPORTED: Final = 900
+CAPTURE_INVALIDATED: Final = 901
+CAPTURE_UNJOINED: Final = 904
+ALREADY_REGISTERED: Final = 712
+PORTABLE: Final = 1
+
+
+@functools.cache
+def library() -> Any:
+    """A handle of the library that is already loaded. Raises NotHereError if there is none of its own."""
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        path = line.partition("/")[2]
+        if "libcudart" in path:
+            return ctypes.CDLL(f"/{path}")
+    raise NotHereError("torch has loaded no libcudart that could be called")
+
+
+def last_error() -> int:
+    """The last error of the calling thread's runtime calls; forgotten then."""
+    return int(library().cudaGetLastError())
+
+
+def peek_error() -> int:
+    """The same, not forgotten."""
+    return int(library().cudaPeekAtLastError())
+
+
+def event_query(event: Any) -> int:
+    """``cudaEventQuery``'s code for an event of torch's that has been recorded."""
+    code = int(library().cudaEventQuery(ctypes.c_void_p(event.cuda_event)))
+    last_error()
+    return code
+
+
+def malloc_code() -> int:
+    """``cudaMalloc``'s code for a little memory, which is freed again."""
+    where = ctypes.c_void_p()
+    code = int(library().cudaMalloc(ctypes.byref(where), ctypes.c_size_t(512)))
+    if code == 0:
+        library().cudaFree(where)
+    last_error()
+    return code
+
+
+def register(memory: mmap.mmap) -> int:
+    """``cudaHostRegister``'s code for all of a mapping, for every device."""
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return int(runtime.cudaHostRegister(address_of(memory), len(memory), PORTABLE))
+
+
+def unregister(memory: mmap.mmap) -> int:
+    """``cudaHostUnregister``'s code."""
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return int(runtime.cudaHostUnregister(address_of(memory)))
+
+
+def address_of(memory: mmap.mmap) -> int:
+    """Where a mapping begins."""
+    return int(torch.frombuffer(memory, dtype=torch.uint8).data_ptr())
+
+
+class Capture:
+    """A stream that captures, without torch's allocator knowing of it.
+
+    Attributes:
+        code: What ``cudaStreamEndCapture`` returned, once the block has been left.
+    """
+
+    def __init__(self, stream: Any, mode: int) -> None:
+        """Capture on ``stream`` in ``mode`` from ``__enter__`` to ``__exit__``."""
+        self._stream = ctypes.c_void_p(stream.cuda_stream)
+        self._mode = mode
+        self.code = -1
+
+    def __enter__(self) -> Capture:
+        """Begin."""
+        code = int(library().cudaStreamBeginCapture(self._stream, self._mode))
+        if code != 0:
+            last_error()
+            raise NotHereError(f"cudaStreamBeginCapture returned {code}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End, and destroy the graph."""
+        graph = ctypes.c_void_p()
+        self.code = int(library().cudaStreamEndCapture(self._stream, ctypes.byref(graph)))
+        if self.code == 0 and graph.value:
+            library().cudaGraphDestroy(graph)
+        last_error()
+
+
+def capturing(stream: Any) -> bool:
+    """Whether a stream captures, or did before it was invalidated."""
+    status = ctypes.c_int()
+    library().cudaStreamIsCapturing(ctypes.c_void_p(stream.cuda_stream), ctypes.byref(status))
+    return status.value != 0
+
+
+def exchange_mode(mode: int) -> int:
+    """Set the calling thread's capture mode; the former one."""
+    value = ctypes.c_int(mode)
+    library().cudaThreadExchangeStreamCaptureMode(ctypes.byref(value))
+    return value.value

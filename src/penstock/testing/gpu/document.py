@@ -1,0 +1,177 @@
+"""The one file to send: what was run on a device and what came of it, without paths and names."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import pwd
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from penstock.core.units import format_bandwidth, format_bytes
+from penstock.testing.gpu.fact import Outcome
+
+SCHEMA: Final = 1
+_PATH: Final = re.compile(r"(?<![\w.:/])(?:/[\w.@+~-]+)+/([\w.@+~-]+)")
+_UNKNOWN: Final = (Outcome.ERROR, Outcome.ENDED)
+DONE: Final = "done"
+"""How a part ended of which nothing is wrong."""
+_SHOWN: Final = 8
+"""Lines for each kind of thing that is wrong; all of them are in the file."""
+
+
+class Document:
+    """Results so far. ``write`` puts all of them into the file, whole or not at all.
+
+    Attributes:
+        contents: What is written, as JSON.
+        path: The file.
+    """
+
+    def __init__(self, into: Path, machine: dict[str, Any]) -> None:
+        """Begin with what the machine is; names the file by its first device and the date."""
+        today = datetime.now(UTC).strftime("%Y-%m-%d")
+        device = re.sub(r"[^a-z0-9]+", "-", machine["devices"][0]["name"].lower()).strip("-")
+        self.path = into / f"penstock-gpu-{device}-{today}.json"
+        self.contents: dict[str, Any] = {
+            "schema": SCHEMA,
+            "date": today,
+            "complete": False,
+            "machine": machine,
+            "parts": [],
+            "contract": [],
+            "tests": [],
+            "figures": {},
+        }
+
+    def part(self, name: str, how: str, seconds: float, said: list[str] | None = None) -> None:
+        """Note how a part ended (``DONE``, or in words what went wrong), and write."""
+        part: dict[str, Any] = {"name": name, "how": how, "seconds": round(seconds, 1)}
+        if said:
+            part["said"] = said
+        self.contents["parts"].append(part)
+        self.write()
+
+    def write(self) -> None:
+        """Replace the file."""
+        unfinished = self.path.with_suffix(".unfinished")
+        text = json.dumps(scrub(self.contents), indent=1) + "\n"
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, self.path)
+
+    @property
+    def well(self) -> bool:
+        """Whether everything was run, no belief proved wrong, and nothing failed."""
+        contents = self.contents
+        return (
+            contents["complete"]
+            and all(part["how"] == DONE for part in contents["parts"])
+            and not self._findings(Outcome.DIFFERS, *_UNKNOWN)
+            and not self._tests("failed")
+            and not any("failed" in each for each in contents["figures"].values())
+        )
+
+    def lines(self) -> Iterator[str]:
+        """Some 20 lines for a terminal: what was done, what is wrong, what to do with the file."""
+        contents, machine = self.contents, self.contents["machine"]
+        device = machine["devices"][0]
+        count = len(machine["devices"])
+        yield (
+            f"{device['name']}, {format_bytes(device['memory_bytes'])}"
+            f"{f' (one of {count})' if count > 1 else ''}; torch {machine['torch']},"
+            f" driver {machine['driver'] or 'unknown'}"
+        )
+        yield from self._contract_lines()
+        yield from self._test_lines()
+        for name, figures in contents["figures"].items():
+            yield f"figure    {name}: {_brief(figures)}"
+        for part in contents["parts"]:
+            if part["how"] != DONE:
+                yield f"NOT DONE  {part['name']}: {part['how']}"
+        if not contents["complete"]:
+            yield "This was interrupted: what there was until then is in the file."
+        yield ""
+        yield f"Everything is in {self.path.name}, without paths and without names of hosts and users."
+        yield "Please look through it and attach it to an issue in Penstock's tracker, with a word on the"
+        yield "machine. What is not as believed is worth more to the project than a pass."
+
+    def _contract_lines(self) -> Iterator[str]:
+        found = Counter(each["outcome"] for each in self.contents["contract"])
+        if not found:
+            return
+        yield f"contract  {', '.join(f'{count} {outcome}' for outcome, count in found.items())}"
+        wrong = self._findings(Outcome.DIFFERS, *_UNKNOWN)
+        for each in wrong[:_SHOWN]:
+            yield f"  believed: {each['believed']} Found: {each['found']}. [{each['name']}]"
+        yield from _more(wrong)
+
+    def _test_lines(self) -> Iterator[str]:
+        found = Counter(each["outcome"] for each in self.contents["tests"])
+        if not found:
+            return
+        yield f"tests     {', '.join(f'{count} {outcome}' for outcome, count in found.items())}"
+        wrong = self._tests("failed")
+        for each in wrong[:_SHOWN]:
+            yield f"  {each['test']}: {each['said']}"[:200]
+        yield from _more(wrong)
+
+    def _findings(self, *outcomes: Outcome) -> list[dict[str, Any]]:
+        return [each for each in self.contents["contract"] if each["outcome"] in outcomes]
+
+    def _tests(self, outcome: str) -> list[dict[str, Any]]:
+        return [each for each in self.contents["tests"] if each["outcome"] == outcome]
+
+
+def scrub(value: Any) -> Any:
+    """The same without directories, and without the names of this host and user."""
+    if isinstance(value, dict):
+        return {key: scrub(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [scrub(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    text = _PATH.sub(r".../\1", value)
+    for name, instead in _names().items():
+        text = re.sub(rf"\b{re.escape(name)}\b", instead, text)
+    return text
+
+
+def _names() -> dict[str, str]:
+    """Names that are told to nobody, and what stands for them."""
+    found = {platform.node(): "<host>", platform.node().partition(".")[0]: "<host>"}
+    with suppress(KeyError):
+        found[pwd.getpwuid(os.getuid()).pw_name] = "<user>"
+    found[os.environ.get("USER", "")] = "<user>"
+    return {name: instead for name, instead in found.items() if len(name) > 2}
+
+
+def _more(wrong: list[dict[str, Any]]) -> Iterator[str]:
+    if len(wrong) > _SHOWN:
+        yield f"  and {len(wrong) - _SHOWN} more, which are in the file"
+
+
+def _brief(figures: dict[str, Any]) -> str:
+    """The main numbers of a figure in a line."""
+    for what in ("failed", "refused"):
+        if what in figures:
+            return f"{what}: {figures[what]}"[:160]
+    told = []
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            if "penstock" in value:
+                told.append(f"{name}: {value['penstock']['ratio_to_plain']:.3f} x plain")
+            elif "refused" in value:
+                told.append(f"{name}: refused")
+        elif name.endswith("_bytes_per_s"):
+            told.append(f"{name.removesuffix('_bytes_per_s')} {format_bandwidth(value)}")
+        elif name.endswith("_s") and isinstance(value, float):
+            told.append(f"{name.removesuffix('_s')} {value:.3f} s")
+        elif isinstance(value, bool):
+            told.append(f"{name.replace('_', ' ')}: {'yes' if value else 'no'}")
+    return ", ".join(told)[:200]

@@ -1,0 +1,243 @@
+"""One belief about CUDA or about torch on CUDA, and how it is examined on a device."""
+
+from __future__ import annotations
+
+import enum
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Final, TypeAlias, TypeVar
+
+import torch
+
+from penstock.core.units import MIB
+
+SIZE_BYTES: Final = 24 * MIB
+"""What facts about memory allocate: more than torch's allocator puts into a segment with others."""
+_DELAYS_S: Final = (0.05, 0.2, 0.8)
+"""How long streams are kept busy, by attempt."""
+_T = TypeVar("_T")
+
+
+class DiffersError(Exception):
+    """The device does not do what is believed. Its text says what was found."""
+
+
+class NotHereError(Exception):
+    """The fact cannot be examined on this machine, or with this torch. Its text says why."""
+
+
+class Outcome(enum.StrEnum):
+    """How an examination ended."""
+
+    HOLDS = "holds"
+    DIFFERS = "differs"
+    NOT_HERE = "not here"
+    ERROR = "error"
+    """The examination itself failed, so nothing is known."""
+    ENDED = "ended the process"
+    """It hung or crashed, so nothing is known."""
+
+
+class Device:
+    """The device that is examined, and the means to keep it busy.
+
+    Attributes:
+        cuda: ``torch.cuda``, untyped as it is.
+        device: The device, with an index.
+    """
+
+    def __init__(self, *, delay_s: float = _DELAYS_S[0]) -> None:
+        """Choose torch's current device; this makes no context.
+
+        Args:
+            delay_s: How long ``delay`` keeps a stream busy.
+        """
+        self.cuda: Any = torch.cuda
+        self.device = torch.device("cuda", self.cuda.current_device())
+        self._delay_s = delay_s
+
+    def delay(self, stream: Any = None) -> Any:
+        """Keep ``stream``, or the current one, busy for a while; an event that is reached then."""
+        stream = self.cuda.current_stream() if stream is None else stream
+        with self.cuda.stream(stream):
+            self.cuda._sleep(int(self._delay_s * cycles_per_s()))
+            return self.mark(stream)
+
+    def mark(self, stream: Any = None, *, timed: bool = False) -> Any:
+        """A new event, recorded on ``stream`` or the current one."""
+        event = self.cuda.Event(enable_timing=timed)
+        event.record(self.cuda.current_stream() if stream is None else stream)
+        return event
+
+    def stream(self) -> Any:
+        """One of torch's streams; 32 in a row are different ones."""
+        return self.cuda.Stream()
+
+    def empty(self, nbytes: int = SIZE_BYTES) -> torch.Tensor:
+        """Bytes of device memory, allocated on the current stream."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def full(self, value: int, nbytes: int = SIZE_BYTES) -> torch.Tensor:
+        """The same, each byte ``value``."""
+        return self.empty(nbytes).fill_(value)
+
+    def clean(self) -> None:
+        """Wait for the device and return idle memory to it."""
+        self.cuda.synchronize()
+        self.cuda.empty_cache()
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A belief.
+
+    Attributes:
+        name: Unique.
+        believed: One sentence.
+        relies: The part of Penstock that is wrong if the belief is.
+        examine: Returns, or raises DiffersError or NotHereError.
+        devices: How many it takes.
+        fresh: Whether it needs a process in which CUDA was not used before.
+        tries: How many times it may be examined, with longer delays, if the host may have been too slow.
+    """
+
+    name: str
+    believed: str
+    relies: str
+    examine: Callable[[Device], None]
+    devices: int = 1
+    fresh: bool = False
+    tries: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The outcome for one fact; ``found`` is ``""`` where it holds at once."""
+
+    name: str
+    believed: str
+    relies: str
+    outcome: Outcome
+    found: str = ""
+    tries: int = 1
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a result file."""
+        return asdict(self) | {"seconds": round(self.seconds, 3)}
+
+
+Examine: TypeAlias = Callable[[Device], None]
+
+
+def fact(
+    believed: str, *, relies: str, devices: int = 1, fresh: bool = False, late: bool = False
+) -> Callable[[Examine], Fact]:
+    """Make a :class:`Fact` of a function; its name is the function's.
+
+    Args:
+        believed: One sentence.
+        relies: The part of Penstock that is wrong if the belief is.
+        devices: How many it takes.
+        fresh: Whether it needs a process in which CUDA was not used before.
+        late: Whether a host that is held up makes it fail, so that it is tried again.
+    """
+
+    def made(examine: Examine) -> Fact:
+        tries = len(_DELAYS_S) if late else 1
+        return Fact(examine.__name__, believed, relies, examine, devices, fresh, tries)
+
+    return made
+
+
+def expect(holds: bool, found: str) -> None:
+    """Raise DiffersError with what was found, unless it ``holds``."""
+    if not holds:
+        raise DiffersError(found)
+
+
+def judge(one: Fact) -> Finding:
+    """Examine a fact on torch's current device; never raises an Exception."""
+    start = time.perf_counter()
+    found: list[str] = []
+    outcome = Outcome.NOT_HERE
+    for delay_s in _DELAYS_S[: one.tries]:
+        try:
+            if torch.cuda.device_count() < one.devices:
+                raise NotHereError(f"needs {one.devices} devices")
+            one.examine(Device(delay_s=delay_s))
+            torch.cuda.synchronize()
+            outcome = Outcome.HOLDS
+        except DiffersError as error:
+            outcome = Outcome.DIFFERS
+            found.append(str(error))
+        except NotHereError as error:
+            found.append(str(error))
+        except Exception as error:  # noqa: BLE001  (a driver or a kernel may fail in any way)
+            outcome = Outcome.ERROR
+            found.append(brief(error))
+        if outcome is not Outcome.DIFFERS:
+            break
+        torch.cuda.synchronize()
+    return Finding(
+        one.name,
+        one.believed,
+        one.relies,
+        outcome,
+        "; then ".join(found),
+        tries=len(found) + (outcome is Outcome.HOLDS),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def in_thread(call: Callable[[], _T]) -> _T:
+    """What ``call`` returns in a new thread, or raises there."""
+    returned: list[_T] = []
+    raised: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            returned.append(call())
+        except BaseException as error:  # noqa: BLE001  (raised again by the caller)
+            raised.append(error)
+
+    thread = threading.Thread(target=work, name="fact")
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
+    return returned[0]
+
+
+def torch_version() -> tuple[int, int]:
+    """Major and minor number."""
+    numbers = re.findall(r"\d+", torch.__version__)
+    return int(numbers[0]), int(numbers[1])
+
+
+_cycles_per_s: list[float] = []
+
+
+def cycles_per_s() -> float:
+    """How many of ``_sleep``'s cycles last a second on the current device; measured once."""
+    if not _cycles_per_s:
+        cuda: Any = torch.cuda
+        cycles = 10_000_000
+        cuda._sleep(cycles)
+        start, end = (cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        cuda._sleep(cycles)
+        end.record()
+        end.synchronize()
+        measured = cycles * 1e3 / max(start.elapsed_time(end), 1e-3)
+        _cycles_per_s.append(min(max(measured, 1e7), 1e10))
+    return _cycles_per_s[0]
+
+
+def brief(error: Exception) -> str:
+    """Its type and the first line of what it says, 400 characters at most."""
+    line = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {line}"[:400]

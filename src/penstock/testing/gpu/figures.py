@@ -1,0 +1,346 @@
+"""Figures of a device: the link, steps beside plain torch, GPU-direct, the flash optimizer, checkpoints.
+
+Each is measured in a process of its own, and tells its parts as they are known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+import penstock
+from penstock import checkpoint
+from penstock.core.units import MIB
+from penstock.observe import Stage
+from penstock.optim import FlashAdamW
+from penstock.testing.gpu import processes, steps
+from penstock.testing.gpu.fact import brief
+
+
+class RefusedError(Exception):
+    """A figure that cannot be had on this machine. Its text says why."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a figure is to be made with.
+
+    Attributes:
+        directory: On a disk, to spill to.
+        scale: Of sizes; 1 is what a device is measured with.
+        limit_s: Seconds in which to be done.
+        tell: Called with parts of the result as they are known.
+    """
+
+    directory: str
+    scale: float
+    limit_s: float
+    tell: Callable[[Mapping[str, Any]], None]
+    begun_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def small(self) -> bool:
+        """Whether networks are tiny ones, as for a device that is only emulated."""
+        return self.scale < 0.1
+
+    def until(self, share: float) -> float:
+        """When ``share`` of the time is over, by ``time.monotonic``."""
+        return self.begun_s + share * self.limit_s
+
+    def sized(self, nbytes: int, *, least: int = MIB) -> int:
+        """As many bytes at this scale, a multiple of 4096."""
+        return max(least, int(nbytes * self.scale)) & ~4095
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One of them.
+
+    Attributes:
+        measure: Tells its parts. Raises RefusedError.
+        limit_s: The most seconds that it is given.
+        environment: Variables that it needs from the start.
+        devices: How many it needs.
+    """
+
+    measure: Callable[[Request], None]
+    limit_s: float
+    environment: Mapping[str, str] = field(default_factory=dict)
+    devices: int = 1
+
+
+# -- the link -------------------------------------------------------------------------------------
+
+
+def link(request: Request) -> None:
+    """Bytes per second both ways, of pinned and of other memory, and of both ways at once."""
+    nbytes = request.sized(512 * MIB)
+    device = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    other = torch.empty_like(device)
+    host = torch.zeros(nbytes, dtype=torch.uint8)
+    request.tell({"nbytes": nbytes})
+    for name, memory in (("pageable", host), ("pinned", host.pin_memory())):
+        for way, target, source in (("out", memory, device), ("in", device, memory)):
+            copy = partial(target.copy_, source, non_blocking=True)
+            seconds = min(_device_seconds(copy) for _ in range(4))
+            request.tell({f"{name}_{way}_bytes_per_s": nbytes / seconds})
+    second = host.pin_memory()
+    one, two = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def both() -> None:
+        for stream in (one, two):
+            stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(one):
+            second.copy_(device, non_blocking=True)
+        with torch.cuda.stream(two):
+            other.copy_(memory, non_blocking=True)
+        for stream in (one, two):
+            torch.cuda.current_stream().wait_stream(stream)
+
+    seconds = min(_device_seconds(both) for _ in range(4))
+    request.tell({"both_ways_bytes_per_s": 2 * nbytes / seconds})
+
+
+def _device_seconds(work: Callable[[], object]) -> float:
+    """Device time on the current stream. Waits."""
+    events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+    events[0].record()
+    work()
+    events[1].record()
+    events[1].synchronize()
+    return max(1e-6, float(events[0].elapsed_time(events[1])) / 1e3)
+
+
+# -- steps ----------------------------------------------------------------------------------------
+
+
+def step(network: str, place: str, request: Request) -> None:
+    """A step against plain torch, at a batch that fits and at four times that in as much memory."""
+    job, host_memory = steps.JOBS[network], steps.pinned_bytes()
+    if request.small:
+        job, host_memory = replace(job, size="tiny", overrides={}), 256 * MIB
+    free = torch.cuda.mem_get_info()[0]
+    batch = steps.fitting_batch(
+        job,
+        wanted=max(2, round(job.batch * request.scale)),
+        most_saved_bytes=min(free // 8, host_memory // 4),
+    )
+    factors = (1, 4) if place == "host" else (1,)
+    for number, factor in enumerate(factors, 1):
+        share = 0.5 if factor == 1 else 1 / factor
+        figures = _step_at(
+            steps.Training(job, batch * factor),
+            (share, 1.5 * share, 0.9),
+            host_memory=host_memory,
+            flash=request.directory if place == "flash" else (),
+            rounds=5,
+            end_s=request.until(0.8 * number / len(factors)),
+            settings={"floor": 1024} if request.small else {},
+        )
+        request.tell({f"batch x {factor}": figures})
+        torch.cuda.empty_cache()
+
+
+def _step_at(training: steps.Training, shares: Sequence[float], **how: Any) -> dict[str, Any]:
+    """Figures under the first of some budgets that is not too small; what was refused, if none is."""
+    refused: dict[str, Any] = {}
+    for share in shares:
+        try:
+            return steps.measure(training, budget_share=share, **how) | {"budget_share": share}
+        except penstock.BudgetError as error:  # what may not leave the device takes more
+            refused = {"refused": brief(error)}
+        except (torch.OutOfMemoryError, penstock.PenstockError) as error:
+            return {"refused": brief(error)}
+    return refused
+
+
+# -- GPU-direct -----------------------------------------------------------------------------------
+
+
+def direct(request: Request) -> None:
+    """Flash to device memory without the host, of storages of more than 40 MiB, and the same bits."""
+    os.environ["PENSTOCK_GPU_DIRECT"] = "on"
+    rows = max(64, request.sized(48 * MIB) // 4 // 1024)
+    expected = _trained(rows)
+    settings: dict[str, Any] = {"flash": request.directory, "host_memory": 0, "policy": "all"}
+    try:
+        with penstock.offload(**settings) as session:
+            found = _trained(rows)
+    except penstock.ConfigError as error:
+        raise RefusedError(brief(error)) from error
+    totals = session.recorder.snapshot()
+    flows = {stage: totals.flow(stage, "flash") for stage in (Stage.WRITE, Stage.READ)}
+    same = all(torch.equal(one, two) for one, two in zip(expected, found, strict=True))
+    request.tell(
+        {
+            "storage_bytes": rows * 1024 * 4,
+            "written_bytes": flows[Stage.WRITE].nbytes,
+            "read_bytes": flows[Stage.READ].nbytes,
+            "write_bytes_per_s": flows[Stage.WRITE].bytes_per_s,
+            "read_bytes_per_s": flows[Stage.READ].bytes_per_s,
+            "same_bits": same,
+        }
+    )
+    if not same:
+        request.tell({"failed": "the gradients are not those of plain torch"})
+
+
+def _trained(rows: int) -> list[torch.Tensor]:
+    """The gradients of two steps of a network whose saved storages have ``rows`` x 1024 floats."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(8)]
+    model = nn.Sequential(*layers).to("cuda")
+    x = torch.randn(rows, 1024).to("cuda")
+    for _ in range(2):
+        model.zero_grad()
+        model(x).square().mean().backward()
+    torch.cuda.synchronize()
+    return [each.grad for each in model.parameters() if each.grad is not None]
+
+
+# -- optimizer and checkpoints --------------------------------------------------------------------
+
+
+def optimizer(request: Request) -> None:
+    """A step of AdamW with its states on flash, beside torch's on the device."""
+    width = 128 if request.small else 4096
+    model, twin = _wide(width), _wide(width)
+    for one, two in zip(model.parameters(), twin.parameters(), strict=True):
+        one.grad = torch.randn_like(one)
+        two.grad = one.grad.clone()
+    request.tell({"parameters": sum(each.numel() for each in model.parameters())})
+    plain = torch.optim.AdamW(twin.parameters(), lr=1e-3, fused=False)
+    plain_s = _wall(plain.step, request.until(0.2))
+    request.tell({"plain_step_s": plain_s[-1]})
+    flash = FlashAdamW(model.parameters(), lr=1e-3, flash=request.directory)
+    try:
+        flash_s = _wall(flash.step, request.until(0.7))
+        for _ in range(len(plain_s) - len(flash_s)):  # as many, so that weights can be compared
+            flash.step()
+        for _ in range(len(flash_s) - len(plain_s)):
+            plain.step()
+    finally:
+        flash.close()
+    difference = max(
+        float((one - two).abs().max().detach())
+        for one, two in zip(model.parameters(), twin.parameters(), strict=True)
+    )
+    request.tell(
+        {
+            "first_step_s": flash_s[0],
+            "step_s": sorted(flash_s[1:] or flash_s)[len(flash_s[1:] or flash_s) // 2],
+            "steps": len(flash_s),
+            "largest_difference_to_plain": difference,
+        }
+    )
+
+
+def checkpoints(request: Request) -> None:
+    """A network and its optimizer on the device, saved until durable and loaded again."""
+    model = _wide(128 if request.small else 4096)
+    adam = torch.optim.AdamW(model.parameters())
+    for each in model.parameters():
+        each.grad = torch.randn_like(each)
+    adam.step()
+    state = {"model": model, "optimizer": adam}
+    tensors = [*model.parameters(), *(each["exp_avg"] for each in adam.state.values())]
+    wanted = [each.detach().clone() for each in tensors]
+    nbytes = sum(3 * each.numel() * each.element_size() for each in model.parameters())
+    request.tell({"nbytes": nbytes})
+    with tempfile.TemporaryDirectory(dir=request.directory) as place:
+        path = Path(place) / "one"
+        saved_s = _wall(lambda: checkpoint.save(path, state), request.until(0.3), most=3)
+        request.tell({"save_s": min(saved_s), "save_bytes_per_s": nbytes / min(saved_s)})
+        with torch.no_grad():
+            for each in tensors:
+                each.zero_()
+        loaded_s = _wall(lambda: checkpoint.load(path, into=state), request.until(0.8), most=3)
+    found = [*model.parameters(), *(each["exp_avg"] for each in adam.state.values())]
+    same = all(torch.equal(one, two) for one, two in zip(found, wanted, strict=True))
+    request.tell(
+        {"load_s": min(loaded_s), "load_bytes_per_s": nbytes / min(loaded_s), "same_bits": same}
+    )
+    if not same:
+        request.tell({"failed": "what was loaded is not what was saved"})
+
+
+def _wide(width: int) -> nn.Module:
+    """Eight square layers."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(8))).to("cuda")
+
+
+def _wall(work: Callable[[], object], until_s: float, *, most: int = 6) -> list[float]:
+    """Seconds of each call, device work included: at least two, until ``until_s`` or ``most``."""
+    found: list[float] = []
+    while len(found) < 2 or (len(found) < most and time.monotonic() < until_s):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        found.append(time.perf_counter() - start)
+    return found
+
+
+# -- several devices ------------------------------------------------------------------------------
+
+
+def second_device(request: Request) -> None:
+    """Training on device 1 under sessions to host memory and to flash: no context on device 0."""
+    torch.cuda.set_device(1)
+    rows = max(64, request.sized(8 * MIB) // 4 // 1024)
+    has: Any = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    if has is None:
+        raise RefusedError("this torch does not tell which contexts there are")
+    for place, flash in (("host", ()), ("flash", request.directory)):
+        settings: dict[str, Any] = {"flash": flash, "host_memory": "256MiB", "policy": "all"}
+        with penstock.offload(**settings):
+            _trained(rows)
+        free = not has(0)
+        request.tell({f"no_context_on_device_0_after_{place}": free})
+        if not free:
+            request.tell({"failed": f"a session to {place} made a context on device 0"})
+            return
+
+
+FIGURES: Final[Mapping[str, Figure]] = {
+    "link": Figure(link, 30),
+    "step resnet50, host": Figure(partial(step, "resnet50", "host"), 60),
+    "step gpt2, host": Figure(partial(step, "gpt2", "host"), 60),
+    "step gpt2, flash": Figure(partial(step, "gpt2", "flash"), 45),
+    "GPU-direct": Figure(direct, 30),
+    "GPU-direct, expandable segments": Figure(
+        direct, 30, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    ),
+    "flash optimizer": Figure(optimizer, 40),
+    "checkpoints": Figure(checkpoints, 40),
+    "second device": Figure(second_device, 40, devices=2),
+}
+
+
+def work(options: argparse.Namespace) -> int:
+    """Measure the figure of a name, in a process of :mod:`.child`; notes its parts as they are known.
+
+    Also ``refused`` or ``failed`` with the reason; then, of the latter, the exit code is 1.
+    """
+    tell: Any = partial(processes.append, options.records)
+    try:
+        FIGURES[options.names[0]].measure(Request(options.dir, options.scale, options.limit, tell))
+    except RefusedError as error:
+        tell({"refused": str(error)})
+    except Exception as error:  # noqa: BLE001  (a driver or a kernel may fail in any way)
+        traceback.print_exc()
+        tell({"failed": brief(error)})
+        return 1
+    return 0

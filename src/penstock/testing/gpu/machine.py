@@ -1,0 +1,77 @@
+"""What a machine is, without paths and names of hosts and users, since it is sent to others."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from penstock import __version__
+from penstock.io.files import filesystem_of
+from penstock.testing.gpu import processes
+
+_DRIVER: Final = Path("/proc/driver/nvidia/version")
+
+
+def machine(directory: str) -> dict[str, Any]:
+    """Versions, devices, memory and the file system of ``directory``.
+
+    ``devices`` is empty, and ``lacking`` says why in words, where there is no device to use.
+    """
+    devices, lacking = [], ""
+    try:
+        if torch.version.cuda is None and torch.version.hip is None:
+            lacking = f"this torch ({torch.__version__}) is built for CPUs only"
+        elif not torch.cuda.is_available():
+            lacking = "torch sees no device (is the driver loaded? see also CUDA_VISIBLE_DEVICES)"
+        else:
+            devices = [_device(index) for index in range(torch.cuda.device_count())]
+            torch.zeros(1, device="cuda")
+    except Exception as error:  # noqa: BLE001  (a driver may fail in any way)
+        devices, lacking = [], f"the device cannot be used: {type(error).__name__}: {error}"
+    return {
+        "devices": devices,
+        "lacking": lacking,
+        "driver": _first(r"\b(\d+\.\d+(?:\.\d+)?)\b", _DRIVER),
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "torch": torch.__version__,
+        "penstock": __version__,
+        "python": platform.python_version(),
+        "kernel": (re.match(r"[\d.]*", platform.release()) or [""])[0],
+        "cpu": _first(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo")) or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "filesystem": filesystem_of(directory).kind,
+        "free_bytes": shutil.disk_usage(directory).free,
+    }
+
+
+def work(options: argparse.Namespace) -> int:
+    """Note the machine, in a process of :mod:`.child`."""
+    processes.append(options.records, machine(options.dir))
+    return 0
+
+
+def _device(index: int) -> dict[str, Any]:
+    properties: Any = torch.cuda.get_device_properties(index)
+    return {
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+    }
+
+
+def _first(pattern: str, path: Path) -> str | None:
+    try:
+        match = re.search(pattern, path.read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    return match[1].strip() if match else None

@@ -1,0 +1,216 @@
+"""Step time and device memory with activations offloaded, beside the same step without.
+
+All modes train one network in one process, step by step in turn, and every time is a ratio to the plain
+step of the same round. The bound is what the link and the flash, measured in this run, allow on paper:
+no step can be faster than the plain one, nor than its bytes take on their slowest way in each direction.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+import torch
+
+import penstock
+from penstock import zoo
+from penstock.core.units import GIB, MIB
+from penstock.observe import Stage
+
+Modes: TypeAlias = Mapping[str, Callable[[], AbstractContextManager[Any]]]
+"""Contexts in which a step is made, by the name of the mode."""
+WARM_UP: Final = 4
+"""Steps under a session before any is timed: it profiles, plans, and comes to a steady state."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A network in training.
+
+    Attributes:
+        network: Its name in :mod:`penstock.zoo`.
+        batch: How many samples.
+        overrides: Of its configuration.
+        dtype: Of autocast; float32 for none.
+        size: As published, or tiny.
+    """
+
+    network: str
+    batch: int
+    overrides: dict[str, Any]
+    dtype: torch.dtype
+    size: Literal["full", "tiny"] = "full"
+
+
+JOBS: Final = {
+    "resnet50": Job("resnet50", 256, {"image_size": 224}, torch.float32),
+    "gpt2": Job("gpt2", 24, {"sequence_length": 1024, "dropout": 0.0}, torch.bfloat16),
+}
+
+
+class Training:
+    """One network on the current device, a step at a time.
+
+    Attributes:
+        network: The network.
+        batch_size: How many samples a step has.
+        optimizer: Momentum-free SGD, which keeps nothing.
+    """
+
+    def __init__(self, job: Job, batch_size: int) -> None:
+        """Make the network and one batch, of which every step is."""
+        torch.manual_seed(0)
+        self.batch_size = batch_size
+        self.network = zoo.build(job.network, size=job.size, **job.overrides).to("cuda")
+        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=1e-3)
+        self._batch = zoo.example_batch(self.network, batch_size, device="cuda")
+        self._autocast = job.dtype is torch.bfloat16
+
+    def step(self) -> tuple[float, int]:
+        """Train; seconds, and the most device memory that was allocated."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        with torch.autocast("cuda", torch.bfloat16, enabled=self._autocast):
+            loss = self.network(*self._batch)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start, torch.cuda.max_memory_allocated()
+
+    def saved_bytes(self) -> int:
+        """What autograd holds at most, without offloading."""
+        with penstock.offload(self.network, policy="keep") as session:
+            self.step()
+            return session.budget.peak_bytes
+
+
+def fitting_batch(job: Job, *, wanted: int, most_saved_bytes: int) -> int:
+    """Return the batch of which autograd saves at most so much: ``wanted``, or less."""
+    small = min(wanted, 4)
+    each = max(1, Training(job, small).saved_bytes() // small)
+    return max(1, min(wanted, most_saved_bytes // each))
+
+
+def measure(
+    training: Training,
+    *,
+    budget_share: float,
+    host_memory: int,
+    flash: str | tuple[str, ...],
+    rounds: int,
+    end_s: float,
+    settings: Mapping[str, Any] | None = None,
+    more_modes: Callable[[zoo.Network, penstock.Session], Modes] = lambda *_: {},
+) -> dict[str, Any]:
+    """Train under a budget in turns with plain steps; figures with units in their names.
+
+    Args:
+        training: What is trained.
+        budget_share: The budget, as a share of what autograd saves.
+        host_memory: Bytes, pinned.
+        flash: A directory, or ``()``: what leaves the device goes to host memory.
+        rounds: How many steps of each mode.
+        end_s: When to begin no more rounds, by ``time.monotonic``.
+        settings: Of the session, over those that follow from the arguments.
+        more_modes: Makes further modes; a session is told to stand aside by ``session.paused``.
+    """
+    for _ in range(2):
+        training.step()
+    saved = training.saved_bytes()
+    chosen: dict[str, Any] = {
+        "device_memory": max(1, int(saved * budget_share)),
+        "host_memory": host_memory,
+        "flash": flash,
+        **(settings or {}),
+    }
+    with penstock.offload(training.network, training.optimizer, **chosen) as session:
+        for _ in range(WARM_UP):
+            training.step()
+        modes: Modes = {
+            "plain": session.paused,
+            "penstock": nullcontext,
+            **more_modes(training.network, session),
+        }
+        figures = {"saved_bytes": saved, "batch": training.batch_size}
+        return figures | _compare(session, training, modes, rounds, end_s)
+
+
+def _compare(
+    session: penstock.Session, training: Training, modes: Modes, rounds: int, end_s: float
+) -> dict[str, Any]:
+    session.budget.reset_peak()
+    samples: dict[str, list[tuple[float, int]]] = {mode: [] for mode in modes}
+    before = session.recorder.snapshot()
+    for _ in range(rounds):
+        for mode, context in modes.items():
+            with context():
+                samples[mode].append(training.step())
+        if time.monotonic() > end_s:
+            break
+    done = len(samples["plain"])
+    after = session.recorder.snapshot()
+    figures: dict[str, Any] = {
+        mode: _figures_of(times, samples["plain"]) for mode, times in samples.items()
+    }
+    moved = {
+        f"{stage}.{tier}": (flow.nbytes - before.flow(stage, tier).nbytes) // done
+        for (stage, tier), flow in after.flows.items()
+        if stage in (Stage.COPY_OUT, Stage.COPY_IN, Stage.WRITE, Stage.READ)
+    }
+    machine = session.planner.machine
+    stores: Any = session._stores
+    out, back = stores.mover.measure()
+    figures |= {
+        "rounds": done,
+        "budget_bytes": session.budget.limit_bytes,
+        "peak_charged_bytes": session.budget.peak_bytes,
+        "moved_bytes_per_step": moved,
+        "stall_s_per_step": (after.stall_ns - before.stall_ns) / 1e9 / done,
+        "link_out_bytes_per_s": out,
+        "link_in_bytes_per_s": back,
+    }
+    if session.config.flash:
+        figures |= {
+            "flash_write_bytes_per_s": machine.flash_write_bytes_per_s,
+            "flash_read_bytes_per_s": machine.flash_read_bytes_per_s,
+        }
+    figures["bound_ratio"] = _bound(figures)
+    return figures
+
+
+def _figures_of(mine: list[tuple[float, int]], plain: list[tuple[float, int]]) -> dict[str, Any]:
+    ratios = [one[0] / other[0] for one, other in zip(mine, plain, strict=True)]
+    return {
+        "step_s": statistics.median(seconds for seconds, _ in mine),
+        "ratio_to_plain": statistics.median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+        "peak_allocated_bytes": max(nbytes for _, nbytes in mine),
+    }
+
+
+def _bound(figures: Mapping[str, Any]) -> float:
+    """The least ratio to the plain step that link and flash allow for these bytes."""
+    moved = figures["moved_bytes_per_step"]
+
+    def seconds(stage: str, speed: str) -> float:
+        nbytes = sum(size for name, size in moved.items() if name.startswith(f"{stage}."))
+        return float(nbytes / figures[f"{speed}_bytes_per_s"]) if nbytes else 0.0
+
+    out_s = max(seconds("copy_out", "link_out"), seconds("write", "flash_write"))
+    in_s = max(seconds("copy_in", "link_in"), seconds("read", "flash_read"))
+    plain_s = float(figures["plain"]["step_s"])
+    return max(plain_s, out_s, in_s) / plain_s
+
+
+def pinned_bytes() -> int:
+    """As much as a session may pin here: at most 16 GiB, and a quarter of the memory."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(64 * MIB, min(16 * GIB, physical // 4))

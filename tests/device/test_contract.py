@@ -1,0 +1,52 @@
+"""What is believed of CUDA holds for the device that is emulated; a GPU is asked the same."""
+
+import emulator
+import pytest
+import torch
+
+from penstock.testing.gpu import contract, processes
+from penstock.testing.gpu.fact import Outcome, judge
+
+pytestmark = pytest.mark.gpu
+HERE = [each for each in contract.FACTS if not each.fresh and each.devices == 1]
+ELSEWHERE = [each for each in contract.FACTS if each not in HERE]
+
+
+def named(facts):
+    return [pytest.param(each, id=each.name) for each in facts]
+
+
+@pytest.mark.parametrize("one", named(HERE))
+def test_a_fact_holds(one):
+    # in the other schedules one stream that is busy holds up others, which no GPU does
+    emulator.set_schedule(emulator.Schedule.LAZY)
+    finding = judge(one)
+    assert finding.outcome is Outcome.HOLDS, finding.found
+
+
+@pytest.mark.parametrize("one", named(ELSEWHERE))
+def test_a_fact_of_a_new_process_or_two_devices_holds(one, tmp_path):
+    records = tmp_path / "records"
+    child = ["-m", "penstock.testing.gpu.child", "contract", one.name, "--preload", "emulated"]
+    ended = processes.run(
+        [*child, "--records", str(records)],
+        records=records,
+        limit_s=90,
+        environment={"EMU_DEVICES": str(one.devices), "EMU_SCHEDULE": "lazy"},
+    )
+    assert ended.well, ended.said
+    (finding,) = (each["finding"] for each in ended.records if "finding" in each)
+    assert finding["outcome"] == Outcome.HOLDS, finding["found"]
+
+
+def test_a_belief_that_is_wrong_is_found_out():
+    """An emulator that is as wrong as it can be: whatever the host waits for has not happened."""
+    fact = contract.named("reached_means_visible")
+    synchronize = torch.cuda.Event.synchronize
+    torch.cuda.Event.synchronize = lambda self: None
+    try:
+        finding = judge(fact)
+    finally:
+        torch.cuda.Event.synchronize = synchronize
+    assert finding.outcome is Outcome.DIFFERS
+    assert "bytes were not there yet" in finding.found
