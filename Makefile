@@ -21,11 +21,11 @@ TORCH := 2.13.0
 DEVICE := $(VENV)/device-$(TORCH)
 ON_DEVICE = export LD_LIBRARY_PATH=$(CURDIR)/$(DEVICE)/lib \
 	PYTHONPATH=$(CURDIR)/$(DEVICE)/torch:$(CURDIR)/tests/device \
-	CUBLAS_WORKSPACE_CONFIG=:4096:8 OMP_NUM_THREADS=1
+	CUBLAS_WORKSPACE_CONFIG=:4096:8 OMP_NUM_THREADS=1 EMU_DEVICES=2
 # how pytest shows arguments prints storages value by value, which takes minutes on this device
 DEVICE_TESTS = -p plugin -m gpu --tb=short --timeout 120
 
-.PHONY: help demo test test-all test-device lint format bench docs clean
+.PHONY: help demo test test-all test-device test-mutations lint format bench docs clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | column -t -s "$$(printf '\t')"
@@ -43,6 +43,9 @@ test-all: $(VENV)/.base ## the tests, slow ones, random ones and those for a GPU
 test-device: $(DEVICE)/.built ## the tests for a GPU on an emulated one (builds it first, for 1 GB)
 	$(ON_DEVICE); $(PYTEST) $(DEVICE_TESTS) -n logical --maxprocesses 4 --dist worksteal \
 		--durations=10
+
+test-mutations: $(DEVICE)/.built ## leave out each wait of the device code: a test must notice
+	$(ON_DEVICE); $(PY) tests/device/mutations.py
 
 lint: $(VENV)/.base $(VENV)/.lint ## style, types, and the layers of the design
 	$(PY) -m ruff check

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -25,6 +26,11 @@ SEED = int(os.environ.get("EMU_SEED", "0"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    prepare()
+
+
+def prepare() -> None:
+    """Put kernels, handovers and names of threads in place; for the whole process."""
     torch.backends.cudnn.enabled = False
     # what is not filled shows by the checker; filling would order what is not ordered
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -42,18 +48,34 @@ def pytest_report_header(config: pytest.Config) -> str:
     )
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+@contextlib.contextmanager
+def judged() -> Iterator[Order]:
+    """All that is done is judged."""
     emulator.set_schedule(SCHEDULE, SEED)
     order = Order(emulator.recorded_by_allocator)
     for each in (watch, kernels.use, handovers.use):
         each(order)
-    item.stash[ORDER] = order
     try:
-        return (yield)
+        yield order
     finally:
         for each in (watch, kernels.use, handovers.use):
             each(None)
+
+
+def faults(order: Order) -> list[str]:
+    """What went wrong so far; waits for the device."""
+    for device in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(device)
+    gc.collect()
+    failures, kernels.failures[:] = kernels.failures.copy(), []
+    return [*(f"a kernel failed: {failure}" for failure in failures), *order.complaints]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    with judged() as order:
+        item.stash[ORDER] = order
+        return (yield)
 
 
 ORDER = pytest.StashKey[Order]()
@@ -62,17 +84,8 @@ ORDER = pytest.StashKey[Order]()
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[Any]:
     result = yield
-    for device in range(torch.cuda.device_count()):
-        torch.cuda.synchronize(device)
-    gc.collect()
-    failures, kernels.failures[:] = kernels.failures.copy(), []
-    assert not failures, f"kernels failed: {failures}"
-    expected = item.get_closest_marker("disorderly")
-    complaints = item.stash[ORDER].complaints
-    if expected is None:
-        assert not complaints, "\n".join(["accesses without an order:", *complaints])
-    else:
-        assert complaints, "the checker should have complained, and has not"
+    found = faults(item.stash[ORDER])
+    assert not found, "\n".join(["the emulated device complains:", *found])
     return result
 
 

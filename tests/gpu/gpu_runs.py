@@ -1,9 +1,11 @@
 """Training on a GPU with and without a session, for the tests beside this file."""
 
+from functools import partial
+
 import torch
 
 from cuda_runs import assert_nothing_held
-from offload_runs import Trace, counted, session_in
+from offload_runs import Trace, counted, session_in, wait_for_writes
 from penstock import zoo
 from penstock.observe.recorder import Stage
 
@@ -34,8 +36,17 @@ def settings_for(places, **settings):
     return settings
 
 
-def train(model, optimizer, batch_size, *, steps=3, dtype=torch.float32, micro_batches=1):
-    """Every loss, gradient and weight of some steps, from fixed seeds."""
+def train(
+    model,
+    optimizer,
+    batch_size,
+    *,
+    steps=3,
+    dtype=torch.float32,
+    micro_batches=1,
+    amid=lambda: None,
+):
+    """Every loss, gradient and weight of some steps, from fixed seeds; ``amid`` is called before backward."""
     trace = Trace()
     for step in range(steps):
         optimizer.zero_grad()
@@ -44,6 +55,7 @@ def train(model, optimizer, batch_size, *, steps=3, dtype=torch.float32, micro_b
             torch.manual_seed(1000 + step)
             with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype is torch.bfloat16):
                 loss = model(*batch)
+            amid()
             loss.backward()
             trace.note(f"step {step}, loss {micro}", loss)
         trace.note_gradients(step, model)
@@ -58,13 +70,18 @@ def prepare(family):
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def run(family, path=None, *, wrap_tier=None, session_settings=None, **how):
-    """The trace of a training; with a path under a session, which is returned closed."""
+def run(family, path=None, *, wrap_tier=None, session_settings=None, settled=False, **how):
+    """The trace of a training; with a path under a session, which is returned closed.
+
+    ``settled``: backward begins when everything has left, so that all of it comes back.
+    """
     model, optimizer = prepare(family)
     if path is None:
         return train(model, optimizer, BATCHES[family], **how), None
     settings = session_settings or {}
     with session_in(path, model, optimizer, wrap_tier=wrap_tier, **settings) as session:
+        if settled:
+            how["amid"] = partial(wait_for_writes, session)
         trace = train(model, optimizer, BATCHES[family], **how)
         assert_nothing_held(session)
     return trace, session
@@ -85,11 +102,14 @@ def copied_bytes(session):
     )
 
 
-def assert_moved(session, places):
-    """Bytes really went over the link and back, and to flash if that was asked for."""
-    out, back = copied_bytes(session)
+def assert_moved(session, places, *, back=False):
+    """Bytes really went over the link, and ``back``, and to flash if that was asked for.
+
+    What is needed before it has left need not come back.
+    """
+    out, returned = copied_bytes(session)
     assert out > 0
-    assert back > 0 or places == "both"  # what has not left yet need not come back
+    assert returned > 0 or not back
     assert counted(session, "pin.failed") == 0
     if places == "flash":
         assert session.recorder.snapshot().flow(Stage.WRITE, "flash").nbytes > 0

@@ -50,11 +50,12 @@ def plain(family, **how):
     return first
 
 
-def check(family, path, places, *, wrap_tier=None, how=(), **settings):
+def check(family, path, places, *, wrap_tier=None, how=(), settled=False, **settings):
     how = dict(how)
     expected = plain(family, **how)
+    settings = settings_for(places, **settings)
     found, session = run(
-        family, path, wrap_tier=wrap_tier, session_settings=settings_for(places, **settings), **how
+        family, path, wrap_tier=wrap_tier, session_settings=settings, settled=settled, **how
     )
     found.assert_same_bits(expected)
     return session
@@ -66,7 +67,8 @@ def check(family, path, places, *, wrap_tier=None, how=(), **settings):
 @pytest.mark.parametrize("places", ["flash", "host", "both"])
 @pytest.mark.parametrize("family", BATCHES)
 def test_everything_offloaded_trains_bit_for_bit(disk_path, small_knobs, family, places):
-    assert_moved(check(family, disk_path, places), places)
+    session = check(family, disk_path, places, settled=True)
+    assert_moved(session, places, back=True)
 
 
 @pytest.mark.parametrize("places", ["flash", "host"])
@@ -74,7 +76,7 @@ def test_everything_offloaded_trains_bit_for_bit(disk_path, small_knobs, family,
 def test_under_a_budget_it_trains_bit_for_bit(disk_path, small_knobs, family, places):
     budget = int(0.6 * saved_bytes(family, disk_path))
     session = check(family, disk_path, places, policy="auto", device_memory=budget)
-    assert_moved(session, places)
+    assert_moved(session, places, back=True)
     assert session.budget.peak_bytes <= budget
 
 
