@@ -46,7 +46,7 @@ def train(
     micro_batches=1,
     amid=lambda: None,
 ):
-    """Every loss, gradient and weight of some steps, from fixed seeds; ``amid`` is called before backward."""
+    """Every loss, gradient and weight of some steps, from fixed seeds. ``amid()``: before backward."""
     trace = Trace()
     for step in range(steps):
         optimizer.zero_grad()
