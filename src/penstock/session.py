@@ -239,6 +239,7 @@ class Session:
             mover=stores.mover,
             planner=self.planner,
             recorder=self.recorder,
+            timer=stores.timer,
         )
         self.planner.begin()
 

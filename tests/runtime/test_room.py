@@ -18,7 +18,7 @@ ARENA = "arena"
 class Rig:
     """A full budget: half is being written, half are idle pages of the arena."""
 
-    def __init__(self, *, write_ns_per_byte, touch_ns_per_byte):
+    def __init__(self, *, write_ns_per_byte, touch_ns_per_byte, timer=None):
         self.budget = Budget(8 * MIB)
         assert self.budget.try_take(4 * MIB, SAVED)
         assert self.budget.try_take(4 * MIB, ARENA)
@@ -40,6 +40,7 @@ class Rig:
             traffic=self.traffic,
             recorder=Recorder(),
             promote_kept=lambda: pytest.fail("nothing that is kept has to go"),
+            timer=timer,
         )
 
     def trim(self, nbytes):
@@ -85,3 +86,16 @@ def test_no_more_pages_go_than_are_missing():
     rig.budget.give(MIB, ARENA)
     rig.take(3 * MIB)
     assert rig.trimmed == [2 * MIB]
+
+
+def test_the_timer_of_a_device_is_told_of_waits_and_of_nothing_else():
+    told = []
+    timer = SimpleNamespace(
+        wait_begins=lambda: told.append("begins") or (1,), wait_ends=told.append
+    )
+    rig = Rig(write_ns_per_byte=1.0, touch_ns_per_byte=0.1, timer=timer)
+    rig.take(2 * MIB)
+    assert told == ["begins", (1,)]
+    rig.budget.give(2 * MIB, ARENA)
+    rig.take(1 * MIB)
+    assert told == ["begins", (1,)]

@@ -17,6 +17,7 @@ from penstock.observe.recorder import Recorder, Stage, StallCause
 from penstock.plan.operators import Operator
 from penstock.plan.plan import Action, Decision
 from penstock.runtime.completion import Completion
+from penstock.runtime.cuda.timing import DeviceTimer
 from penstock.runtime.kept import KeptStorage, KeptStorages
 from penstock.runtime.movers import Encoding, Mover
 from penstock.runtime.passes import Pass
@@ -53,11 +54,16 @@ class Executor:
         mover: Mover,
         planner: Planner,
         recorder: Recorder,
+        timer: DeviceTimer | None = None,
     ) -> None:
-        """Hold nothing yet. The caller closes tiers and mover after ``close``."""
+        """Hold nothing yet. The caller closes tiers and mover after ``close``.
+
+        ``timer`` is that of devices which run behind the interpreter: see [Note: device time].
+        """
         self.budget = budget
         self.planner = planner
         self._recorder = recorder
+        self._timer = timer
         self._mover = mover
         self._traffic = Traffic(
             budget=budget, tiers=tiers, mover=mover, planner=planner, recorder=recorder
@@ -76,6 +82,7 @@ class Executor:
             recorder=recorder,
             promote_kept=self.kept.promote_all,
             least_bytes=planner.least_bytes,
+            timer=timer,
         )
         self.small = SmallStorages(
             budget=budget, room=self._room, lock=self._lock, current_pass=self._current_pass
@@ -320,6 +327,8 @@ class Executor:
         nbytes = storage.nbytes()
         key = current.new_key(origin.module, nbytes)
         cdata = storage._cdata
+        if self._timer is not None:
+            self._timer.see(storage.device)
         saved = self._by_storage[cdata] = SavedStorage(
             cdata,
             nbytes,
@@ -363,6 +372,7 @@ class Executor:
             self._recorder.count("forwarded")
             if ticket is not None:  # else it is just being asked for
                 ticket.written.cancel()
+        waiting = self._timer.wait_begins() if self._timer and saved.remake is None else ()
         if storage is None:
             bring = self._reads if saved.remake is None else self.remakes
             storage = bring.demand(saved)
@@ -372,6 +382,8 @@ class Executor:
             if saved.pending <= 0 and saved.state is Residency.RESTORED:
                 self._traffic.retire(saved)
         self._mover.use(storage)
+        if waiting and self._timer:
+            self._timer.wait_ends(waiting)
         return storage
 
     def _in_child(self, saved: SavedStorage) -> torch.UntypedStorage:
@@ -429,11 +441,13 @@ class Executor:
     def compute_ns(self) -> int:
         """Time on the axis of profiles: the clock's, with every stall taken out.
 
-        In an observed pass it is that of a device which otherwise runs behind.
+        Where a device runs behind, in an observed pass, it is a number that stands for the device's time
+        until the pass is over; see [Note: device time].
         """
-        if self.planner.observing:
-            self._mover.catch_up()
-        return self._recorder.clock.now_ns() - self._room.stalled_ns
+        now_ns = self._recorder.clock.now_ns() - self._room.stalled_ns
+        if self._timer is not None and self.planner.observing:
+            return self._timer.mark(now_ns)
+        return now_ns
 
     def _current_pass(self) -> Pass:
         current = self._pass
@@ -442,6 +456,8 @@ class Executor:
         return current
 
     def _new_pass(self, index: int) -> Pass:
+        if self._timer is not None:
+            self._timer.begin()
         return Pass(index, self.compute_ns(), self._recorder.clock.now_ns())
 
     def observed(self, finish: Callable[[int], tuple[Operator, ...]]) -> None:
@@ -463,6 +479,8 @@ class Executor:
             if finished.end_ns is not None or not (finished.saved_count or finished.dropped):
                 return False
             finished.end_ns = self.compute_ns()
+        if self._timer is not None and finished.observed:
+            finished.retime(self._timer.times())
         self._tell(finished)
         planned = self.planner.learn(finished)
         if planned:

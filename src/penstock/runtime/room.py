@@ -22,6 +22,7 @@ from penstock.core.units import format_bytes, round_up
 from penstock.io.mapping import HUGE_PAGE_BYTES
 from penstock.observe.counters import REFUSED
 from penstock.observe.recorder import Recorder, Stage, StallCause
+from penstock.runtime.cuda.timing import DeviceTimer
 from penstock.runtime.passes import Pass
 from penstock.runtime.residency import Residency, SavedStorage
 from penstock.runtime.traffic import (
@@ -63,6 +64,7 @@ class Room:
         recorder: Recorder,
         promote_kept: Callable[[], None],
         least_bytes: Callable[[], int | None] = lambda: None,
+        timer: DeviceTimer | None = None,
     ) -> None:
         """For one executor.
 
@@ -72,8 +74,10 @@ class Room:
             recorder: Is told of waits.
             promote_kept: Lets what is only kept be moved; called under the runtime's lock.
             least_bytes: Returns the least budget that does for a whole step, if that is known.
+            timer: Is told when waits begin and end, where a device runs behind.
         """
         self.stalled_ns = 0
+        self._timer = timer
         self._budget = budget
         self._traffic = traffic
         self._recorder = recorder
@@ -98,10 +102,13 @@ class Room:
         if self._budget.try_take(nbytes, owner):
             return
         start_ns = self._recorder.clock.now_ns()
+        waiting = self._timer.wait_begins() if self._timer else ()
         while not self._budget.try_take(nbytes, owner):
             if not self.make(nbytes, name=name, of_pass=of_pass, saved=saved, from_budget=True):
                 self._budget.force(nbytes, owner)
                 break
+        if waiting and self._timer:
+            self._timer.wait_ends(waiting)
         self.stalled(start_ns, StallCause.BUDGET, name)
 
     def make(

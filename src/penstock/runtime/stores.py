@@ -33,6 +33,7 @@ from penstock.runtime.cuda.direct import DirectMover
 from penstock.runtime.cuda.link import CudaLink, Link
 from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.cuda.pinned import Slab
+from penstock.runtime.cuda.timing import DeviceTimer
 from penstock.runtime.encoding.mover import EncodingMover
 from penstock.runtime.movers import CpuMover, Mover, page_slack_bytes
 from penstock.runtime.probe import host_memory, measure
@@ -60,6 +61,7 @@ class Stores:
 
     Attributes:
         tiers: ``"flash"`` and ``"host"``, those that the configuration asks for.
+        timer: Of the device, if that runs behind the interpreter.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Stores:
         self._mover: Mover | None = None
         wrap = wrap_tier or (lambda tier: tier)
         link: Link | None = CudaLink() if _runs_behind(device) else None
+        self.timer = None if link is None else DeviceTimer(link, device, recorder.clock)
         try:
             if config.directories:
                 self.tiers["flash"] = wrap(self._open_flash(config, device, link))

@@ -216,12 +216,6 @@ class CudaMover(Mover):
         """The current stream has been told to make ``storage`` again: rule 7 of the note."""
         self._in.made(storage)
 
-    def catch_up(self) -> None:
-        """Wait for the current stream, unless it is being captured."""
-        link = self._link
-        if not link.capturing():
-            link.synchronize(link.record(link.current_stream(self.device)))
-
     def drain(self) -> None:
         """Wait until every copy that was begun has landed."""
         self._lanes.drain()
