@@ -240,6 +240,30 @@ def test_a_small_view_is_copied_on_the_stream_that_saved_it(link, disk_path):
         del loss
 
 
+def test_what_waits_for_its_operator_is_done_on_the_stream_of_that(link, disk_path):
+    """Spilling, and the digest of what is to be made again: another stream may be current by then."""
+    weight = torch.randn(64 * KIB, requires_grad=True)
+    with session_in(disk_path, host_memory=HOST) as session:
+        done = []
+        spill, note = session.executor._spill, []
+        session.executor._spill = lambda saved, *how: (
+            done.append((saved.nbytes, link.current)),
+            spill(saved, *how),
+        )[1]
+        link.current = "side"
+        given = torch.randn(64 * KIB)  # requires no gradient, so it may be filled by its operator
+        loss = (weight * given).sum()
+        digest_of = torch.randn(8)
+        session.hooks.when_complete(digest_of, lambda: note.append(link.current))
+        link.current = LazyLink.NOW
+        loss = loss + (weight * 1.5).sin().sum()
+        assert done[0] == (256 * KIB, "side")
+        assert note == ["side"]
+        assert link.current == LazyLink.NOW
+        loss.backward()
+        del loss
+
+
 def test_trap_35_a_pause_waits_for_what_is_under_way(link, disk_path):
     """A copy of ours, or its end, could break the capture of a CUDA graph."""
     link._most_delay_s = 0.02

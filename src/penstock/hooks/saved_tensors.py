@@ -170,8 +170,11 @@ class SavedTensorHooks:
             action()
             return
 
+        here = self._executor.here(tensor.device)
+
         def act(last: bool) -> bool:
-            action()
+            with here():
+                action()
             return True
 
         completion.wait(act)

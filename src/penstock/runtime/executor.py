@@ -201,7 +201,10 @@ class Executor:
         if decision is not None:
             self._follow(saved, decision, sign_only)
         else:
-            self.completion.wait(partial(self._complete, saved, sign_only))
+            action: Callable[[bool], bool] = partial(self._complete, saved, sign_only)
+            if self._mover.runs_behind:
+                action = partial(_act_within, self.here(storage.device), action)
+            self.completion.wait(action)
         return saved
 
     def _complete(self, saved: SavedStorage, sign_only: bool, last: bool) -> bool:
@@ -511,3 +514,11 @@ class Executor:
         with self._lock:
             self._traffic.closed = True
         self.planner.sure = frozenset()
+
+
+def _act_within(
+    here: Callable[[], AbstractContextManager[object]], action: Callable[[bool], bool], last: bool
+) -> bool:
+    """Do what was put off as if it were done then; see ``Mover.here``."""
+    with here():
+        return action(last)
