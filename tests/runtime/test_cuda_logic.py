@@ -12,6 +12,7 @@ from cuda_rig import Rig, check_all_given_back, pattern_of
 from simulated_device import DEVICE, SimEvent, SimLink, io_error
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.core.budget import Budget
 from penstock.core.errors import (
     ClosedError,
     ConfigError,
@@ -828,3 +829,22 @@ def test_memory_that_may_be_in_use_is_never_given_back(monkeypatch):
     assert pinned._never_freed == [rig.staging.arena]
     pinned._never_freed.clear()
     rig.link.unpin(rig.staging.arena.address, DEVICE)
+
+
+def test_restored_storages_are_charged_to_the_account_of_their_device(rig):
+    other = Budget(2 * NBYTES, name="another device")
+    asked = []
+    rig.mover.account(lambda device: asked.append(device) or other)
+    ticket = rig.spill(1, NBYTES, rig.host_tier)
+    rig.settle()
+    storage = rig.restored(ticket)
+    assert set(asked) == {DEVICE}
+    assert (other.used_by(RESTORED), rig.budget.used_bytes) == (NBYTES, 0)
+    del storage
+    assert other.used_bytes == 0
+    assert other.try_take(2 * NBYTES, "somebody else")
+    assert rig.mover.allocate(ticket) is None
+    beyond = rig.mover.allocate(ticket, force=True)
+    assert other.used_by(RESTORED) == NBYTES
+    del beyond
+    assert other.used_by(RESTORED) == 0

@@ -266,7 +266,9 @@ class _Call:
                 packed = self._hooks.pack(tensor)
                 ref = TensorRef(tensor)
                 self._inputs.append(_Input(packed, tensor.requires_grad, ref, tensor._version))
-                saved = packed.saved if isinstance(packed, Moved) else None
+                saved = None
+                if isinstance(packed, Moved) and self._repeats.has(packed.executor):
+                    saved = packed.saved
                 if type(saved) is SavedStorage and saved.record.key.module == place.path:
                     self._unnamed[saved.cdata] = saved
             self._hooks.operators_returned()  # no operator saves these

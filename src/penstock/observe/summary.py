@@ -8,8 +8,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from rich.console import RenderableType
@@ -73,6 +73,8 @@ class RunFacts:
     """The rank of the process; ``None``: it is the only one."""
     budget_bytes: int | None
     """Limit of the memory called ``"device"``; ``None``: none."""
+    other_budgets: Mapping[str, int | None] = field(default_factory=dict)
+    """The same of further devices, by what their memory is called, as ``"device cuda:1"``."""
     host_budget_bytes: int | None = None
     """Limit of the memory called ``"host"``; ``None``: there is no such tier."""
     steps: int = 0
@@ -370,8 +372,9 @@ def _stall_lines(totals: Totals, steps: int) -> tuple[StallLine, ...]:
 
 
 def _memory_lines(totals: Totals, facts: RunFacts) -> tuple[MemoryLine, ...]:
-    budgets = {"device": facts.budget_bytes, "host": facts.host_budget_bytes}
-    order = {name: rank for rank, name in enumerate(("device", "host", "flash"))}
+    others = facts.other_budgets
+    budgets = {"device": facts.budget_bytes, **others, "host": facts.host_budget_bytes}
+    order = {name: rank for rank, name in enumerate(("device", *sorted(others), "host", "flash"))}
     names = sorted(totals.memory, key=lambda name: (order.get(name, len(order)), name))
     return tuple(
         MemoryLine(

@@ -17,9 +17,9 @@ from penstock.observe.recorder import Recorder, Stage, StallCause
 from penstock.plan.operators import Operator
 from penstock.plan.plan import Action, Decision
 from penstock.runtime.completion import Completion
-from penstock.runtime.cuda.timing import DeviceTimer
+from penstock.runtime.compute_time import ComputeTime
 from penstock.runtime.kept import KeptStorage, KeptStorages
-from penstock.runtime.movers import Encoding, Mover
+from penstock.runtime.movers import RESTORED, Encoding, Mover
 from penstock.runtime.passes import Pass
 from penstock.runtime.planner import Planner
 from penstock.runtime.reads import Reads
@@ -44,6 +44,8 @@ class Executor:
         remakes: What is made again instead of being held.
         small: What is below the floor.
         completion: What waits until the running operator has returned.
+        time: The axis of profiles.
+        compute_ns: Tells the time on it.
     """
 
     def __init__(
@@ -54,16 +56,18 @@ class Executor:
         mover: Mover,
         planner: Planner,
         recorder: Recorder,
-        timer: DeviceTimer | None = None,
+        time: ComputeTime | None = None,
+        completion: Completion | None = None,
     ) -> None:
         """Hold nothing yet. The caller closes tiers and mover after ``close``.
 
-        ``timer`` is that of devices which run behind the interpreter: see [Note: device time].
+        ``time`` and ``completion`` are those of the session, if it has several executors.
         """
         self.budget = budget
         self.planner = planner
         self._recorder = recorder
-        self._timer = timer
+        self.time = ComputeTime(recorder.clock) if time is None else time
+        self.compute_ns = self.time.now_ns
         self._mover = mover
         self._traffic = Traffic(
             budget=budget, tiers=tiers, mover=mover, planner=planner, recorder=recorder
@@ -82,22 +86,32 @@ class Executor:
             recorder=recorder,
             promote_kept=self.kept.promote_all,
             least_bytes=planner.least_bytes,
-            timer=timer,
+            time=self.time,
         )
         self.small = SmallStorages(
             budget=budget, room=self._room, lock=self._lock, current_pass=self._current_pass
         )
         self._reads = Reads(
-            planner=planner, traffic=self._traffic, room=self._room, recorder=recorder
+            planner=planner,
+            traffic=self._traffic,
+            room=self._room,
+            recorder=recorder,
+            restored_bytes=self._restored_bytes,
         )
         self.remakes = Remakes(
             traffic=self._traffic, room=self._room, budget=budget, recorder=recorder
         )
-        self.completion = Completion()
+        self.completion = Completion() if completion is None else completion
         self._sampler = Sampler()
         self._pid = process.this.pid
         self._pass = self._new_pass(0)
         self._pass.end_ns = self._pass.start_ns  # the first one begins with the first save
+
+    def _restored_bytes(self) -> int:
+        """Return the device memory in use for restored storages, without an arena's idle pages."""
+        if self.time.timer is None:
+            return self._mover.used_bytes()
+        return self.budget.used_by(RESTORED)  # of this device
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -239,7 +253,9 @@ class Executor:
         planner, record = self.planner, saved.record
         if planner.wants_samples or planner.second_look == record.key:
             start_ns = self._recorder.clock.now_ns()
+            waiting = self.time.wait_begins()
             record.codecs = self._sampler.sample(storage, record.origin.dtype, sign_only=sign_only)
+            self.time.wait_ends(waiting)
             self._room.stalled(start_ns, StallCause.SAMPLING, saved.label)
         return planner.decide(record)
 
@@ -260,9 +276,11 @@ class Executor:
     def _sample_from_now_on(self, saved: SavedStorage) -> None:
         """Make room for what codecs work in, by letting writes end; then have what follows sampled."""
         start_ns = self._recorder.clock.now_ns()
+        waiting = self.time.wait_begins()
         with self._lock:
             while self._traffic.writing:
                 self._traffic.changed.wait()
+        self.time.wait_ends(waiting)
         self._room.stalled(start_ns, StallCause.BUDGET, saved.label)
         self.planner.sample_now()
 
@@ -330,8 +348,6 @@ class Executor:
         nbytes = storage.nbytes()
         key = current.new_key(origin.module, nbytes)
         cdata = storage._cdata
-        if self._timer is not None:
-            self._timer.see(storage.device)
         saved = self._by_storage[cdata] = SavedStorage(
             cdata,
             nbytes,
@@ -375,7 +391,7 @@ class Executor:
             self._recorder.count("forwarded")
             if ticket is not None:  # else it is just being asked for
                 ticket.written.cancel()
-        waiting = self._timer.wait_begins() if self._timer and saved.remake is None else ()
+        waiting = self.time.wait_begins() if saved.remake is None else ()
         if storage is None:
             bring = self._reads if saved.remake is None else self.remakes
             storage = bring.demand(saved)
@@ -385,8 +401,8 @@ class Executor:
             if saved.pending <= 0 and saved.state is Residency.RESTORED:
                 self._traffic.retire(saved)
         self._mover.use(storage)
-        if waiting and self._timer:
-            self._timer.wait_ends(waiting)
+        if waiting:
+            self.time.wait_ends(waiting)
         return storage
 
     def _in_child(self, saved: SavedStorage) -> torch.UntypedStorage:
@@ -441,17 +457,6 @@ class Executor:
 
     # -- passes -----------------------------------------------------------------------------------
 
-    def compute_ns(self) -> int:
-        """Time on the axis of profiles: the clock's, with every stall taken out.
-
-        Where a device runs behind, in an observed pass, it is a number that stands for the device's time
-        until the pass is over; see [Note: device time].
-        """
-        now_ns = self._recorder.clock.now_ns() - self._room.stalled_ns
-        if self._timer is not None and self.planner.observing:
-            return self._timer.mark(now_ns)
-        return now_ns
-
     def _current_pass(self) -> Pass:
         current = self._pass
         if current.end_ns is not None or current.abandoned:
@@ -459,8 +464,8 @@ class Executor:
         return current
 
     def _new_pass(self, index: int) -> Pass:
-        if self._timer is not None:
-            self._timer.begin()
+        if self.time.timer is not None:
+            self.time.timer.begin()
         return Pass(index, self.compute_ns(), self._recorder.clock.now_ns())
 
     def observed(self, finish: Callable[[int], tuple[Operator, ...]]) -> None:
@@ -471,8 +476,11 @@ class Executor:
             current.operators = finish(current.start_ns)
             current.observed = True
 
-    def end_backward(self) -> bool:
+    def end_backward(self, end_ns: int | None = None) -> bool:
         """A backward is over: the pass that it belongs to ends, and the planner learns from it.
+
+        Args:
+            end_ns: When, on the axis of profiles; now, if that is not told.
 
         Returns:
             Whether there is a new plan.
@@ -481,9 +489,9 @@ class Executor:
             finished = self._pass
             if finished.end_ns is not None or not (finished.saved_count or finished.dropped):
                 return False
-            finished.end_ns = self.compute_ns()
-        if self._timer is not None and finished.observed:
-            finished.retime(self._timer.times())
+            finished.end_ns = self.compute_ns() if end_ns is None else end_ns
+        if self.time.timer is not None and finished.observed:
+            finished.retime(self.time.timer.times())
         self._tell(finished)
         planned = self.planner.learn(finished)
         if planned:

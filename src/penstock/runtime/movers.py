@@ -109,6 +109,9 @@ class Mover(ABC):
         """Return a context for work on ``device`` that is put off: its stream is the one of now."""
         return nullcontext
 
+    def account(self, budget_of: Callable[[torch.device], Budget]) -> None:  # noqa: B027  (as above)
+        """From now on device memory is charged to the account of its device."""
+
     def made(self, storage: torch.UntypedStorage) -> None:  # noqa: B027  (only some devices need it)
         """The calling thread has just made ``storage`` again; others that ``use`` it come after that."""
 

@@ -137,6 +137,7 @@ class Planner:
         self._in_force = InForce()
         self._decided: dict[SlotKey, Decision | None] = {}
         self._kept_keys: set[tuple[str, int, int]] = set()
+        self._device = device
         self._known = KnownPasses(device)
         self._guesses = Guesses(policy, budgets, budget)
         self._codecs = CodecUse(codec, prepare_codecs, recorder)
@@ -389,7 +390,11 @@ class Planner:
         if self.replans >= FREE_REPLANS:
             self._next_replan = finished.index + 2 ** (self.replans - FREE_REPLANS + 1)
         self._recorder.mark(
-            "replan", plans=self.replans, slots=len(self.profile.slots), reason=reason
+            "replan",
+            plans=self.replans,
+            slots=len(self.profile.slots),
+            reason=reason,
+            device=self._device,
         )
         self._foresee(self.profile)
 

@@ -22,7 +22,7 @@ from penstock.core.units import format_bytes, round_up
 from penstock.io.mapping import HUGE_PAGE_BYTES
 from penstock.observe.counters import REFUSED
 from penstock.observe.recorder import Recorder, Stage, StallCause
-from penstock.runtime.cuda.timing import DeviceTimer
+from penstock.runtime.compute_time import ComputeTime
 from penstock.runtime.passes import Pass
 from penstock.runtime.residency import Residency, SavedStorage
 from penstock.runtime.traffic import (
@@ -50,11 +50,7 @@ _NOT_PROFILED: Final = (
 
 
 class Room:
-    """Finds room for what is to be held. Waits, so it is called without the runtime's lock.
-
-    Attributes:
-        stalled_ns: How long callers have waited, altogether.
-    """
+    """Finds room for what is to be held. Waits, so it is called without the runtime's lock."""
 
     def __init__(
         self,
@@ -63,8 +59,8 @@ class Room:
         traffic: Traffic,
         recorder: Recorder,
         promote_kept: Callable[[], None],
+        time: ComputeTime,
         least_bytes: Callable[[], int | None] = lambda: None,
-        timer: DeviceTimer | None = None,
     ) -> None:
         """For one executor.
 
@@ -73,11 +69,10 @@ class Room:
             traffic: What can be moved.
             recorder: Is told of waits.
             promote_kept: Lets what is only kept be moved; called under the runtime's lock.
+            time: Is told how long callers have waited, to leave it out.
             least_bytes: Returns the least budget that does for a whole step, if that is known.
-            timer: Is told when waits begin and end, where a device runs behind.
         """
-        self.stalled_ns = 0
-        self._timer = timer
+        self._time = time
         self._budget = budget
         self._traffic = traffic
         self._recorder = recorder
@@ -102,13 +97,12 @@ class Room:
         if self._budget.try_take(nbytes, owner):
             return
         start_ns = self._recorder.clock.now_ns()
-        waiting = self._timer.wait_begins() if self._timer else ()
+        waiting = self._time.wait_begins()
         while not self._budget.try_take(nbytes, owner):
             if not self.make(nbytes, name=name, of_pass=of_pass, saved=saved, from_budget=True):
                 self._budget.force(nbytes, owner)
                 break
-        if waiting and self._timer:
-            self._timer.wait_ends(waiting)
+        self._time.wait_ends(waiting)
         self.stalled(start_ns, StallCause.BUDGET, name)
 
     def make(
@@ -187,7 +181,7 @@ class Room:
     def stalled(self, start_ns: int, cause: StallCause, name: str) -> None:
         """Account for a wait that ends now."""
         end_ns = self._recorder.clock.now_ns()
-        self.stalled_ns += end_ns - start_ns
+        self._time.stalled_ns += end_ns - start_ns
         self._recorder.span(Stage.STALL, start_ns, end_ns, cause=cause, slot=name)
 
     def _drop_prefetched(self, of_pass: Pass, wanted_for: SavedStorage | None) -> bool:

@@ -212,6 +212,10 @@ class CudaMover(Mover):
         """A context, to be entered once, in which the stream that is current now is the current one."""
         return partial(self._link.within, self._link.current_stream(device))
 
+    def account(self, budget_of: Callable[[torch.device], Budget]) -> None:
+        """From now on restored storages are charged to the account of their device."""
+        self._in.budget_of = budget_of
+
     def made(self, storage: torch.UntypedStorage) -> None:
         """The current stream has been told to make ``storage`` again: rule 7 of the note."""
         self._in.made(storage)

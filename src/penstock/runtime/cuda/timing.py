@@ -11,9 +11,10 @@
        been told until then. Times of different devices cannot be compared, so at the end, when they
        are idle, each gets an event of which the host sees the end: these are the same moment on both.
     2. *Waits.* What a step waits for Penstock is no part of a profile: a budget that is full, a read, a
-       copy that the compute stream comes after. Between ``wait_begins`` and ``wait_ends`` nothing else is
-       enqueued on the stream, so what passes there on the device is waiting, and only that is left out:
-       a host that waits while the device has work to do has cost no time.
+       copy that the compute stream comes after, codecs that are tried. Between ``wait_begins`` and
+       ``wait_ends`` nothing of the program's is enqueued on the stream, so what passes there on the
+       device is not the program's time, and only that is left out: a host that waits while the device
+       has work to do has cost no time.
     3. *Several streams.* Moments keep the order in which the host came to them: one whose stream was
        ahead of another's is put at the time of the one before it.
     4. *Captures.* An event that is recorded in a CUDA graph tells no time. Meanwhile no moment is marked.
@@ -35,8 +36,8 @@ from penstock.runtime.cuda.link import Event, Link, Stream
 MOST_MOMENTS: Final = 400_000
 """Of a forward that never comes to a backward; older ones are forgotten, and stay the host's."""
 
-_Reached: TypeAlias = tuple[tuple[torch.device, Stream, Event], ...]
-"""An event on the current stream of each device."""
+Reached: TypeAlias = tuple[tuple[torch.device, Stream, Event], ...]
+"""An event on the current stream of each device; empty: none is timed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,8 +45,8 @@ class _Moment:
     """One moment; ``number`` is ``None`` where a wait ends, and ``since`` where it has begun."""
 
     number: int | None
-    reached: _Reached
-    since: _Reached = ()
+    reached: Reached
+    since: Reached = ()
 
 
 class DeviceTimer:
@@ -93,11 +94,11 @@ class DeviceTimer:
                 self._moments.append(_Moment(number, reached))
         return number
 
-    def wait_begins(self) -> _Reached:
+    def wait_begins(self) -> Reached:
         """The calling thread, or its current stream, begins to wait; empty if nothing is timed."""
         return self._record() if self._moments and not self._link.capturing() else ()
 
-    def wait_ends(self, since: _Reached) -> None:
+    def wait_ends(self, since: Reached) -> None:
         """It goes on, having enqueued nothing; ``since`` is what ``wait_begins`` returned."""
         if since:
             moment = _Moment(None, self._record(), since)
@@ -130,7 +131,7 @@ class DeviceTimer:
             found[moment.number] = latest_ns
         return found
 
-    def _record(self) -> _Reached:
+    def _record(self) -> Reached:
         link = self._link
         streams = [(device, link.current_stream(device)) for device in self._devices]
         return tuple(
@@ -141,21 +142,21 @@ class DeviceTimer:
         """An event of each device, and when the host saw it; every moment has been reached then."""
         link = self._link
         last = {
-            stream: (device, event)
+            (device, stream): event
             for moment in moments
             for device, stream, event in moment.reached
         }
-        for _, event in last.values():
+        for event in last.values():
             link.synchronize(event)
         anchors = {}
-        for device in {device for device, _ in last.values()}:
+        for device in {device for device, _ in last}:
             event = link.record(link.current_stream(device), timed=True)
             link.synchronize(event)
             anchors[device] = event, self._clock.now_ns()
         return anchors
 
 
-def _at(reached: _Reached, anchors: Mapping[torch.device, tuple[Event, int]], link: Link) -> int:
+def _at(reached: Reached, anchors: Mapping[torch.device, tuple[Event, int]], link: Link) -> int:
     """When all devices had come so far, by the host's clock, in ns."""
     times = []
     for device, _, event in reached:
