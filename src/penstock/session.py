@@ -36,6 +36,7 @@ from penstock.plan.plan import INFEASIBLE, Action, Plan
 from penstock.plan.profile import Profile
 from penstock.runtime import given
 from penstock.runtime.compute_time import ComputeTime
+from penstock.runtime.cuda.allowance import Allowance
 from penstock.runtime.devices import Devices
 from penstock.runtime.executor import Executor
 from penstock.runtime.loaders import Loaders, Reads
@@ -213,6 +214,7 @@ class Session:
             device=self._device,
             wrap_tier=self.wrap_tier,
         )
+        allowance = self._allowance(self._device, self.budget)
         self._mover = stores.mover
         if self._machine is None:
             self._machine = stores.measure()
@@ -232,6 +234,7 @@ class Session:
             planner=self.planner,
             recorder=self.recorder,
             time=ComputeTime(self.recorder.clock, stores.timer),
+            allowance=allowance,
         )
         self.devices = Devices(self._device, self.executor, self._open_other)
         stores.mover.account(self.devices.budget_of)
@@ -242,6 +245,14 @@ class Session:
         name = "device" if device == self._device else f"device {device}"
         on_change = partial(self.recorder.level, name)
         return Budget(self.config.device_bytes, name=name, on_change=on_change)
+
+    def _allowance(self, device: torch.device, budget: Budget) -> Allowance | None:
+        """Limit a device's budget to what is left there, where the user has not said what it is."""
+        config = self.config
+        if config.device_memory is not None or not config.has_tier or self._given is not None:
+            return None
+        assert self._stores is not None
+        return None if config.policy == "keep" else self._stores.allowance(device, budget)
 
     def _make_planner(
         self, device: torch.device, budget: Budget, *, policy: str, **settings: Any
@@ -271,6 +282,7 @@ class Session:
         """Return the executor of a device beside the session's own; see [Note: several devices]."""
         assert self._stores is not None
         budget, time = self._account(device), self.executor.time
+        allowance = self._allowance(device, budget)
         if time.timer is not None:
             time.timer.see(device)
         return Executor(
@@ -278,11 +290,15 @@ class Session:
             tiers=self._stores.tiers,
             mover=self._mover,
             planner=self._make_planner(
-                device, budget, policy="auto" if self._given else self.config.policy
+                device,
+                budget,
+                policy="auto" if self._given else self.config.policy,
+                only_observed=True,  # it may appear in the middle of a pass
             ),
             recorder=self.recorder,
             time=time,
             completion=self.executor.completion,
+            allowance=allowance,
         )
 
     def _codec(self) -> str:
@@ -367,6 +383,8 @@ class Session:
         """A step has ended. Called by every ``torch.optim`` optimizer; call it if you have none."""
         self._steps += 1
         self._attachment.protected.refresh()
+        if self.devices.end_step():
+            self._attachment.follow()
         self.recorder.end_step()
         self._interrupts.raise_lost()
         if self.on_step is not None:
@@ -465,12 +483,12 @@ class Session:
             policy=self._policy_name,
             device=str(self._device),
             rank=self._rank,
-            budget_bytes=self._limit_bytes,
-            other_budgets={
-                each.budget.name: self._limit_bytes
+            budget_bytes=_limit_of(self.budget),
+            other_budgets=tuple(
+                (each.budget.name, _limit_of(each.budget))
                 for each in self.devices.all.values()
                 if each is not self.executor
-            },
+            ),
             host_budget_bytes=config.host_bytes or None,
             steps=self._steps,
             slots=slots,
@@ -495,6 +513,11 @@ class Session:
                     yield note if executor is self.executor else f"{budget.name}: {note}"
 
     def _notes(self, suggestion: Suggestion | None) -> tuple[str, ...]:
+        """Return sentences on budgets that were found, and on what others would do."""
+        found = (each.allowance for each in self.devices.all.values())
+        return (*(str(each) for each in found if each), *self._advice(suggestion))
+
+    def _advice(self, suggestion: Suggestion | None) -> tuple[str, ...]:
         """Return sentences on whether there is anything to gain by a smaller budget, or by this one."""
         limit, saved_bytes = self._limit_bytes, self._saved_bytes()
         if self.plan is None or not saved_bytes:
@@ -535,7 +558,7 @@ class Session:
 
     @property
     def _limit_bytes(self) -> int | None:
-        """Of the device's memory; ``None``: none."""
+        """Of the device's memory, as given; ``None``: none was."""
         return None if self.config.device_bytes == UNLIMITED else self.config.device_bytes
 
     def _saved_bytes(self) -> int:
@@ -562,6 +585,10 @@ def _check_kind(name: str, given: object, kind: type) -> None:
         raise ConfigError(
             f"offload: {name} is a {type(given).__name__}, it must be of type {kind.__name__}"
         )
+
+
+def _limit_of(budget: Budget) -> int | None:
+    return None if budget.limit_bytes >= UNLIMITED else budget.limit_bytes
 
 
 def _saved_bytes(planner: Planner) -> int:

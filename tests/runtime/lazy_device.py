@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 import torch
 
+from penstock.core.config import UNLIMITED
 from penstock.runtime.cuda.digest import DIGEST_BYTES, digest_of
 
 COPY_NS = 1000
@@ -65,6 +66,9 @@ class LazyLink:
         self.host_waits = 0
         """How often the interpreter waited for what it had enqueued itself."""
         self.now_ns = 0
+        self.memory_bytes = UNLIMITED * 2
+        self.others_bytes = self.peak_bytes = 0
+        self.charged_bytes = lambda: 0
         self._most_delay_s = most_delay_s
         self._seed = seed
         self._streams = []
@@ -151,6 +155,15 @@ class LazyLink:
 
         self._enqueue(stream, make)
         self.synchronize(self.record(stream))
+
+    def usable_bytes(self, device):
+        return self.memory_bytes
+
+    def allocated_bytes(self, device):
+        """What the test says that the program has beside what is charged; and the most there was."""
+        now = self.others_bytes + self.charged_bytes()
+        self.peak_bytes = max(self.peak_bytes, now)
+        return now, self.peak_bytes
 
     def capturing(self, stream=None):
         return self.is_capturing and stream is None

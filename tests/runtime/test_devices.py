@@ -134,7 +134,9 @@ def test_a_device_that_appears_later_is_profiled_then(two, disk_path):
         assert len(session.devices.all) == 2
         second = session.devices.all[SECOND]
         assert second.planner.plan is not None
-        assert second.planner.profile.passes[0].index == 1
+        assert second.planner.profile.passes[0].index == 2, "the first one was not observed"
+        took = [each.took_ns for each in second.planner.profile.operators if not each.backward]
+        assert set(took) == {WORK_NS}
         assert not session.devices.observing
 
 

@@ -123,7 +123,7 @@ class Attachment:
         if optimizer is not None:
             self.protected.add_optimizer(optimizer)
         self.modules.attach()
-        self._follow()
+        self.follow()
         self._boundaries.attach()
         self._aside.attach()
         self._context.__enter__()
@@ -172,9 +172,9 @@ class Attachment:
         place = self.modules.place_of(root)
         if place is not None:
             given.check_paths(self._given, self.modules.known(), place.path)
-        self._follow()
+        self.follow()
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
         """Do, from now on, what the planner wants beside moving: observe, and run modules again."""
         plan = self._planner.plan
         observing = self._time.observing = self._devices.observing
@@ -208,7 +208,7 @@ class Attachment:
                 if executor.planner.plan is None:
                     executor.planner.observing = False  # nothing saved here could be planned
         if planned or observer is not None or devices.observing:
-            self._follow()
+            self.follow()
 
     def _module_ran(self, kind: str, output: Any, packed: list[Any]) -> None:
         self.hooks.prove(kind, output, packed)

@@ -64,6 +64,11 @@ class Devices:
         planned = [executor.end_backward(end_ns) for executor in tuple(self.all.values())]
         return any(planned)
 
+    def end_step(self) -> bool:
+        """A step is over; return whether there is a new plan for any device."""
+        planned = [executor.end_step() for executor in tuple(self.all.values())]
+        return any(planned)
+
     @property
     def observing(self) -> bool:
         """Whether the passes that run now are observed on any device."""

@@ -18,10 +18,11 @@ from penstock.plan.operators import Operator
 from penstock.plan.plan import Action, Decision
 from penstock.runtime.completion import Completion
 from penstock.runtime.compute_time import ComputeTime
+from penstock.runtime.cuda.allowance import Allowance
 from penstock.runtime.kept import KeptStorage, KeptStorages
 from penstock.runtime.movers import RESTORED, Encoding, Mover
 from penstock.runtime.passes import Pass
-from penstock.runtime.planner import Planner
+from penstock.runtime.planner import MEMORY, Planner
 from penstock.runtime.reads import Reads
 from penstock.runtime.remakes import Remakes
 from penstock.runtime.residency import Origin, Residency, SavedStorage, SlotRecord, View
@@ -46,6 +47,7 @@ class Executor:
         completion: What waits until the running operator has returned.
         time: The axis of profiles.
         compute_ns: Tells the time on it.
+        allowance: Finds the budget's limit; ``None``: it is given.
     """
 
     def __init__(
@@ -58,16 +60,21 @@ class Executor:
         recorder: Recorder,
         time: ComputeTime | None = None,
         completion: Completion | None = None,
+        allowance: Allowance | None = None,
     ) -> None:
         """Hold nothing yet. The caller closes tiers and mover after ``close``.
 
-        ``time`` and ``completion`` are those of the session, if it has several executors.
+        ``time`` and ``completion`` are those of the session, if it has several executors. ``allowance``
+        finds the budget's limit, if that is not given.
         """
         self.budget = budget
         self.planner = planner
         self._recorder = recorder
         self.time = ComputeTime(recorder.clock) if time is None else time
         self.compute_ns = self.time.now_ns
+        self.allowance = allowance
+        if allowance is not None:
+            self.time.watch.append(allowance.look)
         self._mover = mover
         self._traffic = Traffic(
             budget=budget, tiers=tiers, mover=mover, planner=planner, recorder=recorder
@@ -493,10 +500,22 @@ class Executor:
         if self.time.timer is not None and finished.observed:
             finished.retime(self.time.timer.times())
         self._tell(finished)
+        limited = False
+        if self.allowance is not None and finished.observed:
+            limited = self.planner.limit(self.allowance.settle())
         planned = self.planner.learn(finished)
+        if limited and not planned:
+            planned = self.planner.plan_again(MEMORY)
         if planned:
             self._mover.trim(self.budget.limit_bytes)
         return planned
+
+    def end_step(self) -> bool:
+        """A step is over; return whether there is a new plan, for less memory is left than before."""
+        limit_bytes = None if self.allowance is None else self.allowance.grown()
+        if limit_bytes is None or not self.planner.limit(limit_bytes):
+            return False
+        return self.planner.plan_again(MEMORY)
 
     def _tell(self, finished: Pass) -> None:
         """Spans of its forward and its backward, waits included."""

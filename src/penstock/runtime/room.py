@@ -7,8 +7,9 @@
     for a write than to touch the pages again; writes under way are waited for; prefetched copies are
     dropped, the one needed last first; kept storages are spilled, the one needed last first. Only when
     none of these is left is the budget too small, and the error says what would do. If a tier has
-    failed, or all are full, bytes have nowhere to go: then, and only then, the budget is exceeded, with
-    a warning. What was refused by full tiers is tried again when they hold less.
+    failed, or all are full, bytes have nowhere to go: then the budget is exceeded, with a warning. What
+    was refused by full tiers is tried again when they hold less. A limit that was only estimated
+    ([Note: what is left]) is exceeded, too, where nothing is left to be done, and nothing fails for it.
 """
 
 from __future__ import annotations
@@ -150,16 +151,22 @@ class Room:
         if victim is not None:
             self._evict(victim)
             return True
-        if not traffic.failed:
-            self._refuse(nbytes, name)
-        traffic.warn(
-            "budget",
-            f"the {self._budget.name} budget is exceeded for {name}, because a tier has failed or"
-            f" is full, and nothing else can be moved away ({traffic.fill()}); give more"
-            " host_memory or flash_capacity, or a smaller batch; further cases are only counted",
-        )
-        self._recorder.count("budget.overflow")
+        self._exceed(nbytes, name)
         return False
+
+    def _exceed(self, nbytes: int, name: str) -> None:
+        """Refuse to, where the limit is given and tiers could take more; else count it."""
+        traffic, advisory = self._traffic, self._budget.advisory
+        if not (traffic.failed or advisory):
+            self._refuse(nbytes, name)
+        if not advisory:
+            traffic.warn(
+                "budget",
+                f"the {self._budget.name} budget is exceeded for {name}, because a tier has failed or"
+                f" is full, and nothing else can be moved away ({traffic.fill()}); give more"
+                " host_memory or flash_capacity, or a smaller batch; further cases are only counted",
+            )
+        self._recorder.count("budget.overflow")
 
     def _write_ends_sooner(self, nbytes: int) -> bool:
         """Wait for a write, if that takes less than to have idle pages again that are given back."""

@@ -105,6 +105,12 @@ class Link(Protocol):
     def digest(self, stream: Stream, source: torch.UntypedStorage, address: int) -> None:
         """Put a :mod:`.digest` of a whole storage at ``address``; waits until ``stream`` has done it."""
 
+    def usable_bytes(self, device: torch.device) -> int:
+        """What torch could have allocated at this moment: free memory, and what it has reserved."""
+
+    def allocated_bytes(self, device: torch.device) -> tuple[int, int]:
+        """What torch has allocated now, and the most it ever had, or since the program reset that."""
+
     def capturing(self, stream: Stream | None = None) -> bool:
         """Whether ``stream``, or else the current one, records a CUDA graph."""
 
@@ -231,6 +237,17 @@ class CudaLink:
         """Some reductions, and 40 bytes to the host."""
         with self.within(stream):
             _tensor_at(address, DIGEST_BYTES).copy_(digest_of(_bytes_of(source)))
+
+    def usable_bytes(self, device: torch.device) -> int:
+        """``cudaMemGetInfo``, and the caching allocator; within the program's own limit for that."""
+        free, total = torch.cuda.mem_get_info(device)
+        usable = free + torch.cuda.memory_reserved(device)
+        return min(usable, int(total * torch.cuda.get_per_process_memory_fraction(device)))
+
+    def allocated_bytes(self, device: torch.device) -> tuple[int, int]:
+        """Of the caching allocator's statistics."""
+        counts = torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes")
+        return (0, 0) if counts is None else (counts["all"]["current"], counts["all"]["peak"])
 
     def capturing(self, stream: Stream | None = None) -> bool:
         """``torch.cuda.is_current_stream_capturing``."""
