@@ -17,6 +17,7 @@ import torch
 
 from penstock.core.config import UNLIMITED
 from penstock.runtime.cuda.digest import DIGEST_BYTES, digest_of
+from penstock.runtime.cuda.link import Allocated
 
 COPY_NS = 1000
 """How long any copy takes, by the device's time."""
@@ -67,7 +68,8 @@ class LazyLink:
         """How often the interpreter waited for what it had enqueued itself."""
         self.now_ns = 0
         self.memory_bytes = UNLIMITED * 2
-        self.others_bytes = self.peak_bytes = 0
+        self.others_bytes = 0
+        self._allocated = Allocated(0, 0, 0)
         self.charged_bytes = lambda: 0
         self._most_delay_s = most_delay_s
         self._seed = seed
@@ -159,11 +161,13 @@ class LazyLink:
     def usable_bytes(self, device):
         return self.memory_bytes
 
-    def allocated_bytes(self, device):
-        """What the test says that the program has beside what is charged; and the most there was."""
+    def allocated(self, device):
+        """What the test says that the program has beside what is charged."""
         now = self.others_bytes + self.charged_bytes()
-        self.peak_bytes = max(self.peak_bytes, now)
-        return now, self.peak_bytes
+        last = self._allocated
+        ever = last.ever + max(0, now - last.now)
+        self._allocated = Allocated(now, max(last.peak, now), ever)
+        return self._allocated
 
     def capturing(self, stream=None):
         return self.is_capturing and stream is None

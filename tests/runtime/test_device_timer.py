@@ -175,3 +175,15 @@ def test_moments_beyond_the_most_are_the_latest(bench, monkeypatch):
     bench = Bench()
     marks = [bench.mark() for _ in range(5)]
     assert set(bench.timer.times()) == set(marks[-3:])
+
+
+def test_a_capture_on_another_device_is_not_disturbed_either():
+    bench = Bench(TwoLinks)
+    bench.timer.see(OTHER)
+    first = bench.mark()
+    bench.link.captured.add(bench.link.second)
+    second = bench.mark()
+    assert bench.timer.times() == {}
+    bench.link.captured.clear()
+    assert first in bench.timer.times()
+    assert second not in bench.timer.times()

@@ -141,7 +141,9 @@ def streams(monkeypatch):
     return streams
 
 
-def test_trap_15_who_compares_comes_after_both_digests(streams):
+def test_trap_15_who_compares_comes_after_both_digests_and_who_reads_after_that(
+    streams, monkeypatch
+):
     streams.current = "side"
     first = digest(torch.ones(9))
     assert isinstance(first, DeviceDigest)
@@ -151,4 +153,9 @@ def test_trap_15_who_compares_comes_after_both_digests(streams):
     assert streams.waits == []
     comparison = Comparison(first, second)
     assert streams.waits == [("main", "side")]
+    streams.current = "third"
+    read = []
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda tensor: bool(read.append(streams.current)))
     assert comparison.differ() is False
+    assert read == ["main"]
+    assert streams.current == "third"

@@ -56,7 +56,7 @@ _OPTIONS: Final = (
     (
         "--device-memory",
         "SIZE",
-        "most device memory for saved tensors (default: none; CUDA: what is left)",
+        "most device memory for saved tensors (default: none; on CUDA what is free)",
     ),
     ("--host-memory", "SIZE", "most host memory to spill to (default: none)"),
     ("--flash-capacity", "SIZE", "most to spill to flash (default: 9/10 of the free space)"),

@@ -63,14 +63,15 @@ def digest_of_storage(storage: torch.UntypedStorage) -> Digest | None:
 class Comparison:
     """Whether two digests are of the same bits. The device's answer is asked for only when needed."""
 
-    __slots__ = ("_answer", "_first", "_second")
+    __slots__ = ("_answer", "_first", "_second", "_stream")
 
     def __init__(self, first: Digest, second: Digest | None) -> None:
         """Compare; on a device on the current stream, which comes after both from now on. Never waits."""
         self._answer: bool | torch.Tensor = True
         self._first, self._second = first, second  # the device reads them until it has the answer
         if isinstance(first, DeviceDigest) and isinstance(second, DeviceDigest):
-            current = torch.get_device_module(second.sums.device).current_stream(second.sums.device)
+            device = second.sums.device
+            current = self._stream = torch.get_device_module(device).current_stream(device)
             for each in (first, second):
                 if each.stream != current:
                     current.wait_stream(each.stream)
@@ -86,7 +87,10 @@ class Comparison:
 
     def differ(self) -> bool:
         """Return the answer; waits for the device, if there is one, to have it."""
-        self._answer = bool(self._answer)
+        if isinstance(self._answer, torch.Tensor):
+            # the program may have gone on to another stream, which does not wait for this one
+            with torch.get_device_module(self._answer.device).stream(self._stream):
+                self._answer = bool(self._answer)
         return self._answer
 
 

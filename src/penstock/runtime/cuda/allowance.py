@@ -11,12 +11,13 @@
     the most that was allocated at any one time beside what is charged to the budget. The *reserve* is a
     part of what is usable, for what the allocator cannot use because it lies between other blocks.
 
-    1. When the session is opened, other is what is allocated then. The first pass keeps saved tensors
-       while half the limit is free, so the other half is there for the rest.
+    1. When the session is opened, other is what is allocated then, and what the step will take is not
+       known. So half of what is left is the limit, until the first pass is over.
     2. In an observed pass other is looked up at each of its moments: what is allocated, less what is
-       charged. Where the allocator's own peak has risen between two moments, it is the peak that
-       counts, so that the workspace of an operator shows. That peak is never reset: it is the
-       program's.
+       charged. What was allocated and freed again between two of them, as the workspace of an
+       operator, shows in the allocator's own peak, if that has risen. If it was higher before (and it
+       is never reset, for it is the program's), the sum of all that was allocated since the moment
+       before is taken for allocated at once, up to that peak.
     3. An optimizer makes its states in its first step, when the plan has been made. So at the end of
        each step, what is allocated beside what is charged is compared with the same at the end of the
        observed pass; what it has grown by is other as well.
@@ -51,30 +52,34 @@ class Allowance:
     def __init__(
         self, link: Link, device: torch.device, budget: Budget, recorder: Recorder
     ) -> None:
-        """Look up what is free now, and limit ``budget`` to that; nothing is charged to it yet."""
+        """Look up what is free now, and limit ``budget`` to half of it; nothing is charged to it yet."""
         self._link = link
         self._device = device
         self._budget = budget
         self._recorder = recorder
         self._usable_bytes = link.usable_bytes(device)
-        self._other_bytes, self._peak_bytes = link.allocated_bytes(device)
+        self._last = link.allocated(device)
+        """At the last moment."""
+        self._other_bytes = self._last.now
         self._base_bytes: int | None = None
         """Of other, at the end of the last observed pass; ``None`` before the first."""
         self._held_bytes: int | None = None
         """What was charged at the last moment of the pass that is being observed."""
         budget.advisory = True
-        budget.limit_bytes = self._tell()
+        budget.limit_bytes = self._tell(parts=2)
 
     def look(self) -> None:
         """Take note of this moment of an observed pass."""
-        allocated, peak = self._link.allocated_bytes(self._device)
+        last, now = self._last, self._link.allocated(self._device)
         held = self._budget.used_bytes
-        if self._held_bytes is None:  # the first moment: a peak before it is not the pass's
-            top = allocated - held
+        if self._held_bytes is None:  # the first moment: what was before is not the pass's
+            most = now.now - held
         else:
-            top = (peak if peak > self._peak_bytes else allocated) - min(held, self._held_bytes)
-        self._other_bytes = max(self._other_bytes, top)
-        self._peak_bytes, self._held_bytes = peak, held
+            at_once = last.now + now.ever - last.ever
+            top = now.peak if now.peak > last.peak else min(at_once, max(now.peak, last.peak))
+            most = top - min(held, self._held_bytes)
+        self._other_bytes = max(self._other_bytes, most)
+        self._last, self._held_bytes = now, held
 
     def settle(self) -> int:
         """The observed pass is over; return the limit in bytes."""
@@ -103,8 +108,7 @@ class Allowance:
         )
 
     def _now(self) -> int:
-        allocated, _ = self._link.allocated_bytes(self._device)
-        return allocated - self._budget.used_bytes
+        return self._link.allocated(self._device).now - self._budget.used_bytes
 
     @property
     def _reserve_bytes(self) -> int:
@@ -114,12 +118,14 @@ class Allowance:
     def _limit_bytes(self) -> int:
         return max(1, self._usable_bytes - self._other_bytes - self._reserve_bytes)
 
-    def _tell(self) -> int:
+    def _tell(self, parts: int = 1) -> int:
+        """Return the limit, or one of several equal parts of it; tell the recorder."""
+        limit_bytes = max(1, self._limit_bytes // parts)
         self._recorder.mark(
             LIMIT,
             device=str(self._device),
-            limit_bytes=self._limit_bytes,
+            limit_bytes=limit_bytes,
             usable_bytes=self._usable_bytes,
             other_bytes=self._other_bytes,
         )
-        return self._limit_bytes
+        return limit_bytes

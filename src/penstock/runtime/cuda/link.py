@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -30,6 +30,16 @@ PIECE_BYTES: Final = 32 * MIB
 """Long enough to be copied at full speed, and short enough to wait for."""
 _RELAXED: Final = 2
 """``cudaStreamCaptureModeRelaxed``."""
+
+
+class Allocated(NamedTuple):
+    """Bytes that torch has allocated on a device."""
+
+    now: int
+    peak: int
+    """The most at any one time; the program may reset it."""
+    ever: int
+    """The sum of all allocations, what is freed again included."""
 
 
 class Link(Protocol):
@@ -108,8 +118,8 @@ class Link(Protocol):
     def usable_bytes(self, device: torch.device) -> int:
         """What torch could have allocated at this moment: free memory, and what it has reserved."""
 
-    def allocated_bytes(self, device: torch.device) -> tuple[int, int]:
-        """What torch has allocated now, and the most it ever had, or since the program reset that."""
+    def allocated(self, device: torch.device) -> Allocated:
+        """What torch has allocated."""
 
     def capturing(self, stream: Stream | None = None) -> bool:
         """Whether ``stream``, or else the current one, records a CUDA graph."""
@@ -244,10 +254,13 @@ class CudaLink:
         usable = free + torch.cuda.memory_reserved(device)
         return min(usable, int(total * torch.cuda.get_per_process_memory_fraction(device)))
 
-    def allocated_bytes(self, device: torch.device) -> tuple[int, int]:
+    def allocated(self, device: torch.device) -> Allocated:
         """Of the caching allocator's statistics."""
         counts = torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes")
-        return (0, 0) if counts is None else (counts["all"]["current"], counts["all"]["peak"])
+        if counts is None:
+            return Allocated(0, 0, 0)
+        every = counts["all"]
+        return Allocated(every["current"], every["peak"], every["allocated"])
 
     def capturing(self, stream: Stream | None = None) -> bool:
         """``torch.cuda.is_current_stream_capturing``."""

@@ -87,7 +87,7 @@ class DeviceTimer:
         Returns:
             Its number: ``at_ns``, or a little more, for no two moments have the same.
         """
-        reached = () if self._link.capturing() else self._record()
+        reached = () if self._capturing() else self._record()
         with self._lock:
             number = self._number = max(at_ns, self._number + 1)
             if reached:
@@ -96,7 +96,7 @@ class DeviceTimer:
 
     def wait_begins(self) -> Reached:
         """The calling thread, or its current stream, begins to wait; empty if nothing is timed."""
-        return self._record() if self._moments and not self._link.capturing() else ()
+        return self._record() if self._moments and not self._capturing() else ()
 
     def wait_ends(self, since: Reached) -> None:
         """It goes on, having enqueued nothing; ``since`` is what ``wait_begins`` returned."""
@@ -111,7 +111,7 @@ class DeviceTimer:
         The first moment is at its number, and waits are left out of what follows. Empty if there is no
         moment, or a CUDA graph is being captured.
         """
-        if self._link.capturing():
+        if self._capturing():
             return {}
         with self._lock:
             moments = tuple(self._moments)
@@ -130,6 +130,13 @@ class DeviceTimer:
             latest_ns = max(latest_ns, offset_ns + at_ns - waited_ns)
             found[moment.number] = latest_ns
         return found
+
+    def _capturing(self) -> bool:
+        """Return whether any stream that an event would be recorded on is being captured."""
+        link = self._link
+        if len(self._devices) == 1:
+            return link.capturing()
+        return any(link.capturing(link.current_stream(each)) for each in self._devices)
 
     def _record(self) -> Reached:
         link = self._link
