@@ -17,6 +17,7 @@ from penstock.plan import Action, Decision
 from penstock.plan.groups import groups_of
 from penstock.plan.recipes import recipe_name
 from penstock.plan.recomputing import Recomputing
+from penstock.runtime import digests
 from penstock.runtime.movers import CpuMover
 from penstock.runtime.remade import REMADE
 from recompute_plans import FLASH, HOST, assert_nothing_unknown, following, profiled, runs_again
@@ -262,7 +263,9 @@ def test_a_setting_that_was_changed_before_backward_is_named(session_for, disk):
     followed(session_for, disk, model, steps)
 
 
-def test_other_bits_are_found_the_first_time(session_for, disk, monkeypatch):
+@pytest.mark.parametrize("behind", [False, True], ids=["by the host", "by the device"])
+def test_other_bits_are_found_the_first_time(session_for, disk, monkeypatch, behind):
+    monkeypatch.setattr(digests, "is_behind", lambda device: behind)
     model = Layers(nn.GELU())
 
     def steps(features):

@@ -42,7 +42,8 @@ def offload(
         model: Names the slots, and tells on which device they are. Without one, modules are named as
             they are first called, and the device is CUDA where there is one.
         optimizer: Its state is never moved; known by itself after its first step.
-        device_memory: Budget in the memory of the device; an integer in bytes, or as ``"2GiB"``.
+        device_memory: Budget in the memory of the device, of each if there are several; an integer in
+            bytes, or as ``"2GiB"``. Without: no limit, or on CUDA what the rest of a step leaves free.
         host_memory: Budget of the host tier.
         flash: Directory to spill to, or several.
         policy: The name of a policy (``penstock.plan.policies.names()``), by which plans are made of what

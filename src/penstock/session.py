@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -35,6 +35,9 @@ from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import INFEASIBLE, Action, Plan
 from penstock.plan.profile import Profile
 from penstock.runtime import given
+from penstock.runtime.compute_time import ComputeTime
+from penstock.runtime.cuda.allowance import Allowance
+from penstock.runtime.devices import Devices
 from penstock.runtime.executor import Executor
 from penstock.runtime.loaders import Loaders, Reads
 from penstock.runtime.planner import Planner
@@ -183,7 +186,8 @@ class Session:
         self._state = "closed"
         try:
             self._detach()
-            self.executor.close()
+            for executor in self.devices.all.values():
+                executor.close()
             if self.recorder.log is not None:
                 self.recorder.log.conclude(LastWords(self.summary().to_json()))
         finally:
@@ -202,11 +206,7 @@ class Session:
         if config.sample_rss:
             self._rss = RssSampler(self.recorder)
         open_account(self.recorder)
-        self.budget = Budget(
-            config.device_bytes,
-            name="device",
-            on_change=partial(self.recorder.level, "device"),
-        )
+        self.budget = self._account(self._device)
         stores = self._stores = Stores(
             config,
             budget=self.budget,
@@ -214,24 +214,18 @@ class Session:
             device=self._device,
             wrap_tier=self.wrap_tier,
         )
-        self.planner = Planner(
+        allowance = self._allowance(self._device, self.budget)
+        self._mover = stores.mover
+        if self._machine is None:
+            self._machine = stores.measure()
+        self.planner = self._make_planner(
+            self._device,
+            self.budget,
             policy=config.policy,
-            machine=self._machine or stores.measure(),
-            budgets=Budgets(
-                device_bytes=config.device_bytes,
-                host_bytes=stores.capacity_bytes("host"),
-                flash_bytes=stores.capacity_bytes("flash"),
-            ),
-            budget=self.budget,
-            floor_bytes=config.floor_bytes,
-            recorder=self.recorder,
-            device=str(self._device),
             codec=self._codec(),
             prepare_codecs=self._open_codecs,
             recompute=config.recompute or config.policy == "recompute",
             plan=self._given,
-            slack_bytes=stores.slack_bytes,
-            loaders=self._loaders,
         )
         self.executor = Executor(
             budget=self.budget,
@@ -239,8 +233,73 @@ class Session:
             mover=stores.mover,
             planner=self.planner,
             recorder=self.recorder,
+            time=ComputeTime(self.recorder.clock, stores.timer),
+            allowance=allowance,
         )
+        self.devices = Devices(self._device, self.executor, self._open_other)
+        stores.mover.account(self.devices.budget_of)
         self.planner.begin()
+
+    def _account(self, device: torch.device) -> Budget:
+        """Return an empty account of a device's memory; the session's own is called just that."""
+        name = "device" if device == self._device else f"device {device}"
+        on_change = partial(self.recorder.level, name)
+        return Budget(self.config.device_bytes, name=name, on_change=on_change)
+
+    def _allowance(self, device: torch.device, budget: Budget) -> Allowance | None:
+        """Limit a device's budget to what is left there, where the user has not said what it is."""
+        config = self.config
+        if config.device_memory is not None or not config.has_tier or self._given is not None:
+            return None
+        assert self._stores is not None
+        return None if config.policy == "keep" else self._stores.allowance(device, budget)
+
+    def _make_planner(
+        self, device: torch.device, budget: Budget, *, policy: str, **settings: Any
+    ) -> Planner:
+        """Return a planner for one device, with room and bandwidth of all tiers."""
+        stores = self._stores
+        assert stores is not None
+        assert self._machine is not None
+        return Planner(
+            policy=policy,
+            machine=self._machine,
+            budgets=Budgets(
+                device_bytes=budget.limit_bytes,
+                host_bytes=stores.capacity_bytes("host"),
+                flash_bytes=stores.capacity_bytes("flash"),
+            ),
+            budget=budget,
+            floor_bytes=self.config.floor_bytes,
+            recorder=self.recorder,
+            device=str(device),
+            slack_bytes=stores.slack_bytes,
+            loaders=self._loaders,
+            **settings,
+        )
+
+    def _open_other(self, device: torch.device) -> Executor:
+        """Return the executor of a device beside the session's own; see [Note: several devices]."""
+        assert self._stores is not None
+        budget, time = self._account(device), self.executor.time
+        allowance = self._allowance(device, budget)
+        if time.timer is not None:
+            time.timer.see(device)
+        return Executor(
+            budget=budget,
+            tiers=self._stores.tiers,
+            mover=self._mover,
+            planner=self._make_planner(
+                device,
+                budget,
+                policy="auto" if self._given else self.config.policy,
+                only_observed=True,  # it may appear in the middle of a pass
+            ),
+            recorder=self.recorder,
+            time=time,
+            completion=self.executor.completion,
+            allowance=allowance,
+        )
 
     def _codec(self) -> str:
         """The configured codec, if this device can have it. Raises ConfigError if it was asked for."""
@@ -263,8 +322,7 @@ class Session:
 
     def _attach(self) -> None:
         self._attachment = Attachment(
-            executor=self.executor,
-            planner=self.planner,
+            devices=self.devices,
             recorder=self.recorder,
             device=self._device,
             floor_bytes=self.config.floor_bytes,
@@ -317,13 +375,16 @@ class Session:
         threads go on to train meanwhile, capture it with ``capture_error_mode="thread_local"``.
         """
         with self._attachment.aside():
-            self.executor.drain()
+            for executor in self.devices.all.values():
+                executor.drain()
             yield
 
     def step(self) -> None:
         """A step has ended. Called by every ``torch.optim`` optimizer; call it if you have none."""
         self._steps += 1
         self._attachment.protected.refresh()
+        if self.devices.end_step():
+            self._attachment.follow()
         self.recorder.end_step()
         self._interrupts.raise_lost()
         if self.on_step is not None:
@@ -334,6 +395,12 @@ class Session:
     def plan(self) -> Plan | None:
         """The plan in force; ``None`` until the first backward is over."""
         return self.planner.plan
+
+    @property
+    def plans(self) -> dict[str, Plan]:
+        """The plans in force by device, as ``"cuda:1"``, the session's own first; see ``plan``."""
+        plans = ((device, each.planner.plan) for device, each in self.devices.all.items())
+        return {str(device): plan for device, plan in plans if plan is not None}
 
     @property
     def profile(self) -> Profile | None:
@@ -398,28 +465,30 @@ class Session:
     # -- inside -------------------------------------------------------------------------------
 
     def _facts(self) -> RunFacts:
-        config, plan = self.config, self.plan
-        slots = (
-            ()
-            if plan is None
-            else tuple(
-                SlotFact(
-                    module=decision.key.module,
-                    ordinal=decision.key.ordinal,
-                    nbytes=decision.key.nbytes,
-                    action=str(decision.action),
-                    tier=decision.tier,
-                    reason=decision.reason,
-                )
-                for decision in plan.decisions
+        config = self.config
+        slots = tuple(
+            SlotFact(
+                module=decision.key.module,
+                ordinal=decision.key.ordinal,
+                nbytes=decision.key.nbytes,
+                action=str(decision.action),
+                tier=decision.tier,
+                reason=decision.reason,
             )
+            for plan in self.plans.values()
+            for decision in plan.decisions
         )
         suggestion = self._suggestion()
         return RunFacts(
             policy=self._policy_name,
             device=str(self._device),
             rank=self._rank,
-            budget_bytes=self._limit_bytes,
+            budget_bytes=_limit_of(self.budget),
+            other_budgets=tuple(
+                (each.budget.name, _limit_of(each.budget))
+                for each in self.devices.all.values()
+                if each is not self.executor
+            ),
             host_budget_bytes=config.host_bytes or None,
             steps=self._steps,
             slots=slots,
@@ -434,14 +503,21 @@ class Session:
         )
 
     def _plan_notes(self) -> Iterator[str]:
-        """Yield notes on the plan, without that it may exceed a budget which was never exceeded."""
+        """Yield notes on plans, without that one may exceed a budget which was never exceeded."""
         refused = self.recorder.snapshot().counted(REFUSED)
-        kept_it = not refused and self.budget.peak_bytes <= self.budget.limit_bytes
-        for note in self.planner.notes:
-            if not (kept_it and note.startswith(INFEASIBLE)):
-                yield note
+        for executor in self.devices.all.values():
+            budget = executor.budget
+            kept_it = not refused and budget.peak_bytes <= budget.limit_bytes
+            for note in executor.planner.notes:
+                if not (kept_it and note.startswith(INFEASIBLE)):
+                    yield note if executor is self.executor else f"{budget.name}: {note}"
 
     def _notes(self, suggestion: Suggestion | None) -> tuple[str, ...]:
+        """Return sentences on budgets that were found, and on what others would do."""
+        found = (each.allowance for each in self.devices.all.values())
+        return (*(str(each) for each in found if each), *self._advice(suggestion))
+
+    def _advice(self, suggestion: Suggestion | None) -> tuple[str, ...]:
         """Return sentences on whether there is anything to gain by a smaller budget, or by this one."""
         limit, saved_bytes = self._limit_bytes, self._saved_bytes()
         if self.plan is None or not saved_bytes:
@@ -482,14 +558,12 @@ class Session:
 
     @property
     def _limit_bytes(self) -> int | None:
-        """Of the device's memory; ``None``: none."""
+        """Of the device's memory, as given; ``None``: none was."""
         return None if self.config.device_bytes == UNLIMITED else self.config.device_bytes
 
     def _saved_bytes(self) -> int:
-        """The most that autograd would hold at once."""
-        if self.profile is not None:
-            return self.profile.peak_saved_bytes
-        return sum(each.key.nbytes for each in self.plan.decisions) if self.plan else 0
+        """The most that autograd would hold at once, on each device."""
+        return sum(_saved_bytes(each.planner) for each in self.devices.all.values())
 
 
 def close() -> None:
@@ -511,6 +585,16 @@ def _check_kind(name: str, given: object, kind: type) -> None:
         raise ConfigError(
             f"offload: {name} is a {type(given).__name__}, it must be of type {kind.__name__}"
         )
+
+
+def _limit_of(budget: Budget) -> int | None:
+    return None if budget.limit_bytes >= UNLIMITED else budget.limit_bytes
+
+
+def _saved_bytes(planner: Planner) -> int:
+    if planner.profile is not None:
+        return planner.profile.peak_saved_bytes
+    return sum(each.key.nbytes for each in planner.plan.decisions) if planner.plan else 0
 
 
 def _device_of(model: torch.nn.Module | None) -> torch.device:

@@ -21,7 +21,9 @@ from trap_runs import flush_engine
 from offload_runs import Trace, assert_nothing_held, assert_within_budget, read_bytes, tiers
 from penstock.core.errors import BudgetError, HookError, InPlaceError
 from penstock.core.units import KIB
+from penstock.runtime import digests
 from penstock.runtime.remade import REMADE
+from penstock.tier import checksums
 from recompute_plans import (
     FLASH,
     HOST,
@@ -577,7 +579,37 @@ def test_what_autograd_refuses_is_refused(session_for, disk):
         flush_engine()
 
 
-def test_what_computes_something_else_is_noticed_the_first_time(session_for, disk):
+@pytest.fixture(params=["host", "device"])
+def proven_by(request, monkeypatch):
+    """Who makes the digests of what is run again, and compares them; how many there were, in a list."""
+    made = []
+    if request.param == "device":
+        monkeypatch.setattr(digests, "is_behind", lambda device: True)
+        counted = digests.digest_of
+        monkeypatch.setattr(digests, "digest_of", lambda data: made.append(1) or counted(data))
+    else:
+        counted_on_host = checksums.full
+        monkeypatch.setattr(
+            checksums, "full", lambda *where: made.append(1) or counted_on_host(*where)
+        )
+    monkeypatch.setenv("PENSTOCK_VERIFY", "off")  # no checksums of what is spilled
+    return made
+
+
+def test_the_first_time_is_compared_and_then_no_more(session_for, disk, proven_by):
+    counts = []
+
+    def run(model, step):
+        counts.append(len(proven_by))
+        return once(model, step)
+
+    check(session_for, disk, lambda: Stack(Block()), *BLOCK, run=run)
+    before_first, before_second, before_third = counts[-3:]
+    assert before_second - before_first >= 4  # twice for each of two that are dropped, at the least
+    assert before_second == before_third == len(proven_by)
+
+
+def test_what_computes_something_else_is_noticed_the_first_time(session_for, disk, proven_by):
     state = {"calls": 0}
 
     class Unsteady(nn.Module):

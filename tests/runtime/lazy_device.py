@@ -2,6 +2,8 @@
 
 Operators of torch run at once, on the CPU. So a whole session trains on it, and what is used before it
 was copied, or freed before it was copied, shows as wrong gradients.
+
+Its time is not the host's: only ``work`` takes some, as much as it says, and so do copies.
 """
 
 import ctypes
@@ -13,7 +15,22 @@ from contextlib import contextmanager
 
 import torch
 
+from penstock.core.config import UNLIMITED
 from penstock.runtime.cuda.digest import DIGEST_BYTES, digest_of
+from penstock.runtime.cuda.link import Allocated
+
+COPY_NS = 1000
+"""How long any copy takes, by the device's time."""
+WAIT_NS = 77_000_000
+"""How long it waits for a copy, if that has not ended when the host comes to the wait."""
+
+
+class LazyEvent(threading.Event):
+    def __init__(self, of, at_ns):
+        super().__init__()
+        self.of = of
+        self.at_ns = at_ns
+        """By the device's time; ``None`` on a stream for copies, or if it tells no time."""
 
 
 class LazyStream(threading.Thread):
@@ -47,6 +64,13 @@ class LazyLink:
         self.copied_bytes = {"out": 0, "in": 0}
         self.pinned = set()
         self.waits = 0
+        self.host_waits = 0
+        """How often the interpreter waited for what it had enqueued itself."""
+        self.now_ns = 0
+        self.memory_bytes = UNLIMITED * 2
+        self.others_bytes = 0
+        self._allocated = Allocated(0, 0, 0)
+        self.charged_bytes = lambda: 0
         self._most_delay_s = most_delay_s
         self._seed = seed
         self._streams = []
@@ -58,6 +82,10 @@ class LazyLink:
 
     def adopt_thread(self, device):
         self.adopted.append((threading.current_thread().name, device))
+
+    def work(self, ns):
+        """The stream of the interpreter is busy for so long."""
+        self.now_ns += ns
 
     def current_stream(self, device):
         return self.current
@@ -74,7 +102,7 @@ class LazyLink:
         return self._streams[-1]
 
     def record(self, stream, *, timed=False):
-        event = threading.Event()
+        event = LazyEvent(stream, self.now_ns if timed and isinstance(stream, str) else None)
         self._enqueue(stream, event.set)
         return event
 
@@ -83,7 +111,9 @@ class LazyLink:
 
     def wait(self, stream, event):
         if isinstance(stream, str):
-            self.waits += not event.is_set()
+            if not event.is_set():
+                self.waits += 1
+                self.work(WAIT_NS)
             assert event.wait(10), "a copy does not end"
         else:
             stream.work.put(lambda: event.wait(10))
@@ -92,10 +122,13 @@ class LazyLink:
         return event.is_set()
 
     def synchronize(self, event):
+        self.host_waits += isinstance(event.of, str)
         assert event.wait(10), "a copy does not end"
 
     def elapsed_ns(self, start, end):
-        return 1000
+        if not isinstance(start.of, str):
+            return COPY_NS
+        return end.at_ns - start.at_ns
 
     def empty(self, nbytes, device):
         storage = torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
@@ -125,6 +158,17 @@ class LazyLink:
         self._enqueue(stream, make)
         self.synchronize(self.record(stream))
 
+    def usable_bytes(self, device):
+        return self.memory_bytes
+
+    def allocated(self, device):
+        """What the test says that the program has beside what is charged."""
+        now = self.others_bytes + self.charged_bytes()
+        last = self._allocated
+        ever = last.ever + max(0, now - last.now)
+        self._allocated = Allocated(now, max(last.peak, now), ever)
+        return self._allocated
+
     def capturing(self, stream=None):
         return self.is_capturing and stream is None
 
@@ -138,6 +182,8 @@ class LazyLink:
 
     def _copy(self, direction, stream, target, source, nbytes):
         self.copied_bytes[direction] += nbytes
+        if isinstance(stream, str):
+            self.work(COPY_NS)
         self._enqueue(stream, lambda: ctypes.memmove(target, source, nbytes))
 
     def _enqueue(self, stream, what):

@@ -4,6 +4,9 @@ Its memory is host memory that is never unmapped, and its copies know addresses,
 is forgotten in the order of things shows as wrong bytes: a copy that does not wait reads what has not
 been written yet, memory that is freed too soon belongs to the next tensor at once. ``broken`` leaves
 one thing out, to see that the tests notice.
+
+It has a time of its own: a stream does one thing after the other, nothing before the host has told it
+to, and each takes as long as it was said to. The host's clock is a ``ManualClock``, and waits move it.
 """
 
 import ctypes
@@ -19,10 +22,13 @@ import torch
 
 from penstock.core.errors import NoSpaceError, TransferError
 from penstock.io.engine import Transfer
+from penstock.observe.clock import ManualClock
 from penstock.runtime.cuda.digest import DIGEST_BYTES, digest_of
 from penstock.tier.base import Tier, TierSpec
 
 DEVICE = torch.device("cpu")
+COPY_NS = 1000
+"""How long any copy takes."""
 
 
 class Schedule:
@@ -40,15 +46,24 @@ class Schedule:
 
 
 class SimEvent:
-    def __init__(self):
+    def __init__(self, timed):
+        self.timed = timed
         self.reached = False
         self.idle = False
+        self.at_ns = 0
+        """When it was reached."""
 
 
 class SimStream:
-    def __init__(self, name):
+    def __init__(self, name, clock):
         self.name = name
         self.queue = deque()
+        self.now_ns = 0
+        """When the last thing was done."""
+        self._clock = clock
+
+    def put(self, kind, what, takes_ns=0):
+        self.queue.append((kind, what, self._clock.now_ns(), takes_ns))
 
     def __repr__(self):
         return self.name
@@ -58,27 +73,31 @@ class SimStream:
         """Whether the device can do what is at the head of the queue."""
         if not self.queue:
             return False
-        kind, what = self.queue[0]
+        kind, what, *_ = self.queue[0]
         return kind != "wait" or what.reached
 
     def step(self):
-        kind, what = self.queue.popleft()
+        kind, what, told_ns, takes_ns = self.queue.popleft()
+        self.now_ns = max(self.now_ns, told_ns) + takes_ns
         if kind == "run":
             what()
         elif kind == "record":
-            what.reached = True
+            what.reached, what.at_ns = True, self.now_ns
+        else:
+            self.now_ns = max(self.now_ns, what.at_ns)
 
 
 class SimLink:
     """See the module; the link that movers use, and ``launch`` and ``step`` for the test's own."""
 
-    def __init__(self, schedule=None, *, broken="", refusal=""):
+    def __init__(self, schedule=None, *, broken="", refusal="", clock=None):
         self.schedule = schedule or Schedule()
         self.broken = broken
         self.refusal = refusal
         self.adopted = []
-        self.current = SimStream("compute-0")
-        self.streams = [self.current]
+        self.clock = clock or ManualClock()
+        self.streams = []
+        self.current = self.stream("compute-0")
         self.is_capturing = False
         self.captured = set()
         self.out_of_memory = False
@@ -92,12 +111,12 @@ class SimLink:
     # -- for the test -----------------------------------------------------------------------------
 
     def stream(self, name):
-        self.streams.append(SimStream(name))
+        self.streams.append(SimStream(name, self.clock))
         return self.streams[-1]
 
-    def launch(self, kernel):
+    def launch(self, kernel=lambda: None, takes_ns=0):
         """Enqueue a kernel on the current stream."""
-        self.current.queue.append(("run", kernel))
+        self.current.put("run", kernel, takes_ns)
 
     def step(self):
         """Let the device do one thing; False if there is none that it can do."""
@@ -133,8 +152,8 @@ class SimLink:
 
     def record(self, stream, *, timed=False):
         assert stream not in self.captured, "an event that is a node of a graph"
-        event = SimEvent()
-        stream.queue.append(("record", event))
+        event = SimEvent(timed)
+        stream.put("record", event)
         return event
 
     def reuse(self, event):
@@ -145,7 +164,7 @@ class SimLink:
         assert not event.idle
         kind = stream.name.split("-")[0]
         if self.broken != f"{kind} streams do not wait":
-            stream.queue.append(("wait", event))
+            stream.put("wait", event)
 
     def reached(self, event):
         assert not event.idle
@@ -157,11 +176,14 @@ class SimLink:
             if self.broken == "the host does not wait":
                 return
             assert self.step(), "the device is deadlocked"
+        self.clock.advance(max(0, event.at_ns - self.clock.now_ns()))
 
     def elapsed_ns(self, start, end):
-        assert not start.idle
-        assert not end.idle
-        return 1000
+        for event in (start, end):
+            assert not event.idle
+            assert event.timed, "an event that tells no time"
+            assert event.reached or self.broken, "an event that has not been reached"
+        return end.at_ns - start.at_ns
 
     def empty(self, nbytes, device):
         return self._empty(nbytes, "torch's")
@@ -187,11 +209,11 @@ class SimLink:
 
     def copy_out(self, stream, source, address):
         move = partial(ctypes.memmove, address, source.data_ptr(), source.nbytes())
-        stream.queue.append(("run", move))
+        stream.put("run", move, COPY_NS)
 
     def copy_in(self, stream, target, address):
         move = partial(ctypes.memmove, target.data_ptr(), address, target.nbytes())
-        stream.queue.append(("run", move))
+        stream.put("run", move, COPY_NS)
 
     def digest(self, stream, source, address):
         """Of what is at the storage's address when the stream comes to it."""
@@ -203,7 +225,7 @@ class SimLink:
             )
             ctypes.memmove(address, found.data_ptr(), DIGEST_BYTES)
 
-        stream.queue.append(("run", make))
+        stream.put("run", make)
         self.synchronize(self.record(stream))
 
     def capturing(self, stream=None):

@@ -295,7 +295,7 @@ def test_the_allocator_is_told_of_another_stream_though_nothing_is_on_its_way(ri
     address = storage.data_ptr()
     rig.link.current = known
     rig.mover.use(storage)
-    known.queue.append(("wait", stuck := rig.link.record(rig.link.stream("never"))))
+    known.put("wait", stuck := rig.link.record(rig.link.stream("never")))
     del storage
     rig.link.current = allocating
     assert rig.link.empty(NBYTES, DEVICE).data_ptr() != address

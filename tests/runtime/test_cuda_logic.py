@@ -12,6 +12,7 @@ from cuda_rig import Rig, check_all_given_back, pattern_of
 from simulated_device import DEVICE, SimEvent, SimLink, io_error
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.core.budget import Budget
 from penstock.core.errors import (
     ClosedError,
     ConfigError,
@@ -123,7 +124,7 @@ def test_a_source_is_not_reused_while_another_stream_reads_it(rig, reads_before)
         rig.link.current = other
         rig.mover.use(source)
         rig.link.current = first
-    other.queue.append(("wait", stuck := rig.link.record(rig.link.stream("never"))))
+    other.put("wait", stuck := rig.link.record(rig.link.stream("never")))
     del source
     for stream in (other, first):
         while stream.runnable:
@@ -145,7 +146,7 @@ def test_trap_33_a_source_allocated_on_a_loaders_stream_is_not_reused_while_it_i
     rig.link.current = reader
     rig.mover.use(batch)
     ticket = rig.mover.write(batch, rig.flash, "slot")
-    reader.queue.append(("wait", stuck := rig.link.record(rig.link.stream("never"))))
+    reader.put("wait", stuck := rig.link.record(rig.link.stream("never")))
     del batch
     while reader.runnable:
         reader.step()
@@ -162,7 +163,7 @@ def test_a_spill_does_not_wait_for_streams_that_have_nothing_to_do_with_it(rig):
     first = rig.link.current
     rig.link.current = other = rig.link.stream("compute-1")
     unrelated = rig.tensor(0, NBYTES)
-    other.queue.append(("wait", rig.link.record(rig.link.stream("never"))))
+    other.put("wait", rig.link.record(rig.link.stream("never")))
     rig.link.current = first
     source = rig.tensor(1, NBYTES)
     address = source.data_ptr()
@@ -197,7 +198,7 @@ def test_what_has_landed_before_it_is_handed_out_is_kept_for_another_stream_that
     address, first = storage.data_ptr(), rig.link.current
     rig.link.current = other = rig.link.stream("compute-1")
     rig.mover.use(storage)
-    other.queue.append(("wait", stuck := rig.link.record(rig.link.stream("never"))))
+    other.put("wait", stuck := rig.link.record(rig.link.stream("never")))
     del storage
     rig.link.current = first
     assert rig.mover.allocate(ticket).storage.data_ptr() != address
@@ -489,18 +490,6 @@ def test_trap_15_what_is_made_again_on_one_stream_is_waited_for_by_another(rig):
     check_all_given_back(rig)
 
 
-def test_catching_up_waits_for_the_current_stream_unless_it_is_captured(rig):
-    ran = []
-    rig.link.launch(lambda: ran.append(1))
-    rig.mover.catch_up()
-    assert ran == [1]
-    rig.link.launch(lambda: ran.append(2))
-    rig.link.is_capturing = True
-    rig.mover.catch_up()
-    assert ran == [1]
-    rig.link.is_capturing = False
-
-
 def test_targets_are_charged_until_they_die():
     rig = Rig(budget=NBYTES)
     ticket = rig.spill(1, NBYTES, rig.host_tier)
@@ -568,7 +557,7 @@ def test_a_demand_overtakes_the_copies_of_what_is_read_ahead(rig, through_flash)
     ahead, _ = rig.fetch(first, Priority.PREFETCH)
     rig.flash.finish()
     prefetches = rig.link.streams[-1]
-    prefetches.queue.appendleft(("wait", stuck := SimEvent()))
+    prefetches.queue.appendleft(("wait", stuck := SimEvent(False), 0, 0))
     target, transfer = rig.fetch(second, Priority.PREFETCH if through_flash else Priority.DEMAND)
     transfer.promote(Priority.DEMAND)
     rig.flash.finish()
@@ -840,3 +829,22 @@ def test_memory_that_may_be_in_use_is_never_given_back(monkeypatch):
     assert pinned._never_freed == [rig.staging.arena]
     pinned._never_freed.clear()
     rig.link.unpin(rig.staging.arena.address, DEVICE)
+
+
+def test_restored_storages_are_charged_to_the_account_of_their_device(rig):
+    other = Budget(2 * NBYTES, name="another device")
+    asked = []
+    rig.mover.account(lambda device: asked.append(device) or other)
+    ticket = rig.spill(1, NBYTES, rig.host_tier)
+    rig.settle()
+    storage = rig.restored(ticket)
+    assert set(asked) == {DEVICE}
+    assert (other.used_by(RESTORED), rig.budget.used_bytes) == (NBYTES, 0)
+    del storage
+    assert other.used_bytes == 0
+    assert other.try_take(2 * NBYTES, "somebody else")
+    assert rig.mover.allocate(ticket) is None
+    beyond = rig.mover.allocate(ticket, force=True)
+    assert other.used_by(RESTORED) == NBYTES
+    del beyond
+    assert other.used_by(RESTORED) == 0

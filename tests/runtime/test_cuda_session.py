@@ -1,11 +1,13 @@
 """Whole sessions through the CUDA mover, on a device whose copies run late (see ``lazy_device``)."""
 
 import threading
+from itertools import pairwise
 
 import pytest
 import torch
 from cuda_training import BUDGET, HOST, MORE_HOST, trained
 from lazy_device import LazyLink
+from torch import nn
 
 from offload_runs import session_in
 from penstock.core import locks
@@ -112,20 +114,79 @@ def test_host_memory_is_shared_out_as_documented(tmp_path, host_memory, flash, p
     assert stores._host_parts(config) == parts
 
 
-def test_profiles_are_made_of_the_time_of_the_device(link, disk_path, monkeypatch):
-    """The host's clock would tell how long it takes to enqueue kernels."""
-    caught_up = []
-    monkeypatch.setattr(CudaMover, "catch_up", lambda mover: caught_up.append(1))
-    found = []
+class Work(torch.autograd.Function):
+    """Saves its result; the device needs some time for it, and twice as much for its backward."""
 
-    def session_of(model, optimizer):
-        session = session_in(disk_path, model, optimizer, host_memory=HOST, device_memory=BUDGET)
-        session.on_step = lambda: found.append(len(caught_up))
-        return session
+    @staticmethod
+    def forward(ctx, x, link, takes_ns):
+        ctx.link, ctx.takes_ns = link, takes_ns
+        result = x.sigmoid()
+        ctx.save_for_backward(result)
+        link.work(takes_ns)
+        return result
 
-    trained(session_of=session_of)
-    assert found[0] > 10  # twice for each slot
-    assert found[0] == found[1] == found[2]
+    @staticmethod
+    def backward(ctx, gradient):
+        (result,) = ctx.saved_tensors
+        ctx.link.work(2 * ctx.takes_ns)
+        return gradient * result * (1 - result), None, None
+
+
+class Working(nn.Module):
+    def __init__(self, link, takes_ns):
+        super().__init__()
+        self.link, self.takes_ns = link, takes_ns
+
+    def forward(self, x):
+        return Work.apply(x, self.link, self.takes_ns)
+
+
+def profiled(link, path, takes_ns, steps=3, **settings):
+    """The profile of a chain of such modules, and how often the interpreter waited, by step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Working(link, each) for each in takes_ns))
+    waited = []
+    with session_in(path, model, host_memory=HOST, **settings) as session:
+        for _ in range(steps):
+            before = link.host_waits
+            x = torch.randn(256, 1024, requires_grad=True)
+            model(x).square().mean().backward()
+            session.step()
+            waited.append(link.host_waits - before)
+        return session.profile, waited
+
+
+TAKES_NS = (3_000_000, 500_000, 40_000, 9_000_000)
+
+
+@pytest.mark.parametrize("device_memory", [None, "2MiB"])
+def test_profiles_are_made_of_the_time_of_the_device(link, disk_path, device_memory):
+    """The host's clock would tell how long it takes to enqueue kernels, and that of waits."""
+    settings = {"policy": "auto", "device_memory": device_memory}
+    link._most_delay_s = 0.01
+    profile, _ = profiled(link, disk_path, TAKES_NS, **settings)
+    forward = [each for each in profile.operators if not each.backward and each.name == "Working"]
+    assert [each.took_ns for each in forward] == list(TAKES_NS)
+    backward = [each for each in profile.operators if each.backward]
+    assert [each.module for each in backward] == [f"Sequential.{i}" for i in (3, 2, 1, 0)]
+    assert [each.took_ns for each in backward] == [2 * each for each in reversed(TAKES_NS)]
+    (one,) = profile.passes
+    saved = {slot.key.module: slot for slot in profile.slots}
+    places = [saved[f"Sequential.{i}"] for i in range(4)]
+    begun = [slot.saved_at_ns for slot in places]
+    assert [later - sooner for sooner, later in pairwise(begun)] == list(TAKES_NS[1:])
+    needed = [slot.needed_at_ns for slot in reversed(places)]
+    assert [later - sooner for sooner, later in pairwise(needed)] == [
+        2 * each for each in reversed(TAKES_NS[1:])
+    ]
+    assert one.end_ns - one.start_ns == sum(TAKES_NS[1:]) + 2 * sum(TAKES_NS)
+    assert (link.waits > 0) == (device_memory is not None)
+
+
+def test_a_profiled_step_waits_for_the_device_once_and_others_not_at_all(link, disk_path):
+    """Once for what it computes; and once more for an event by which that is told, at once."""
+    _, waited = profiled(link, disk_path, TAKES_NS, policy="keep")
+    assert waited == [2, 0, 0]
 
 
 def test_trap_33_what_was_kept_is_spilled_behind_the_stream_that_saved_it(link, disk_path):
@@ -176,6 +237,30 @@ def test_a_small_view_is_copied_on_the_stream_that_saved_it(link, disk_path):
         assert (256 * KIB, LazyLink.NOW) in saved
         loss.backward()
         assert torch.equal(weight.grad, part + (weight * 1.5).cos() * 1.5)
+        del loss
+
+
+def test_what_waits_for_its_operator_is_done_on_the_stream_of_that(link, disk_path):
+    """Spilling, and the digest of what is to be made again: another stream may be current by then."""
+    weight = torch.randn(64 * KIB, requires_grad=True)
+    with session_in(disk_path, host_memory=HOST) as session:
+        done = []
+        spill, note = session.executor._spill, []
+        session.executor._spill = lambda saved, *how: (
+            done.append((saved.nbytes, link.current)),
+            spill(saved, *how),
+        )[1]
+        link.current = "side"
+        given = torch.randn(64 * KIB)  # requires no gradient, so it may be filled by its operator
+        loss = (weight * given).sum()
+        digest_of = torch.randn(8)
+        session.hooks.when_complete(digest_of, lambda: note.append(link.current))
+        link.current = LazyLink.NOW
+        loss = loss + (weight * 1.5).sin().sum()
+        assert done[0] == (256 * KIB, "side")
+        assert note == ["side"]
+        assert link.current == LazyLink.NOW
+        loss.backward()
         del loss
 
 

@@ -8,7 +8,9 @@ import pytest
 from penstock.core.budget import Budget
 from penstock.core.locks import Lock
 from penstock.core.units import MIB
+from penstock.observe.clock import RealClock
 from penstock.observe.recorder import Recorder
+from penstock.runtime.compute_time import ComputeTime
 from penstock.runtime.room import Room
 from penstock.runtime.traffic import SAVED
 
@@ -18,7 +20,7 @@ ARENA = "arena"
 class Rig:
     """A full budget: half is being written, half are idle pages of the arena."""
 
-    def __init__(self, *, write_ns_per_byte, touch_ns_per_byte):
+    def __init__(self, *, write_ns_per_byte, touch_ns_per_byte, timer=None):
         self.budget = Budget(8 * MIB)
         assert self.budget.try_take(4 * MIB, SAVED)
         assert self.budget.try_take(4 * MIB, ARENA)
@@ -35,11 +37,13 @@ class Rig:
                 trim=self.trim, retouch_ns=lambda nbytes: touch_ns_per_byte * nbytes
             ),
         )
+        self.time = ComputeTime(RealClock(), timer)
         self.room = Room(
             budget=self.budget,
             traffic=self.traffic,
             recorder=Recorder(),
             promote_kept=lambda: pytest.fail("nothing that is kept has to go"),
+            time=self.time,
         )
 
     def trim(self, nbytes):
@@ -70,7 +74,7 @@ def test_a_write_is_waited_for_where_that_is_quicker():
     rig.take(2 * MIB)
     thread.join()
     assert rig.trimmed == []
-    assert rig.room.stalled_ns > 0
+    assert rig.time.stalled_ns > 0
 
 
 def test_pages_go_where_writes_would_not_free_enough():
@@ -85,3 +89,16 @@ def test_no_more_pages_go_than_are_missing():
     rig.budget.give(MIB, ARENA)
     rig.take(3 * MIB)
     assert rig.trimmed == [2 * MIB]
+
+
+def test_the_timer_of_a_device_is_told_of_waits_and_of_nothing_else():
+    told = []
+    timer = SimpleNamespace(
+        wait_begins=lambda: told.append("begins") or (1,), wait_ends=told.append
+    )
+    rig = Rig(write_ns_per_byte=1.0, touch_ns_per_byte=0.1, timer=timer)
+    rig.take(2 * MIB)
+    assert told == ["begins", (1,)]
+    rig.budget.give(2 * MIB, ARENA)
+    rig.take(1 * MIB)
+    assert told == ["begins", (1,)]

@@ -53,7 +53,11 @@ examples:
 Options of Penstock come before the script; everything after its name is its own. Sizes have a unit:
 GB is 10^9 bytes, GiB is 2^30."""
 _OPTIONS: Final = (
-    ("--device-memory", "SIZE", "most device memory for what autograd saves (default: no limit)"),
+    (
+        "--device-memory",
+        "SIZE",
+        "most device memory for saved tensors (default: none; on CUDA what is free)",
+    ),
     ("--host-memory", "SIZE", "most host memory to spill to (default: none)"),
     ("--flash-capacity", "SIZE", "most to spill to flash (default: 9/10 of the free space)"),
     ("--floor", "SIZE", "smaller tensors stay in memory (default: 1MiB)"),

@@ -21,6 +21,7 @@ class Budget:
     Attributes:
         name: What memory this is: ``"device"``, ``"host"``.
         limit_bytes: What may be taken altogether.
+        advisory: Whether the limit is an estimate: then it is exceeded where nothing else is left.
         changed: Notified at every release.
     """
 
@@ -43,6 +44,7 @@ class Budget:
             raise ConfigError(f"a {name} budget of {limit_bytes} bytes is negative")
         self.name = name
         self.limit_bytes = limit_bytes
+        self.advisory = False
         self._lock = Lock()
         self.changed = threading.Condition(self._lock)  # type: ignore[arg-type]
         self._used: dict[str, int] = {}

@@ -25,8 +25,9 @@ class OffloadConfig:
     """What to keep where, and where to write. Sizes are bytes, or strings with a unit."""
 
     device_memory: int | str | None = None
-    """Budget for saved tensors in the device's memory; ``None``: no limit. On a machine without a GPU
-    the device is host memory."""
+    """Budget for saved tensors in the device's memory; on several devices, of each. On a machine without
+    a GPU the device is host memory, and ``None`` is no limit. On CUDA ``None`` is what the rest of a step
+    leaves free, where there is somewhere to spill to."""
 
     host_memory: int | str = 0
     """How much the host tier may hold; 0: there is none. On CUDA also what transfers are staged in,

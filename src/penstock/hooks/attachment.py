@@ -23,8 +23,7 @@ from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.observe.recorder import Recorder
 from penstock.plan.plan import Plan
 from penstock.runtime import given
-from penstock.runtime.executor import Executor
-from penstock.runtime.planner import Planner
+from penstock.runtime.devices import Devices
 from penstock.runtime.repeats import Repeats
 
 MOST_WARNINGS: Final = 16
@@ -44,8 +43,7 @@ class Attachment:
     def __init__(
         self,
         *,
-        executor: Executor,
-        planner: Planner,
+        devices: Devices,
         recorder: Recorder,
         device: torch.device,
         floor_bytes: int,
@@ -56,8 +54,8 @@ class Attachment:
         """Hook nothing yet.
 
         Args:
-            executor: Holds what is saved.
-            planner: Says what else is to be done: observe, run modules again.
+            devices: Have the executors, which hold what is saved, and their planners, which say what else
+                is to be done: observe, run modules again.
             recorder: Counts.
             device: Whose tensors are moved.
             floor_bytes: Smaller storages stay.
@@ -65,8 +63,10 @@ class Attachment:
             given_plan: Followed as it is: roots are checked against it as they become known.
             on_step: Called after each optimizer step.
         """
-        self._executor = executor
-        self._planner = planner
+        executor = devices.main
+        self._devices = devices
+        self._time = executor.time
+        self._planner = executor.planner
         self._given = given_plan
         self._on_step = on_step
         self._observer: Observer | None = None
@@ -88,6 +88,7 @@ class Attachment:
             recorder=recorder,
             device_type=device.type,
             floor_bytes=floor_bytes,
+            executor_of=None if executor.time.timer is None else devices.of,
         )
         self._recompute = Recompute(
             hooks=self.hooks,
@@ -122,7 +123,7 @@ class Attachment:
         if optimizer is not None:
             self.protected.add_optimizer(optimizer)
         self.modules.attach()
-        self._follow()
+        self.follow()
         self._boundaries.attach()
         self._aside.attach()
         self._context.__enter__()
@@ -171,39 +172,43 @@ class Attachment:
         place = self.modules.place_of(root)
         if place is not None:
             given.check_paths(self._given, self.modules.known(), place.path)
-        self._follow()
+        self.follow()
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
         """Do, from now on, what the planner wants beside moving: observe, and run modules again."""
-        planner = self._planner
-        plan = planner.plan
+        plan = self._planner.plan
+        observing = self._time.observing = self._devices.observing
         recomputed = () if plan is None else plan.recomputed
         self._recompute.follow(recomputed)
-        self._recompute.suspended = planner.observing
-        self._recipes.follow(() if planner.observing else recomputed)
+        self._recompute.suspended = observing
+        self._recipes.follow(() if observing else recomputed)
         if self._observer is not None:
             self._observer.detach()
             self.hooks.observer = self._observer = None
-        if planner.observing:
+        if observing:
             self._observer = self.hooks.observer = Observer(
                 modules=self.modules,
-                compute_ns=self._executor.compute_ns,
+                compute_ns=self._time.now_ns,
                 storage_of=self.hooks.storage_of,
             )
             self._observer.attach()
 
     def _backward_ended(self) -> None:
         self.modules.forget_watched()
-        planner, observer = self._planner, self._observer
+        devices, observer = self._devices, self._observer
+        executors = tuple(devices.all.values())
         if observer is not None:
-            self._executor.observed(observer.finish)
-            planner.unrepeatable |= observer.unrepeatable
-            planner.unrepeatable |= left_alone(self.modules.known())
-        planned = self._executor.end_backward()
-        if observer is not None and planner.plan is None:
-            planner.observing = False  # nothing that is saved here could be planned
-        if planned or observer is not None or planner.observing:
-            self._follow()
+            alone = left_alone(self.modules.known())
+            for executor in executors:
+                executor.observed(observer.finish)
+                executor.planner.unrepeatable |= observer.unrepeatable | alone
+        planned = devices.end_backward()
+        if observer is not None:
+            for executor in executors:
+                if executor.planner.plan is None:
+                    executor.planner.observing = False  # nothing saved here could be planned
+        if planned or observer is not None or devices.observing:
+            self.follow()
 
     def _module_ran(self, kind: str, output: Any, packed: list[Any]) -> None:
         self.hooks.prove(kind, output, packed)

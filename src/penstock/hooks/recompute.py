@@ -37,11 +37,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 from penstock.core.errors import HookError, InPlaceError
-from penstock.hooks.digest import digest
 from penstock.hooks.handles import Moved, Packed
 from penstock.hooks.module_state import ModuleState
 from penstock.hooks.modules import ModuleTracker, Place
 from penstock.hooks.saved_tensors import SavedTensorHooks
+from penstock.runtime.digests import Comparison, Digest, digest
 from penstock.runtime.passes import INPUT, Pass
 from penstock.runtime.remade import Remaking
 from penstock.runtime.repeats import Repeats
@@ -193,7 +193,7 @@ class _Input:
 class _Dropped:
     """A saved tensor that is to be made again."""
 
-    digest: int | None = None
+    digest: Digest | None = None
 
     def note(self, tensor: torch.Tensor) -> None:
         """Remember what it holds."""
@@ -266,7 +266,9 @@ class _Call:
                 packed = self._hooks.pack(tensor)
                 ref = TensorRef(tensor)
                 self._inputs.append(_Input(packed, tensor.requires_grad, ref, tensor._version))
-                saved = packed.saved if isinstance(packed, Moved) else None
+                saved = None
+                if isinstance(packed, Moved) and self._repeats.has(packed.executor):
+                    saved = packed.saved
                 if type(saved) is SavedStorage and saved.record.key.module == place.path:
                     self._unnamed[saved.cdata] = saved
             self._hooks.operators_returned()  # no operator saves these
@@ -384,6 +386,8 @@ class _Made:
     remaking: Remaking
     count: int = 0
     versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    compared: list[tuple[Comparison, str]] = field(default_factory=list)
+    """What a device is still comparing, and what to say if it differs."""
 
     def pack(self, keep: Callable[..., Any], tensor: torch.Tensor) -> Any:
         """Hand what was dropped to ``checkpoint``; end the run when all of that is complete."""
@@ -406,18 +410,33 @@ class _Made:
 
     def _compare(self, place: int, dropped: _Dropped, tensor: torch.Tensor) -> None:
         self.missing -= 1
-        if dropped.digest is not None and digest(tensor) != dropped.digest:
-            raise HookError(
-                f"{self.path} computes something else when it is run again: tensor {place} that it"
-                f" saves, {tensor.dtype} of {tuple(tensor.shape)}, differs in its bits; {_ADVICE}"
-            )
+        if dropped.digest is None:
+            return
+        what = f"tensor {place} that it saves, {tensor.dtype} of {tuple(tensor.shape)}"
+        self.compared.append((Comparison(dropped.digest, digest(tensor)), what))
+        if self.compared[-1][0].at_hand:
+            self._raise_if_different()
+
+    def _raise_if_different(self) -> None:
+        compared, self.compared = self.compared, []
+        for comparison, what in compared:
+            if comparison.differ():
+                raise HookError(
+                    f"{self.path} computes something else when it is run again: {what}, differs in its"
+                    f" bits; {_ADVICE}"
+                )
 
     def check(self) -> bool:
-        """Autograd would have refused what the module has saved and then modified.
+        """See to what is known only now that the module has run; waits for a device that compares.
 
         Returns:
             Whether everything that was dropped has been made again.
+
+        Raises:
+            HookError: Something is not what it was.
+            InPlaceError: The module has saved something and then modified it, as autograd would say.
         """
+        self._raise_if_different()
         versions, self.versions = self.versions, []
         for tensor, version in versions:
             if tensor._version != version:

@@ -79,10 +79,14 @@ class SavedTensorHooks:
         recorder: Recorder,
         device_type: str,
         floor_bytes: int,
+        executor_of: Callable[[torch.Tensor], Executor] | None = None,
     ) -> None:
-        """Hook nothing yet; see ``torch.autograd.graph.saved_tensors_hooks``."""
+        """Hook nothing yet; see ``torch.autograd.graph.saved_tensors_hooks``.
+
+        ``executor_of`` tells whose a tensor is, if the session may have executors beside ``executor``.
+        """
         self._executor = executor
-        self._small = executor.small
+        self._executor_of = executor_of
         self._completion = executor.completion
         self._protected = protected
         self._modules = modules
@@ -134,15 +138,16 @@ class SavedTensorHooks:
             or self._protected.holds(storage)
         ):
             return Kept(tensor)
+        executor = self._executor if self._executor_of is None else self._executor_of(tensor)
         stays = nbytes < self._floor_bytes
         if not stays:
             if leaf_of(tensor) is not None:
                 self._recorder.count("kept.weights")
                 return Kept(tensor)
-            stays = self._executor.planner.moves_nothing
+            stays = executor.planner.moves_nothing
         if stays:
-            return Small(tensor, self._small, self._small.save(storage))
-        return self._pack_storage(tensor, storage, nbytes)
+            return Small(tensor, executor.small, executor.small.save(storage))
+        return self._pack_storage(executor, tensor, storage, nbytes)
 
     def unpack(self, packed: Packed) -> torch.Tensor:
         """The tensor again."""
@@ -170,8 +175,11 @@ class SavedTensorHooks:
             action()
             return
 
+        here = self._executor.here(tensor.device)
+
         def act(last: bool) -> bool:
-            action()
+            with here():
+                action()
             return True
 
         completion.wait(act)
@@ -182,7 +190,7 @@ class SavedTensorHooks:
         return self._inquiry.open
 
     def slot_bytes(self, tensor: torch.Tensor) -> int:
-        """The size of the slot that saving ``tensor`` makes; 0: none, because it stays, uncounted."""
+        """The size of the slot that saving ``tensor`` makes on the session's own device; 0: none."""
         storage = self.storage_of(tensor)
         if (
             storage is None
@@ -191,6 +199,7 @@ class SavedTensorHooks:
             or not self._is_here(tensor)
             or self._protected.holds(storage)
             or leaf_of(tensor) is not None
+            or self._whose(tensor) is not self._executor
         ):
             return 0
         _, nbytes = _span(tensor)
@@ -199,17 +208,24 @@ class SavedTensorHooks:
     def holds(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         """Whether the storage of ``tensor`` is saved already, as it is now."""
         base, version = guard_of(tensor, storage, storage.nbytes())
-        return self._executor.holds(storage, base, version)
+        return self._whose(tensor).holds(storage, base, version)
+
+    def _whose(self, tensor: torch.Tensor) -> Executor:
+        """Return the executor of its device."""
+        return self._executor if self._executor_of is None else self._executor_of(tensor)
 
     def _pack_storage(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, whole_bytes: int
+        self,
+        executor: Executor,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        whole_bytes: int,
     ) -> Packed:
         nbytes = tensor.nbytes
         if nbytes * COMPACT_SHARE < whole_bytes or not tensor.is_contiguous():
             _, span_bytes = _span(tensor)
             if span_bytes * COMPACT_SHARE < whole_bytes:
                 return self._pack_span(tensor)
-        executor = self._executor
         moved = Moved(tensor, executor)
         base: torch.Tensor | torch.UntypedStorage = base_of(tensor)
         version = moved.version
@@ -269,14 +285,13 @@ class SavedTensorHooks:
         view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         offset = skew // tensor.element_size()
         view.set_(copy.untyped_storage(), offset, tensor.size(), tensor.stride())
+        executor = self._whose(tensor)
         if nbytes < self._floor_bytes:
-            small = self._small.save(copy.untyped_storage())
-            packed.replace(Small(view, self._small, small))
+            small = executor.small.save(copy.untyped_storage())
+            packed.replace(Small(view, executor.small, small))
             return
-        moved = Moved(view, self._executor)
-        moved.saved = self._executor.save(
-            copy.untyped_storage(), copy, moved.version, origin, moved
-        )
+        moved = Moved(view, executor)
+        moved.saved = executor.save(copy.untyped_storage(), copy, moved.version, origin, moved)
         packed.replace(moved)
 
     def storage_of(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:

@@ -73,6 +73,8 @@ class RunFacts:
     """The rank of the process; ``None``: it is the only one."""
     budget_bytes: int | None
     """Limit of the memory called ``"device"``; ``None``: none."""
+    other_budgets: tuple[tuple[str, int | None], ...] = ()
+    """The same of further devices, by what their memory is called, as ``"device cuda:1"``."""
     host_budget_bytes: int | None = None
     """Limit of the memory called ``"host"``; ``None``: there is no such tier."""
     steps: int = 0
@@ -165,7 +167,8 @@ class ReplanLine:
     reason: str
     """``"first"``; ``"drift"``: other slots were saved; ``"held"``: offloading freed nothing;
     ``"sampled"``: codecs were measured; ``"observed"``: it became known what can be made again;
-    ``"demand"``: data loaders need more of flash, or less."""
+    ``"demand"``: data loaders need more of flash, or less; ``"memory"``: less of the device's memory is
+    left than before."""
     count: int
 
 
@@ -370,8 +373,9 @@ def _stall_lines(totals: Totals, steps: int) -> tuple[StallLine, ...]:
 
 
 def _memory_lines(totals: Totals, facts: RunFacts) -> tuple[MemoryLine, ...]:
-    budgets = {"device": facts.budget_bytes, "host": facts.host_budget_bytes}
-    order = {name: rank for rank, name in enumerate(("device", "host", "flash"))}
+    others = dict(facts.other_budgets)
+    budgets = {"device": facts.budget_bytes, **others, "host": facts.host_budget_bytes}
+    order = {name: rank for rank, name in enumerate(("device", *sorted(others), "host", "flash"))}
     names = sorted(totals.memory, key=lambda name: (order.get(name, len(order)), name))
     return tuple(
         MemoryLine(

@@ -126,22 +126,29 @@ def _head(summary: Summary) -> Text:
 
 
 def _against_budget(summary: Summary) -> str:
-    device = next((line for line in summary.memory if line.memory == "device"), None)
-    if device is None or not device.peak_bytes:
+    peak_bytes = sum(line.peak_bytes for line in _devices(summary))
+    if not peak_bytes:
         return ""
-    ratio = summary.saved_peak_bytes / device.peak_bytes
+    ratio = summary.saved_peak_bytes / peak_bytes
     less = f", {ratio:.1f} times less" if ratio >= 1.05 else ""  # 1.0 times less is not less
-    return f"; it was done in {format_bytes(device.peak_bytes)}{less}"
+    return f"; it was done in {format_bytes(peak_bytes)}{less}"
+
+
+def _devices(summary: Summary) -> list[MemoryLine]:
+    """The memories of devices: the session's own, and "device cuda:1" and the like."""
+    return [line for line in summary.memory if line.memory.split()[0] == "device"]
 
 
 def _memory(summary: Summary) -> Table | None:
     if not summary.memory:
         return None
     table = grid("Resident bytes", ("memory", "peak", "average", "budget", "peak of budget"))
+    several = len(_devices(summary)) > 1
     for line in summary.memory:
+        own = several and line.memory == "device"
         add_row(
             table,
-            line.memory,
+            f"device {summary.device}" if own else line.memory,
             format_bytes(line.peak_bytes),
             format_bytes(line.average_bytes),
             "-" if line.budget_bytes is None else format_bytes(line.budget_bytes),

@@ -15,6 +15,9 @@
     Some operators (``unsafe_chunk``, and so the cells of recurrent networks) return *parts* of one
     storage, each with a version counter of its own. A neighbour may be changed in place after a part was
     saved, and the part's counter does not say so. Such a storage is read only when nobody else holds it.
+
+    On a device that runs behind, a *stream* computes the bytes, and the program may have gone on to
+    another one by then. So an action runs on the stream that was current when they were saved.
 """
 
 from __future__ import annotations

@@ -17,10 +17,12 @@ from penstock.observe.recorder import Recorder, Stage, StallCause
 from penstock.plan.operators import Operator
 from penstock.plan.plan import Action, Decision
 from penstock.runtime.completion import Completion
+from penstock.runtime.compute_time import ComputeTime
+from penstock.runtime.cuda.allowance import Allowance
 from penstock.runtime.kept import KeptStorage, KeptStorages
-from penstock.runtime.movers import Encoding, Mover
+from penstock.runtime.movers import RESTORED, Encoding, Mover
 from penstock.runtime.passes import Pass
-from penstock.runtime.planner import Planner
+from penstock.runtime.planner import MEMORY, Planner
 from penstock.runtime.reads import Reads
 from penstock.runtime.remakes import Remakes
 from penstock.runtime.residency import Origin, Residency, SavedStorage, SlotRecord, View
@@ -43,6 +45,9 @@ class Executor:
         remakes: What is made again instead of being held.
         small: What is below the floor.
         completion: What waits until the running operator has returned.
+        time: The axis of profiles.
+        compute_ns: Tells the time on it.
+        allowance: Finds the budget's limit; ``None``: it is given.
     """
 
     def __init__(
@@ -53,11 +58,23 @@ class Executor:
         mover: Mover,
         planner: Planner,
         recorder: Recorder,
+        time: ComputeTime | None = None,
+        completion: Completion | None = None,
+        allowance: Allowance | None = None,
     ) -> None:
-        """Hold nothing yet. The caller closes tiers and mover after ``close``."""
+        """Hold nothing yet. The caller closes tiers and mover after ``close``.
+
+        ``time`` and ``completion`` are those of the session, if it has several executors. ``allowance``
+        finds the budget's limit, if that is not given.
+        """
         self.budget = budget
         self.planner = planner
         self._recorder = recorder
+        self.time = ComputeTime(recorder.clock) if time is None else time
+        self.compute_ns = self.time.now_ns
+        self.allowance = allowance
+        if allowance is not None:
+            self.time.watch.append(allowance.look)
         self._mover = mover
         self._traffic = Traffic(
             budget=budget, tiers=tiers, mover=mover, planner=planner, recorder=recorder
@@ -76,21 +93,32 @@ class Executor:
             recorder=recorder,
             promote_kept=self.kept.promote_all,
             least_bytes=planner.least_bytes,
+            time=self.time,
         )
         self.small = SmallStorages(
             budget=budget, room=self._room, lock=self._lock, current_pass=self._current_pass
         )
         self._reads = Reads(
-            planner=planner, traffic=self._traffic, room=self._room, recorder=recorder
+            planner=planner,
+            traffic=self._traffic,
+            room=self._room,
+            recorder=recorder,
+            restored_bytes=self._restored_bytes,
         )
         self.remakes = Remakes(
             traffic=self._traffic, room=self._room, budget=budget, recorder=recorder
         )
-        self.completion = Completion()
+        self.completion = Completion() if completion is None else completion
         self._sampler = Sampler()
         self._pid = process.this.pid
         self._pass = self._new_pass(0)
         self._pass.end_ns = self._pass.start_ns  # the first one begins with the first save
+
+    def _restored_bytes(self) -> int:
+        """Return the device memory in use for restored storages, without an arena's idle pages."""
+        if self.time.timer is None:
+            return self._mover.used_bytes()
+        return self.budget.used_by(RESTORED)  # of this device
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -194,7 +222,10 @@ class Executor:
         if decision is not None:
             self._follow(saved, decision, sign_only)
         else:
-            self.completion.wait(partial(self._complete, saved, sign_only))
+            action: Callable[[bool], bool] = partial(self._complete, saved, sign_only)
+            if self._mover.runs_behind:
+                action = partial(_act_within, self.here(storage.device), action)
+            self.completion.wait(action)
         return saved
 
     def _complete(self, saved: SavedStorage, sign_only: bool, last: bool) -> bool:
@@ -229,7 +260,9 @@ class Executor:
         planner, record = self.planner, saved.record
         if planner.wants_samples or planner.second_look == record.key:
             start_ns = self._recorder.clock.now_ns()
+            waiting = self.time.wait_begins()
             record.codecs = self._sampler.sample(storage, record.origin.dtype, sign_only=sign_only)
+            self.time.wait_ends(waiting)
             self._room.stalled(start_ns, StallCause.SAMPLING, saved.label)
         return planner.decide(record)
 
@@ -250,9 +283,11 @@ class Executor:
     def _sample_from_now_on(self, saved: SavedStorage) -> None:
         """Make room for what codecs work in, by letting writes end; then have what follows sampled."""
         start_ns = self._recorder.clock.now_ns()
+        waiting = self.time.wait_begins()
         with self._lock:
             while self._traffic.writing:
                 self._traffic.changed.wait()
+        self.time.wait_ends(waiting)
         self._room.stalled(start_ns, StallCause.BUDGET, saved.label)
         self.planner.sample_now()
 
@@ -363,6 +398,7 @@ class Executor:
             self._recorder.count("forwarded")
             if ticket is not None:  # else it is just being asked for
                 ticket.written.cancel()
+        waiting = self.time.wait_begins() if saved.remake is None else ()
         if storage is None:
             bring = self._reads if saved.remake is None else self.remakes
             storage = bring.demand(saved)
@@ -372,6 +408,8 @@ class Executor:
             if saved.pending <= 0 and saved.state is Residency.RESTORED:
                 self._traffic.retire(saved)
         self._mover.use(storage)
+        if waiting:
+            self.time.wait_ends(waiting)
         return storage
 
     def _in_child(self, saved: SavedStorage) -> torch.UntypedStorage:
@@ -426,15 +464,6 @@ class Executor:
 
     # -- passes -----------------------------------------------------------------------------------
 
-    def compute_ns(self) -> int:
-        """Time on the axis of profiles: the clock's, with every stall taken out.
-
-        In an observed pass it is that of a device which otherwise runs behind.
-        """
-        if self.planner.observing:
-            self._mover.catch_up()
-        return self._recorder.clock.now_ns() - self._room.stalled_ns
-
     def _current_pass(self) -> Pass:
         current = self._pass
         if current.end_ns is not None or current.abandoned:
@@ -442,6 +471,8 @@ class Executor:
         return current
 
     def _new_pass(self, index: int) -> Pass:
+        if self.time.timer is not None:
+            self.time.timer.begin()
         return Pass(index, self.compute_ns(), self._recorder.clock.now_ns())
 
     def observed(self, finish: Callable[[int], tuple[Operator, ...]]) -> None:
@@ -452,8 +483,11 @@ class Executor:
             current.operators = finish(current.start_ns)
             current.observed = True
 
-    def end_backward(self) -> bool:
+    def end_backward(self, end_ns: int | None = None) -> bool:
         """A backward is over: the pass that it belongs to ends, and the planner learns from it.
+
+        Args:
+            end_ns: When, on the axis of profiles; now, if that is not told.
 
         Returns:
             Whether there is a new plan.
@@ -462,12 +496,26 @@ class Executor:
             finished = self._pass
             if finished.end_ns is not None or not (finished.saved_count or finished.dropped):
                 return False
-            finished.end_ns = self.compute_ns()
+            finished.end_ns = self.compute_ns() if end_ns is None else end_ns
+        if self.time.timer is not None and finished.observed:
+            finished.retime(self.time.timer.times())
         self._tell(finished)
+        limited = False
+        if self.allowance is not None and finished.observed:
+            limited = self.planner.limit(self.allowance.settle())
         planned = self.planner.learn(finished)
+        if limited and not planned:
+            planned = self.planner.plan_again(MEMORY)
         if planned:
             self._mover.trim(self.budget.limit_bytes)
         return planned
+
+    def end_step(self) -> bool:
+        """A step is over; return whether there is a new plan, for less memory is left than before."""
+        limit_bytes = None if self.allowance is None else self.allowance.grown()
+        if limit_bytes is None or not self.planner.limit(limit_bytes):
+            return False
+        return self.planner.plan_again(MEMORY)
 
     def _tell(self, finished: Pass) -> None:
         """Spans of its forward and its backward, waits included."""
@@ -493,3 +541,11 @@ class Executor:
         with self._lock:
             self._traffic.closed = True
         self.planner.sure = frozenset()
+
+
+def _act_within(
+    here: Callable[[], AbstractContextManager[object]], action: Callable[[bool], bool], last: bool
+) -> bool:
+    """Do what was put off as if it were done then; see ``Mover.here``."""
+    with here():
+        return action(last)

@@ -109,11 +109,11 @@ class Mover(ABC):
         """Return a context for work on ``device`` that is put off: its stream is the one of now."""
         return nullcontext
 
+    def account(self, budget_of: Callable[[torch.device], Budget]) -> None:  # noqa: B027  (as above)
+        """From now on device memory is charged to the account of its device."""
+
     def made(self, storage: torch.UntypedStorage) -> None:  # noqa: B027  (only some devices need it)
         """The calling thread has just made ``storage`` again; others that ``use`` it come after that."""
-
-    def catch_up(self) -> None:  # noqa: B027  (only some devices need it)
-        """Wait until the device has done all that the current stream was told: its time is the host's."""
 
     def drain(self) -> None:  # noqa: B027  (only some devices need it)
         """Wait until the device has nothing to do any more that is not the program's own."""

@@ -9,7 +9,7 @@ address or by a global counter, so that the next iteration finds it again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
@@ -89,6 +89,27 @@ class Pass:
         """The first of its storages is needed, at these times of compute and of the clock."""
         self.backward_start_ns = at_ns
         self.backward_began_ns = clock_ns
+
+    def retime(self, times: Mapping[int, int]) -> None:
+        """Put what is in ``times`` in the place of its moments; the order of them stays.
+
+        Args:
+            times: By the times that it has now, both in ns.
+        """
+        self.start_ns = times.get(self.start_ns, self.start_ns)
+        if self.backward_start_ns is not None:
+            self.backward_start_ns = times.get(self.backward_start_ns, self.backward_start_ns)
+        if self.end_ns is not None:
+            self.end_ns = times.get(self.end_ns, self.end_ns)
+        for record in self.records:
+            record.saved_at_ns = times.get(record.saved_at_ns, record.saved_at_ns)
+            if record.needed_at_ns is not None:
+                record.needed_at_ns = times.get(record.needed_at_ns, record.needed_at_ns)
+        moved = (
+            each.moved(times.get(each.start_ns, each.start_ns), times.get(each.end_ns, each.end_ns))
+            for each in self.operators
+        )
+        self.operators = tuple(each for each in moved if each.took_ns)
 
     def new_key(self, module: str, nbytes: int) -> SlotKey:
         """The identity of the next storage that ``module`` saves."""

@@ -50,6 +50,8 @@ from penstock.runtime.residency import SlotRecord
 
 DEMAND: Final = "demand"
 """Why there is a new plan: data loaders read more of flash, or less, than the one before left them."""
+MEMORY: Final = "memory"
+"""Another reason: less of the device's memory is left to saved tensors than before."""
 MOST_DECIDED: Final = 65_536
 """Slots whose decisions are remembered; then all are forgotten. Sizes may change with each step."""
 FREE_REPLANS: Final = 5
@@ -98,6 +100,7 @@ class Planner:
         plan: Plan | None = None,
         slack_bytes: Callable[[int], int] = lambda device_bytes: 0,
         loaders: Loaders | None = None,
+        only_observed: bool = False,
     ) -> None:
         """Know nothing yet, but for a ``plan`` that is given. Raises ConfigError: no such policy.
 
@@ -107,7 +110,7 @@ class Planner:
         ``recompute`` is whether modules may be run again. A given plan stays in force as it is, and
         ``policy`` is then only a name; what differs from it in the first pass is a PlanError. Plans of a
         policy leave ``slack_bytes`` of the device budget out, if they can, and of flash what ``loaders``
-        need.
+        need. With ``only_observed`` the first plan is not made of a pass that was not observed.
         """
         self.floor_bytes = floor_bytes
         self.machine = self._whole = machine
@@ -130,6 +133,7 @@ class Planner:
         slack = slack_bytes(budget.limit_bytes)
         self._policy = leaving(policies.get(policy), slack) if plan is None else None
         self._recompute = recompute
+        self._only_observed = only_observed
         self._budgets = budgets
         self._budget = budget
         self._recorder = recorder
@@ -137,12 +141,13 @@ class Planner:
         self._in_force = InForce()
         self._decided: dict[SlotKey, Decision | None] = {}
         self._kept_keys: set[tuple[str, int, int]] = set()
+        self._device = device
         self._known = KnownPasses(device)
         self._guesses = Guesses(policy, budgets, budget)
         self._codecs = CodecUse(codec, prepare_codecs, recorder)
         self._attention = Attention(recompute=recompute)
         self._feedback = Feedback(recorder)
-        self._next_replan = 0
+        self._next_replan = self._latest = 0
         if plan is not None:
             check_tiers(plan, budgets)
             self._adopt(plan)
@@ -165,6 +170,25 @@ class Planner:
         device_bytes = self._budgets.device_bytes
         if device_bytes < UNLIMITED:
             self._budgets = replace(self._budgets, device_bytes=device_bytes - scratch_bytes)
+
+    def limit(self, device_bytes: int) -> bool:
+        """From now on so much of the device's memory is the budget; return whether it was another."""
+        with self._lock:
+            before = self._budget.limit_bytes
+            reserved = before - self._budgets.device_bytes  # of codecs
+            self._budget.limit_bytes = device_bytes
+            self._budgets = replace(self._budgets, device_bytes=max(1, device_bytes - reserved))
+            return device_bytes != before
+
+    def plan_again(self, reason: str) -> bool:
+        """Make a new plan from what is known; return whether there is one. Between passes."""
+        with self._lock:
+            if self.plan is None or self._given is not None:
+                return False
+            self._plan(reason)
+            self._want_closer_look(self._latest + 1)
+            self._want_records()
+            return True
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -313,6 +337,7 @@ class Planner:
             Whether there is a new plan.
         """
         with self._lock:
+            self._latest = finished.index
             if self._given is not None:
                 self._learn_given(finished)
                 self._codecs.shortage.active = False
@@ -353,6 +378,8 @@ class Planner:
 
     def _why_replan(self, finished: Pass) -> str:
         """Why a new plan is to be made of a finished pass; empty if not."""
+        if self.plan is None and self._only_observed and not finished.observed:
+            return ""
         sampled = self._codecs.note(finished, self._decided, asked=self.wants_samples)
         self._attention.note(finished)
         difference = self._known.difference(finished, self._in_force)
@@ -377,6 +404,12 @@ class Planner:
     def _replan(self, finished: Pass, reason: str) -> None:
         if reason != DEMAND and self._tells_all(finished):
             self._known.remember(finished, self._in_force)
+        self._plan(reason)
+        if self.replans >= FREE_REPLANS:
+            self._next_replan = finished.index + 2 ** (self.replans - FREE_REPLANS + 1)
+
+    def _plan(self, reason: str) -> None:
+        """Make a plan of the passes that are known."""
         self.machine = self._loaders.left_of(self._whole)
         start_ns = self._recorder.clock.now_ns()
         self.profile = self._known.profile(self.unrepeatable)
@@ -386,10 +419,12 @@ class Planner:
         self.replans += 1
         self._feedback.planned()
         self._attention.planned()
-        if self.replans >= FREE_REPLANS:
-            self._next_replan = finished.index + 2 ** (self.replans - FREE_REPLANS + 1)
         self._recorder.mark(
-            "replan", plans=self.replans, slots=len(self.profile.slots), reason=reason
+            "replan",
+            plans=self.replans,
+            slots=len(self.profile.slots),
+            reason=reason,
+            device=self._device,
         )
         self._foresee(self.profile)
 

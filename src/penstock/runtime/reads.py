@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 
 import torch
@@ -20,7 +21,13 @@ class Reads:
     """When reads begin. Thread-safe; called without the runtime's lock."""
 
     def __init__(
-        self, *, planner: Planner, traffic: Traffic, room: Room, recorder: Recorder
+        self,
+        *,
+        planner: Planner,
+        traffic: Traffic,
+        room: Room,
+        recorder: Recorder,
+        restored_bytes: Callable[[], int],
     ) -> None:
         """Read nothing yet.
 
@@ -29,11 +36,13 @@ class Reads:
             traffic: Moves the bytes.
             room: Finds room for those that are waited for.
             recorder: Is told of waits.
+            restored_bytes: Tells the device memory in use for restored storages.
         """
         self._planner = planner
         self._traffic = traffic
         self._room = room
         self._recorder = recorder
+        self._restored_bytes = restored_bytes
 
     def demand(self, saved: SavedStorage) -> torch.UntypedStorage:
         """Bring bytes from a tier while the caller waits.
@@ -114,9 +123,8 @@ class Reads:
         window = self._planner.window_bytes
         if window is None:
             return True
-        mover = self._traffic.mover
-        needed = mover.target_bytes(saved.ticket)
-        return mover.used_bytes() + needed <= window
+        needed = self._traffic.mover.target_bytes(saved.ticket)
+        return self._restored_bytes() + needed <= window
 
     def _restore_error(self, saved: SavedStorage, error: BaseException) -> PenstockError:
         if self._traffic.closed:

@@ -18,12 +18,12 @@ from penstock.core.budget import Budget
 from penstock.core.errors import HookError
 from penstock.core.locks import Lock
 from penstock.observe.recorder import Recorder, Stage
+from penstock.runtime.digests import Comparison, Digest, digest_of_storage
 from penstock.runtime.remade import REMADE, Remaking
 from penstock.runtime.residency import Residency, SavedStorage
 from penstock.runtime.room import Room
 from penstock.runtime.traffic import Traffic, in_memory, withdraw
 from penstock.runtime.weak import TensorRef
-from penstock.tier import checksums
 
 _ADVICE: Final = "give recompute=False, or a plan that does not make it again"
 
@@ -45,7 +45,7 @@ class Remake:
         self.name = name
         self.make = make
         self.lock = threading.RLock()
-        self.digest: int | None = None
+        self.digest: Digest | None = None
 
 
 class Maker(Protocol):
@@ -111,7 +111,7 @@ class Remakes:
     def _drop(self, saved: SavedStorage, storage: torch.UntypedStorage, remake: Remake) -> None:
         """Hold a RESIDENT storage no longer; whoever else has it may keep it."""
         if remake.name not in self._proven:
-            remake.digest = _digest(storage)
+            remake.digest = digest_of_storage(storage)
         with self._lock:
             if saved.state is not Residency.RESIDENT or saved.writing:
                 return
@@ -169,16 +169,9 @@ class Remakes:
             )
         if remake.digest is None:
             return
-        if _digest(made) != remake.digest:
+        if Comparison(remake.digest, digest_of_storage(made)).differ():
             raise HookError(
                 f"{remake.name} computes something else when it is called again: {saved.label}, of"
                 f" {saved.nbytes} bytes, differs in its bits; {_ADVICE}"
             )
         self._proven.add(remake.name)
-
-
-def _digest(storage: torch.UntypedStorage) -> int | None:
-    """64 bits of what it holds; ``None``: the memory of a device cannot be read from here."""
-    if storage.device.type != "cpu":
-        return None
-    return checksums.full(storage.data_ptr(), storage.nbytes())

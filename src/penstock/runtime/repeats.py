@@ -32,6 +32,10 @@ class Repeats:
         with self._executor._lock:
             return self._executor._current_pass()
 
+    def has(self, executor: Executor) -> bool:
+        """Return whether this is the executor whose storages modules make again."""
+        return executor is self._executor
+
     def drops(self, module: str, nbytes: int) -> bool:
         """Whether the next storage that ``module`` saves is to be made again; then it counts as saved."""
         executor = self._executor

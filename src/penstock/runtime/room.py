@@ -7,8 +7,9 @@
     for a write than to touch the pages again; writes under way are waited for; prefetched copies are
     dropped, the one needed last first; kept storages are spilled, the one needed last first. Only when
     none of these is left is the budget too small, and the error says what would do. If a tier has
-    failed, or all are full, bytes have nowhere to go: then, and only then, the budget is exceeded, with
-    a warning. What was refused by full tiers is tried again when they hold less.
+    failed, or all are full, bytes have nowhere to go: then the budget is exceeded, with a warning. What
+    was refused by full tiers is tried again when they hold less. A limit that was only estimated
+    ([Note: what is left]) is exceeded, too, where nothing is left to be done, and nothing fails for it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from penstock.core.units import format_bytes, round_up
 from penstock.io.mapping import HUGE_PAGE_BYTES
 from penstock.observe.counters import REFUSED
 from penstock.observe.recorder import Recorder, Stage, StallCause
+from penstock.runtime.compute_time import ComputeTime
 from penstock.runtime.passes import Pass
 from penstock.runtime.residency import Residency, SavedStorage
 from penstock.runtime.traffic import (
@@ -49,11 +51,7 @@ _NOT_PROFILED: Final = (
 
 
 class Room:
-    """Finds room for what is to be held. Waits, so it is called without the runtime's lock.
-
-    Attributes:
-        stalled_ns: How long callers have waited, altogether.
-    """
+    """Finds room for what is to be held. Waits, so it is called without the runtime's lock."""
 
     def __init__(
         self,
@@ -62,6 +60,7 @@ class Room:
         traffic: Traffic,
         recorder: Recorder,
         promote_kept: Callable[[], None],
+        time: ComputeTime,
         least_bytes: Callable[[], int | None] = lambda: None,
     ) -> None:
         """For one executor.
@@ -71,9 +70,10 @@ class Room:
             traffic: What can be moved.
             recorder: Is told of waits.
             promote_kept: Lets what is only kept be moved; called under the runtime's lock.
+            time: Is told how long callers have waited, to leave it out.
             least_bytes: Returns the least budget that does for a whole step, if that is known.
         """
-        self.stalled_ns = 0
+        self._time = time
         self._budget = budget
         self._traffic = traffic
         self._recorder = recorder
@@ -98,10 +98,12 @@ class Room:
         if self._budget.try_take(nbytes, owner):
             return
         start_ns = self._recorder.clock.now_ns()
+        waiting = self._time.wait_begins()
         while not self._budget.try_take(nbytes, owner):
             if not self.make(nbytes, name=name, of_pass=of_pass, saved=saved, from_budget=True):
                 self._budget.force(nbytes, owner)
                 break
+        self._time.wait_ends(waiting)
         self.stalled(start_ns, StallCause.BUDGET, name)
 
     def make(
@@ -149,16 +151,22 @@ class Room:
         if victim is not None:
             self._evict(victim)
             return True
-        if not traffic.failed:
-            self._refuse(nbytes, name)
-        traffic.warn(
-            "budget",
-            f"the {self._budget.name} budget is exceeded for {name}, because a tier has failed or"
-            f" is full, and nothing else can be moved away ({traffic.fill()}); give more"
-            " host_memory or flash_capacity, or a smaller batch; further cases are only counted",
-        )
-        self._recorder.count("budget.overflow")
+        self._exceed(nbytes, name)
         return False
+
+    def _exceed(self, nbytes: int, name: str) -> None:
+        """Refuse to, where the limit is given and tiers could take more; else count it."""
+        traffic, advisory = self._traffic, self._budget.advisory
+        if not (traffic.failed or advisory):
+            self._refuse(nbytes, name)
+        if not advisory:
+            traffic.warn(
+                "budget",
+                f"the {self._budget.name} budget is exceeded for {name}, because a tier has failed or"
+                f" is full, and nothing else can be moved away ({traffic.fill()}); give more"
+                " host_memory or flash_capacity, or a smaller batch; further cases are only counted",
+            )
+        self._recorder.count("budget.overflow")
 
     def _write_ends_sooner(self, nbytes: int) -> bool:
         """Wait for a write, if that takes less than to have idle pages again that are given back."""
@@ -180,7 +188,7 @@ class Room:
     def stalled(self, start_ns: int, cause: StallCause, name: str) -> None:
         """Account for a wait that ends now."""
         end_ns = self._recorder.clock.now_ns()
-        self.stalled_ns += end_ns - start_ns
+        self._time.stalled_ns += end_ns - start_ns
         self._recorder.span(Stage.STALL, start_ns, end_ns, cause=cause, slot=name)
 
     def _drop_prefetched(self, of_pass: Pass, wanted_for: SavedStorage | None) -> bool:

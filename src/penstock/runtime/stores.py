@@ -29,10 +29,12 @@ from penstock.io.mapping import HUGE_PAGE_BYTES
 from penstock.observe.recorder import Recorder
 from penstock.plan.machine import Machine
 from penstock.runtime.cuda import gpu_direct
+from penstock.runtime.cuda.allowance import Allowance
 from penstock.runtime.cuda.direct import DirectMover
 from penstock.runtime.cuda.link import CudaLink, Link
 from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.cuda.pinned import Slab
+from penstock.runtime.cuda.timing import DeviceTimer
 from penstock.runtime.encoding.mover import EncodingMover
 from penstock.runtime.movers import CpuMover, Mover, page_slack_bytes
 from penstock.runtime.probe import host_memory, measure
@@ -60,6 +62,7 @@ class Stores:
 
     Attributes:
         tiers: ``"flash"`` and ``"host"``, those that the configuration asks for.
+        timer: Of the device, if that runs behind the interpreter.
     """
 
     def __init__(
@@ -83,7 +86,8 @@ class Stores:
         self._recorder = recorder
         self._mover: Mover | None = None
         wrap = wrap_tier or (lambda tier: tier)
-        link: Link | None = CudaLink() if _runs_behind(device) else None
+        self._link = link = CudaLink() if _runs_behind(device) else None
+        self.timer = None if link is None else DeviceTimer(link, device, recorder.clock)
         try:
             if config.directories:
                 self.tiers["flash"] = wrap(self._open_flash(config, device, link))
@@ -107,6 +111,12 @@ class Stores:
         """What moves bytes of the flash tier; None: there is none, or it is for device memory."""
         engine = self._engine
         return None if engine is None or engine.spec.gpu_direct else engine
+
+    def allowance(self, device: torch.device, budget: Budget) -> Allowance | None:
+        """Return what finds the limit of a device's ``budget``; ``None``: the memory is the host's."""
+        if self._link is None:
+            return None
+        return Allowance(self._link, device, budget, self._recorder)
 
     def open_codecs(self, budget: Budget, device_bytes: int) -> int:
         """Let the mover encode, from now on.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -76,7 +77,7 @@ class Inbound:
         self._lock = lock
         self._lanes = lanes
         self._recorder = recorder
-        self._budget = budget
+        self.budget_of: Callable[[torch.device], Budget] = lambda device: budget
         self._staging = staging
         self._table = table
 
@@ -85,19 +86,20 @@ class Inbound:
     def allocate(self, ticket: CudaTicket, *, force: bool) -> CudaTarget | None:
         """Memory on the current stream of the ticket's device, charged until the storage dies."""
         nbytes, device = ticket.nbytes, ticket.device
+        budget = self.budget_of(device)
         if force:
-            self._budget.force(nbytes, RESTORED)
-        elif not self._budget.try_take(nbytes, RESTORED):
+            budget.force(nbytes, RESTORED)
+        elif not budget.try_take(nbytes, RESTORED):
             return None
         try:
             storage = self._link.empty_target(nbytes, device)
         except BaseException as error:
-            self._budget.give(nbytes, RESTORED)
+            budget.give(nbytes, RESTORED)
             if force or not isinstance(error, torch.OutOfMemoryError):
                 raise
             self._recorder.count("device.out_of_memory")
             return None
-        weakref.finalize(storage, defer, self._budget.give, nbytes, RESTORED).atexit = False
+        weakref.finalize(storage, defer, budget.give, nbytes, RESTORED).atexit = False
         stream = self._link.current_stream(device)
         return CudaTarget(storage, self._link.record(stream), Fill(stream))
 

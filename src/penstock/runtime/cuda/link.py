@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -30,6 +30,16 @@ PIECE_BYTES: Final = 32 * MIB
 """Long enough to be copied at full speed, and short enough to wait for."""
 _RELAXED: Final = 2
 """``cudaStreamCaptureModeRelaxed``."""
+
+
+class Allocated(NamedTuple):
+    """Bytes that torch has allocated on a device."""
+
+    now: int
+    peak: int
+    """The most at any one time; the program may reset it."""
+    ever: int
+    """The sum of all allocations, what is freed again included."""
 
 
 class Link(Protocol):
@@ -104,6 +114,12 @@ class Link(Protocol):
 
     def digest(self, stream: Stream, source: torch.UntypedStorage, address: int) -> None:
         """Put a :mod:`.digest` of a whole storage at ``address``; waits until ``stream`` has done it."""
+
+    def usable_bytes(self, device: torch.device) -> int:
+        """What torch could have allocated at this moment: free memory, and what it has reserved."""
+
+    def allocated(self, device: torch.device) -> Allocated:
+        """What torch has allocated."""
 
     def capturing(self, stream: Stream | None = None) -> bool:
         """Whether ``stream``, or else the current one, records a CUDA graph."""
@@ -231,6 +247,20 @@ class CudaLink:
         """Some reductions, and 40 bytes to the host."""
         with self.within(stream):
             _tensor_at(address, DIGEST_BYTES).copy_(digest_of(_bytes_of(source)))
+
+    def usable_bytes(self, device: torch.device) -> int:
+        """``cudaMemGetInfo``, and the caching allocator; within the program's own limit for that."""
+        free, total = torch.cuda.mem_get_info(device)
+        usable = free + torch.cuda.memory_reserved(device)
+        return min(usable, int(total * torch.cuda.get_per_process_memory_fraction(device)))
+
+    def allocated(self, device: torch.device) -> Allocated:
+        """Of the caching allocator's statistics."""
+        counts = torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes")
+        if counts is None:
+            return Allocated(0, 0, 0)
+        every = counts["all"]
+        return Allocated(every["current"], every["peak"], every["allocated"])
 
     def capturing(self, stream: Stream | None = None) -> bool:
         """``torch.cuda.is_current_stream_capturing``."""

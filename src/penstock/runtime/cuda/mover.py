@@ -212,15 +212,13 @@ class CudaMover(Mover):
         """A context, to be entered once, in which the stream that is current now is the current one."""
         return partial(self._link.within, self._link.current_stream(device))
 
+    def account(self, budget_of: Callable[[torch.device], Budget]) -> None:
+        """From now on restored storages are charged to the account of their device."""
+        self._in.budget_of = budget_of
+
     def made(self, storage: torch.UntypedStorage) -> None:
         """The current stream has been told to make ``storage`` again: rule 7 of the note."""
         self._in.made(storage)
-
-    def catch_up(self) -> None:
-        """Wait for the current stream, unless it is being captured."""
-        link = self._link
-        if not link.capturing():
-            link.synchronize(link.record(link.current_stream(self.device)))
 
     def drain(self) -> None:
         """Wait until every copy that was begun has landed."""

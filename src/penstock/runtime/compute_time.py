@@ -1,0 +1,48 @@
+"""The axis of profiles: one for all devices of a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock.observe.clock import Clock
+from penstock.runtime.cuda.timing import DeviceTimer, Reached
+
+
+class ComputeTime:
+    """The clock's time with every stall taken out.
+
+    Where devices run behind, a time in an observed pass is a number that stands for the devices' own,
+    until the pass is over; see [Note: device time].
+
+    Attributes:
+        stalled_ns: How long threads have waited for Penstock, altogether.
+        observing: Whether the passes that run now are observed.
+        timer: Of devices that run behind; ``None``: there are none.
+        watch: What to call, too, at each moment of an observed pass.
+    """
+
+    def __init__(self, clock: Clock, timer: DeviceTimer | None = None) -> None:
+        """Begin on the axis of ``clock``."""
+        self.stalled_ns = 0
+        self.observing = False
+        self.timer = timer
+        self.watch: list[Callable[[], None]] = []
+        self._clock = clock
+
+    def now_ns(self) -> int:
+        """The time now."""
+        now_ns = self._clock.now_ns() - self.stalled_ns
+        if self.timer is not None and self.observing:
+            for look in self.watch:
+                look()
+            return self.timer.mark(now_ns)
+        return now_ns
+
+    def wait_begins(self) -> Reached:
+        """As ``DeviceTimer.wait_begins``; empty without a timer."""
+        return () if self.timer is None else self.timer.wait_begins()
+
+    def wait_ends(self, since: Reached) -> None:
+        """As ``DeviceTimer.wait_ends``."""
+        if since and self.timer is not None:
+            self.timer.wait_ends(since)

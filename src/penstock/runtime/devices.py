@@ -1,0 +1,82 @@
+"""The executors of a session: one for each device that saved tensors are on.
+
+[Note: several devices]
+    A model may be spread over devices, its first layers on one and the others on the next. The memory of
+    one cannot stand for that of another: if one is full, only what is on that one makes room. So all that
+    decides on device memory is there once for each device: the budget, what a pass saves, the profile,
+    the plan, the making of room. ``device_memory`` is what each of them may hold. A device's executor is
+    made when the first tensor on it is saved.
+
+    What devices share is the host's: tiers, pinned memory, the lanes' threads, the axis of time. A plan
+    is made for one device as if it had them to itself. Where that is too much, a full tier refuses, and
+    a read comes late: slower, never wrong.
+
+    Modules are run again, and outputs made again, only for what is saved on the session's own device, the
+    first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from penstock.core.budget import Budget
+from penstock.core.locks import Lock
+from penstock.runtime.executor import Executor
+
+
+class Devices:
+    """See [Note: several devices]. Thread-safe.
+
+    Attributes:
+        main: The executor of the session's own device.
+        all: Every executor, by its device.
+    """
+
+    def __init__(
+        self, device: torch.device, main: Executor, open_other: Callable[[torch.device], Executor]
+    ) -> None:
+        """Begin with one device.
+
+        Args:
+            device: The session's own.
+            main: Its executor.
+            open_other: Makes the executor of another device.
+        """
+        self.main = main
+        self.all = {device: main}
+        self._open_other = open_other
+        self._lock = Lock()
+
+    def of(self, tensor: torch.Tensor) -> Executor:
+        """Return the executor of the tensor's device."""
+        found = self.all.get(tensor.device)
+        return self._of(tensor.device) if found is None else found
+
+    def budget_of(self, device: torch.device) -> Budget:
+        """Return the account of a device's memory."""
+        return self._of(device).budget
+
+    def end_backward(self) -> bool:
+        """Let the passes on all devices end; return whether there is a new plan for any."""
+        end_ns = self.main.compute_ns()  # of all of them, before any plan is made
+        planned = [executor.end_backward(end_ns) for executor in tuple(self.all.values())]
+        return any(planned)
+
+    def end_step(self) -> bool:
+        """A step is over; return whether there is a new plan for any device."""
+        planned = [executor.end_step() for executor in tuple(self.all.values())]
+        return any(planned)
+
+    @property
+    def observing(self) -> bool:
+        """Whether the passes that run now are observed on any device."""
+        return any(executor.planner.observing for executor in tuple(self.all.values()))
+
+    def _of(self, device: torch.device) -> Executor:
+        with self._lock:
+            if device not in self.all:
+                made = self._open_other(device)
+                self.all = {**self.all, device: made}
+            return self.all[device]

@@ -1,0 +1,277 @@
+"""The budget of a device where the user gives none: what is left of its memory by the rest of a step."""
+
+import pytest
+import torch
+from cuda_training import HOST
+from simulated_device import DEVICE
+from torch import nn
+
+from offload_runs import session_in
+from penstock.core.budget import Budget
+from penstock.core.config import UNLIMITED
+from penstock.core.units import MIB
+from penstock.observe.events import Mark
+from penstock.observe.recorder import Recorder
+from penstock.plan import Action
+from penstock.runtime.cuda.allowance import LIMIT, Allowance
+from penstock.runtime.cuda.link import Allocated
+from penstock.runtime.traffic import SAVED
+
+TOTAL = 160 * MIB
+RESERVE = 10 * MIB
+
+
+class Memory:
+    """A device's memory as the allocator sees it: what is charged, and what else there is."""
+
+    def __init__(self, budget):
+        self.budget = budget
+        self.others = self.peak = self.ever = self.before = 0
+
+    def usable_bytes(self, device):
+        return TOTAL
+
+    def allocated(self, device):
+        now = self.others + self.budget.used_bytes
+        self.peak = max(self.peak, now)
+        self.ever += max(0, now - self.before)
+        self.before = now
+        return Allocated(now, self.peak, self.ever)
+
+    def takes(self, nbytes):
+        """Some operator takes so much, and gives it back."""
+        self.allocated(DEVICE)
+        self.peak = max(self.peak, self.before + nbytes)
+        self.ever += nbytes
+
+
+class Rig:
+    def __init__(self, weights=20 * MIB):
+        self.budget = Budget(UNLIMITED)
+        self.memory = Memory(self.budget)
+        self.memory.others = weights
+        self.recorder = Recorder()
+        self.allowance = Allowance(self.memory, DEVICE, self.budget, self.recorder)
+
+    def save(self, nbytes):
+        """A tensor is made, which takes its memory, and then saved: from then on it is charged."""
+        self.memory.others += nbytes
+        self.allowance.look()
+        self.memory.others -= nbytes
+        assert self.budget.try_take(nbytes, SAVED)
+        self.allowance.look()
+
+
+@pytest.fixture
+def rig():
+    return Rig()
+
+
+def test_when_it_opens_half_of_what_is_free_is_the_limit_but_for_a_reserve(rig):
+    """The step may take the other half, beside what it saves."""
+    assert rig.budget.limit_bytes == (TOTAL - 20 * MIB - RESERVE) // 2
+    assert rig.budget.advisory
+
+
+def test_saved_tensors_are_not_counted_and_all_else_is(rig):
+    rig.allowance.look()
+    for _ in range(4):
+        rig.save(8 * MIB)
+    rig.memory.others += 20 * MIB  # gradients
+    rig.allowance.look()
+    assert rig.allowance.settle() == TOTAL - 40 * MIB - RESERVE
+
+
+def test_a_tensor_that_is_not_saved_yet_is_something_else(rig):
+    """When it is made, what is saved may fill the budget."""
+    rig.allowance.look()
+    rig.save(8 * MIB)
+    assert rig.allowance.settle() == TOTAL - 28 * MIB - RESERVE
+
+
+def test_a_workspace_between_two_moments_shows_in_the_peak(rig):
+    rig.allowance.look()
+    rig.save(8 * MIB)
+    rig.memory.takes(30 * MIB)
+    rig.allowance.look()
+    assert rig.allowance.settle() == TOTAL - 50 * MIB - RESERVE
+
+
+def test_a_peak_from_before_the_pass_is_none_of_it():
+    rig = Rig()
+    rig.memory.takes(100 * MIB)  # the model was made twice, say
+    rig.allowance.look()
+    rig.save(8 * MIB)
+    assert rig.allowance.settle() == TOTAL - 28 * MIB - RESERVE
+
+
+def test_a_workspace_shows_also_where_an_earlier_peak_hides_it():
+    """As when the program has run out of memory before, without Penstock."""
+    rig = Rig()
+    rig.memory.takes(100 * MIB)
+    rig.allowance.look()
+    rig.save(8 * MIB)
+    rig.memory.takes(30 * MIB)
+    rig.allowance.look()
+    assert rig.allowance.settle() == TOTAL - 50 * MIB - RESERVE
+
+
+def test_what_is_taken_one_after_the_other_is_no_more_than_the_peak(rig):
+    rig.allowance.look()
+    rig.save(8 * MIB)
+    for _ in range(9):
+        rig.memory.takes(30 * MIB)
+    rig.allowance.look()
+    for _ in range(9):
+        rig.memory.takes(30 * MIB)
+    rig.allowance.look()
+    assert rig.allowance.settle() == TOTAL - 50 * MIB - RESERVE
+
+
+def test_what_an_optimizer_makes_in_its_first_step_is_taken_off(rig):
+    rig.allowance.look()
+    rig.save(8 * MIB)
+    assert rig.allowance.grown() is None, "before the observed pass is over nothing is compared"
+    rig.budget.limit_bytes = rig.allowance.settle()
+    assert rig.allowance.grown() is None
+    rig.memory.others += 40 * MIB
+    assert rig.allowance.grown() == TOTAL - 68 * MIB - RESERVE
+    rig.budget.limit_bytes = TOTAL - 68 * MIB - RESERVE
+    assert rig.allowance.grown() is None
+    rig.memory.others += MIB  # not worth a plan
+    assert rig.allowance.grown() is None
+    rig.memory.others += MIB
+    assert rig.allowance.grown() is None
+    rig.memory.others += MIB
+    assert rig.allowance.grown() == TOTAL - 71 * MIB - RESERVE
+
+
+def test_memory_that_comes_free_changes_nothing(rig):
+    rig.memory.others += 40 * MIB
+    rig.allowance.look()
+    first = rig.allowance.settle()
+    rig.memory.others -= 40 * MIB
+    assert rig.allowance.grown() is None
+    rig.allowance.look()
+    assert rig.allowance.settle() == first
+
+
+def test_without_anything_left_there_is_a_limit_still(rig):
+    rig.memory.others = 2 * TOTAL
+    rig.allowance.look()
+    assert rig.allowance.settle() == 1
+
+
+def test_every_limit_is_marked_with_what_it_was_found_from(rig):
+    rig.allowance.settle()
+    marks = [each for each in rig.recorder.events() if isinstance(each, Mark)]
+    assert [mark.name for mark in marks] == [LIMIT, LIMIT]
+    first, then = (mark.fields for mark in marks)
+    assert first["limit_bytes"] == (TOTAL - 20 * MIB - RESERVE) // 2
+    assert then["limit_bytes"] == TOTAL - 20 * MIB - RESERVE
+    assert (first["other_bytes"], first["usable_bytes"]) == (20 * MIB, TOTAL)
+
+
+# -- sessions -------------------------------------------------------------------------------------
+
+SAVED_MIB = 8
+"""By ``Chain``, one after the other, each of one MiB: that is something else until it is saved."""
+
+
+class Chain(nn.Module):
+    def __init__(self, link):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Tanh() for _ in range(SAVED_MIB)))
+
+        def work(module, args, result):
+            link.work(20_000_000)
+            result.register_hook(lambda gradient: link.work(20_000_000))
+
+        for layer in self.layers:
+            layer.register_forward_hook(work)
+
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+
+def run(link, path, *, memory, others, steps=3, grows_by=0, **settings):
+    """Some steps on a device with so much memory; after the first, the program holds more of it."""
+    torch.manual_seed(0)
+    model = Chain(link)
+    link.memory_bytes, link.others_bytes = memory, others
+    with session_in(path, model, **({"policy": "auto", "host_memory": HOST} | settings)) as session:
+        link.charged_bytes = lambda: session.budget.used_bytes
+        gradients = []
+        for step in range(steps):
+            x = torch.randn(256, 1024, requires_grad=True)
+            model(x).backward()
+            gradients.append(x.grad)
+            if step == 0:
+                link.others_bytes += grows_by
+            session.step()
+        session.summary()
+    return session, gradients
+
+
+def test_a_network_that_fits_stays(link, disk_path):
+    session, _ = run(link, disk_path, memory=64 * MIB, others=8 * MIB)
+    assert session.budget.limit_bytes == (64 - 8 - 1 - 4) * MIB
+    assert {decision.action for decision in session.plan.decisions} == {Action.KEEP}
+    assert session.planner.replans == 1
+
+
+def test_a_network_that_does_not_fit_is_planned_for_what_is_left(link, disk_path):
+    session, gradients = run(link, disk_path, memory=16 * MIB, others=9 * MIB)
+    # what goes while it is looked up may count as something else
+    assert 3 * MIB <= session.budget.limit_bytes <= (16 - 9 - 1 - 1) * MIB
+    assert session.plan.budgets.device_bytes == session.budget.limit_bytes
+    assert session.plan.offloaded_bytes >= 2 * MIB
+    _, expected = run(link, disk_path, memory=UNLIMITED, others=0, policy="keep")
+    for mine, other in zip(gradients, expected, strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_the_plan_is_made_again_when_the_optimizer_has_made_its_states(link, disk_path):
+    session, _ = run(link, disk_path, memory=64 * MIB, others=8 * MIB, grows_by=46 * MIB)
+    assert session.budget.limit_bytes == (64 - 54 - 1 - 4) * MIB
+    assert session.plan.offloaded_bytes >= 2 * MIB
+    reasons = [
+        each.fields["reason"]
+        for each in session.recorder.events()
+        if isinstance(each, Mark) and each.name == "replan"
+    ]
+    assert reasons == ["first", "memory"]
+    assert {line.reason for line in session.summary().replans} == {"first", "memory"}
+
+
+def test_nothing_fails_for_a_limit_that_was_only_found(link, disk_path):
+    """With a byte of room every tensor exceeds it, and training goes on."""
+    session, _ = run(link, disk_path, memory=16 * MIB, others=16 * MIB)
+    assert session.budget.limit_bytes == 1
+    assert session.recorder.snapshot().counted("budget.overflow") > 0
+    assert session.recorder.snapshot().counted("budget.refused") == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit"),
+    [
+        ({"device_memory": "24MiB"}, 24 * MIB),
+        ({"policy": "keep"}, UNLIMITED),
+        ({"host_memory": 0, "flash": (), "flash_capacity": None}, UNLIMITED),
+    ],
+    ids=["given", "everything is to stay", "nowhere to spill to"],
+)
+def test_where_it_is_given_or_of_no_use_it_is_not_looked_up(link, disk_path, settings, limit):
+    session, _ = run(link, disk_path, memory=16 * MIB, others=9 * MIB, steps=1, **settings)
+    assert session.budget.limit_bytes == limit
+    assert not session.budget.advisory
+
+
+def test_the_summary_says_what_the_budget_was_found_from(link, disk_path):
+    session, _ = run(link, disk_path, memory=64 * MIB, others=9 * MIB)
+    summary = session.summary()
+    (note,) = [note for note in summary.notes if "no device_memory was given" in note]
+    for figure in ("64.00 MiB", "10.00 MiB", "4.00 MiB", "50.00 MiB"):
+        assert figure in note
+    (line,) = [line for line in summary.memory if line.memory == "device"]
+    assert line.budget_bytes == 50 * MIB
