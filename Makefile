@@ -45,7 +45,7 @@ test-device: $(DEVICE)/.built ## the tests for a GPU on an emulated one (builds 
 		--durations=10
 
 test-mutations: $(DEVICE)/.built ## leave out each wait of the device code: a test must notice
-	$(ON_DEVICE); $(PY) tests/device/mutations.py
+	$(ON_DEVICE); PYTHONPATH=$$PYTHONPATH:$(CURDIR)/tests $(PY) tests/device/mutations.py
 
 lint: $(VENV)/.base $(VENV)/.lint ## style, types, and the layers of the design
 	$(PY) -m ruff check
