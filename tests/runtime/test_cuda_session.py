@@ -252,6 +252,35 @@ def test_what_another_thread_brings_back_meanwhile_is_brought_back_once(
     assert None in fetched
 
 
+def test_trap_36_memory_of_a_cuda_graph_stays_and_is_said_once(link, disk_path):
+    start = torch.randn(64 * KIB, requires_grad=True)
+    outputs = [torch.randn(128 * KIB) for _ in range(2)]  # of graphs
+    link.graph_sizes = (512 * KIB,)
+
+    def step():
+        loss = start.sin().cos().exp().sum()
+        for output in outputs:
+            loss = loss + (output[: 64 * KIB] * start).sum()
+        loss.backward()
+
+    settings = {"policy": "auto", "host_memory": HOST, "device_memory": "1280KiB"}
+    with session_in(disk_path, **settings) as session:
+        with pytest.warns(PenstockWarning, match="memory of a CUDA graph") as warned:
+            step()
+        stay = [each for each in session.plan.decisions if each.key.nbytes == 512 * KIB]
+        assert len(stay) == 2
+        assert {str(each.action) for each in stay} == {"keep"}
+        assert all(each.reason.startswith("held elsewhere") for each in stay)
+        for _ in range(3):
+            step()
+        counted = session.recorder.snapshot().counted("kept.graph_memory")
+        assert counted > 0
+        step()
+        assert session.recorder.snapshot().counted("kept.graph_memory") == counted
+        assert sum("CUDA graph" in str(each.message) for each in warned) == 1
+        assert link.copied_bytes["out"] > 0
+
+
 def test_without_a_tier_no_host_memory_is_taken():
     assert stores._host_parts(OffloadConfig(policy="keep")) == {}
 

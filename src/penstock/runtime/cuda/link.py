@@ -93,6 +93,9 @@ class Link(Protocol):
     def empty_target(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         """The same for what comes back and goes again, apart from what stays if that can be had."""
 
+    def frees(self, storage: torch.UntypedStorage) -> bool:
+        """Whether its memory comes free for others when it dies: not that of a CUDA graph."""
+
     def keep(self, storage: torch.UntypedStorage, stream: Stream) -> None:
         """Once freed, the memory is not used again before ``stream`` has done all it then has to do."""
 
@@ -196,6 +199,10 @@ class CudaLink:
         if self._pools is None:
             return self.empty(nbytes, device)
         return self._pools.empty(nbytes, device)
+
+    def frees(self, storage: torch.UntypedStorage) -> bool:
+        """See [Note: memory of CUDA graphs]."""
+        return not pools.segments.is_of_another_pool(storage)
 
     def keep(self, storage: torch.UntypedStorage, stream: Stream) -> None:
         """``record_stream``; nothing happens if it is the stream that the memory is allocated on."""

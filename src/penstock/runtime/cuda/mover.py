@@ -166,6 +166,10 @@ class CudaMover(Mover):
         after = tuple(link.record(stream) for stream in streams)
         return self._out.write(storage, tier, label, after)
 
+    def frees(self, storage: torch.UntypedStorage) -> bool:
+        """Whether it is not memory of a CUDA graph; see [Note: memory of CUDA graphs] in ``.pools``."""
+        return self._link.frees(storage)
+
     # -- back -------------------------------------------------------------------------------------
 
     def allocate(self, ticket: CudaTicket, *, force: bool = False) -> CudaTarget | None:
