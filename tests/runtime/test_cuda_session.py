@@ -291,6 +291,18 @@ def test_a_device_that_nobody_knows_is_refused(disk_path, tmp_path):
         stores.Stores(config, budget=None, recorder=None, device=torch.device("xpu"))
 
 
+def test_memory_that_is_the_cpus_is_refused_with_the_reason():
+    with pytest.raises(ConfigError, match="its memory is the CPU's"):
+        stores._runs_behind(torch.device("mps"))
+
+
+def test_another_accelerator_is_taken_if_torch_has_it(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    assert stores._runs_behind(torch.device("xpu", 1))
+    with pytest.raises(ConfigError, match=r"'hpu:0'.*no such accelerator"):
+        stores._runs_behind(torch.device("hpu", 0))
+
+
 def test_a_tensor_too_long_to_be_staged_stays(link, disk_path):
     with pytest.warns(PenstockWarning, match="longer than the staging memory"):
         with_us, session = trained(
