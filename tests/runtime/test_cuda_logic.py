@@ -258,6 +258,27 @@ def test_a_ticket_may_be_discarded_in_every_state(steps):
     rig.close()
 
 
+def test_events_that_nothing_waits_for_are_used_again(rig):
+    recorded, reused = [], []
+    record, reuse = rig.link.record, rig.link.reuse
+    rig.link.record = lambda stream, **how: (recorded.append(record(stream, **how)), recorded[-1])[
+        1
+    ]
+    rig.link.reuse = lambda event: (reused.append(event), reuse(event))[1]
+    source = rig.tensor(1, 128 * KIB)
+    with pytest.raises(NoSpaceError):
+        rig.mover.write(source, rig.host_tier, "slot")
+    assert recorded == reused != []
+    del source
+    for number in range(3):
+        ticket = rig.spill(number, NBYTES, rig.host_tier)
+        rig.settle()
+        rig.bytes_of(ticket)
+        rig.mover.discard(rig.host_tier, ticket)
+    kept = len(recorded) - len(reused)
+    assert 0 < kept <= 2  # where the clocks of both lanes were compared the last time
+
+
 def test_a_full_host_tier_says_so_at_once(rig):
     tickets = [rig.spill(number, NBYTES, rig.host_tier) for number in range(4)]
     with pytest.raises(NoSpaceError, match="raise host_memory"):
