@@ -195,8 +195,9 @@ class Session:
 
     def _open(self) -> None:
         config = self.config
-        if self._device == torch.device("cuda"):  # its number: it is another one in other threads
-            self._device = torch.device("cuda", torch.cuda.current_device())
+        kind = self._device.type
+        if kind != "cpu" and self._device == torch.device(kind):  # another one in other threads
+            self._device = torch.device(kind, torch.get_device_module(kind).current_device())
         if config.event_log is not None:
             self.recorder.log = EventLog(
                 of_rank(config.event_log),

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from torch import nn
 
 from offload_runs import Trace, session_in, wait_for_writes
 from penstock.core.units import MIB
-from penstock.runtime.cuda.link import CudaLink
 
 pytestmark = pytest.mark.gpu
 
@@ -188,52 +186,3 @@ def test_trap_34_no_context_is_made_on_a_device_that_is_not_used(request, places
     )
     assert ended.returncode == 0, ended.stdout
     assert "1 passed" in ended.stdout
-
-
-def test_trap_35_threads_of_copies_break_no_capture():
-    """In torch's default mode any thread that asks for an event's end would."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    link = CudaLink()
-    event = link.record(link.copy_stream(device))
-    static, asked, ended = torch.zeros(8, device=device), threading.Event(), threading.Event()
-
-    def look_after_copies():
-        link.adopt_thread(device)
-        while not ended.is_set():
-            link.reached(event)
-            link.synchronize(event)
-            asked.set()
-
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    thread = threading.Thread(target=look_after_copies)
-    try:
-        with torch.cuda.graph(graph):
-            thread.start()
-            for _ in range(20):
-                static.add_(1)
-            assert asked.wait(10)
-    finally:
-        ended.set()
-        thread.join()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert static.tolist() == [20.0] * 8
-
-
-def test_trap_35_a_graph_is_captured_while_a_session_is_open(disk_path):
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))).to("cuda")
-    x, static = torch.randn(4 * ROWS, WIDTH).to("cuda"), torch.zeros(8, device="cuda")
-    expected = torch.autograd.grad(torch.tanh(model(x)).square().mean(), model[0].weight)
-    with session_in(disk_path, model, **settings_for("both")) as session:
-        loss = torch.tanh(model(x)).square().mean()
-        graph = torch.cuda.CUDAGraph()
-        with session.paused(), torch.cuda.graph(graph):
-            static.add_(1)
-        graph.replay()
-        found = torch.autograd.grad(loss, model[0].weight)
-        assert torch.equal(found[0], expected[0])
-        assert copied_bytes(session)[0] > 8 * MIB
-    torch.cuda.synchronize()
-    assert static.tolist() == [1.0] * 8

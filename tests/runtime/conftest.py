@@ -12,7 +12,7 @@ def link(monkeypatch, small_knobs, one_thread):
     """Every device counts as one that runs behind, and its parts of host memory are small."""
     link = LazyLink()
     monkeypatch.setattr(stores, "_runs_behind", lambda device: True)
-    monkeypatch.setattr(stores, "CudaLink", lambda: link)
+    monkeypatch.setattr(stores, "CudaLink", lambda device_type: link)
     monkeypatch.setattr(stores, "LEAST_STAGING_BYTES", 256 * KIB)
     monkeypatch.setattr(stores, "ALL_STAGING_BYTES", 10 * MIB)
     yield link

@@ -60,6 +60,7 @@ class LazyLink:
         self.refusal = refusal
         self.adopted = []
         self.is_capturing = False
+        self.graph_sizes = ()  # of storages that count as memory of a CUDA graph
         self.current = self.NOW
         self.copied_bytes = {"out": 0, "in": 0}
         self.pinned = set()
@@ -137,6 +138,9 @@ class LazyLink:
 
     def empty_target(self, nbytes, device):
         return self.empty(nbytes, device)
+
+    def frees(self, storage):
+        return storage.nbytes() not in self.graph_sizes
 
     def keep(self, storage, stream):
         pass

@@ -203,6 +203,9 @@ class SimLink:
         weakref.finalize(array, self._freed, memory, self.current, whose)
         return torch.from_numpy(array).untyped_storage()
 
+    def frees(self, storage):
+        return True
+
     def keep(self, storage, stream):
         if self.broken != "nothing is kept":
             self._kept.setdefault(storage.data_ptr(), set()).add(stream)

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from cuda_rig import Rig, check_all_given_back, pattern_of
-from simulated_device import DEVICE, SimEvent, SimLink, io_error
+from simulated_device import DEVICE, SimEvent, SimLink, SimStream, io_error
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.core.budget import Budget
@@ -257,6 +257,27 @@ def test_a_ticket_may_be_discarded_in_every_state(steps):
     with pytest.raises(ConfigError, match="was discarded"):
         rig.mover.read(rig.flash, ticket, None, Priority.DEMAND)
     rig.close()
+
+
+def test_events_that_nothing_waits_for_are_used_again(rig):
+    recorded, reused = [], []
+    record, reuse = rig.link.record, rig.link.reuse
+    rig.link.record = lambda stream, **how: (recorded.append(record(stream, **how)), recorded[-1])[
+        1
+    ]
+    rig.link.reuse = lambda event: (reused.append(event), reuse(event))[1]
+    source = rig.tensor(1, 128 * KIB)
+    with pytest.raises(NoSpaceError):
+        rig.mover.write(source, rig.host_tier, "slot")
+    assert recorded == reused != []
+    del source
+    for number in range(3):
+        ticket = rig.spill(number, NBYTES, rig.host_tier)
+        rig.settle()
+        rig.bytes_of(ticket)
+        rig.mover.discard(rig.host_tier, ticket)
+    kept = len(recorded) - len(reused)
+    assert 0 < kept <= 2  # where the clocks of both lanes were compared the last time
 
 
 def test_a_full_host_tier_says_so_at_once(rig):
@@ -690,7 +711,7 @@ def test_long_copies_go_in_pieces(monkeypatch, nbytes):
 
 
 def test_copies_of_pinned_memory_use_parts_of_one_tensor(monkeypatch):
-    monkeypatch.setattr(link, "_in_thread", lambda *args: "")
+    monkeypatch.setattr(link, "_in_thread", lambda call, *args: "")
     memory = torch.zeros(8192, dtype=torch.uint8)
     cuda, begin = link.CudaLink(), memory.data_ptr()
     assert cuda.pin(begin, 8192, DEVICE) == ""
@@ -701,6 +722,41 @@ def test_copies_of_pinned_memory_use_parts_of_one_tensor(monkeypatch):
     assert (beyond.data_ptr(), beyond._base) == (begin + 8093, None)
     cuda.unpin(begin, DEVICE)
     assert cuda._host_bytes(begin, 100)._base is None
+
+
+class Bare:
+    """What every module for a kind of device has; one that has no more."""
+
+    class Event:
+        made = 0
+
+        def __new__(cls, enable_timing=False):
+            cls.made += 1
+            return super().__new__(cls)
+
+        def record(self, stream):
+            self.device = stream.device
+
+    class device(nullcontext):
+        pass
+
+    stream = device
+
+
+def test_a_link_does_without_what_a_kind_of_device_has_not(monkeypatch):
+    monkeypatch.setattr(torch, "get_device_module", lambda device_type: Bare)
+    bare, stream = link.CudaLink("xpu"), SimStream("copies")
+    stream.device = device = torch.device("xpu", 0)
+    event = bare.record(stream, timed=True)
+    bare.reuse(event)
+    assert bare.record(stream, timed=True) is event
+    assert Bare.Event.made == 1
+    assert not bare.capturing()
+    assert not bare.capturing(stream)
+    assert bare.frees(torch.zeros(1).untyped_storage())
+    assert bare.pin(4096, 4096, device) == (
+        "torch cannot register host memory for devices of type 'xpu'"
+    )
 
 
 def test_after_the_end_nothing_is_begun_and_discarding_is_harmless():

@@ -126,3 +126,52 @@ def test_a_torch_without_pools_that_lend_is_refused_by_name(cuda, monkeypatch):
     del cuda.MemPool
     with pytest.raises(ConfigError, match="PENSTOCK_OWN_POOL"):
         pools.shared()
+
+
+class Snapshots:
+    """Of ``torch.cuda`` what tells whose memory is."""
+
+    def __init__(self):
+        self.segments, self.reserved, self.taken = [], 0, 0
+
+    def add(self, address, nbytes, pool_id):
+        self.segments.append(
+            {"address": address, "total_size": nbytes, "segment_pool_id": pool_id, "device": 0}
+        )
+        self.reserved += nbytes
+
+    def memory_stats_as_nested_dict(self, device):
+        return {"reserved_bytes": {"all": {"allocated": self.reserved}}}
+
+    def memory_snapshot(self):
+        self.taken += 1
+        return self.segments
+
+
+class Storage:
+    device = torch.device("cuda", 0)
+
+    def __init__(self, address):
+        self.address = address
+
+    def data_ptr(self):
+        return self.address
+
+
+def test_trap_36_memory_of_other_pools_is_told_by_its_segment(cuda):
+    own = Pools(cuda)
+    own.empty(100, torch.device("cuda:0"))
+    cuda.made[0][0].id = (1, 7)
+    snapshots = Snapshots()
+    segments = pools.Segments(own, snapshots)
+    snapshots.add(1000, 100, (0, 0))
+    snapshots.add(2000, 100, (0, 5))
+    snapshots.add(3000, 100, (1, 7))
+    found = {
+        a: segments.is_of_another_pool(Storage(a)) for a in (1000, 1999, 2000, 2099, 2100, 3000)
+    }
+    assert [address for address, is_theirs in found.items() if is_theirs] == [2000, 2099]
+    assert snapshots.taken == 1
+    snapshots.add(4000, 100, (0, 6))
+    assert segments.is_of_another_pool(Storage(4050))
+    assert snapshots.taken == 2

@@ -337,6 +337,35 @@ def test_what_another_thread_brings_back_meanwhile_is_brought_back_once(
     assert None in fetched
 
 
+def test_trap_36_memory_of_a_cuda_graph_stays_and_is_said_once(link, disk_path):
+    start = torch.randn(64 * KIB, requires_grad=True)
+    outputs = [torch.randn(128 * KIB) for _ in range(2)]  # of graphs
+    link.graph_sizes = (512 * KIB,)
+
+    def step():
+        loss = start.sin().cos().exp().sum()
+        for output in outputs:
+            loss = loss + (output[: 64 * KIB] * start).sum()
+        loss.backward()
+
+    settings = {"policy": "auto", "host_memory": HOST, "device_memory": "1280KiB"}
+    with session_in(disk_path, **settings) as session:
+        with pytest.warns(PenstockWarning, match="memory of a CUDA graph") as warned:
+            step()
+        stay = [each for each in session.plan.decisions if each.key.nbytes == 512 * KIB]
+        assert len(stay) == 2
+        assert {str(each.action) for each in stay} == {"keep"}
+        assert all(each.reason.startswith("held elsewhere") for each in stay)
+        for _ in range(3):
+            step()
+        counted = session.recorder.snapshot().counted("kept.graph_memory")
+        assert counted > 0
+        step()
+        assert session.recorder.snapshot().counted("kept.graph_memory") == counted
+        assert sum("CUDA graph" in str(each.message) for each in warned) == 1
+        assert link.copied_bytes["out"] > 0
+
+
 def test_without_a_tier_no_host_memory_is_taken():
     assert stores._host_parts(OffloadConfig(policy="keep")) == {}
 
@@ -345,6 +374,18 @@ def test_a_device_that_nobody_knows_is_refused(disk_path, tmp_path):
     config = OffloadConfig(policy="keep")
     with pytest.raises(ConfigError, match="'xpu'"):
         stores.Stores(config, budget=None, recorder=None, device=torch.device("xpu"))
+
+
+def test_memory_that_is_the_cpus_is_refused_with_the_reason():
+    with pytest.raises(ConfigError, match="its memory is the CPU's"):
+        stores._runs_behind(torch.device("mps"))
+
+
+def test_another_accelerator_is_taken_if_torch_has_it(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    assert stores._runs_behind(torch.device("xpu", 1))
+    with pytest.raises(ConfigError, match=r"'hpu:0'.*no such accelerator"):
+        stores._runs_behind(torch.device("hpu", 0))
 
 
 def test_a_tensor_too_long_to_be_staged_stays(link, disk_path):

@@ -84,6 +84,10 @@ class Mover(ABC):
         ``encoding`` is a wish: a mover that cannot encode moves the bytes as they are.
         """
 
+    def frees(self, storage: torch.UntypedStorage) -> bool:
+        """Whether memory comes free for others when ``storage`` dies."""
+        return True
+
     @abstractmethod
     def allocate(self, ticket: Any, *, force: bool = False) -> Any | None:
         """Device memory for what ``ticket`` holds, charged to the budget; ``None`` if it is full.

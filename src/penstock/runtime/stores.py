@@ -86,7 +86,7 @@ class Stores:
         self._recorder = recorder
         self._mover: Mover | None = None
         wrap = wrap_tier or (lambda tier: tier)
-        self._link = link = CudaLink() if _runs_behind(device) else None
+        self._link = link = CudaLink(device.type) if _runs_behind(device) else None
         self.timer = None if link is None else DeviceTimer(link, device, recorder.clock)
         try:
             if config.directories:
@@ -253,11 +253,20 @@ class Stores:
 
 def _runs_behind(device: torch.device) -> bool:
     """Whether the device runs behind the interpreter, with memory of its own. Raises ConfigError."""
-    if device.type not in ("cpu", "cuda"):
+    if device.type in ("cpu", "cuda"):
+        return device.type == "cuda"
+    if device.type == "mps":
         raise ConfigError(
-            f"tensors on device {str(device)!r} cannot be offloaded; use 'cpu' or 'cuda'"
+            "tensors on device 'mps' cannot be offloaded: its memory is the CPU's, so nothing would come"
+            " free, and it has no streams; use 'cpu' or 'cuda'"
         )
-    return device.type == "cuda"
+    here = torch.accelerator.current_accelerator()
+    if here is None or here.type != device.type:
+        raise ConfigError(
+            f"tensors on device {str(device)!r} cannot be offloaded: torch has no such accelerator here;"
+            " use 'cpu' or 'cuda'"
+        )
+    return True
 
 
 def _host_parts(config: OffloadConfig, *, staged: bool = True) -> dict[str, int]:

@@ -140,6 +140,11 @@ class Traffic:
 
         Nothing happens while something may still write it.
         """
+        storage = saved.storage
+        if storage is not None and not self.mover.frees(storage):
+            self._stays_for_good(saved)
+            return
+        del storage
         if encoding is None:
             encoding = self._planner.squeeze(saved.record, refused=False)
         with self.lock:
@@ -290,6 +295,21 @@ class Traffic:
         if saved.state is Residency.WRITING:
             saved.state = Residency.RESIDENT
         self._over(saved)
+
+    def _stays_for_good(self, saved: SavedStorage) -> None:
+        """To spill it would free nothing: neither this one nor, in the next plan, its slot's."""
+        with self.lock:
+            saved.stuck, saved.refused_at_bytes = True, -1
+            saved.record.held_elsewhere = True
+        self._recorder.count("kept.graph_memory")
+        if "kept.graph_memory" not in self._warned:
+            self._recorder.mark("graph_memory", slot=saved.label, nbytes=saved.nbytes)
+        self.warn(
+            "kept.graph_memory",
+            f"{saved.label} stays: it is memory of a CUDA graph (torch.compile with"
+            ' mode="reduce-overhead", or torch.cuda.graph), whose pool gives it to nobody else; compile'
+            " without CUDA graphs what is to be offloaded; further ones are only counted",
+        )
 
     def let_go(self, saved: SavedStorage) -> None:
         """Drop the strong reference to a source, and its charge. Under the lock."""

@@ -1,4 +1,4 @@
-"""What Penstock asks of a device that runs behind the interpreter, in one thin layer over ``torch.cuda``.
+"""What Penstock asks of a device that runs behind the interpreter: a thin layer over torch's own.
 
 The mover and its lanes know the device only through a :class:`Link`. So a test can put a simulated one
 in its place, whose streams run their queues as late, and in as unlucky an order, as they may.
@@ -7,6 +7,7 @@ in its place, whose streams run their queues as late, and in as unlucky an order
 from __future__ import annotations
 
 import ctypes
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -103,6 +104,9 @@ class Link(Protocol):
     def empty_target(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         """The same for what comes back and goes again, apart from what stays if that can be had."""
 
+    def frees(self, storage: torch.UntypedStorage) -> bool:
+        """Whether its memory comes free for others when it dies: not that of a CUDA graph."""
+
     def keep(self, storage: torch.UntypedStorage, stream: Stream) -> None:
         """Once freed, the memory is not used again before ``stream`` has done all it then has to do."""
 
@@ -131,43 +135,56 @@ class Link(Protocol):
         """Undo ``pin``."""
 
 
-class _Event(torch.cuda.Event):
-    """An event that knows to which of the lists of idle ones it belongs."""
-
-    idle: list[_Event]
-
-
 class CudaLink:
-    """The link to CUDA devices, by way of torch.
+    """The link to the devices of one kind, by way of torch's module for it: CUDA, that is ``torch.cuda``.
 
     To make an event, or a tensor of host memory, takes longer than to use it. So events are used again,
     and all copies of a slab use slices of one tensor.
+
+    [Note: other devices]
+        AMD's are CUDA to torch. Modules of others (``torch.xpu``, ``torch.npu``) promise the same
+        streams, events and memory, but nothing of this has run on any of them. What a module has not is
+        done without: registered host memory (copies then go through memory that is not pinned, in the
+        threads of lanes), pools of memory, events that are waited for asleep, graphs.
     """
 
-    def __init__(self) -> None:
-        """Targets are allocated from pools of their own, if the knob says so. Raises ConfigError."""
-        self._pools = pools.shared()
-        self._idle_events: dict[tuple[torch.device, bool], list[_Event]] = {}
+    def __init__(self, device_type: str = "cuda") -> None:
+        """Make a link that knows no device yet.
+
+        Args:
+            device_type: Which kind of devices. Targets on CUDA are allocated from pools of their own, if
+                the knob says so.
+
+        Raises:
+            ConfigError: The knob asks for pools, and this torch has none.
+        """
+        self._torch: Any = torch.get_device_module(device_type)
+        is_cuda = device_type == "cuda"
+        self._pools = pools.shared() if is_cuda else None
+        self._segments = pools.segments if is_cuda else None
+        self._has_capture = hasattr(self._torch, "is_current_stream_capturing")
+        self._sleeping = {"blocking": True} if _takes_blocking(self._torch.Event) else {}
+        self._idle_events: dict[tuple[torch.device, bool], list[Event]] = {}
         self._pinned: dict[int, torch.Tensor] = {}
 
     def adopt_thread(self, device: torch.device) -> None:
-        """``torch.cuda.set_device``; and what it does breaks no capture, see [Note: captures]."""
-        torch.cuda.set_device(device)
+        """``set_device``; and what the thread does breaks no capture, see [Note: captures]."""
+        self._torch.set_device(device)
         _relax_captures()
 
     def current_stream(self, device: torch.device) -> Stream:
-        """``torch.cuda.current_stream``."""
-        return torch.cuda.current_stream(device)
+        """``current_stream``."""
+        return self._torch.current_stream(device)
 
     @contextmanager
     def within(self, stream: Stream) -> Iterator[None]:
-        """``torch.cuda.stream``, which alone would set the thread's former device when it is left."""
-        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        """``stream``, which alone would set the thread's former device when it is left."""
+        with self._torch.device(stream.device), self._torch.stream(stream):
             yield
 
     def copy_stream(self, device: torch.device) -> Stream:
         """A stream from the high-priority pool, which few others use: torch hands streams out twice."""
-        return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        return self._torch.Stream(device, priority=-1)
 
     def record(self, stream: Stream, *, timed: bool = False) -> Event:
         """Record an event, an old one if there is one; waiting for it sleeps and does not spin."""
@@ -175,7 +192,7 @@ class CudaLink:
         try:
             event = idle.pop()
         except IndexError:
-            event = _Event(enable_timing=timed, blocking=True)  # type: ignore[no-untyped-call]
+            event = self._torch.Event(enable_timing=timed, **self._sleeping)
             event.idle = idle
         event.record(stream)
         return event
@@ -190,17 +207,17 @@ class CudaLink:
 
     def reached(self, event: Event) -> bool:
         """``event.query``."""
-        with torch.cuda.device(event.device):
+        with self._torch.device(event.device):
             return bool(event.query())
 
     def synchronize(self, event: Event) -> None:
         """``event.synchronize``, which releases the GIL."""
-        with torch.cuda.device(event.device):
+        with self._torch.device(event.device):
             event.synchronize()
 
     def elapsed_ns(self, start: Event, end: Event) -> int:
         """To about half a microsecond."""
-        with torch.cuda.device(end.device):
+        with self._torch.device(end.device):
             return int(start.elapsed_time(end) * 1e6)
 
     def empty(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
@@ -212,6 +229,10 @@ class CudaLink:
         if self._pools is None:
             return self.empty(nbytes, device)
         return self._pools.empty(nbytes, device)
+
+    def frees(self, storage: torch.UntypedStorage) -> bool:
+        """See [Note: memory of CUDA graphs]."""
+        return self._segments is None or not self._segments.is_of_another_pool(storage)
 
     def keep(self, storage: torch.UntypedStorage, stream: Stream) -> None:
         """``record_stream``; nothing happens if it is the stream that the memory is allocated on."""
@@ -263,19 +284,21 @@ class CudaLink:
         return Allocated(every["current"], every["peak"], every["allocated"])
 
     def capturing(self, stream: Stream | None = None) -> bool:
-        """``torch.cuda.is_current_stream_capturing``."""
+        """``is_current_stream_capturing``; False where there are no graphs."""
+        if not self._has_capture:
+            return False
         if stream is None:
-            return bool(torch.cuda.is_current_stream_capturing())
+            return bool(self._torch.is_current_stream_capturing())
         with self.within(stream):
-            return bool(torch.cuda.is_current_stream_capturing())
+            return bool(self._torch.is_current_stream_capturing())
 
     def pin(self, address: int, nbytes: int, device: torch.device) -> str:
-        """``cudaHostRegister``.
+        """``cudaHostRegister``; refused where the kind of device has nothing like it.
 
         In a thread of its own: the runtime remembers the last error of each thread, and torch would
         report a refused registration as the failure of whatever kernel the caller launches next.
         """
-        refusal = _in_thread(_pin, address, nbytes, device)
+        refusal = _in_thread(_pin, self._torch, address, nbytes, device)
         if not refusal:
             self._pinned[address] = _tensor_at(address, nbytes)
         return refusal
@@ -283,7 +306,7 @@ class CudaLink:
     def unpin(self, address: int, device: torch.device) -> None:
         """``cudaHostUnregister``, in a thread of its own for the same reason."""
         self._pinned.pop(address, None)
-        _in_thread(_unpin, address, device)
+        _in_thread(_unpin, self._torch, address, device)
 
 
 def _relax_captures() -> None:
@@ -307,17 +330,23 @@ def _cudart() -> ctypes.CDLL | None:
         return None
 
 
-def _pin(address: int, nbytes: int, device: torch.device) -> str:
-    with torch.cuda.device(device):
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+def _takes_blocking(event: Any) -> bool:
+    """Return whether events of a kind of device can be waited for asleep."""
+    return "blocking" in inspect.signature(event.__new__).parameters
+
+
+def _pin(module: Any, address: int, nbytes: int, device: torch.device) -> str:
+    if not hasattr(module, "cudart"):
+        return f"torch cannot register host memory for devices of type {device.type!r}"
+    with module.device(device):
+        runtime = module.cudart()
         code = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
         return "" if int(code) == 0 else str(runtime.cudaGetErrorString(code))
 
 
-def _unpin(address: int, device: torch.device) -> str:
-    with torch.cuda.device(device):
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        return str(int(runtime.cudaHostUnregister(address)))
+def _unpin(module: Any, address: int, device: torch.device) -> str:
+    with module.device(device):
+        return str(int(module.cudart().cudaHostUnregister(address)))
 
 
 def _in_thread(call: Callable[..., str], *args: object) -> str:

@@ -54,7 +54,7 @@ from typing import ClassVar, Final
 import torch
 
 from penstock.core.budget import Budget
-from penstock.core.errors import ClosedError, HookError, TransferError
+from penstock.core.errors import ClosedError, HookError, NoSpaceError, TransferError
 from penstock.core.locks import Lock, defer
 from penstock.core.units import MIB, format_bytes
 from penstock.io.engine import Priority, Transfer
@@ -164,7 +164,16 @@ class CudaMover(Mover):
         if any(stream != current and link.capturing(stream) for stream in streams):
             raise _captured(storage, label)
         after = tuple(link.record(stream) for stream in streams)
-        return self._out.write(storage, tier, label, after)
+        try:
+            return self._out.write(storage, tier, label, after)
+        except NoSpaceError:  # before anything waits for them
+            for event in after:
+                link.reuse(event)
+            raise
+
+    def frees(self, storage: torch.UntypedStorage) -> bool:
+        """Whether it is not memory of a CUDA graph; see [Note: memory of CUDA graphs] in ``.pools``."""
+        return self._link.frees(storage)
 
     # -- back -------------------------------------------------------------------------------------
 

@@ -11,6 +11,13 @@ leave are holes. From a pool of their own the holes are each other's size, step 
     some versions fail when they were out of memory (pytorch #169699): those here live as long as the
     process, one for each device, and sessions share them. While a CUDA graph is being captured its pool
     is the one in force, and stays that.
+
+[Note: memory of CUDA graphs]
+    What a graph allocates while it is captured (``torch.compile(mode="reduce-overhead")`` captures many)
+    lies in a pool of its own, which gives memory to nobody else: to spill it frees nothing, and it would
+    be copied in again at each replay. Which pool memory belongs to is told by torch's snapshot alone,
+    which takes milliseconds; but for memory to change its pool torch has to ask the driver for it, and
+    counts that. So a snapshot is taken only if it has done so since the last.
 """
 
 from __future__ import annotations
@@ -65,8 +72,49 @@ class Pools:
                 pool = self._pools[index] = self._cuda.MemPool(use_on_oom=True)
         return pool
 
+    def own(self, pool_id: tuple[int, int]) -> bool:
+        """Whether a pool is one of these."""
+        return any(tuple(pool.id) == pool_id for pool in self._pools.values())
+
+
+class Segments:
+    """Whose the memory of devices is. See [Note: memory of CUDA graphs]. Thread-safe."""
+
+    def __init__(self, pools: Pools, cuda: Any = torch.cuda) -> None:
+        """Ask for nothing yet.
+
+        Args:
+            pools: Ours.
+            cuda: ``torch.cuda``, or what a test puts in its place.
+        """
+        self._pools = pools
+        self._cuda = cuda
+        self._of_others: dict[int, tuple[int, list[tuple[int, int]]]] = {}
+
+    def is_of_another_pool(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage's memory belongs to a pool that is neither torch's common one nor ours."""
+        index, address = storage.device.index, storage.data_ptr()
+        stats = self._cuda.memory_stats_as_nested_dict(storage.device)
+        changed = stats["reserved_bytes"]["all"]["allocated"]
+        known = self._of_others.get(index)
+        if known is None or known[0] != changed:
+            known = self._of_others[index] = changed, self._look(index)
+        return any(begin <= address < end for begin, end in known[1])
+
+    def _look(self, index: int) -> list[tuple[int, int]]:
+        return [
+            (segment["address"], segment["address"] + segment["total_size"])
+            for segment in self._cuda.memory_snapshot()
+            if segment["device"] == index and not self._is_ours(tuple(segment["segment_pool_id"]))
+        ]
+
+    def _is_ours(self, pool_id: tuple[int, int]) -> bool:
+        return pool_id == (0, 0) or self._pools.own(pool_id)
+
 
 _shared = Pools()
+segments = Segments(_shared)
+"""Of this process."""
 
 
 def shared() -> Pools | None:
