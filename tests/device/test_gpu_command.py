@@ -1,4 +1,4 @@
-"""``python -m penstock.testing.gpu`` on the emulated device: figures come about, and tests are observed."""
+"""``python -m penstock.testing.gpu`` on the emulated device: figures are made, and tests observed."""
 
 import json
 import subprocess
@@ -17,9 +17,9 @@ NOT_HERE = {"GPU-direct, expandable segments"}
 def test_a_figure_comes_about_and_has_no_paths(name, disk_path):
     figure, records = figures.FIGURES[name], disk_path / "records"
     where = ["--dir", str(disk_path), "--scale", "0.01", "--limit", "30"]
+    child = ["-m", "penstock.testing.gpu.child", "figures", name, "--preload", "emulated"]
     ended = processes.run(
-        ["-m", "penstock.testing.gpu.child", "figures", name, "--preload", "emulated"]
-        + ["--records", str(records), *where],
+        [*child, "--records", str(records), *where],
         records=records,
         limit_s=95,
         environment={"EMU_DEVICES": str(figure.devices), "EMU_SCHEDULE": "lazy"},
@@ -41,9 +41,10 @@ def test_a_figure_comes_about_and_has_no_paths(name, disk_path):
 
 def test_a_chosen_test_is_run_and_then_observed(disk_path):
     chosen = "test_a_checkpoint_has_what_a_stream_was_still_to_write"
+    places = ["--out", disk_path, "--dir", disk_path]
+    what = ["--preload", "emulated", "--parts", "order", "--pytest", "-k", chosen]
     done = subprocess.run(
-        [sys.executable, "-m", "penstock.testing.gpu", "--out", disk_path, "--dir", disk_path]
-        + ["--preload", "emulated", "--parts", "order", "--pytest", "-k", chosen],
+        [sys.executable, "-m", "penstock.testing.gpu", *places, *what],
         check=False,
         capture_output=True,
         text=True,
