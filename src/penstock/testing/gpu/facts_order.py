@@ -137,7 +137,7 @@ def default_stream_is_zero(gpu: Device) -> None:
 
 @fact(
     "To synchronize a stream waits for that stream only, the device for all.",
-    relies="optim/device.py: copy_across waits for its own stream",
+    relies="staging.py: the thread waits for its own stream",
     late=True,
 )
 def synchronize_waits_for_its_own(gpu: Device) -> None:
