@@ -35,6 +35,8 @@ if words[:1] == ["-m"] and words[1] == "penstock.testing.gpu.child":
     records = words[words.index("--records") + 1]
 else:
     what, names = "tests", [word for word in words if word.endswith(".py")]
+    if "--observe" in words:
+        names = ["order"]
     (records,) = (word.partition("=")[2] for word in words if word.startswith("--records="))
 
 
@@ -137,13 +139,22 @@ def test_a_machine_without_an_accelerator_is_told_so(monkeypatch, tmp_path, caps
 
 
 def test_all_is_well_if_everything_is(pretend, check):
-    pretend(**{"link": [{"pinned_out_bytes_per_s": 5.5e10}], "test_gpu_link.py": [passed("a")]})
+    order = {"test": "a", "checked": 7, "complaints": ["mul reads what add writes"]}
+    pretend(
+        **{
+            "link": [{"pinned_out_bytes_per_s": 5.5e10}],
+            "test_gpu_link.py": [passed("a")],
+            "order": [{"order": order}, passed("a"), 1],  # a test may fail because it is observed
+        }
+    )
     code, lines, found = check()
     assert code == 0
     assert found["complete"]
     one_device = [each.name for each in contract.FACTS if each.devices == 1]
     assert sorted(each["name"] for each in found["contract"]) == sorted(one_device)
     assert found["tests"] == [passed("a")["test"]]
+    assert found["order"] == [order]
+    assert "  mul reads what add writes" in lines
     assert set(found["figures"]) == {
         name for name, figure in figures.FIGURES.items() if figure.devices == 1
     }
@@ -167,6 +178,7 @@ def test_a_part_that_hangs_dies_or_fails_takes_no_other_with_it(pretend, check, 
             "test_gpu_link.py": [passed("a"), {"begun": "b"}, "die"],
             "test_gpu_state.py": [passed("c"), 1],
             "test_gpu_pools.py": [5],
+            "order": ["die"],
         },
     )
     monkeypatch.setattr(command, "_START_S", 0.1)
@@ -195,6 +207,7 @@ def test_a_part_that_hangs_dies_or_fails_takes_no_other_with_it(pretend, check, 
     how = parts(found)
     assert how["tests/gpu/test_gpu_link.py"] == "died of SIGKILL"
     assert how["tests/gpu/test_gpu_state.py"] == "exit code 1"
+    assert how["order"] == "died of SIGKILL"
     assert how["tests/gpu/test_gpu_pools.py"] == "done"
     assert how["link"].startswith("stopped after")
     assert found["figures"]["link"]["nbytes"] == 5
@@ -207,7 +220,7 @@ def test_a_part_that_hangs_dies_or_fails_takes_no_other_with_it(pretend, check, 
 def test_what_there_is_no_time_for_is_left_out_and_said_to_be(pretend, check, monkeypatch):
     pretend()
     monkeypatch.setattr(command, "_START_S", 1000)
-    code, _, found = check("--parts", "tests", "figures")
+    code, _, found = check("--parts", "tests", "order", "figures")
     assert code == 1
     assert set(parts(found).values()) == {"left out: no time was left"}
     assert "link" in parts(found)

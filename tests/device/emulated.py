@@ -7,10 +7,9 @@ import sys
 import kernels
 import torch
 
-pytest_plugins = ["plugin"]
-"""Under pytest, which is given this module as a plugin."""
-
-if "_pytest" not in sys.modules:
+if "_pytest" in sys.modules and "--observe" not in sys.argv:
+    pytest_plugins = ["plugin"]  # which judges all that the kernels tell
+else:
     torch.backends.cudnn.enabled = False
     for kind in ("flash", "mem_efficient", "cudnn"):  # which CPUs have not
         getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)

@@ -2,7 +2,8 @@
 
 1. The contract: what Penstock and its tests believe of CUDA; see :mod:`.contract`.
 2. The tests that need a device, where this runs from a checkout.
-3. Figures: the link, steps beside plain torch, GPU-direct, the flash optimizer, checkpoints.
+3. The order of accesses in some of these tests, observed and not judged; see :mod:`.observer`.
+4. Figures: the link, steps beside plain torch, GPU-direct, the flash optimizer, checkpoints.
 
 Each part is a process of its own with a limit, and results are written after each, so that neither a
 hang nor a crash nor Ctrl-C loses what was found before.
@@ -13,7 +14,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -31,12 +31,14 @@ from penstock.testing.gpu.document import DONE, Document, scrub
 from penstock.testing.gpu.fact import Fact, Finding, Outcome
 from penstock.testing.gpu.figures import FIGURES
 
-PARTS: Final = ("contract", "tests", "figures")
+PARTS: Final = ("contract", "tests", "order", "figures")
 NO_DEVICE: Final = 2
 INTERRUPTED: Final = 130
 _CONTRACT_S: Final = 90.0
 _FIGURES_SHARE: Final = 0.4
 """Of the time, kept for figures while others run."""
+_ORDER_S: Final = 75.0
+_ORDER_FILES: Final = ("tests/gpu/test_gpu_state.py", "tests/gpu/test_gpu_training.py")
 _START_S: Final = 5.0
 """With less left, nothing is begun."""
 _LAST: Final = "training"
@@ -51,19 +53,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         is no device, or the arguments are wrong; 130 if it was interrupted.
     """
     options = _parser().parse_args(argv)
-    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         options.dir = _spill_directory(options.dir)
         options.out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory() as scratch:
+        with tempfile.TemporaryDirectory() as scratch, processes.Interrupts():
             return Check(options, Path(scratch)).run()
     except ConfigError as error:
         _say(f"error: {error}")
         return NO_DEVICE
-    except KeyboardInterrupt:
+    except InterruptedRunError:
         return INTERRUPTED
-    finally:
-        signal.signal(signal.SIGTERM, before)
+
+
+class InterruptedRunError(Exception):
+    """A part was interrupted; what it found is in the document."""
 
 
 class Check:
@@ -96,7 +99,7 @@ class Check:
                     getattr(self, f"_{part}")()
             self._document.contents["complete"] = True
             code = 0 if self._document.well else 1
-        except KeyboardInterrupt:
+        except InterruptedRunError:
             pass
         self._document.write()
         for line in self._document.lines():
@@ -109,7 +112,7 @@ class Check:
         """In a process of its own: a driver that hangs is one that cannot be used."""
         ended = self._child("machine", limit_s=min(60.0, self._left()))
         if ended.interrupted:
-            raise KeyboardInterrupt
+            raise InterruptedRunError
         if ended.records:
             return ended.records[-1]
         said = scrub(ended.said[-1]) if ended.said else "nothing"
@@ -142,7 +145,7 @@ class Check:
             document.write()
             if ended.interrupted:
                 document.part("contract", ended.how, time.monotonic() - start)
-                raise KeyboardInterrupt
+                raise InterruptedRunError
             if not ended.well:
                 said = ended.said
                 how = how if lost else f"{ended.how} after its last fact"
@@ -163,22 +166,57 @@ class Check:
             _say("tests: this is an installed Penstock, which has no tests with it; left out")
             self._document.part("tests", DONE, 0.0, ["an installed Penstock has no tests with it"])
             return
-        missing = [each for each in ("pytest",) if importlib.util.find_spec(each) is None]
-        if missing:
-            self._document.part("tests", f"left out: {', '.join(missing)} is not installed", 0.0)
-            return
         reserved_s = _FIGURES_SHARE * self._options.limit if "figures" in self._options.parts else 0
+        reserved_s += _ORDER_S if "order" in self._options.parts else 0
         for file in test_files(root):
-            self._test_file(root, file, self._left() - reserved_s)
+            left_s = self._left() - reserved_s
+            ended = self._run_tests(root, file, [file, *self._options.pytest], left_s)
+            if ended is None:
+                continue
+            tests = [each["test"] for each in ended.records if "test" in each]
+            over = {each["test"] for each in tests}
+            begun = [each["begun"] for each in ended.records if "begun" in each]
+            tests += [
+                {"test": name, "outcome": "failed", "seconds": None, "said": ended.how}
+                for name in begun
+                if name not in over
+            ]
+            self._document.contents["tests"] += tests
+            how = DONE if _passed(ended) else ended.how
+            self._tests_over(file, ended, f"{len(tests)} tests", how)
 
-    def _test_file(self, root: Path, file: str, limit_s: float) -> None:
-        document = self._document
-        if limit_s < _START_S:
-            document.part(file, "left out: no time was left", 0.0)
+    def _order(self) -> None:
+        """Some tests again, with an observer, which may make them fail: that is no failure of theirs."""
+        root = checkout()
+        if root is None:
             return
+        limit_s = min(_ORDER_S, self._left())
+        words = ["--observe", *_ORDER_FILES, *self._options.pytest]
+        ended = self._run_tests(root, "order", words, limit_s)
+        if ended is None:
+            return
+        found = [each["order"] for each in ended.records if "order" in each]
+        self._document.contents["order"] = found
+        checked = sum(each["checked"] for each in found)
+        complaints = sum(len(each["complaints"]) for each in found)
+        said = f"{checked} accesses in {len(found)} tests, {complaints} complaints"
+        # it does what it can in its time
+        how = DONE if found or _passed(ended) else ended.how
+        self._tests_over("order", ended, said, how)
+
+    def _run_tests(
+        self, root: Path, name: str, words: Sequence[str], limit_s: float
+    ) -> processes.Ended | None:
+        """A process of pytest; None, and noted as left out, if there is no time or no pytest."""
+        if importlib.util.find_spec("pytest") is None:
+            self._document.part(name, "left out: pytest is not installed", 0.0)
+            return None
+        if limit_s < _START_S:
+            self._document.part(name, "left out: no time was left", 0.0)
+            return None
         records = self._records()
-        ended = processes.run(
-            [*self._pytest(records), file, *self._options.pytest],
+        return processes.run(
+            [*self._pytest(records), *words],
             records=records,
             limit_s=limit_s,
             environment={
@@ -187,23 +225,13 @@ class Check:
             },
             directory=root,
         )
-        tests = [each["test"] for each in ended.records if "test" in each]
-        over = {each["test"] for each in tests}
-        begun = [each["begun"] for each in ended.records if "begun" in each]
-        tests += [
-            {"test": name, "outcome": "failed", "seconds": None, "said": ended.how}
-            for name in begun
-            if name not in over
-        ]
-        document.contents["tests"] += tests
-        none_chosen = 5  # of pytest
-        how = DONE if ended.code in (0, none_chosen) and not ended.stopped else ended.how
+
+    def _tests_over(self, name: str, ended: processes.Ended, said: str, how: str) -> None:
+        how = ended.how if ended.interrupted else how
+        self._document.part(name, how, ended.seconds, None if how == DONE else ended.said)
+        _say(f"{name}: {how}, {said}")
         if ended.interrupted:
-            how = ended.how
-        document.part(file, how, ended.seconds, None if how == DONE else ended.said)
-        _say(f"{file}: {how}, {len(tests)} tests")
-        if ended.interrupted:
-            raise KeyboardInterrupt
+            raise InterruptedRunError
 
     def _pytest(self, records: Path) -> Iterator[str]:
         """Options of plug-ins that may be missing are not asked for."""
@@ -237,7 +265,7 @@ class Check:
             document.part(name, how, ended.seconds, None if how == DONE else ended.said)
             _say(f"{name}: {how}")
             if ended.interrupted:
-                raise KeyboardInterrupt
+                raise InterruptedRunError
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -277,6 +305,11 @@ def test_files(root: Path) -> list[str]:
     return [str(file.relative_to(root)) for file in found if file.exists()]
 
 
+def _passed(ended: processes.Ended) -> bool:
+    """Whether tests passed, or pytest had none to run."""
+    return ended.code in (0, 5) and not ended.stopped
+
+
 def _ended(fact: Fact, ended: processes.Ended) -> dict[str, Any]:
     """The finding of a fact whose process ended while it was examined."""
     said = f": {ended.said[-1]}" if ended.said else ""
@@ -295,10 +328,6 @@ def _spill_directory(named: str | None) -> str:
     raise ConfigError(
         f"{' and '.join(places)}: no directory on a disk; name one by --dir for what spills to flash"
     )
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _say(line: str) -> None:

@@ -47,6 +47,7 @@ class Document:
             "parts": [],
             "contract": [],
             "tests": [],
+            "order": [],
             "figures": {},
         }
 
@@ -89,6 +90,7 @@ class Document:
         )
         yield from self._contract_lines()
         yield from self._test_lines()
+        yield from self._order_lines()
         for name, figures in contents["figures"].items():
             yield f"figure    {name}: {_brief(figures)}"
         for part in contents["parts"]:
@@ -120,6 +122,16 @@ class Document:
         for each in wrong[:_SHOWN]:
             yield f"  {each['test']}: {each['said']}"[:200]
         yield from _more(wrong)
+
+    def _order_lines(self) -> Iterator[str]:
+        found = self.contents["order"]
+        if not found:
+            return
+        checked = sum(each["checked"] for each in found)
+        told = list(dict.fromkeys(line for each in found for line in each["complaints"]))
+        yield f"order     {checked} accesses in {len(found)} tests, {len(told)} complaints to look into"
+        for line in told[:_SHOWN]:
+            yield f"  {line}"[:200]
 
     def _findings(self, *outcomes: Outcome) -> list[dict[str, Any]]:
         return [each for each in self.contents["contract"] if each["outcome"] in outcomes]

@@ -50,7 +50,7 @@ def pinned_in_is_asynchronous(gpu: Device) -> None:
 
 @fact(
     "A copy to memory that is not pinned holds up the host until it is done, non_blocking or not.",
-    relies="optim/shelf.py and checkpoint/moves.py: what is not pinned is there at once",
+    relies="staging.py where nothing is pinned: the bytes are there at once",
 )
 def pageable_out_blocks(gpu: Device) -> None:
     """Behind a delay."""
@@ -65,7 +65,7 @@ def pageable_out_blocks(gpu: Device) -> None:
 
 @fact(
     "A copy from memory that is not pinned has read it when the call returns.",
-    relies="optim/device.py and programs: the source may be used again at once",
+    relies="staging.py where nothing is pinned: the source may be used again at once",
 )
 def pageable_in_reads_at_once(gpu: Device) -> None:
     """The source is overwritten after the call."""

@@ -128,7 +128,7 @@ def default_stream_holds_nobody_up(gpu: Device) -> None:
         expect(not reached, f"the {which} stream waited for the other")
 
 
-@fact("The default stream's handle is 0.", relies="io/gds.py: which stream is the legacy one")
+@fact("The default stream's handle is 0.", relies="testing/order.py: default streams have all the same handle")
 def default_stream_is_zero(gpu: Device) -> None:
     """Torch uses the legacy default stream."""
     handle = gpu.cuda.default_stream().cuda_stream
@@ -137,7 +137,7 @@ def default_stream_is_zero(gpu: Device) -> None:
 
 @fact(
     "To synchronize a stream waits for that stream only, the device for all.",
-    relies="optim/device.py: copy_across waits for its own stream",
+    relies="staging.py: the thread waits for its own stream",
     late=True,
 )
 def synchronize_waits_for_its_own(gpu: Device) -> None:

@@ -93,7 +93,7 @@ def caller_comes_after_gradients(gpu: Device) -> None:
 
 @fact(
     "Torch tells whoever asks of each event recorded and waited for, and of memory taken and freed.",
-    relies="tests that check the order of accesses on hardware",
+    relies="testing/order.py: watch",
     fresh=True,
 )
 def torch_traces(gpu: Device) -> None:

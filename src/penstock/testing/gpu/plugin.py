@@ -1,31 +1,41 @@
 """A pytest plugin for the tests on a device: every outcome goes to a file as soon as it is known.
 
-``pytest -p penstock.testing.gpu.plugin --records FILE``.
+``pytest -p penstock.testing.gpu.plugin --records FILE [--observe]``. With ``--observe`` the order of what
+each test does on the device is noted, too; see :mod:`.observer`.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.testing.gpu import processes
+from penstock.testing.gpu.observer import observed
+from penstock.testing.order import Order
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--records``."""
+    """Add ``--records`` and ``--observe``."""
     parser.addoption("--records", type=Path, help="append the outcome of every test to this file")
+    parser.addoption("--observe", action="store_true", help="note the order of accesses as well")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Note outcomes if a file is named."""
     records = config.getoption("--records")
     if records is not None:
-        config.pluginmanager.register(_Notes(records), "penstock-gpu-notes")
+        config.pluginmanager.register(_Outcomes(records), "penstock-gpu-outcomes")
+        if config.getoption("--observe"):
+            handovers = _handovers(config.rootpath / "tests" / "device")
+            config.pluginmanager.register(_Orders(records, handovers), "penstock-gpu-orders")
 
 
-class _Notes:
+class _Outcomes:
     def __init__(self, records: Path) -> None:
         self._records = records
         self._outcome: dict[str, Any] = {}
@@ -46,6 +56,32 @@ class _Notes:
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         processes.append(self._records, {"test": self._outcome})
+
+
+class _Orders:
+    def __init__(self, records: Path, handovers: Any) -> None:
+        self._records = records
+        self._handovers = handovers
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        order = Order()
+        self._handovers.use(order)
+        try:
+            with observed(order):
+                return (yield)
+        finally:
+            self._handovers.use(None)
+            found = {"test": item.nodeid, "checked": order.checked, "complaints": order.complaints}
+            processes.append(self._records, {"order": found})
+
+
+def _handovers(directory: Path) -> Any:
+    """The module of the tests that knows where Penstock's threads hand something over."""
+    sys.path.insert(0, str(directory))
+    module: Any = importlib.import_module("handovers")
+    module.install()
+    return module
 
 
 def _reason(report: pytest.TestReport) -> str:

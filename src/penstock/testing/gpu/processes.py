@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import penstock
 
@@ -25,7 +25,35 @@ _GRACE_S: Final = 5.0
 """For a process that was told to stop, before it is killed."""
 _BURIAL_S: Final = 10.0
 """For one that was killed: a driver that hangs may keep it for ever."""
+_LOOK_S: Final = 0.1
 _TAIL: Final = 12
+
+
+class Interrupts:
+    """Ctrl-C and SIGTERM while it is entered: noted, not raised, so that no process is lost sight of.
+
+    Attributes:
+        asked: Whether there was one.
+    """
+
+    asked: ClassVar[bool] = False
+
+    def __enter__(self) -> None:
+        """Note them from now on; what this process ignores stays ignored."""
+        Interrupts.asked = False
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        noted = [each for each in numbers if signal.getsignal(each) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._note) for number in noted}
+
+    def __exit__(self, *_: object) -> None:
+        """As before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        Interrupts.asked = False
+
+    @staticmethod
+    def _note(*_: object) -> None:
+        Interrupts.asked = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +106,7 @@ def run(
 ) -> Ended:
     """Run Python in a process group of its own; returns when it is over, or soon after ``limit_s``.
 
-    Ctrl-C and SIGTERM stop it, and are told by ``interrupted``, not raised.
+    It is stopped if :class:`Interrupts` are asked for, and not begun if they were.
 
     Args:
         command: What follows the interpreter.
@@ -87,9 +115,10 @@ def run(
         environment: Variables over those of this process.
         directory: Where it runs; the current one by default.
     """
+    if Interrupts.asked:
+        return Ended([], None, 0.0, interrupted=True)
     environ = os.environ | child_environment() | dict(environment or {})
     start = time.monotonic()
-    stopped = interrupted = False
     with tempfile.TemporaryFile() as output:
         child = subprocess.Popen(
             [sys.executable, *command],
@@ -100,12 +129,11 @@ def run(
             cwd=directory,
             start_new_session=True,
         )
-        try:
-            child.wait(max(limit_s, 0.1))
-        except subprocess.TimeoutExpired:
-            stopped = True
-        except KeyboardInterrupt:
-            interrupted = True
+        while child.poll() is None and not Interrupts.asked and time.monotonic() < start + limit_s:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(_LOOK_S)
+        interrupted = Interrupts.asked
+        stopped = child.poll() is None and not interrupted
         _end(child)
         seconds = time.monotonic() - start
         output.seek(0)
@@ -148,5 +176,5 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         if child.poll() is None or number is signal.SIGKILL:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, number)
-        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+        with suppress(subprocess.TimeoutExpired):
             child.wait(patience_s)

@@ -1,0 +1,58 @@
+"""``python -m penstock.testing.gpu`` on the emulated device: figures are made, and tests observed."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from penstock.testing.gpu import figures, processes
+
+pytestmark = pytest.mark.gpu
+NOT_HERE = {"GPU-direct, expandable segments"}
+"""Segments that grow need what the emulated driver has not."""
+
+
+@pytest.mark.parametrize("name", sorted(figures.FIGURES.keys() - NOT_HERE))
+def test_a_figure_comes_about_and_has_no_paths(name, disk_path):
+    figure, records = figures.FIGURES[name], disk_path / "records"
+    where = ["--dir", str(disk_path), "--scale", "0.01", "--limit", "30"]
+    child = ["-m", "penstock.testing.gpu.child", "figures", name, "--preload", "emulated"]
+    ended = processes.run(
+        [*child, "--records", str(records), *where],
+        records=records,
+        limit_s=95,
+        environment={"EMU_DEVICES": str(figure.devices), "EMU_SCHEDULE": "lazy"},
+    )
+    found = {key: value for each in ended.records for key, value in each.items()}
+    assert ended.well, (ended.how, ended.said, found)
+    assert "failed" not in found
+    if name.startswith("GPU-direct") and "refused" in found:
+        return
+    for key, value in found.items():
+        if key.endswith(("_per_s", "_s")):
+            assert value > 0, key
+        if key.startswith(("same_bits", "no_context")):
+            assert value is True, key
+        if key.startswith("batch x"):
+            assert value["penstock"]["step_s"] > 0, value
+            assert value["moved_bytes_per_step"]["copy_out." + name.rpartition(" ")[2]] > 0
+
+
+def test_a_chosen_test_is_run_and_then_observed(disk_path):
+    chosen = "test_a_checkpoint_has_what_a_stream_was_still_to_write"
+    places = ["--out", disk_path, "--dir", disk_path]
+    what = ["--preload", "emulated", "--parts", "order", "--pytest", "-k", chosen]
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock.testing.gpu", *places, *what],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=95,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = disk_path.glob("penstock-gpu-*.json")
+    (observed,) = json.loads(file.read_text())["order"]
+    assert observed["test"].endswith(chosen)
+    assert observed["checked"] > 10
+    assert observed["complaints"] == []
