@@ -24,9 +24,9 @@ from penstock.core.locks import condition
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
 from penstock.runtime.encoding.jobs import Job, ReadJob, WriteJob
-from penstock.runtime.encoding.scratch import Scratch, Slot
+from penstock.runtime.encoding.scratch import Slot, Slots
 from penstock.runtime.encoding.tickets import EncodedTicket
-from penstock.tier.base import Tier
+from penstock.tier.base import Ticket
 
 THREAD_NAME: Final = "penstock-codec"
 
@@ -39,7 +39,7 @@ class Worker:
     whatever else is going on.
     """
 
-    def __init__(self, scratch: Scratch, recorder: Recorder) -> None:
+    def __init__(self, scratch: Slots, recorder: Recorder) -> None:
         """Do nothing yet.
 
         Args:
@@ -59,7 +59,7 @@ class Worker:
     # -- for the mover ----------------------------------------------------------------------------
 
     def submit(self, job: WriteJob | ReadJob) -> None:
-        """Begin to encode or to decode; returns at once. Raises ClosedError."""
+        """Begin to encode or to decode, unless it was withdrawn; returns at once. Raises ClosedError."""
         if os.getpid() != self._pid:  # before the lock, which a thread left behind may hold
             raise ClosedError(
                 f"{job.ticket.label}: codecs belong to process {self._pid}; a process forked from"
@@ -68,6 +68,8 @@ class Worker:
         with self._wake:
             if self._stopping:
                 raise ClosedError(f"{job.ticket.label}: codecs are closed, with their session")
+            if job.over:
+                return
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name=THREAD_NAME, daemon=True)
                 thread.start()
@@ -79,8 +81,8 @@ class Worker:
                 self._writes[job] = None
             self._wake.notify()
 
-    def withdraw(self, job: Job) -> bool:
-        """Give a job up: no further piece is taken up, and it settles as cancelled.
+    def withdraw(self, job: Job, error: BaseException | None = None) -> bool:
+        """Give a job up: no further piece is taken up, and it settles with ``error``, or as cancelled.
 
         Returns:
             Whether it has settled; else it does as soon as what is in hand has ended.
@@ -88,7 +90,7 @@ class Worker:
         if os.getpid() != self._pid:
             return False
         with self._wake:
-            withdrawals = self._fail(job, CancelledError())
+            withdrawals = self._fail(job, error or CancelledError())
             ended = self._is_last(job)
         self._finish(job, withdrawals, ended)
         return ended
@@ -105,18 +107,20 @@ class Worker:
         for transfer in moving:
             transfer.promote(priority)
 
-    def discard(self, ticket: EncodedTicket, tier: Tier) -> None:
-        """Give up the ticket's frames, and what of them is under way. Idempotent; never waits."""
+    def discard(self, ticket: EncodedTicket) -> tuple[Ticket, ...]:
+        """Give up what is under way with the ticket's frames; these are the caller's to discard.
+
+        Idempotent; never waits.
+        """
         if os.getpid() != self._pid:
-            return
+            return ()
         with self._wake:
             ticket.discarded = True
             jobs = [job for job in self._live if job.ticket is ticket]
             parts = tuple(ticket.parts)
         for job in jobs:
             self.withdraw(job)
-        for part in parts:
-            tier.discard(part)
+        return parts
 
     def stop(self) -> None:
         """Let the thread end once everything is settled. Does not wait for it; idempotent."""
@@ -190,7 +194,7 @@ class Worker:
             job.ticket.frame_bytes += frame_bytes
             failed = job.error is not None
         if failed:
-            job.tier.discard(part)
+            job.discard(part)
         part.written.add_done_callback(partial(self._written, job, slot))
 
     def _written(self, job: WriteJob, slot: Slot, transfer: Transfer) -> None:
@@ -265,7 +269,7 @@ class Worker:
         if not job.end():
             return False
         if isinstance(job, ReadJob):
-            del self._reads[job]
+            self._reads.pop(job, None)
         return True
 
     def _finish(self, job: Job, withdrawals: list[Callable[[], object]], ended: bool) -> None:
