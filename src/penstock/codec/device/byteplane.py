@@ -38,14 +38,13 @@ def decode(payload: Tensor, count: int, dtype: str) -> Tensor:
     starts, raw = _find(body, blocks, size)
     words = torch.empty(count, dtype=word_type(dtype), device=payload.device)
     rows = words[: blocks * BLOCK].view(-1, BLOCK)
-    if blocks and starts is None:
-        rows.copy_(_decode_blocks(body.view(blocks, -1)[:, 1:], dtype, raw=bool(raw)))
-    elif blocks:
-        assert isinstance(raw, Tensor), "blocks of both kinds come with a flag for each"
+    if starts is not None:
         for kind, length in ((False, _packed_bytes(size)), (True, _raw_bytes(size))):
             mine = (raw == kind).nonzero().view(-1)
             taken = body.unfold(0, length, 1).index_select(0, starts[mine])
             rows[mine] = _decode_blocks(taken[:, 1:], dtype, raw=kind)
+    elif blocks:
+        rows.copy_(_decode_blocks(body.view(blocks, -1)[:, 1:], dtype, raw=bool(raw[0])))
     if tail_bytes:
         words[blocks * BLOCK :] = as_type(payload[body.numel() :], word_type(dtype))
     return words
@@ -91,10 +90,10 @@ def _mix(packed: Tensor, blocks: Tensor, raw: Tensor, size: int) -> Tensor:
     return rows[torch.arange(length, device=rows.device) < lengths[:, None]]
 
 
-def _find(body: Tensor, blocks: int, size: int) -> tuple[Tensor | None, Tensor | bool]:
+def _find(body: Tensor, blocks: int, size: int) -> tuple[Tensor | None, Tensor]:
     """Where each block begins, int64, and whether it is raw. Raises CodecError.
 
-    Where all of them are alike: ``None``, and whether they are raw.
+    Where all of them are alike there is no need to say where they begin: ``None``.
     """
     short, long = _packed_bytes(size), _raw_bytes(size)
     extra = body.numel() - blocks * short
@@ -106,7 +105,7 @@ def _find(body: Tensor, blocks: int, size: int) -> tuple[Tensor | None, Tensor |
         good = ((rows[:, 0] == 0) & (rows[:, 1] == 0)) if count else rows[:, 0] == 1
         if not bool(good.all()):
             raise _damaged(body, blocks)
-        return None, count > 0
+        return None, torch.full((blocks,), count > 0)
     starts, raw = _walk(bytes(body.cpu().numpy()), blocks, short, long)
     starts, raw = starts.to(body.device), raw.to(body.device)
     good = (body[starts] == (~raw).to(torch.uint8)) & (~raw | (body[starts + 1] == 0))

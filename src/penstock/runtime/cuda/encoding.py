@@ -29,7 +29,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,7 +45,7 @@ from penstock.codec.device import FORMS
 from penstock.codec.device.base import decode_tensor, encode_tensor, scratch_bytes
 from penstock.core.budget import Budget
 from penstock.core.errors import ClosedError
-from penstock.core.locks import Lock, defer
+from penstock.core.locks import defer
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
 from penstock.runtime.cuda.link import Link, Stream
@@ -173,9 +172,7 @@ class DeviceWriteJob(WriteJob):
                 slot.storage = frame.untyped_storage()
         except torch.OutOfMemoryError:
             ticket.raw.add(index)
-            # torch says Storage and means the class of this one
-            slot.storage = storage[start : start + nbytes]  # type: ignore[assignment]
-        assert slot.storage is not None
+            slot.storage = storage[start : start + nbytes]  # which holds the whole
         return int(slot.storage.nbytes())
 
     def write(self, slot: Any, frame_bytes: int) -> Any:
@@ -216,6 +213,7 @@ class DeviceReadJob(ReadJob):
         part: Any = ticket.parts[index]
         with side.link.on(side.stream(ticket.device)):
             target = side.inner.allocate(part, force=True, budget=side.scratch.frames)
+        assert target is not None, "memory was forced"
         slot.target = target
         return side.inner.read(self.tier, part, target, priority)
 
@@ -230,8 +228,9 @@ class DeviceReadJob(ReadJob):
         with side.waiting(ticket.device):
             decoded = _bytes_of(frame)
             if index not in ticket.raw:
-                known = {"codec_name": self.codec.name, "dtype": ticket.encoding.dtype}
-                decoded = decode_tensor(decoded, nbytes, **known)
+                decoded = decode_tensor(
+                    decoded, nbytes, codec_name=self.codec.name, dtype=ticket.encoding.dtype
+                )
             _bytes_of(target.storage)[start : start + nbytes].copy_(decoded)
 
 
@@ -386,7 +385,8 @@ class DeviceEncodingMover(Mover):
         if not isinstance(ticket, DeviceTicket):
             self._inner.discard(tier, ticket)
             return
-        for part in self._worker.discard(ticket):
+        parts: tuple[Any, ...] = self._worker.discard(ticket)
+        for part in parts:
             self._inner.discard(tier, part)
 
     def trim(self, nbytes: int) -> int:

@@ -102,7 +102,7 @@ class Slots:
         while piece:
             if self._fits(codec, dtype, piece):
                 return piece
-            piece = round_down(piece // 2, PAGE_BYTES)
+            piece = round_down(piece * 3 // 4, PAGE_BYTES)
         raise ConfigError(
             f"codec {codec.name} cannot encode a page of {dtype} in slots of {self.slot_bytes} bytes"
             f" and {self.working_bytes} bytes beside them; give more scratch memory"
