@@ -391,7 +391,9 @@ def test_a_damaged_frame_is_an_error_that_names_the_slot(rig, monkeypatch, place
     monkeypatch.setattr(encoding, "encode_tensor", damaged)
     ticket = rig.written(floats(3 * PIECE))
     target, transfer = rig.fetch(ticket)
-    with pytest.raises(CodecError, match="slot: piece 0 of 5, as read from tier host .* not decode"):
+    with pytest.raises(
+        CodecError, match="slot: piece 0 of 5, as read from tier host .* not decode"
+    ):
         transfer.wait(20)
     rig.mover.drop(target)
     del target, transfer
