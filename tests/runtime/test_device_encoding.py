@@ -10,7 +10,7 @@ import torch
 from cuda_rig import HostSpec
 from lazy_device import LazyLink
 
-from penstock.codec.base import DTYPES, HEADER_BYTES, ITEMSIZE
+from penstock.codec.base import DTYPES, HEADER_BYTES
 from penstock.codec.device import FORMS
 from penstock.codec.registry import lossless_for
 from penstock.core.budget import Budget
@@ -392,7 +392,7 @@ def test_a_damaged_frame_is_an_error_that_names_the_slot(rig, monkeypatch, place
     ticket = rig.written(floats(3 * PIECE))
     target, transfer = rig.fetch(ticket)
     with pytest.raises(
-        CodecError, match="slot: piece 0 of 5, as read from tier host .* not decode"
+        CodecError, match=r"slot: piece 0 of 5, as read from tier host .* not decode"
     ):
         transfer.wait(20)
     rig.mover.drop(target)
