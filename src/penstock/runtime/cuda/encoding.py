@@ -18,9 +18,10 @@
       streams]). Its memory is allocated, and freed, on the worker's stream.
     - Back: a target is allocated by the thread that asks, as ever. Its frames are read to memory of the
       worker's stream, which waits for each copy (rule 5) and for what used the target's memory before
-      (rule 4), and decodes. Checks of a frame depend on the data, too, so the worker waits for each piece
-      before it says that the target is filled. Then nothing is late any more: whoever uses the target
-      comes after that, in whichever stream.
+      (rule 4), and decodes. That fills the target by kernels, so whoever uses it waits for an event behind
+      them, as for what is made again (rule 7). Checks of a frame depend on the data, too, so the worker
+      waits for each piece before it says that the target is filled, or what is wrong with a frame. So the
+      event has been reached long before, and nothing touches a target that is given up.
 
     Memory: frames, and what codecs allocate, are charged to the device's budget once, when the mover is
     made (:class:`DeviceScratch`), because encoding makes room and must not need any. Where the device
@@ -50,7 +51,7 @@ from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
 from penstock.runtime.cuda.link import Link, Stream
 from penstock.runtime.cuda.mover import CudaMover
-from penstock.runtime.cuda.tickets import CudaTarget
+from penstock.runtime.cuda.tickets import CudaTarget, Fill
 from penstock.runtime.encoding.jobs import ReadJob, WriteJob
 from penstock.runtime.encoding.scratch import Slots
 from penstock.runtime.encoding.tickets import EncodedTicket
@@ -232,6 +233,7 @@ class DeviceReadJob(ReadJob):
                     decoded, nbytes, codec_name=self.codec.name, dtype=ticket.encoding.dtype
                 )
             _bytes_of(target.storage)[start : start + nbytes].copy_(decoded)
+            target.fill = Fill(stream, made=side.link.record(stream))
 
 
 class DeviceEncodingMover(Mover):
