@@ -240,9 +240,9 @@ def test_a_source_is_encoded_when_its_stream_has_made_it(rig):
     stream = rig.link.copy_stream(rig.inner.device)
     stream.work.put(gate.wait)
     rig.link._copy("out", stream, storage.data_ptr(), _address(content), len(content))
-    rig.link._current.stream = stream
+    rig.link.current = stream
     rig.mover.use(storage)
-    del rig.link._current.stream
+    rig.link.current = rig.link.NOW
     rig.mover.use(storage)
     ticket = rig.mover.write(storage, rig.tier, "slot", FLOATS)
     del storage
@@ -260,9 +260,9 @@ def test_a_target_is_filled_when_its_memory_is_free(rig, monkeypatch):
     gate, seen = threading.Event(), []
     stream = rig.link.copy_stream(rig.inner.device)
     stream.work.put(gate.wait)
-    rig.link._current.stream = stream
+    rig.link.current = stream
     target = rig.mover.allocate(ticket)
-    del rig.link._current.stream
+    rig.link.current = rig.link.NOW
     decode = encoding.decode_tensor
 
     def decoding(*args, **named):
@@ -421,9 +421,9 @@ def test_a_write_that_is_cancelled_before_its_source_is_complete(rig):
     stream = rig.link.copy_stream(rig.inner.device)
     stream.work.put(gate.wait)
     storage = storage_of(floats(4 * PIECE))
-    rig.link._current.stream = stream
+    rig.link.current = stream
     rig.mover.use(storage)
-    del rig.link._current.stream
+    rig.link.current = rig.link.NOW
     ticket = rig.mover.write(storage, rig.tier, "slot", FLOATS)
     assert ticket.written.cancel()
     with pytest.raises(CancelledError):

@@ -18,10 +18,10 @@
       streams]). Its memory is allocated, and freed, on the worker's stream.
     - Back: a target is allocated by the thread that asks, as ever. Its frames are read to memory of the
       worker's stream, which waits for each copy (rule 5) and for what used the target's memory before
-      (rule 4), and decodes. That fills the target by kernels, so whoever uses it waits for an event behind
-      them, as for what is made again (rule 7). Checks of a frame depend on the data, too, so the worker
-      waits for each piece before it says that the target is filled, or what is wrong with a frame. So the
-      event has been reached long before, and nothing touches a target that is given up.
+      (rule 4), and decodes. That fills the target by kernels, so whoever uses it waits for an event
+      behind them, as for what is made again (rule 7). Checks of a frame depend on the data, too, so the
+      worker waits for each piece before it says that the target is filled, or what is wrong with a
+      frame. So the event has been reached long before, and nothing touches a target that is given up.
 
     Memory: frames, and what codecs allocate, are charged to the device's budget once, when the mover is
     made (:class:`DeviceScratch`), because encoding makes room and must not need any. Where the device
@@ -31,8 +31,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -139,7 +139,7 @@ class _Side:
     def waiting(self, device: torch.device) -> Iterator[None]:
         """Within, operators run on the worker's stream; wait for them at the end, however it comes."""
         link, stream = self.link, self.stream(device)
-        with link.on(stream):
+        with link.within(stream):
             try:
                 yield
             finally:
@@ -180,7 +180,7 @@ class DeviceWriteJob(WriteJob):
         """Begin to copy a frame, and to write it; the inner mover holds it from here on."""
         ticket, side = self.ticket, self._side
         storage, slot.storage = slot.storage, None
-        with side.link.on(side.stream(ticket.device)):
+        with side.link.within(side.stream(ticket.device)):
             side.inner.use(storage)
             return side.inner.write(storage, self.tier, ticket.label)
 
@@ -212,7 +212,7 @@ class DeviceReadJob(ReadJob):
         """Begin to read a frame to memory of the worker's stream."""
         ticket, side = self.ticket, self._side
         part: Any = ticket.parts[index]
-        with side.link.on(side.stream(ticket.device)):
+        with side.link.within(side.stream(ticket.device)):
             target = side.inner.allocate(part, force=True, budget=side.scratch.frames)
         assert target is not None, "memory was forced"
         slot.target = target
@@ -223,7 +223,7 @@ class DeviceReadJob(ReadJob):
         start, nbytes = ticket.range_of(index)
         stream = side.stream(ticket.device)
         frame = side.inner.finish(slot.target)
-        with side.link.on(stream):
+        with side.link.within(stream):
             side.inner.use(frame)
             side.link.wait(stream, target.ready)
         with side.waiting(ticket.device):
@@ -272,7 +272,8 @@ class DeviceEncodingMover(Mover):
         self._recorder = recorder
         self._scratch = DeviceScratch(scratch_bytes, budget)
         self._side = _Side(inner, link, self._scratch)
-        self._worker = Worker(self._scratch, recorder)
+        adopt = partial(link.adopt_thread, self.device)
+        self._worker = Worker(self._scratch, recorder, adopt_thread=adopt)
         weakref.finalize(self, defer, self._worker.stop).atexit = False
 
     def write(
@@ -370,13 +371,23 @@ class DeviceEncodingMover(Mover):
         """As the inner mover."""
         self._inner.use(storage)
 
+    def here(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+        """As the inner mover."""
+        return self._inner.here(device)
+
+    def account(self, budget_of: Callable[[torch.device], Budget]) -> None:
+        """As the inner mover; scratch memory is the session's own device's."""
+        self._inner.account(budget_of)
+
     def made(self, storage: torch.UntypedStorage) -> None:
         """As the inner mover."""
         self._inner.made(storage)
 
-    def catch_up(self) -> None:
-        """As the inner mover."""
-        self._inner.catch_up()
+    def drain(self) -> None:
+        """Wait until all that was begun is encoded, decoded and copied."""
+        self._inner.drain()  # whose fences hand storages to the worker
+        self._worker.drain()
+        self._inner.drain()
 
     def drop(self, target: CudaTarget) -> None:
         """As the inner mover."""
@@ -394,6 +405,14 @@ class DeviceEncodingMover(Mover):
     def trim(self, nbytes: int) -> int:
         """As the inner mover: scratch memory is never idle."""
         return self._inner.trim(nbytes)
+
+    def rest(self) -> int:
+        """As the inner mover."""
+        return self._inner.rest()
+
+    def wake(self) -> None:
+        """As the inner mover."""
+        self._inner.wake()
 
     def target_bytes(self, ticket: Any) -> int:
         """As the inner mover, for the storage."""

@@ -39,13 +39,17 @@ class Worker:
     whatever else is going on.
     """
 
-    def __init__(self, scratch: Slots, recorder: Recorder) -> None:
+    def __init__(
+        self, scratch: Slots, recorder: Recorder, adopt_thread: Callable[[], None] = lambda: None
+    ) -> None:
         """Do nothing yet.
 
         Args:
             scratch: Belongs to this worker from now on.
             recorder: Gets spans and counters.
+            adopt_thread: Called in the thread when it begins.
         """
+        self._adopt_thread = adopt_thread
         self._scratch = scratch
         self._recorder = recorder
         self._pid = os.getpid()
@@ -79,7 +83,7 @@ class Worker:
                 self._reads[job] = None
             else:
                 self._writes[job] = None
-            self._wake.notify()
+            self._wake.notify_all()
 
     def withdraw(self, job: Job, error: BaseException | None = None) -> bool:
         """Give a job up: no further piece is taken up, and it settles with ``error``, or as cancelled.
@@ -122,13 +126,18 @@ class Worker:
             self.withdraw(job)
         return parts
 
+    def drain(self) -> None:
+        """Wait until all that was submitted is settled."""
+        with self._wake:
+            self._wake.wait_for(lambda: not self._live)
+
     def stop(self) -> None:
         """Let the thread end once everything is settled. Does not wait for it; idempotent."""
         if os.getpid() != self._pid:
             return
         with self._wake:
             self._stopping = True
-            self._wake.notify()
+            self._wake.notify_all()
 
     def close(self) -> None:
         """Cancel what has not begun, wait for the rest, give the scratch memory back. Idempotent."""
@@ -146,6 +155,7 @@ class Worker:
     # -- the thread -------------------------------------------------------------------------------
 
     def _work(self) -> None:
+        self._adopt_thread()
         while self._serve():
             pass
 
@@ -225,7 +235,7 @@ class Worker:
             job.moving.discard(transfer)
             if transfer.error is None and job.error is None:
                 job.arrived.append((index, slot))
-                self._wake.notify()
+                self._wake.notify_all()
                 return
         self._ended(job, slot, transfer.error)
 
@@ -246,7 +256,7 @@ class Worker:
             job.pending -= 1
             withdrawals = [] if error is None else self._fail(job, error)
             ended = self._is_last(job)
-            self._wake.notify()
+            self._wake.notify_all()
         self._finish(job, withdrawals, ended)
 
     def _fail(self, job: Job, error: BaseException) -> list[Callable[[], object]]:
@@ -261,7 +271,7 @@ class Worker:
                 self._scratch.release(slot)
             job.pending -= len(job.arrived)
             job.arrived.clear()
-            self._wake.notify()
+            self._wake.notify_all()
         return job.withdrawals()
 
     def _is_last(self, job: Job) -> bool:
@@ -285,4 +295,4 @@ class Worker:
         job.transfer.settle(job.error)
         with self._wake:
             self._live.discard(job)
-            self._wake.notify()
+            self._wake.notify_all()
