@@ -41,7 +41,7 @@ from penstock.runtime.devices import Devices
 from penstock.runtime.executor import Executor
 from penstock.runtime.loaders import Loaders, Reads
 from penstock.runtime.planner import Planner
-from penstock.runtime.stores import Stores
+from penstock.runtime.stores import Stores, check_device_codec
 from penstock.tier.base import Tier
 
 _open: list[Session] = []
@@ -236,6 +236,7 @@ class Session:
             recorder=self.recorder,
             time=ComputeTime(self.recorder.clock, stores.timer),
             allowance=allowance,
+            make_sampler=stores.make_sampler,
         )
         self.devices = Devices(self._device, self.executor, self._open_other)
         stores.mover.account(self.devices.budget_of)
@@ -303,16 +304,11 @@ class Session:
         )
 
     def _codec(self) -> str:
-        """The configured codec, if this device can have it. Raises ConfigError if it was asked for."""
+        """The configured codec. Raises ConfigError if the device cannot have it."""
         codec = self.config.codec
-        if self._device.type == "cpu" or codec == "none":
-            return codec
-        if codec != "auto":
-            raise ConfigError(
-                f"codec {codec!r}: codecs encode on the CPU, and saved tensors are on"
-                f" {str(self._device)!r}; give codec='none'"
-            )
-        return "none"
+        if self._device.type != "cpu" and codec not in ("auto", "none"):
+            check_device_codec(codec, self._device)
+        return codec
 
     def _open_codecs(self) -> int:
         assert self._stores is not None

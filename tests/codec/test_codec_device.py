@@ -1,15 +1,19 @@
 """Codecs in torch operations: the same bytes as on the host, on every device, in both directions."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
 from float_words import words_of
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from penstock.codec.base import HEADER_BYTES, ITEMSIZE, read_header
 from penstock.codec.device import FORMS
-from penstock.codec.device.base import decode_tensor, encode_tensor
+from penstock.codec.device.base import decode_tensor, encode_tensor, scratch_bytes
 from penstock.core.errors import CodecError, ConfigError
 from penstock.testing.codec_samples import placed, sources
 
@@ -133,3 +137,74 @@ def test_what_cannot_be_encoded_is_refused():
             encode_tensor("float16", wrong, "float32")
         with pytest.raises(ConfigError, match="row of bytes"):
             decode_tensor(wrong, 8)
+
+
+def test_a_frame_that_another_codec_made_or_of_another_type_is_damaged():
+    source = torch.randn(100).relu().view(torch.uint8)
+    frame = encode_tensor("zero-value", source, "float32")
+    known = decode_tensor(frame, 400, codec_name="zero-value", dtype="float32")
+    assert torch.equal(known, source)
+    with pytest.raises(CodecError, match="made by csr"):
+        decode_tensor(frame, 400, codec_name="csr")
+    with pytest.raises(CodecError, match="from int32"):
+        decode_tensor(frame, 400, dtype="int32")
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+class Held(TorchDispatchMode):
+    """Counts the bytes of the storages that operators have made and that are alive."""
+
+    def __init__(self, *others):
+        super().__init__()
+        self.peak_bytes = 0
+        self._live = {}
+        self._others = {tensor.untyped_storage()._cdata for tensor in others}
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if key not in self._others and key not in self._live:
+                    self._live[key] = storage.nbytes()
+                    weakref.finalize(storage, self._live.pop, key)
+        self.peak_bytes = max(self.peak_bytes, sum(self._live.values()))
+        return result
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_no_more_memory_is_taken_than_said(name):
+    for dtype in sorted(FORMS[name].CODEC.dtypes):
+        size = ITEMSIZE[dtype]
+        for _, source in sources(dtype, (1 << 16) * size + size - 1):
+            most = scratch_bytes(name, dtype, source.size)
+            memory = torch.from_numpy(source)
+            with Held(memory) as held:
+                frame = encode_tensor(name, memory, dtype)
+            assert frame.numel() <= held.peak_bytes <= most
+            with Held(frame) as held:
+                decode_tensor(frame, source.size)
+            assert source.size <= held.peak_bytes <= most
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMS)
+def test_no_more_memory_is_taken_than_said_on_the_device(name):
+    """Torch's own count, so with what its operators take for themselves."""
+    for dtype in sorted({"float32", "bfloat16", "int64", "uint8"} & FORMS[name].CODEC.dtypes):
+        for _, source in sources(dtype, 1 << 22):
+            memory = torch.from_numpy(source).cuda()
+            most = scratch_bytes(name, dtype, source.size)
+            frame = encode_tensor(name, memory, dtype)
+            for action in (
+                lambda memory=memory, dtype=dtype: encode_tensor(name, memory, dtype),
+                lambda frame=frame, nbytes=source.size: decode_tensor(frame, nbytes),
+            ):
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                action()
+                assert torch.cuda.max_memory_allocated() - before <= most

@@ -21,6 +21,8 @@ from penstock.runtime.cuda.lanes import Lane
 from penstock.runtime.cuda.outbound import Outbound
 from penstock.runtime.cuda.pinned import Slab
 from penstock.runtime.cuda.tickets import Fill
+from penstock.runtime.encoding.scratch import Slots
+from penstock.runtime.encoding.worker import Worker
 from penstock.staging import Staging, Step
 from penstock.testing.order import Order
 from penstock.tier.base import Tier
@@ -50,6 +52,7 @@ def install() -> None:
     fills()
     slabs()
     arenas()
+    encoding()
     tiers()
     gradients()
     pieces()
@@ -202,6 +205,16 @@ def arenas() -> None:
         lambda order, block, *_: block and order.taken(block.address, block.nbytes),
     )
     _around(Arena, "_give_back", lambda order, _, block, __: order.given_back(block.address))
+
+
+def encoding() -> None:
+    """The thread of codecs knows what they knew who submitted a job, brought a frame or freed a slot."""
+    for name in ("submit", "_arrived"):
+        _around(Worker, name, lambda order, _, job, *__: order.hand_over(_key(job)))
+    for name in ("_encode", "_read", "_decode"):
+        _around(Worker, name, lambda order, _, job, *__: order.take_over(_key(job)))
+    _around(Slots, "release", lambda order, self, _: order.hand_over(_key(self)))
+    _around(Slots, "take", None, lambda order, _, self, **__: order.take_over(_key(self)))
 
 
 def tiers() -> None:

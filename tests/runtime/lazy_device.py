@@ -75,6 +75,7 @@ class LazyLink:
         self._most_delay_s = most_delay_s
         self._seed = seed
         self._streams = []
+        self._within = threading.local()
 
     def end(self):
         for stream in self._streams:
@@ -89,13 +90,23 @@ class LazyLink:
         self.now_ns += ns
 
     def current_stream(self, device):
-        return self.current
+        return getattr(self._within, "stream", self.current)
 
     @contextmanager
     def within(self, stream):
-        before, self.current = self.current, stream
-        yield
-        self.current = before
+        """Operators of torch run at once, so a stream for copies first does what it was told before."""
+        before = getattr(self._within, "stream", None)
+        if isinstance(stream, LazyStream):
+            torch.set_num_threads(1)  # of this thread: little tensors are computed quicker by one
+            self.synchronize(self.record(stream))
+        self._within.stream = stream
+        try:
+            yield
+        finally:
+            if before is None:
+                del self._within.stream
+            else:
+                self._within.stream = before
 
     def copy_stream(self, device):
         self._seed += 1

@@ -27,7 +27,7 @@ from penstock.runtime.reads import Reads
 from penstock.runtime.remakes import Remakes
 from penstock.runtime.residency import Origin, Residency, SavedStorage, SlotRecord, View
 from penstock.runtime.room import Room
-from penstock.runtime.sampling import POSITIVE, Sampler
+from penstock.runtime.sampling import POSITIVE, CodecSampler, Sampler
 from penstock.runtime.sharing import attach, is_enough, keeps_signs
 from penstock.runtime.small import SmallStorages
 from penstock.runtime.traffic import SAVED, Traffic, in_memory, is_settled
@@ -61,11 +61,13 @@ class Executor:
         time: ComputeTime | None = None,
         completion: Completion | None = None,
         allowance: Allowance | None = None,
+        make_sampler: Callable[[], CodecSampler] = Sampler,
     ) -> None:
         """Hold nothing yet. The caller closes tiers and mover after ``close``.
 
         ``time`` and ``completion`` are those of the session, if it has several executors. ``allowance``
-        finds the budget's limit, if that is not given.
+        finds the budget's limit, if that is not given. What ``make_sampler`` makes, once it is needed,
+        measures codecs on storages of the mover's device.
         """
         self.budget = budget
         self.planner = planner
@@ -109,7 +111,8 @@ class Executor:
             traffic=self._traffic, room=self._room, budget=budget, recorder=recorder
         )
         self.completion = Completion() if completion is None else completion
-        self._sampler = Sampler()
+        self._make_sampler = make_sampler
+        self._sampler: CodecSampler | None = None
         self._pid = process.this.pid
         self._pass = self._new_pass(0)
         self._pass.end_ns = self._pass.start_ns  # the first one begins with the first save
@@ -261,6 +264,8 @@ class Executor:
         if planner.wants_samples or planner.second_look == record.key:
             start_ns = self._recorder.clock.now_ns()
             waiting = self.time.wait_begins()
+            if self._sampler is None:
+                self._sampler = self._make_sampler()
             record.codecs = self._sampler.sample(storage, record.origin.dtype, sign_only=sign_only)
             self.time.wait_ends(waiting)
             self._room.stalled(start_ns, StallCause.SAMPLING, saved.label)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +26,15 @@ STRETCH_BYTES: Final = 256 * KIB
 CHAINS: Final = ("zero-value+byteplane",)
 """Tried besides: what is left of a ReLU's output is as smooth as its input."""
 _COMPARISON_ONLY: Final = frozenset({"csr"})
+
+
+class CodecSampler(Protocol):
+    """Measures codecs on the storages of one device. Thread-safe."""
+
+    def sample(
+        self, storage: torch.UntypedStorage, dtype: str, *, sign_only: bool
+    ) -> tuple[CodecSample, ...]:
+        """Measure every codec that may be chosen for elements of this type."""
 
 
 class Sampler(threading.local):
@@ -53,20 +62,18 @@ class Sampler(threading.local):
         """
         if not storage.nbytes() or storage.data_ptr() % ITEMSIZE.get(dtype, 1):
             return ()
-        codecs = [c for c in registry.lossless_for(dtype) if c.name not in _COMPARISON_ONLY]
-        codecs += [c for c in map(registry.get, CHAINS) if c.accepts(dtype)]
-        if sign_only and registry.get(POSITIVE).accepts(dtype):
-            codecs.append(registry.get(POSITIVE))
-        stretches = _stretches(storage)
+        codecs = chosen_codecs(dtype, sign_only=sign_only)
+        memory = _memory(storage)
+        pieces = [memory[start:stop] for start, stop in stretches(storage.nbytes(), STRETCH_BYTES)]
         for codec in codecs:
             if (codec.name, dtype) not in self._warm:  # its code is compiled when it is first used
                 self._warm.add((codec.name, dtype))
-                self._measure(codec, [_easy(dtype), stretches[0]], dtype)
-        return tuple(self._measure(codec, stretches, dtype) for codec in codecs)
+                self._measure(codec, [_easy(dtype), pieces[0]], dtype)
+        return tuple(self._measure(codec, pieces, dtype) for codec in codecs)
 
-    def _measure(self, codec: Codec, stretches: list[Bytes], dtype: str) -> CodecSample:
+    def _measure(self, codec: Codec, pieces: list[Bytes], dtype: str) -> CodecSample:
         source = frames = encode_ns = decode_ns = 0
-        for stretch in stretches:
+        for stretch in pieces:
             start_ns = time.perf_counter_ns()
             length = codec.encode(stretch, self._out, dtype=dtype)
             middle_ns = time.perf_counter_ns()
@@ -90,11 +97,28 @@ def _easy(dtype: str) -> Bytes:
     return elements.reshape(-1)
 
 
-def _stretches(storage: torch.UntypedStorage) -> list[Bytes]:
-    """Up to four stretches, evenly spread, whose ends are multiples of any element's size."""
-    nbytes = storage.nbytes()
-    memory = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(storage.data_ptr()))
-    length = min(STRETCH_BYTES, round_down(max(nbytes // STRETCHES, 8), 8))
+def chosen_codecs(dtype: str, *, sign_only: bool) -> list[Codec]:
+    """Those that may be chosen by what they make of elements of a type; arguments as for ``sample``."""
+    codecs = [c for c in registry.lossless_for(dtype) if c.name not in _COMPARISON_ONLY]
+    codecs += [c for c in map(registry.get, CHAINS) if c.accepts(dtype)]
+    if sign_only and registry.get(POSITIVE).accepts(dtype):
+        codecs.append(registry.get(POSITIVE))
+    return codecs
+
+
+def stretches(nbytes: int, most_bytes: int) -> list[tuple[int, int]]:
+    """Begin and end of up to four stretches, evenly spread, at multiples of any element's size.
+
+    Args:
+        nbytes: Length of the whole.
+        most_bytes: Of one stretch; a multiple of 8.
+    """
+    length = min(most_bytes, round_down(max(nbytes // STRETCHES, 8), 8))
     step = max(nbytes - length, 0) // max(STRETCHES - 1, 1)
     starts = {round_down(index * step, 8) for index in range(STRETCHES)}
-    return [memory[start : start + length] for start in sorted(starts)]
+    return [(start, min(start + length, nbytes)) for start in sorted(starts)]
+
+
+def _memory(storage: torch.UntypedStorage) -> Bytes:
+    nbytes = storage.nbytes()
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(storage.data_ptr()))

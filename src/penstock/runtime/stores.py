@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,7 @@ from typing import Final
 
 import torch
 
+from penstock.codec import registry
 from penstock.core.budget import Budget
 from penstock.core.config import UNLIMITED, OffloadConfig
 from penstock.core.errors import BudgetError, ConfigError, free_space_bytes
@@ -38,6 +40,7 @@ from penstock.runtime.cuda.timing import DeviceTimer
 from penstock.runtime.encoding.mover import EncodingMover
 from penstock.runtime.movers import CpuMover, Mover, page_slack_bytes
 from penstock.runtime.probe import host_memory, measure
+from penstock.runtime.sampling import CodecSampler, Sampler
 from penstock.tier.base import Tier
 from penstock.tier.flash import FlashTier
 from penstock.tier.host import HostTier
@@ -51,6 +54,8 @@ LEAST_SCRATCH_BYTES: Final = MIB
 GOOD_SCRATCH_BYTES: Final = 10 * MIB
 """With so much the pieces are long enough; up to here a small budget gives twice its share."""
 MOST_SCRATCH_BYTES: Final = 32 * MIB
+MOST_DEVICE_SCRATCH_BYTES: Final = 256 * MIB
+"""On CUDA: pieces are longer there, so that they take longer than to launch what encodes them."""
 LEAST_CODEC_BUDGET_BYTES: Final = LEAST_SCRATCH_BYTES * SCRATCH_SHARE // 2
 """Device budgets below this have no room for codecs."""
 ALL_STAGING_BYTES: Final = 512 * MIB
@@ -85,6 +90,7 @@ class Stores:
         self._host_arena: Arena | None = None
         self._recorder = recorder
         self._mover: Mover | None = None
+        self._budget = budget
         wrap = wrap_tier or (lambda tier: tier)
         self._link = link = CudaLink(device.type) if _runs_behind(device) else None
         self.timer = None if link is None else DeviceTimer(link, device, recorder.clock)
@@ -118,26 +124,40 @@ class Stores:
             return None
         return Allowance(self._link, device, budget, self._recorder)
 
+    def make_sampler(self) -> CodecSampler:
+        """Make what measures codecs on storages of the mover's device."""
+        if self._link is None:
+            return Sampler()
+        samples = importlib.import_module("penstock.runtime.cuda.encoding_samples")
+        sampler: CodecSampler = samples.DeviceSampler(self._link, self._budget)
+        return sampler
+
     def open_codecs(self, budget: Budget, device_bytes: int) -> int:
         """Let the mover encode, from now on.
 
         Args:
-            budget: The device's. Scratch memory is taken from it: a part, 32 MiB at most.
+            budget: The device's. Scratch memory is taken from it: a part, 32 MiB at most, or 256 MiB on
+                CUDA.
             device_bytes: Its limit, as configured.
 
         Returns:
-            The scratch memory in bytes; 0 if codecs cannot be had: on CUDA, or without room.
+            The scratch memory in bytes; 0 if there is no room for it.
         """
         mover = self.mover
+        most = MOST_SCRATCH_BYTES if self._link is None else MOST_DEVICE_SCRATCH_BYTES
         scratch_bytes = max(
-            min(device_bytes // SCRATCH_SHARE, MOST_SCRATCH_BYTES),
+            min(device_bytes // SCRATCH_SHARE, most),
             min(2 * device_bytes // SCRATCH_SHARE, GOOD_SCRATCH_BYTES),
         )
-        if not isinstance(mover, CpuMover) or scratch_bytes < LEAST_SCRATCH_BYTES:
+        if scratch_bytes < LEAST_SCRATCH_BYTES:
             return 0
         mover.trim(scratch_bytes)
+        wrap: Callable[..., Mover] = EncodingMover
+        if self._link is not None:
+            encoding = importlib.import_module("penstock.runtime.cuda.encoding")
+            wrap = partial(encoding.DeviceEncodingMover, link=self._link)
         try:
-            self._mover = EncodingMover(
+            self._mover = wrap(
                 mover, scratch_bytes=scratch_bytes, budget=budget, recorder=self._recorder
             )
         except BudgetError:
@@ -249,6 +269,17 @@ class Stores:
                 slab.close()
             raise
         return mover, None if tier is None else tier.arena
+
+
+def check_device_codec(name: str, device: torch.device) -> None:
+    """Raise ConfigError if storages of a device cannot be encoded by a codec, or there is none."""
+    registry.get(name)
+    forms = importlib.import_module("penstock.codec.device").FORMS
+    if name not in forms:
+        raise ConfigError(
+            f"codec {name!r} runs on the CPU only, and saved tensors are on {str(device)!r}: chains have"
+            f" no form for devices; give codec='auto' or one of {', '.join(forms)}"
+        )
 
 
 def _runs_behind(device: torch.device) -> bool:

@@ -34,6 +34,7 @@ static std::list<std::shared_ptr<Mark>> awaited, awaited_last;
 static thread_local bool served_last = false;
 static Clock::time_point touched = Clock::now();
 static size_t queued = 0;
+static Stream* running = nullptr;  // whose task the device's thread is at
 
 void touch() {
   if (!served_last) touched = Clock::now();
@@ -78,6 +79,9 @@ std::shared_ptr<Mark> mark_now(Stream* stream) {
   return mark;
 }
 
+// What runs has left the queue, but has not ended.
+static bool idle(Stream* stream) { return stream->queue.empty() && running != stream; }
+
 void await(const std::shared_ptr<Mark>& mark, Entry& entry) {
   if (mark->reached) return;
   auto& list = served_last ? awaited_last : awaited;
@@ -89,7 +93,7 @@ void await(const std::shared_ptr<Mark>& mark, Entry& entry) {
 
 void synchronize(int device, Entry& entry) {
   for (auto stream : streams_of(device))
-    if (!stream->queue.empty()) await(mark_now(stream), entry);
+    if (!idle(stream)) await(mark_now(stream), entry);
 }
 
 // ---- the device ------------------------------------------------------------------------------------
@@ -153,10 +157,12 @@ static void work() {
     stream->queue.pop_front();
     queued--;
     if (task.kind == Task::RUN) {
+      running = stream;
       lock.unlock();
       task.work();
       task.work = nullptr;
       lock.lock();
+      running = nullptr;
     } else if (task.kind == Task::REACH) {
       task.mark->at = Clock::now();
       task.mark->reached = true;
@@ -207,13 +213,13 @@ API Error cudaStreamSynchronize(void* handle) {
   if (prohibited("cudaStreamSynchronize")) return fail(CAPTURE_UNSUPPORTED);
   auto stream = stream_of(handle);
   if (stream->capture) return fail(CAPTURE_UNSUPPORTED);
-  if (!stream->queue.empty()) await(mark_now(stream), entry);
+  if (!idle(stream)) await(mark_now(stream), entry);
   return SUCCESS;
 }
 API Error cudaStreamQuery(void* handle) {
   Entry entry("cudaStreamQuery");
   if (prohibited("cudaStreamQuery")) return fail(CAPTURE_UNSUPPORTED);
-  return stream_of(handle)->queue.empty() ? SUCCESS : NOT_READY;
+  return idle(stream_of(handle)) ? SUCCESS : NOT_READY;
 }
 API Error cudaDeviceSynchronize() {
   Entry entry("cudaDeviceSynchronize");

@@ -41,3 +41,17 @@ FORMS: Final[dict[str, ModuleType]] = {
     "int8": int8,
 }
 """The codecs that have a device form, by name."""
+
+SCRATCH: Final[dict[str, tuple[int, int]]] = {
+    "zero-value": (10, 2),
+    "csr": (10, 3),
+    "positive": (5, 2),
+    "narrow": (4, 2),
+    "byteplane": (24, 2),
+    "float16": (24, 0),
+    "bfloat16": (32, 0),
+    "float8": (42, 0),
+    "int8": (41, 0),
+}
+"""Device memory that each takes at most, in bytes for each element and for each byte of the source; see
+``scratch_bytes`` in :mod:`penstock.codec.device.base`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import ModuleType
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -19,9 +20,12 @@ from penstock.codec.base import (
     Header,
     read_header,
 )
-from penstock.codec.device import FORMS
+from penstock.codec.device import FORMS, SCRATCH
 from penstock.codec.device.words import as_bytes, as_type, word_type
 from penstock.core.errors import CodecError, ConfigError
+
+_SMALL_TENSORS: Final = 64 * 1024
+"""For headers, flags and the like, and for a block or a bitmap's word that is filled up."""
 
 
 def encode_tensor(codec_name: str, memory: Tensor, dtype: str) -> Tensor:
@@ -57,7 +61,31 @@ def encode_tensor(codec_name: str, memory: Tensor, dtype: str) -> Tensor:
     return torch.cat([_pack_header(header).to(memory.device), body, tail])
 
 
-def decode_tensor(frame: Tensor, nbytes: int, *, header: Header | None = None) -> Tensor:
+def scratch_bytes(codec_name: str, dtype: str, nbytes: int) -> int:
+    """The most device memory that encoding, or decoding, ``nbytes`` takes at once, as torch counts it.
+
+    Frame and result are counted in, what is encoded or decoded is not. What torch's operators on CUDA
+    take for themselves is counted by reading them: eight bytes for each element where some are selected.
+
+    Raises:
+        ConfigError: The codec has no device form or does not take the dtype.
+    """
+    form = _form(codec_name)
+    if not form.CODEC.accepts(dtype):
+        raise ConfigError(f"codec {codec_name} does not encode {dtype}")
+    per_element, per_byte = SCRATCH[codec_name]
+    count = -(-nbytes // ITEMSIZE[dtype])
+    return per_element * count + per_byte * nbytes + _SMALL_TENSORS
+
+
+def decode_tensor(
+    frame: Tensor,
+    nbytes: int,
+    *,
+    header: Header | None = None,
+    codec_name: str | None = None,
+    dtype: str | None = None,
+) -> Tensor:
     """Decode a frame of any codec in ``FORMS``; bytes behind it are ignored.
 
     Runs on the current stream; waits for the device where a check depends on the data, and for the
@@ -67,6 +95,8 @@ def decode_tensor(frame: Tensor, nbytes: int, *, header: Header | None = None) -
         frame: uint8[m], contiguous.
         nbytes: How long the source was.
         header: What ``read_header`` says of this frame, where it was on the host anyway.
+        codec_name: The codec that made it, if that is known: a frame of another is damaged.
+        dtype: The type that it was encoded as, if that is known: a frame of another is damaged.
 
     Returns:
         The source's bytes, uint8[nbytes], on the same device.
@@ -79,6 +109,11 @@ def decode_tensor(frame: Tensor, nbytes: int, *, header: Header | None = None) -
     _check_row(frame, "frame")
     header = header or _header_of(frame)
     form = _form_of(header)
+    made_by = form.CODEC.name, header.dtype
+    if made_by != (codec_name or made_by[0], dtype or made_by[1]):
+        raise CodecError(
+            f"a frame of codec {made_by[0]} and {made_by[1]}, made by {codec_name} from {dtype}"
+        )
     if header.version != form.CODEC.versions[-1]:
         raise CodecError(
             f"codec {form.CODEC.name}: a frame of its format {header.version}; decode that on the host"

@@ -37,13 +37,14 @@ def decode(payload: Tensor, count: int, dtype: str) -> Tensor:
     body = payload[: max(0, payload.numel() - tail_bytes)]
     starts, raw = _find(body, blocks, size)
     words = torch.empty(count, dtype=word_type(dtype), device=payload.device)
-    if blocks:
-        rows = words[: blocks * BLOCK].view(-1, BLOCK)
+    rows = words[: blocks * BLOCK].view(-1, BLOCK)
+    if starts is not None:
         for kind, length in ((False, _packed_bytes(size)), (True, _raw_bytes(size))):
             mine = (raw == kind).nonzero().view(-1)
-            if mine.numel():
-                taken = _gather(body, starts[mine], length)
-                rows[mine] = _as_words(taken, dtype) if kind else _unpack(taken, dtype)
+            taken = body.unfold(0, length, 1).index_select(0, starts[mine])
+            rows[mine] = _decode_blocks(taken[:, 1:], dtype, raw=kind)
+    elif blocks:
+        rows.copy_(_decode_blocks(body.view(blocks, -1)[:, 1:], dtype, raw=bool(raw[0])))
     if tail_bytes:
         words[blocks * BLOCK :] = as_type(payload[body.numel() :], word_type(dtype))
     return words
@@ -61,15 +62,20 @@ def _pack(blocks: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Every block packed, uint8 ``[blocks, packed bytes]``, and which of them must not be."""
     shift = 8 * size - 9
     work = blocks.to(torch.int32)
-    exponents = (work >> shift) & 0xFF
+    exponents = (work >> shift).bitwise_and_(0xFF)
     high = exponents.amax(1, keepdim=True)
-    raw = ((exponents != 0) & (exponents < high - 14)).any(1)
-    codes = torch.where(exponents == 0, 0, exponents - high + 15).to(torch.uint8)
-    tops = ((work >> (shift - 7)) & 0x7F) | (((work >> (8 * size - 1)) & 1) << 7)
+    zero = exponents == 0
+    raw = (exponents < high - 14).logical_and_(~zero).any(1)
+    codes = exponents.sub_(high).add_(15).masked_fill_(zero, 0).to(torch.uint8)
+    del exponents, zero  # here and below: no more is held at once than must be
     half = BLOCK // 2
-    planes = [torch.ones_like(high), high, (codes[:, :half] & 15) | (codes[:, half:] << 4), tops]
-    planes += [(work >> 8 * plane) & 0xFF for plane in range(size - 2)]
-    return torch.cat([plane.to(torch.uint8) for plane in planes], 1), raw
+    nibbles = (codes[:, :half] & 15) | (codes[:, half:] << 4)
+    del codes
+    tops = (work >> (shift - 7)).bitwise_and_(0x7F).to(torch.uint8)
+    tops |= (work < 0).to(torch.uint8) << 7
+    planes = [torch.ones_like(high, dtype=torch.uint8), high.to(torch.uint8), nibbles, tops]
+    planes += [(work >> 8 * plane).bitwise_and_(0xFF).to(torch.uint8) for plane in range(size - 2)]
+    return torch.cat(planes, 1), raw
 
 
 def _mix(packed: Tensor, blocks: Tensor, raw: Tensor, size: int) -> Tensor:
@@ -84,24 +90,27 @@ def _mix(packed: Tensor, blocks: Tensor, raw: Tensor, size: int) -> Tensor:
     return rows[torch.arange(length, device=rows.device) < lengths[:, None]]
 
 
-def _find(body: Tensor, blocks: int, size: int) -> tuple[Tensor, Tensor]:
-    """Where each block begins, int64, and whether it is raw. Raises CodecError."""
+def _find(body: Tensor, blocks: int, size: int) -> tuple[Tensor | None, Tensor]:
+    """Where each block begins, int64, and whether it is raw. Raises CodecError.
+
+    Where all of them are alike there is no need to say where they begin: ``None``.
+    """
     short, long = _packed_bytes(size), _raw_bytes(size)
     extra = body.numel() - blocks * short
     if extra < 0 or extra % (long - short) or extra > blocks * (long - short):
         raise _damaged(body, blocks)
     count = extra // (long - short)
-    if 0 < count < blocks:
-        starts, raw = _walk(bytes(body.cpu().numpy()), blocks, short, long)
-    else:
-        starts = torch.arange(blocks) * (long if count else short)
-        raw = torch.full((blocks,), bool(count))
-    starts, raw = starts.to(body.device), raw.to(body.device)
-    if blocks:
-        kinds = body[starts]
-        good = (kinds == (~raw).to(torch.uint8)) & (~raw | (body[starts + 1] == 0))
+    if not 0 < count < blocks:
+        rows = body.view(blocks, long if count else short)
+        good = ((rows[:, 0] == 0) & (rows[:, 1] == 0)) if count else rows[:, 0] == 1
         if not bool(good.all()):
             raise _damaged(body, blocks)
+        return None, torch.full((blocks,), count > 0)
+    starts, raw = _walk(bytes(body.cpu().numpy()), blocks, short, long)
+    starts, raw = starts.to(body.device), raw.to(body.device)
+    good = (body[starts] == (~raw).to(torch.uint8)) & (~raw | (body[starts + 1] == 0))
+    if not bool(good.all()):
+        raise _damaged(body, blocks)
     return starts, raw
 
 
@@ -117,28 +126,27 @@ def _walk(body: bytes, blocks: int, short: int, long: int) -> tuple[Tensor, Tens
     return torch.tensor(starts), torch.tensor(raw)
 
 
-def _gather(body: Tensor, starts: Tensor, length: int) -> Tensor:
-    """Blocks from their second byte on, uint8 ``[n, length - 1]``."""
-    return body[starts[:, None] + torch.arange(1, length, device=body.device)]
+def _decode_blocks(rows: Tensor, dtype: str, *, raw: bool) -> Tensor:
+    """Words ``[n, BLOCK]`` of blocks from their second byte on, uint8 ``[n, length - 1]``."""
+    if not raw:
+        return _unpack(rows, dtype)
+    word = word_type(dtype)
+    return as_type(rows[:, 1:].contiguous().view(-1), word).view(-1, BLOCK)
 
 
 def _unpack(rows: Tensor, dtype: str) -> Tensor:
     size = ITEMSIZE[dtype]
     shift, half = 8 * size - 9, BLOCK // 2
-    wide = rows.to(torch.int64)
-    high, nibbles = wide[:, :1], wide[:, 1 : 1 + half]
+    high, nibbles = rows[:, :1].to(torch.int32), rows[:, 1 : 1 + half]
     codes = torch.cat([nibbles & 15, nibbles >> 4], 1)
-    exponents = torch.where(codes == 0, 0, (codes + high - 15) & 0xFF)
-    tops, *low = torch.split(wide[:, 1 + half :], BLOCK, dim=1)
-    words = ((tops >> 7) << (8 * size - 1)) | (exponents << shift) | ((tops & 0x7F) << (shift - 7))
+    words = codes.to(torch.int32).add_(high - 15).bitwise_and_(0xFF).masked_fill_(codes == 0, 0)
+    words.bitwise_left_shift_(shift)
+    tops, *low = torch.split(rows[:, 1 + half :], BLOCK, dim=1)
+    words |= (tops & 0x7F).to(torch.int32).bitwise_left_shift_(shift - 7)
     for plane, part in enumerate(low):
-        words |= part << 8 * plane
-    sign = 1 << (8 * size - 1)
-    return ((words ^ sign) - sign).to(word_type(dtype))  # signed, and of that width
-
-
-def _as_words(rows: Tensor, dtype: str) -> Tensor:
-    return as_type(rows[:, 1:].contiguous().view(-1), word_type(dtype)).view(-1, BLOCK)
+        words |= part.to(torch.int32).bitwise_left_shift_(8 * plane)
+    words |= (tops >> 7).to(torch.int32).neg_().bitwise_and_(-1 << (8 * size - 1))  # the sign
+    return words.to(word_type(dtype))
 
 
 def _damaged(body: Tensor, blocks: int) -> CodecError:

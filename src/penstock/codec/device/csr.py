@@ -7,43 +7,52 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from penstock.codec.csr import ROW, Csr, head_bytes
-from penstock.codec.device import zero_value
-from penstock.codec.device.words import as_bytes, in_blocks
+from penstock.codec.csr import Csr, head_bytes
+from penstock.codec.device import sparse
+from penstock.codec.device.words import as_bytes, as_type, word_type
 from penstock.core.errors import CodecError
 
 CODEC: Final = Csr()
 
 
 def encode(words: Tensor, dtype: str) -> Tensor | None:
-    """Words to bitmap, row counts and non-zero words. Waits once, for how many are kept."""
-    there = words != 0
-    bitmap, packed = zero_value.bitmap_of(there), as_bytes(words[there])
-    counts = _counts(there)
-    if bitmap.numel() + counts.numel() + packed.numel() >= as_bytes(words).numel() > 0:
+    """Words to bitmap, row counts and non-zero words. Waits for how many are kept."""
+    bitmap, counts = sparse.survey(words)
+    kept = int(counts.sum())
+    if head_bytes(words.numel()) + kept * words.itemsize >= as_bytes(words).numel() > 0:
         return None
-    return torch.cat([bitmap, counts, packed])
+    packed = sparse.compact(words, counts, kept)
+    return torch.cat([bitmap, _head_of(counts), as_bytes(packed)])
 
 
 def decode(payload: Tensor, count: int, dtype: str) -> Tensor:
-    """Bitmap, row counts and packed words to words. Waits for the number of bits and for a check."""
-    first, head = 8 * -(-count // 64), head_bytes(count)
+    """Bitmap, row counts and packed words to words. Waits once, for what is to be checked."""
+    first, head = sparse.bitmap_bytes(count), head_bytes(count)
+    word = word_type(dtype)
     if head > payload.numel():
         raise CodecError(
             f"codec {CODEC.name}: {payload.numel()} bytes have no room for a bitmap and row counts of"
             f" {head}"
         )
-    words = zero_value.decode(torch.cat([payload[:first], payload[head:]]), count, dtype)
-    there = zero_value.bits_of(payload[:first])
-    if not torch.equal(_counts(there), payload[first:head]):
+    bitmap, left = payload[:first], payload.numel() - head
+    counts = sparse.row_counts(bitmap)
+    differ = (_head_of(counts) != payload[first:head]).sum()
+    found = torch.stack([counts.sum(), sparse.bits_beyond(bitmap, count), differ])
+    total, beyond, wrong = found.tolist()
+    if beyond or total * word.itemsize != left:
+        raise CodecError(
+            f"codec {CODEC.name}: {left} bytes behind bitmap and row counts of {count} {dtype}, of which"
+            f" {total} are kept, {beyond} of them beyond its end"
+        )
+    if wrong:
         raise CodecError(
             f"codec {CODEC.name}: row counts of {count} {dtype} that are not those of the bitmap, or"
             " padding that is not 0"
         )
-    return words
+    return sparse.expand(bitmap, counts, as_type(payload[head:], word), count)
 
 
-def _counts(there: Tensor) -> Tensor:
-    """The bytes of the row counts, with their padding, of a bool for each element."""
-    counts = as_bytes(in_blocks(there.view(torch.uint8), ROW).sum(1, dtype=torch.int16))
-    return torch.nn.functional.pad(counts, (0, -counts.numel() % 8))
+def _head_of(counts: Tensor) -> Tensor:
+    """The bytes of the row counts, with their padding."""
+    row = as_bytes(counts.to(torch.int16))
+    return torch.nn.functional.pad(row, (0, -row.numel() % 8))

@@ -83,10 +83,12 @@ class Inbound:
 
     # -- targets ----------------------------------------------------------------------------------
 
-    def allocate(self, ticket: CudaTicket, *, force: bool) -> CudaTarget | None:
+    def allocate(
+        self, ticket: CudaTicket, *, force: bool, budget: Budget | None = None
+    ) -> CudaTarget | None:
         """Memory on the current stream of the ticket's device, charged until the storage dies."""
         nbytes, device = ticket.nbytes, ticket.device
-        budget = self.budget_of(device)
+        budget = budget or self.budget_of(device)
         if force:
             budget.force(nbytes, RESTORED)
         elif not budget.try_take(nbytes, RESTORED):

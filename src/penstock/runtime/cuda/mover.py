@@ -60,8 +60,8 @@ from penstock.core.units import MIB, format_bytes
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
 from penstock.runtime.cuda.inbound import Inbound
-from penstock.runtime.cuda.lanes import Lanes, StartThread, start_daemon
-from penstock.runtime.cuda.link import Link
+from penstock.runtime.cuda.lanes import Copy, Lanes, StartThread, start_daemon
+from penstock.runtime.cuda.link import Event, Link
 from penstock.runtime.cuda.outbound import Outbound
 from penstock.runtime.cuda.pinned import Buffer, Slab
 from penstock.runtime.cuda.stream_table import StreamTable
@@ -143,7 +143,7 @@ class CudaMover(Mover):
     ) -> CudaTicket:
         """Begin to spill all of ``storage`` as it is; enqueues and returns.
 
-        ``encoding`` is ignored: the bytes go from the device to where they rest without a core.
+        ``encoding`` is ignored here; see :mod:`.encoding`.
 
         Raises:
             NoSpaceError: The tier has no room, or there is none to stage the storage in and there
@@ -152,6 +152,31 @@ class CudaMover(Mover):
             TransferError: One is, in another thread, on a stream that works with the storage.
             ClosedError: The mover is closed, or this is a forked process.
         """
+        after = self._leave(storage, label)
+        try:
+            return self._out.write(storage, tier, label, after)
+        except NoSpaceError:  # before anything waits for them
+            for event in after:
+                self._link.reuse(event)
+            raise
+
+    def fence(
+        self,
+        storage: torch.UntypedStorage,
+        label: str,
+        complete: Callable[[BaseException | None], None],
+    ) -> None:
+        """Call ``complete`` when all that works with ``storage`` by now has ended; returns at once.
+
+        In the thread of a lane, with an error if that cannot be known. For what is done with a storage
+        before ``write``; the lane holds it until then. Raises as ``write`` does, but for NoSpaceError.
+        """
+        after = self._leave(storage, label)
+        copy = Copy(storage, 0, after, label, "", lambda copy: complete(copy.error))
+        self._lanes.get(storage.device, "fence-out").submit(copy)
+
+    def _leave(self, storage: torch.UntypedStorage, label: str) -> tuple[Event, ...]:
+        """Events after which a storage is complete and nobody uses it: rule 1 of the note."""
         self._check_usable()
         link = self._link
         if link.capturing():
@@ -163,13 +188,7 @@ class CudaMover(Mover):
         current = link.current_stream(storage.device)
         if any(stream != current and link.capturing(stream) for stream in streams):
             raise _captured(storage, label)
-        after = tuple(link.record(stream) for stream in streams)
-        try:
-            return self._out.write(storage, tier, label, after)
-        except NoSpaceError:  # before anything waits for them
-            for event in after:
-                link.reuse(event)
-            raise
+        return tuple(link.record(stream) for stream in streams)
 
     def frees(self, storage: torch.UntypedStorage) -> bool:
         """Whether it is not memory of a CUDA graph; see [Note: memory of CUDA graphs] in ``.pools``."""
@@ -177,8 +196,12 @@ class CudaMover(Mover):
 
     # -- back -------------------------------------------------------------------------------------
 
-    def allocate(self, ticket: CudaTicket, *, force: bool = False) -> CudaTarget | None:
+    def allocate(
+        self, ticket: CudaTicket, *, force: bool = False, budget: Budget | None = None
+    ) -> CudaTarget | None:
         """Memory on the ticket's device, allocated on the current stream.
+
+        It is charged to ``budget``; without, to the account of its device.
 
         ``None`` also where the device itself has not so much left, and while a CUDA graph is captured.
         With ``force`` that raises ``torch.OutOfMemoryError``, or ``HookError``.
@@ -190,7 +213,7 @@ class CudaMover(Mover):
                 f"{ticket.label} was moved out of memory, and cannot be brought back while a CUDA graph"
                 " is captured; capture forward and backward within one `with session.paused():`"
             )
-        return self._in.allocate(ticket, force=force)
+        return self._in.allocate(ticket, force=force, budget=budget)
 
     def read(
         self, tier: Tier, ticket: CudaTicket, target: CudaTarget, priority: Priority

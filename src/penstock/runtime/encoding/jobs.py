@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,6 @@ from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder, Stage
 from penstock.runtime.encoding.scratch import Slot
 from penstock.runtime.encoding.tickets import EncodedTicket
-from penstock.runtime.movers import BlockTarget
 from penstock.tier.base import Ticket, Tier
 
 
@@ -86,15 +86,19 @@ class WriteJob(Job):
 
     def encode(self, index: int, slot: Slot, recorder: Recorder) -> int:
         """Encode a piece to a frame in ``slot``; its length. In the worker, without the lock."""
-        ticket = self.ticket
-        start, nbytes = ticket.range_of(index)
-        source = memory_at(ticket.window.address + start, nbytes)
+        _, nbytes = self.ticket.range_of(index)
         start_ns = recorder.clock.now_ns()
-        frame_bytes = self.codec.encode(source, slot.memory, dtype=ticket.encoding.dtype)
+        frame_bytes = self._encode_piece(index, slot)
         self._account(recorder, Stage.ENCODE, start_ns, nbytes)
         recorder.count(f"encoded.source_bytes.{self.codec.name}", nbytes)
         recorder.count(f"encoded.frame_bytes.{self.codec.name}", frame_bytes)
         return frame_bytes
+
+    def _encode_piece(self, index: int, slot: Slot) -> int:
+        ticket = self.ticket
+        start, nbytes = ticket.range_of(index)
+        source = memory_at(ticket.window.address + start, nbytes)
+        return self.codec.encode(source, slot.memory, dtype=ticket.encoding.dtype)
 
     def write(self, slot: Slot, frame_bytes: int) -> Ticket:
         """Begin to write a frame. In the worker, without the lock."""
@@ -103,7 +107,11 @@ class WriteJob(Job):
 
     def withdrawals(self) -> list[Callable[[], object]]:
         """Discard what was, or is being, written."""
-        return [partial(self.tier.discard, part) for part in self.ticket.parts]
+        return [partial(self.discard, part) for part in self.ticket.parts]
+
+    def discard(self, part: Ticket) -> None:
+        """Give up a frame that was handed to the tier."""
+        self.tier.discard(part)
 
     def let_go(self) -> None:
         """Drop the source."""
@@ -118,7 +126,7 @@ class ReadJob(Job):
         ticket: EncodedTicket,
         tier: Tier,
         codec: Codec,
-        target: BlockTarget,
+        target: Any,
         *,
         priority: Priority,
         transfer: Transfer,
@@ -130,8 +138,7 @@ class ReadJob(Job):
         """The tier's own, of frames on their way."""
         self.arrived: deque[tuple[int, Slot]] = deque()
         """Frames to decode: of which piece, and where."""
-        self._address = target.block.address + target.skew
-        self._target: BlockTarget | None = target
+        self._target: Any = target
 
     def read(self, index: int, slot: Slot, priority: Priority) -> Transfer:
         """Begin to read a frame. In the worker, without the lock."""
@@ -140,16 +147,14 @@ class ReadJob(Job):
 
     def decode(self, index: int, slot: Slot, recorder: Recorder) -> None:
         """Decode a frame to its place in the target. In the worker, without the lock."""
-        ticket, part = self.ticket, self.ticket.parts[index]
-        start, nbytes = ticket.range_of(index)
-        frame = slot.memory[part.window.skew : part.window.skew + part.nbytes]
+        ticket = self.ticket
         start_ns = recorder.clock.now_ns()
         try:
-            target = memory_at(self._address + start, nbytes)
-            self.codec.decode(frame, target, dtype=ticket.encoding.dtype)
+            self._decode_piece(index, slot)
         except CodecError as error:
             problem = str(error)
         else:
+            _, nbytes = ticket.range_of(index)
             self._account(recorder, Stage.DECODE, start_ns, nbytes)
             return
         raise CodecError(  # not within: the first one's frames hold the slot
@@ -157,6 +162,13 @@ class ReadJob(Job):
             f" {self.tier.spec.name} ({self.tier.spec.where}), does not decode: {problem}; the device"
             " or its memory is faulty, stop using it"
         )
+
+    def _decode_piece(self, index: int, slot: Slot) -> None:
+        ticket, part, target = self.ticket, self.ticket.parts[index], self._target
+        start, nbytes = ticket.range_of(index)
+        frame = slot.memory[part.window.skew : part.window.skew + part.nbytes]
+        memory = memory_at(target.block.address + target.skew + start, nbytes)
+        self.codec.decode(frame, memory, dtype=ticket.encoding.dtype)
 
     def withdrawals(self) -> list[Callable[[], object]]:
         """Cancel what has not begun."""

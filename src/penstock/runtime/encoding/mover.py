@@ -10,7 +10,6 @@ import torch
 from penstock.codec import registry
 from penstock.codec.base import ITEMSIZE
 from penstock.core.budget import Budget
-from penstock.core.errors import ConfigError
 from penstock.core.locks import defer
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
@@ -103,11 +102,7 @@ class EncodingMover(Mover):
         """
         if not isinstance(ticket, EncodedTicket):
             return self._inner.read(tier, ticket, target, priority)
-        if ticket.discarded or not ticket.written.done or ticket.written.error is not None:
-            raise ConfigError(
-                f"{ticket.label}: read from tier {tier.spec.name} although it is not, or no longer,"
-                " written; wait for ticket.written, and discard a ticket last"
-            )
+        ticket.check_readable(tier)
         worker = self._worker
         transfer = Transfer(
             ticket.nbytes,
@@ -133,10 +128,11 @@ class EncodingMover(Mover):
 
     def discard(self, tier: Tier, ticket: Any) -> None:
         """Give the frames up. What of them is under way ends as cancelled. Idempotent."""
-        if isinstance(ticket, EncodedTicket):
-            self._worker.discard(ticket, tier)
-        else:
+        if not isinstance(ticket, EncodedTicket):
             self._inner.discard(tier, ticket)
+            return
+        for part in self._worker.discard(ticket):
+            tier.discard(part)
 
     def trim(self, nbytes: int) -> int:
         """As the inner mover: scratch memory is never idle."""

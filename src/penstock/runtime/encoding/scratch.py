@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Final
+from typing import Any, Final
 
 from penstock.codec.base import Bytes, Codec
 from penstock.core.budget import Budget
@@ -40,8 +40,6 @@ SLOTS: Final = 8
 ENCODING_SLOTS: Final = SLOTS // 2
 _PARTS: Final = SLOTS + 2
 """Slots, and what codecs may allocate, in slots."""
-LEAST_SCRATCH_BYTES: Final = _PARTS * 2 * PAGE_BYTES
-"""Slots that hold a piece of one page, and its header."""
 
 
 class Slot:
@@ -56,13 +54,86 @@ class Slot:
         self.encoding = False
 
 
-class Scratch:
-    """The slots. Guarded by the worker's lock. See [Note: scratch].
+class Slots:
+    """Some slots, and the memory that codecs work in, charged to a budget. Guarded by the worker's lock.
 
     Attributes:
         slot_bytes: How long a slot is.
         working_bytes: What a codec may allocate.
     """
+
+    def __init__(self, nbytes: int, budget: Budget, *, slots: int, parts: int) -> None:
+        """Share ``nbytes`` out, and charge what codecs work in.
+
+        Args:
+            nbytes: For everything.
+            budget: The device's.
+            slots: How many there are; half of them at most are for encoding.
+            parts: Slots, and what codecs may allocate, in slots.
+
+        Raises:
+            ConfigError: A slot would not hold a piece of one page, and its header.
+            BudgetError: The budget has not so much left.
+        """
+        least = parts * 2 * PAGE_BYTES
+        if nbytes < least:
+            raise ConfigError(
+                f"scratch memory of {nbytes} bytes is too small to encode in; give at least {least}"
+                " bytes"
+            )
+        self.slot_bytes = round_down(nbytes // parts, PAGE_BYTES)
+        self.working_bytes = (parts - slots) * self.slot_bytes
+        self._free: list[Any] = []
+        self._encoding = 0
+        self._most_encoding = slots // 2
+        charged = self._charged_bytes()
+        if not budget.try_take(charged, SCRATCH):
+            raise _refused(nbytes, budget)
+        self._give_back = weakref.finalize(self, defer, _give, budget, charged, os.getpid())
+        self._give_back.atexit = False
+
+    def _charged_bytes(self) -> int:
+        """What is charged from the beginning to the end."""
+        return self.working_bytes
+
+    def piece_bytes(self, codec: Codec, dtype: str) -> int:
+        """How much of a storage to encode at once: whole pages. Raises ConfigError if none would do."""
+        piece = self.slot_bytes - PAGE_BYTES
+        while piece:
+            if self._fits(codec, dtype, piece):
+                return piece
+            piece = round_down(piece * 3 // 4, PAGE_BYTES)
+        raise ConfigError(
+            f"codec {codec.name} cannot encode a page of {dtype} in slots of {self.slot_bytes} bytes"
+            f" and {self.working_bytes} bytes beside them; give more scratch memory"
+        )
+
+    def _fits(self, codec: Codec, dtype: str, piece: int) -> bool:
+        spec = codec.spec(dtype, piece)
+        return spec.bound_bytes <= self.slot_bytes and spec.scratch_bytes <= self.working_bytes
+
+    def take(self, *, encoding: bool) -> Any | None:
+        """A free slot; ``None`` if there is none for this use."""
+        if not self._free or (encoding and self._encoding == self._most_encoding):
+            return None
+        slot = self._free.pop()
+        slot.encoding = encoding
+        self._encoding += encoding
+        return slot
+
+    def release(self, slot: Any) -> None:
+        """Nothing touches the slot any more."""
+        self._encoding -= slot.encoding
+        self._free.append(slot)
+
+    def close(self) -> None:
+        """Give all of it back. Every slot is free. Idempotent."""
+        self._free.clear()
+        self._give_back()
+
+
+class Scratch(Slots):
+    """Slots in host memory. See [Note: scratch]."""
 
     def __init__(self, nbytes: int, budget: Budget) -> None:
         """Take at most ``nbytes`` from ``budget``, at once.
@@ -71,19 +142,7 @@ class Scratch:
             ConfigError: It is less than 80 KiB.
             BudgetError: The budget has not so much left.
         """
-        if nbytes < LEAST_SCRATCH_BYTES:
-            raise ConfigError(
-                f"scratch memory of {nbytes} bytes is too small to encode in; give at least"
-                f" {LEAST_SCRATCH_BYTES} bytes"
-            )
-        self.slot_bytes = round_down(nbytes // _PARTS, PAGE_BYTES)
-        self.working_bytes = (_PARTS - SLOTS) * self.slot_bytes
-        if not budget.try_take(self.working_bytes, SCRATCH):
-            raise _refused(nbytes, budget)
-        self._give_back = weakref.finalize(
-            self, defer, _give, budget, self.working_bytes, os.getpid()
-        )
-        self._give_back.atexit = False
+        super().__init__(nbytes, budget, slots=SLOTS, parts=_PARTS)
         arena = Arena(SLOTS * self.slot_bytes, budget=budget, owner=SCRATCH)
         block = arena.allocate(SLOTS * self.slot_bytes)
         if block is not None:  # mapped from here on until the last slot is gone
@@ -94,39 +153,6 @@ class Scratch:
             raise _refused(nbytes, budget)
         size = self.slot_bytes
         self._free = [Slot(memory[i * size : (i + 1) * size]) for i in range(SLOTS)]
-        self._encoding = 0
-
-    def piece_bytes(self, codec: Codec, dtype: str) -> int:
-        """How much of a storage to encode at once: whole pages. Raises ConfigError if none would do."""
-        piece = self.slot_bytes - PAGE_BYTES
-        while piece:
-            spec = codec.spec(dtype, piece)
-            if spec.bound_bytes <= self.slot_bytes and spec.scratch_bytes <= self.working_bytes:
-                return piece
-            piece = round_down(piece // 2, PAGE_BYTES)
-        raise ConfigError(
-            f"codec {codec.name} cannot encode a page of {dtype} in slots of {self.slot_bytes} bytes"
-            f" and {self.working_bytes} bytes beside them; give more scratch memory"
-        )
-
-    def take(self, *, encoding: bool) -> Slot | None:
-        """A free slot; ``None`` if there is none for this use."""
-        if not self._free or (encoding and self._encoding == ENCODING_SLOTS):
-            return None
-        slot = self._free.pop()
-        slot.encoding = encoding
-        self._encoding += encoding
-        return slot
-
-    def release(self, slot: Slot) -> None:
-        """Nothing touches the slot any more."""
-        self._encoding -= slot.encoding
-        self._free.append(slot)
-
-    def close(self) -> None:
-        """Give all of it back. Every slot is free. Idempotent."""
-        self._free.clear()
-        self._give_back()
 
 
 def _give(budget: Budget, nbytes: int, pid: int) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from penstock.core.errors import ConfigError
 from penstock.io.engine import Transfer
 from penstock.runtime.movers import Encoding
-from penstock.tier.base import Ticket, Window
+from penstock.tier.base import Ticket, Tier, Window
 
 
 @dataclass(slots=True, eq=False)
@@ -44,3 +45,11 @@ class EncodedTicket:
         """Where in the storage a piece begins, and how long it is."""
         start = index * self.piece_bytes
         return start, min(self.piece_bytes, self.nbytes - start)
+
+    def check_readable(self, tier: Tier) -> None:
+        """Raise ConfigError if it has not been written to ``tier``, or has been discarded."""
+        if self.discarded or not self.written.done or self.written.error is not None:
+            raise ConfigError(
+                f"{self.label}: read from tier {tier.spec.name} although it is not, or no longer,"
+                " written; wait for ticket.written, and discard a ticket last"
+            )

@@ -24,9 +24,9 @@ from penstock.core.locks import condition
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
 from penstock.runtime.encoding.jobs import Job, ReadJob, WriteJob
-from penstock.runtime.encoding.scratch import Scratch, Slot
+from penstock.runtime.encoding.scratch import Slot, Slots
 from penstock.runtime.encoding.tickets import EncodedTicket
-from penstock.tier.base import Tier
+from penstock.tier.base import Ticket
 
 THREAD_NAME: Final = "penstock-codec"
 
@@ -39,13 +39,17 @@ class Worker:
     whatever else is going on.
     """
 
-    def __init__(self, scratch: Scratch, recorder: Recorder) -> None:
+    def __init__(
+        self, scratch: Slots, recorder: Recorder, adopt_thread: Callable[[], None] = lambda: None
+    ) -> None:
         """Do nothing yet.
 
         Args:
             scratch: Belongs to this worker from now on.
             recorder: Gets spans and counters.
+            adopt_thread: Called in the thread when it begins.
         """
+        self._adopt_thread = adopt_thread
         self._scratch = scratch
         self._recorder = recorder
         self._pid = os.getpid()
@@ -59,7 +63,7 @@ class Worker:
     # -- for the mover ----------------------------------------------------------------------------
 
     def submit(self, job: WriteJob | ReadJob) -> None:
-        """Begin to encode or to decode; returns at once. Raises ClosedError."""
+        """Begin to encode or to decode, unless it was withdrawn; returns at once. Raises ClosedError."""
         if os.getpid() != self._pid:  # before the lock, which a thread left behind may hold
             raise ClosedError(
                 f"{job.ticket.label}: codecs belong to process {self._pid}; a process forked from"
@@ -68,6 +72,8 @@ class Worker:
         with self._wake:
             if self._stopping:
                 raise ClosedError(f"{job.ticket.label}: codecs are closed, with their session")
+            if job.over:
+                return
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name=THREAD_NAME, daemon=True)
                 thread.start()
@@ -77,10 +83,10 @@ class Worker:
                 self._reads[job] = None
             else:
                 self._writes[job] = None
-            self._wake.notify()
+            self._wake.notify_all()
 
-    def withdraw(self, job: Job) -> bool:
-        """Give a job up: no further piece is taken up, and it settles as cancelled.
+    def withdraw(self, job: Job, error: BaseException | None = None) -> bool:
+        """Give a job up: no further piece is taken up, and it settles with ``error``, or as cancelled.
 
         Returns:
             Whether it has settled; else it does as soon as what is in hand has ended.
@@ -88,7 +94,7 @@ class Worker:
         if os.getpid() != self._pid:
             return False
         with self._wake:
-            withdrawals = self._fail(job, CancelledError())
+            withdrawals = self._fail(job, error or CancelledError())
             ended = self._is_last(job)
         self._finish(job, withdrawals, ended)
         return ended
@@ -105,18 +111,25 @@ class Worker:
         for transfer in moving:
             transfer.promote(priority)
 
-    def discard(self, ticket: EncodedTicket, tier: Tier) -> None:
-        """Give up the ticket's frames, and what of them is under way. Idempotent; never waits."""
+    def discard(self, ticket: EncodedTicket) -> tuple[Ticket, ...]:
+        """Give up what is under way with the ticket's frames; these are the caller's to discard.
+
+        Idempotent; never waits.
+        """
         if os.getpid() != self._pid:
-            return
+            return ()
         with self._wake:
             ticket.discarded = True
             jobs = [job for job in self._live if job.ticket is ticket]
             parts = tuple(ticket.parts)
         for job in jobs:
             self.withdraw(job)
-        for part in parts:
-            tier.discard(part)
+        return parts
+
+    def drain(self) -> None:
+        """Wait until all that was submitted is settled."""
+        with self._wake:
+            self._wake.wait_for(lambda: not self._live)
 
     def stop(self) -> None:
         """Let the thread end once everything is settled. Does not wait for it; idempotent."""
@@ -124,7 +137,7 @@ class Worker:
             return
         with self._wake:
             self._stopping = True
-            self._wake.notify()
+            self._wake.notify_all()
 
     def close(self) -> None:
         """Cancel what has not begun, wait for the rest, give the scratch memory back. Idempotent."""
@@ -142,6 +155,7 @@ class Worker:
     # -- the thread -------------------------------------------------------------------------------
 
     def _work(self) -> None:
+        self._adopt_thread()
         while self._serve():
             pass
 
@@ -190,7 +204,7 @@ class Worker:
             job.ticket.frame_bytes += frame_bytes
             failed = job.error is not None
         if failed:
-            job.tier.discard(part)
+            job.discard(part)
         part.written.add_done_callback(partial(self._written, job, slot))
 
     def _written(self, job: WriteJob, slot: Slot, transfer: Transfer) -> None:
@@ -221,7 +235,7 @@ class Worker:
             job.moving.discard(transfer)
             if transfer.error is None and job.error is None:
                 job.arrived.append((index, slot))
-                self._wake.notify()
+                self._wake.notify_all()
                 return
         self._ended(job, slot, transfer.error)
 
@@ -242,7 +256,7 @@ class Worker:
             job.pending -= 1
             withdrawals = [] if error is None else self._fail(job, error)
             ended = self._is_last(job)
-            self._wake.notify()
+            self._wake.notify_all()
         self._finish(job, withdrawals, ended)
 
     def _fail(self, job: Job, error: BaseException) -> list[Callable[[], object]]:
@@ -257,7 +271,7 @@ class Worker:
                 self._scratch.release(slot)
             job.pending -= len(job.arrived)
             job.arrived.clear()
-            self._wake.notify()
+            self._wake.notify_all()
         return job.withdrawals()
 
     def _is_last(self, job: Job) -> bool:
@@ -265,7 +279,7 @@ class Worker:
         if not job.end():
             return False
         if isinstance(job, ReadJob):
-            del self._reads[job]
+            self._reads.pop(job, None)
         return True
 
     def _finish(self, job: Job, withdrawals: list[Callable[[], object]], ended: bool) -> None:
@@ -281,4 +295,4 @@ class Worker:
         job.transfer.settle(job.error)
         with self._wake:
             self._live.discard(job)
-            self._wake.notify()
+            self._wake.notify_all()

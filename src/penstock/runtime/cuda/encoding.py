@@ -1,0 +1,432 @@
+"""A mover of CUDA devices that encodes on the device before the copy, and decodes after it.
+
+[Note: encoding on the device]
+    FlashNeuron (FAST 2021) compresses on the GPU what it offloads, in the order of the compute stream.
+    Here it is done on a stream of its own, by a thread of its own (the worker of
+    :mod:`penstock.runtime.encoding.worker`), for how long a frame is depends on the data, and somebody
+    has to wait for that:
+
+    - Neither the thread that trains nor its stream may: the host runs ahead by many kernels, and a wait
+      in ``pack`` would end that at each tensor. Nor is the longest possible frame copied instead: then
+      the copy, which is what should become shorter, would not.
+    - So ``write`` records events behind all that works with the storage, as ever, and returns. When the
+      host has seen them (a *fence*: the thread of a lane waits), the worker encodes piece by piece. It
+      waits for the end of each piece, since it needs the length, and hands the frame to the ordinary
+      mover, which copies it behind that. By then the network is some microseconds ahead, no more.
+    - The source is held until the last frame has been copied, so that no kernel reads freed memory. A
+      frame is held by the ordinary mover until the host has seen the end of its copy (rule 2 of [Note:
+      streams]). Its memory is allocated, and freed, on the worker's stream.
+    - Back: a target is allocated by the thread that asks, as ever. Its frames are read to memory of the
+      worker's stream, which waits for each copy (rule 5) and for what used the target's memory before
+      (rule 4), and decodes. That fills the target by kernels, so whoever uses it waits for an event
+      behind them, as for what is made again (rule 7). Checks of a frame depend on the data, too, so the
+      worker waits for each piece before it says that the target is filled, or what is wrong with a
+      frame. So the event has been reached long before, and nothing touches a target that is given up.
+
+    Memory: frames, and what codecs allocate, are charged to the device's budget once, when the mover is
+    made (:class:`DeviceScratch`), because encoding makes room and must not need any. Where the device
+    itself has not so much left, a piece goes as it is: its part of the source is copied without a frame.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from penstock.codec import registry
+from penstock.codec.base import ITEMSIZE, Codec
+from penstock.codec.device import FORMS
+from penstock.codec.device.base import decode_tensor, encode_tensor, scratch_bytes
+from penstock.core.budget import Budget
+from penstock.core.errors import ClosedError
+from penstock.core.locks import defer
+from penstock.io.engine import Priority, Transfer
+from penstock.observe.recorder import Recorder
+from penstock.runtime.cuda.link import Link, Stream
+from penstock.runtime.cuda.mover import CudaMover
+from penstock.runtime.cuda.tickets import CudaTarget, Fill
+from penstock.runtime.encoding.jobs import ReadJob, WriteJob
+from penstock.runtime.encoding.scratch import Slots
+from penstock.runtime.encoding.tickets import EncodedTicket
+from penstock.runtime.encoding.worker import Worker
+from penstock.runtime.movers import Encoding, Mover
+from penstock.tier.base import Tier, Window
+
+_SLOTS: Final = 4
+"""Frames at once: two that are made and copied out, the rest for those that come back."""
+_PARTS: Final = 8
+"""Slots, and what codecs may allocate, in slots: theirs is half of everything."""
+
+
+@dataclass(slots=True, eq=False)
+class FrameSlot:
+    """A claim on the memory of one frame."""
+
+    encoding: bool = False
+    storage: torch.UntypedStorage | None = None
+    """A frame that was made, until it is handed to the mover."""
+    target: CudaTarget | None = None
+    """Memory that a frame is read to."""
+
+
+class DeviceScratch(Slots):
+    """Device memory for frames, and for what codecs allocate; charged, and left to torch to allocate.
+
+    Attributes:
+        frames: What memory for frames that come back is charged to: the slots, charged already.
+    """
+
+    def __init__(self, nbytes: int, budget: Budget) -> None:
+        """Take ``nbytes`` from ``budget``, at once.
+
+        Raises:
+            ConfigError: It is less than 64 KiB.
+            BudgetError: The budget has not so much left.
+        """
+        super().__init__(nbytes, budget, slots=_SLOTS, parts=_PARTS)
+        self.frames = Budget(_SLOTS * self.slot_bytes, name="frames")
+        self._free = [FrameSlot() for _ in range(_SLOTS)]
+
+    def _charged_bytes(self) -> int:
+        return _PARTS * self.slot_bytes
+
+    def _fits(self, codec: Codec, dtype: str, piece: int) -> bool:
+        bound = codec.spec(dtype, piece).bound_bytes
+        return (
+            bound <= self.slot_bytes
+            and scratch_bytes(codec.name, dtype, piece) <= self.working_bytes
+        )
+
+    def release(self, slot: FrameSlot) -> None:
+        """Nothing touches the slot's memory any more."""
+        slot.storage = slot.target = None
+        super().release(slot)
+
+
+@dataclass(slots=True, eq=False)
+class DeviceTicket(EncodedTicket):
+    """A claim on the frames of a device's storage. Fields are for reading only."""
+
+    device: torch.device = field(default_factory=lambda: torch.device("cuda"))
+    raw: set[int] = field(default_factory=set)
+    """Pieces that went as they were, for want of memory to encode them in."""
+
+
+class _Side:
+    """The ordinary mover, and the worker's stream on each device."""
+
+    def __init__(self, inner: CudaMover, link: Link, scratch: DeviceScratch) -> None:
+        self.inner = inner
+        self.scratch = scratch
+        self.link = link
+        self._streams: dict[torch.device, Stream] = {}
+
+    def stream(self, device: torch.device) -> Stream:
+        """Asked for by the worker only."""
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = self.link.copy_stream(device)
+        return stream
+
+    @contextmanager
+    def waiting(self, device: torch.device) -> Iterator[None]:
+        """Within, operators run on the worker's stream; wait for them at the end, however it comes."""
+        link, stream = self.link, self.stream(device)
+        with link.within(stream):
+            try:
+                yield
+            finally:
+                link.synchronize(link.record(stream))
+
+
+class DeviceWriteJob(WriteJob):
+    """As :class:`WriteJob`, for frames that are made on the device."""
+
+    def __init__(
+        self,
+        ticket: DeviceTicket,
+        tier: Tier,
+        codec: Codec,
+        storage: torch.UntypedStorage,
+        side: _Side,
+    ) -> None:
+        """Begin nothing yet."""
+        super().__init__(ticket, tier, codec, storage)
+        self.ticket: DeviceTicket = ticket
+        self._side = side
+
+    def _encode_piece(self, index: int, slot: Any) -> int:
+        ticket, storage = self.ticket, self._storage
+        assert storage is not None, "a source was let go of before its end"
+        start, nbytes = ticket.range_of(index)
+        try:
+            with self._side.waiting(ticket.device):
+                source = _bytes_of(storage)[start : start + nbytes]
+                frame = encode_tensor(self.codec.name, source, ticket.encoding.dtype)
+                slot.storage = frame.untyped_storage()
+        except torch.OutOfMemoryError:
+            ticket.raw.add(index)
+            slot.storage = storage[start : start + nbytes]  # which holds the whole
+        return int(slot.storage.nbytes())
+
+    def write(self, slot: Any, frame_bytes: int) -> Any:
+        """Begin to copy a frame, and to write it; the inner mover holds it from here on."""
+        ticket, side = self.ticket, self._side
+        storage, slot.storage = slot.storage, None
+        with side.link.within(side.stream(ticket.device)):
+            side.inner.use(storage)
+            return side.inner.write(storage, self.tier, ticket.label)
+
+    def discard(self, part: Any) -> None:
+        """Give up a frame that was handed to the inner mover."""
+        self._side.inner.discard(self.tier, part)
+
+
+class DeviceReadJob(ReadJob):
+    """As :class:`ReadJob`, for frames that are decoded on the device."""
+
+    def __init__(
+        self,
+        ticket: DeviceTicket,
+        tier: Tier,
+        codec: Codec,
+        target: CudaTarget,
+        *,
+        priority: Priority,
+        transfer: Transfer,
+        side: _Side,
+    ) -> None:
+        """Begin nothing yet."""
+        super().__init__(ticket, tier, codec, target, priority=priority, transfer=transfer)
+        self.ticket: DeviceTicket = ticket
+        self._side = side
+
+    def read(self, index: int, slot: Any, priority: Priority) -> Transfer:
+        """Begin to read a frame to memory of the worker's stream."""
+        ticket, side = self.ticket, self._side
+        part: Any = ticket.parts[index]
+        with side.link.within(side.stream(ticket.device)):
+            target = side.inner.allocate(part, force=True, budget=side.scratch.frames)
+        assert target is not None, "memory was forced"
+        slot.target = target
+        return side.inner.read(self.tier, part, target, priority)
+
+    def _decode_piece(self, index: int, slot: Any) -> None:
+        ticket, side, target = self.ticket, self._side, self._target
+        start, nbytes = ticket.range_of(index)
+        stream = side.stream(ticket.device)
+        frame = side.inner.finish(slot.target)
+        with side.link.within(stream):
+            side.inner.use(frame)
+            side.link.wait(stream, target.ready)
+        with side.waiting(ticket.device):
+            decoded = _bytes_of(frame)
+            if index not in ticket.raw:
+                decoded = decode_tensor(
+                    decoded, nbytes, codec_name=self.codec.name, dtype=ticket.encoding.dtype
+                )
+            _bytes_of(target.storage)[start : start + nbytes].copy_(decoded)
+            target.fill = Fill(stream, made=side.link.record(stream))
+
+
+class DeviceEncodingMover(Mover):
+    """Moves storages of CUDA devices as the mover inside it does, or as frames made on the device.
+
+    See [Note: encoding on the device]. Thread-safe; its ``write`` and ``read`` wait for nothing.
+    """
+
+    runs_behind = True
+
+    def __init__(
+        self,
+        inner: CudaMover,
+        *,
+        link: Link,
+        scratch_bytes: int,
+        budget: Budget,
+        recorder: Recorder,
+    ) -> None:
+        """Wrap ``inner``, which from now on belongs to this mover.
+
+        Args:
+            inner: Moves frames, and what is not encoded.
+            link: To the devices, as ``inner`` has it.
+            scratch_bytes: What encoding and decoding work in: taken from ``budget`` now, given back by
+                ``close``. A piece is an eighth of it, at most.
+            budget: The device's.
+            recorder: Gets a span for each piece, and counters.
+
+        Raises:
+            ConfigError: ``scratch_bytes`` is less than 64 KiB.
+            BudgetError: The budget has not so much left.
+        """
+        self.device = inner.device
+        self._inner = inner
+        self._recorder = recorder
+        self._scratch = DeviceScratch(scratch_bytes, budget)
+        self._side = _Side(inner, link, self._scratch)
+        adopt = partial(link.adopt_thread, self.device)
+        self._worker = Worker(self._scratch, recorder, adopt_thread=adopt)
+        weakref.finalize(self, defer, self._worker.stop).atexit = False
+
+    def write(
+        self,
+        storage: torch.UntypedStorage,
+        tier: Tier,
+        label: str,
+        encoding: Encoding | None = None,
+    ) -> Any:
+        """Begin to spill; with an ``encoding``, to encode and spill. Waits for nothing.
+
+        What cannot be encoded here goes as it is, and is counted: by a codec without a device form, or
+        from a storage that does not begin where its elements could.
+
+        With an encoding room in the tier is found piece by piece, so that NoSpaceError comes by
+        ``written``, with nothing left behind. A ``written`` that is cancelled when something of it has
+        begun settles as cancelled soon.
+
+        Raises:
+            NoSpaceError: Without an encoding, as the inner mover.
+            ConfigError: The codec does not accept the type, or needs more scratch memory.
+            HookError: A CUDA graph is being captured.
+            ClosedError: The mover is closed, or this is a forked process.
+        """
+        if encoding is None or not storage.nbytes() or not self._can_encode(storage, encoding):
+            return self._inner.write(storage, tier, label)
+        codec = registry.get(encoding.codec)
+        piece_bytes = self._scratch.piece_bytes(codec, encoding.dtype)
+        nbytes = storage.nbytes()
+        worker = self._worker
+        written = Transfer(nbytes, cancel=lambda _: worker.withdraw(job))
+        window = Window(storage.data_ptr(), nbytes, 0)
+        ticket = DeviceTicket(
+            label, nbytes, window, encoding, piece_bytes, written, device=storage.device
+        )
+        job = DeviceWriteJob(ticket, tier, codec, storage, self._side)
+        self._inner.fence(storage, label, partial(self._complete, job))
+        return ticket
+
+    def _can_encode(self, storage: torch.UntypedStorage, encoding: Encoding) -> bool:
+        if encoding.codec not in FORMS:
+            self._recorder.count("encoded.no_device_form")
+            return False
+        if storage.data_ptr() % ITEMSIZE[encoding.dtype]:
+            self._recorder.count("encoded.misaligned")
+            return False
+        return True
+
+    def _complete(self, job: DeviceWriteJob, error: BaseException | None) -> None:
+        """In the thread of a lane: the source is complete, or nobody knows."""
+        try:
+            if error is None and not job.ticket.discarded:
+                self._worker.submit(job)
+                return
+        except ClosedError as closed:
+            error = closed
+        self._worker.withdraw(job, error)
+
+    def allocate(self, ticket: Any, *, force: bool = False) -> CudaTarget | None:
+        """Memory for the storage, not for its frames."""
+        return self._inner.allocate(ticket, force=force)
+
+    def read(self, tier: Tier, ticket: Any, target: CudaTarget, priority: Priority) -> Transfer:
+        """Begin to read, and to decode what was encoded.
+
+        Of what was encoded the transfer settles when the target is filled. It fails with CodecError if a
+        frame is damaged, with CancelledError if the ticket is discarded meanwhile, and else as the inner
+        mover's does.
+
+        Raises:
+            ConfigError: ``ticket.written`` has not settled without an error, or it was discarded.
+            ClosedError: The mover is closed, or this is a forked process.
+        """
+        if not isinstance(ticket, DeviceTicket):
+            return self._inner.read(tier, ticket, target, priority)
+        ticket.check_readable(tier)
+        worker = self._worker
+        transfer = Transfer(
+            ticket.nbytes,
+            cancel=lambda _: worker.withdraw(job),
+            promote=lambda _, better: worker.promote(job, better),
+        )
+        codec = registry.get(ticket.encoding.codec)
+        job = DeviceReadJob(
+            ticket, tier, codec, target, priority=priority, transfer=transfer, side=self._side
+        )
+        worker.submit(job)
+        return transfer
+
+    def finish(self, target: CudaTarget) -> torch.UntypedStorage:
+        """As the inner mover."""
+        return self._inner.finish(target)
+
+    def use(self, storage: torch.UntypedStorage) -> None:
+        """As the inner mover."""
+        self._inner.use(storage)
+
+    def here(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+        """As the inner mover."""
+        return self._inner.here(device)
+
+    def account(self, budget_of: Callable[[torch.device], Budget]) -> None:
+        """As the inner mover; scratch memory is the session's own device's."""
+        self._inner.account(budget_of)
+
+    def made(self, storage: torch.UntypedStorage) -> None:
+        """As the inner mover."""
+        self._inner.made(storage)
+
+    def drain(self) -> None:
+        """Wait until all that was begun is encoded, decoded and copied."""
+        self._inner.drain()  # whose fences hand storages to the worker
+        self._worker.drain()
+        self._inner.drain()
+
+    def drop(self, target: CudaTarget) -> None:
+        """As the inner mover."""
+        self._inner.drop(target)
+
+    def discard(self, tier: Tier, ticket: Any) -> None:
+        """Give the frames up. What of them is under way ends as cancelled. Idempotent."""
+        if not isinstance(ticket, DeviceTicket):
+            self._inner.discard(tier, ticket)
+            return
+        parts: tuple[Any, ...] = self._worker.discard(ticket)
+        for part in parts:
+            self._inner.discard(tier, part)
+
+    def trim(self, nbytes: int) -> int:
+        """As the inner mover: scratch memory is never idle."""
+        return self._inner.trim(nbytes)
+
+    def rest(self) -> int:
+        """As the inner mover."""
+        return self._inner.rest()
+
+    def wake(self) -> None:
+        """As the inner mover."""
+        self._inner.wake()
+
+    def target_bytes(self, ticket: Any) -> int:
+        """As the inner mover, for the storage."""
+        return self._inner.target_bytes(ticket)
+
+    def used_bytes(self) -> int:
+        """As the inner mover."""
+        return self._inner.used_bytes()
+
+    def close(self) -> None:
+        """Cancel what has not begun, wait for the rest, and close the inner mover. Idempotent."""
+        self._worker.close()
+        self._inner.close()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,165 @@
+"""What codecs make of a storage on a device, and how fast they are there: measured, never assumed.
+
+How much shorter a codec makes a storage is asked of a sample of each, 1 MiB at most, since that differs
+from storage to storage. How fast it is on this device is measured once for each codec and type, on as
+many bytes as a piece has (``PROBE_BYTES``): on a sample of 1 MiB the launches of kernels would take most
+of the time. What is timed is device time between two events, waits for lengths and checks included, as
+when storages are encoded; a first round, in which kernels are loaded, is not.
+
+What a sample takes is charged to the budget while it is taken. Where there is no room for that, it is a
+shorter one, or none: then nothing is known of the storage, and it goes as it is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final, TypeVar
+
+import torch
+from torch import Tensor
+
+from penstock.codec.base import HEADER_BYTES, ITEMSIZE
+from penstock.codec.device import FORMS
+from penstock.codec.device.base import decode_tensor, encode_tensor, scratch_bytes
+from penstock.core.budget import Budget
+from penstock.core.units import KIB, MIB
+from penstock.plan.encoding import MARGIN
+from penstock.plan.profile import CodecSample
+from penstock.runtime.cuda.link import Link
+from penstock.runtime.encoding.scratch import SCRATCH
+from penstock.runtime.sampling import STRETCH_BYTES, chosen_codecs, stretches
+
+T = TypeVar("T")
+
+PROBE_BYTES: Final = 8 * MIB
+"""What a codec's speed is measured on."""
+LEAST_STRETCH_BYTES: Final = 16 * KIB
+"""Shorter stretches tell too little."""
+
+
+class DeviceSampler:
+    """Measures codecs on storages of a device, on the caller's current stream. Thread-safe; waits.
+
+    Attributes:
+        speeds: Bytes of the source per second of encoding and of decoding, by codec and type, once they
+            were measured.
+    """
+
+    def __init__(self, link: Link, budget: Budget) -> None:
+        """Know nothing yet.
+
+        Args:
+            link: To the device; times rounds.
+            budget: The device's: what a sample takes is charged to it for as long.
+        """
+        self.speeds: dict[tuple[str, str], tuple[float, float]] = {}
+        self._link = link
+        self._budget = budget
+        self._lock = threading.Lock()
+
+    def sample(
+        self, storage: torch.UntypedStorage, dtype: str, *, sign_only: bool
+    ) -> tuple[CodecSample, ...]:
+        """Measure every lossless codec that accepts ``dtype`` and has a device form.
+
+        Args:
+            storage: On the device, complete in the caller's current stream. One that does not begin
+                where its elements could is never encoded, so nothing is measured.
+            dtype: Of its elements, as ``"float32"``.
+            sign_only: Whether the codec ``positive`` may turn out to be enough, so that it is
+                measured as well.
+        """
+        if not storage.nbytes() or storage.data_ptr() % ITEMSIZE.get(dtype, 1):
+            return ()
+        names = [codec.name for codec in chosen_codecs(dtype, sign_only=sign_only)]
+        names = [name for name in names if name in FORMS]
+        try:
+            return self._sample(storage, dtype, names)
+        except torch.OutOfMemoryError:  # the budget has room, but the device has not
+            return ()
+
+    def _sample(
+        self, storage: torch.UntypedStorage, dtype: str, names: list[str]
+    ) -> tuple[CodecSample, ...]:
+        stretch_bytes = STRETCH_BYTES
+        while names and stretch_bytes >= LEAST_STRETCH_BYTES:
+            places = stretches(storage.nbytes(), stretch_bytes)
+            nbytes = sum(stop - start for start, stop in places)
+            with self._charged(_room(names, dtype, nbytes)) as charged:
+                if charged:
+                    memory = _bytes_of(storage)
+                    row = torch.cat([memory[start:stop] for start, stop in places])
+                    return tuple(self._measure(name, row, dtype) for name in names)
+            stretch_bytes //= 2
+        return ()
+
+    @contextmanager
+    def _charged(self, nbytes: int) -> Iterator[bool]:
+        """Whether so much could be charged; within, it is."""
+        charged = self._budget.try_take(nbytes, SCRATCH)
+        try:
+            yield charged
+        finally:
+            if charged:
+                self._budget.give(nbytes, SCRATCH)
+
+    def _measure(self, name: str, row: Tensor, dtype: str) -> CodecSample:
+        ratio, speeds = self._round(name, row, dtype)
+        if (
+            ratio < 1 - MARGIN
+        ):  # else it gives up early, and is never chosen: its speed says nothing
+            speeds = self._speeds(name, row, dtype)
+        return CodecSample(
+            codec=name,
+            ratio=ratio,
+            encode_bytes_per_s=speeds[0],
+            decode_bytes_per_s=speeds[1],
+        )
+
+    def _speeds(self, name: str, row: Tensor, dtype: str) -> tuple[float, float]:
+        """As measured before, or now."""
+        with self._lock:
+            known = self.speeds.get((name, dtype))
+            if known is None:
+                known = self.speeds[name, dtype] = self._probe(name, row, dtype)
+        return known
+
+    def _probe(self, name: str, row: Tensor, dtype: str) -> tuple[float, float]:
+        """On as many bytes as there is room for, up to ``PROBE_BYTES``: the sample over and over."""
+        times = max(1, PROBE_BYTES // row.numel())
+        while times > 1:
+            with self._charged(_room([name], dtype, times * row.numel())) as charged:
+                if charged:
+                    long = row.repeat(times)
+                    self._round(name, long, dtype)
+                    return self._round(name, long, dtype)[1]
+            times //= 2
+        return self._round(name, row, dtype)[1]
+
+    def _round(self, name: str, row: Tensor, dtype: str) -> tuple[float, tuple[float, float]]:
+        """Encode and decode a row: what is left of it, and how fast that was."""
+        frame, encode_ns = self._timed(lambda: encode_tensor(name, row, dtype), row)
+        _, decode_ns = self._timed(lambda: decode_tensor(frame, row.numel()), row)
+        source = row.numel()
+        speeds = source * 1e9 / encode_ns, source * 1e9 / decode_ns
+        return (frame.numel() - HEADER_BYTES) / source, speeds
+
+    def _timed(self, call: Callable[[], T], row: Tensor) -> tuple[T, int]:
+        link = self._link
+        stream = link.current_stream(row.device)
+        start = link.record(stream, timed=True)
+        result = call()
+        end = link.record(stream, timed=True)
+        link.synchronize(end)
+        return result, max(1, link.elapsed_ns(start, end))
+
+
+def _room(names: list[str], dtype: str, nbytes: int) -> int:
+    """What it takes at most to try codecs on so many bytes: those, a frame, and the codec's own."""
+    return 2 * nbytes + HEADER_BYTES + max(scratch_bytes(name, dtype, nbytes) for name in names)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

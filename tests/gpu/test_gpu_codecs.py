@@ -1,0 +1,153 @@
+"""Whole sessions on a GPU whose storages are encoded there before the copy, and decoded after it."""
+
+import pytest
+import torch
+from gpu_runs import DEVICE, HOST, run, settings_for
+from torch import nn
+
+from cuda_runs import assert_nothing_held
+from offload_runs import Trace, counted, session_in, wait_until
+from penstock.core.errors import ConfigError
+from penstock.core.units import MIB
+from penstock.hooks.saved_tensors import SavedTensorHooks
+from penstock.observe.recorder import StallCause
+from penstock.plan.machine import Machine
+from penstock.runtime.cuda.encoding import DeviceEncodingMover
+from penstock.runtime.encoding.scratch import SCRATCH
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*determinis"),
+    pytest.mark.filterwarnings("ignore:.*AccumulateGrad node's stream"),
+]
+SLOW = Machine("slow flash", 1e6, 1e6, 1e-4, 1e6, 1e6)
+"""To plan for, not to run on: next to it every codec is quick."""
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """Backward begins when all writes have ended, so that what was encoded really has to come back."""
+    unpack = SavedTensorHooks.unpack
+
+    def wait_and_unpack(self, packed):
+        wait_until(lambda: not self._executor._traffic.writing, "all writes have ended")
+        return unpack(self, packed)
+
+    monkeypatch.setattr(SavedTensorHooks, "unpack", wait_and_unpack)
+
+
+class Network(nn.Module):
+    """Saves zeros, indices, smooth values, and views of one storage; all of it deterministic."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.second = nn.Conv2d(16, 16, 3, padding=1)
+        self.qkv = nn.Linear(16, 48)
+        self.out = nn.Linear(16, 10)
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        x = x * torch.tanh(self.second(x))
+        x = x.flatten(2).transpose(1, 2)
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        x = nn.functional.gelu(q * k + v)
+        return self.out(x.mean(1))
+
+
+def trained(path=None, *, steps=2, streams=False, **settings):
+    """Losses and gradients of some steps, under a session if there is a path; the session, closed."""
+    torch.manual_seed(0)
+    model = Network().to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trace = Trace()
+    session = path and session_in(path, model, optimizer, **settings).__enter__()
+    try:
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(48, 3, 16, 16, generator=generator).to(DEVICE)
+            y = (torch.arange(48) % 10).to(DEVICE)
+            side = torch.cuda.Stream() if streams else torch.cuda.current_stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                loss = nn.functional.cross_entropy(model(x), y)
+                loss.backward()
+            torch.cuda.current_stream().wait_stream(side)
+            trace.note(f"step {step}, loss", loss)
+            trace.note_gradients(step, model)
+            optimizer.step()
+            optimizer.zero_grad()
+        del x, y, loss
+        if session:
+            assert_nothing_held(session)
+    finally:
+        if session:
+            session.close()
+    return trace, session
+
+
+def encoded_bytes(session, codec=""):
+    return counted(session, f"encoded.source_bytes.{codec}" if codec else "encoded.source_bytes")
+
+
+@pytest.mark.parametrize("codec", ["zero-value", "csr", "narrow", "byteplane"])
+@pytest.mark.parametrize("places", ["flash", "host"])
+def test_a_lossless_codec_changes_no_bit(disk_path, small_knobs, patient, codec, places):
+    settings = settings_for(places, codec=codec)
+    found, session = trained(disk_path, **settings)
+    found.assert_same_bits(trained()[0])
+    assert encoded_bytes(session, codec) > 2 * MIB
+    assert not counted(session, "encoded.no_device_form")
+    assert session.budget.used_by(SCRATCH) == 0
+
+
+def test_it_need_not_wait_for_writes(disk_path, small_knobs):
+    """What backward asks for while it is encoded is still there, or comes back."""
+    found, session = trained(disk_path, codec="zero-value", host_memory=HOST)
+    found.assert_same_bits(trained()[0])
+    assert isinstance(session._stores.mover, DeviceEncodingMover)
+
+
+def test_under_a_budget_it_changes_no_bit(disk_path, small_knobs):
+    settings = {"codec": "byteplane", "policy": "auto", "device_memory": "16MiB", "floor": "16KiB"}
+    found, session = trained(disk_path, host_memory=HOST, **settings)
+    found.assert_same_bits(trained()[0])
+    assert session.budget.peak_bytes <= 16 * MIB
+
+
+def test_codecs_are_chosen_by_what_they_were_measured_to_do(disk_path, small_knobs, patient):
+    settings = {"codec": "auto", "machine": SLOW, "device_memory": "64MiB", "host_memory": HOST}
+    found, session = trained(disk_path, steps=5, **settings)
+    found.assert_same_bits(trained(steps=5)[0])
+    assert StallCause.SAMPLING in session.recorder.snapshot().stalls
+    chosen = {decision.codec for decision in session.plan.decisions} - {""}
+    assert chosen
+    assert encoded_bytes(session) > 2 * MIB
+    assert {line.codec for line in session.summary().codecs} == chosen
+
+
+def test_on_other_streams(disk_path, small_knobs, patient):
+    found, session = trained(disk_path, codec="zero-value", streams=True, host_memory=HOST)
+    found.assert_same_bits(trained(streams=True)[0])
+    assert encoded_bytes(session) > 2 * MIB
+
+
+@pytest.mark.parametrize("family", ["resnet18", "gpt2"])
+def test_networks_of_the_zoo(disk_path, small_knobs, patient, family):
+    expected = run(family, steps=2)[0]
+    settings = settings_for("flash", codec="zero-value")
+    found, session = run(family, disk_path, session_settings=settings, steps=2)
+    found.assert_same_bits(expected)
+    assert encoded_bytes(session) > MIB
+
+
+def test_a_lossy_codec_halves_what_is_moved(disk_path, small_knobs, patient):
+    _, session = trained(disk_path, steps=1, codec="bfloat16", host_memory=HOST)
+    (line,) = session.summary().codecs
+    assert line.codec == "bfloat16"
+    assert 0.49 < line.ratio < 0.52
+
+
+def test_what_has_no_form_for_devices_is_refused(disk_path):
+    with pytest.raises(ConfigError, match="runs on the CPU only"):
+        trained(disk_path, codec="zero-value+bfloat16", host_memory=HOST)
