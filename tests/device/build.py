@@ -30,7 +30,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "runtime"
 RUNTIME = "libcudart.so"
-OF_OTHERS = {"driver.cpp": "libcuda.so"}
+OF_OTHERS = {"cufile.cpp": "libcufile.so", "driver.cpp": "libcuda.so"}
 """Sources of libraries that are not the runtime."""
 VENDOR = ("libcu", "libnccl", "libnvrtc", "libnvshmem", "libnvToolsExt")
 """How the names of libraries begin that are replaced."""

@@ -16,6 +16,9 @@ from penstock import staging
 from penstock.io.arena import Arena
 from penstock.io.engine import Transfer
 from penstock.optim import gradients as gradients_module
+from penstock.runtime.cuda.direct import DirectMover
+from penstock.runtime.cuda.direct_inbound import DirectInbound, DirectRead
+from penstock.runtime.cuda.direct_outbound import DirectOutbound, Leaving
 from penstock.runtime.cuda.inbound import Inbound
 from penstock.runtime.cuda.lanes import Lane
 from penstock.runtime.cuda.outbound import Outbound
@@ -54,6 +57,7 @@ def install() -> None:
     arenas()
     encoding()
     tiers()
+    direct()
     gradients()
     pieces()
 
@@ -254,6 +258,28 @@ def _end(begun: object, span: Any, writes: bool, transfer: Transfer) -> None:
         _order.forget(_key(begun))
         _order.accessed(span, writes=writes, what="flash")
         _order.hand_over(_key(transfer))
+
+
+def direct() -> None:
+    """GPU-direct: whoever frees memory, or uses what was read, comes after the end of its transfer."""
+    for kind in (DirectOutbound, DirectInbound):
+        _around(kind, "_settle", lambda order, _, moved, *__: _over(order, moved))
+    _around(
+        DirectMover,
+        "finish",
+        None,
+        lambda order, storage, *_: order.hand_over(("read", storage.data_ptr())),
+    )
+    _around(
+        DirectMover, "use", lambda order, _, storage: order.take_over(("read", storage.data_ptr()))
+    )
+
+
+def _over(order: Order, moved: Leaving | DirectRead) -> None:
+    target = getattr(moved, "target", None)
+    storage = getattr(moved, "storage", None) if target is None else target.storage
+    if storage is not None:
+        order.let_go(storage.data_ptr())
 
 
 def gradients() -> None:

@@ -1,7 +1,6 @@
 """What the trial of GPU-direct I/O finds out before a session relies on it."""
 
 import ctypes
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,13 +119,24 @@ def test_a_read_that_moves_nothing_is_noticed(library, link, tier_of, monkeypatc
     assert wrong > 8 * MIB * 0.99
 
 
-def test_a_worker_uses_the_device_of_the_memory(monkeypatch):
-    told = []
-    monkeypatch.setattr(torch.cuda, "set_device", told.append)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    second = torch.device("cuda", 2)
-    gpu_direct._setter(torch.device("cuda", 1))(SimpleNamespace(device=second))
-    gpu_direct._setter(torch.device("cuda", 1))(None)
-    gpu_direct._setter(torch.device("cuda"))(None)
-    gpu_direct._setter(CPU)(None)
-    assert told == [second, 1, 3]
+def test_workers_are_told_the_device_of_the_memory_that_they_move(library, disk_path, monkeypatch):
+    """That of its owner; the session's if the owner has none."""
+    monkeypatch.setattr(cufile, "_MODULE", str(disk_path))
+    link = Link(library)
+    opened = gpu_direct.open_flash(
+        lambda engine: FlashTier(disk_path, capacity_bytes=MIB, engine=engine, recorder=Recorder()),
+        torch.device("cuda", 1),
+        link,
+        Recorder(),
+    )
+    assert opened is not None
+    engine, tier = opened
+    assert {device for _, device in link.adopted} == {CPU}  # where this link's storages are
+    link.adopted.clear()
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    tier.write(memory.data_ptr(), 4096, keep_alive=None, label="by address").written.wait()
+    assert {device for _, device in link.adopted} == {torch.device("cuda", 1)}
+    assert all(name.startswith("penstock-io-") for name, _ in link.adopted)
+    tier.close()
+    engine.close()
+    link.end()

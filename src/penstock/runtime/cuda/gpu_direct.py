@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from penstock.core import knobs
@@ -20,6 +19,8 @@ from penstock.io import cufile
 from penstock.observe.recorder import Recorder
 
 if TYPE_CHECKING:
+    import torch
+
     from penstock.io.engine import Engine
     from penstock.runtime.cuda.link import Link
     from penstock.tier.base import Tier
@@ -76,7 +77,9 @@ def _try(
     if not found:
         return None, found.reason
     try:
-        engine = cufile.CuFileEngine(use_device=_setter(device))
+        engine = cufile.CuFileEngine(
+            use_device=lambda owner: link.adopt_thread(getattr(owner, "device", device))
+        )
     except ConfigError as error:  # it has worked a moment ago
         return None, str(error)
     try:
@@ -95,14 +98,6 @@ def _try(
             tier.close()
             engine.close()
     return (None, reason) if reason else ((engine, tier), found.reason)
-
-
-def _setter(device: torch.device) -> Callable[[object], None]:
-    """Return what makes the device of some memory's owner current: ``device`` if it has none."""
-    if device.type != "cuda":
-        return lambda owner: None
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return lambda owner: torch.cuda.set_device(getattr(owner, "device", index))
 
 
 def trial(tier: Tier, device: torch.device, link: Link) -> str:

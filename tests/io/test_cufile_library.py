@@ -13,7 +13,7 @@ from penstock.core.errors import ConfigError, TransferError
 from penstock.io import cufile, files
 from penstock.testing.engines import PATIENCE_S, PIECE_BYTES, aligned, move
 
-SOURCE = Path(__file__).parent / "runtime" / "cufile.cpp"
+SOURCE = Path(__file__).parents[1] / "device" / "runtime" / "cufile.cpp"
 
 
 @pytest.fixture(scope="module")
