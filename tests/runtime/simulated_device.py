@@ -55,12 +55,12 @@ class SimEvent:
 
 
 class SimStream:
-    def __init__(self, name, clock):
+    def __init__(self, name, clock=None):
         self.name = name
         self.queue = deque()
         self.now_ns = 0
         """When the last thing was done."""
-        self._clock = clock
+        self._clock = clock or ManualClock()
 
     def put(self, kind, what, takes_ns=0):
         self.queue.append((kind, what, self._clock.now_ns(), takes_ns))

@@ -225,7 +225,7 @@ def test_a_small_view_is_copied_on_the_stream_that_saved_it(link, disk_path):
         saved = []
         save = session.executor.save
         session.executor.save = lambda storage, *args, **how: (
-            saved.append((storage.nbytes(), link.current)),
+            saved.append((storage.nbytes(), link.current_stream(None))),
             save(storage, *args, **how),
         )[1]
         link.current = "side"
@@ -247,19 +247,19 @@ def test_what_waits_for_its_operator_is_done_on_the_stream_of_that(link, disk_pa
         done = []
         spill, note = session.executor._spill, []
         session.executor._spill = lambda saved, *how: (
-            done.append((saved.nbytes, link.current)),
+            done.append((saved.nbytes, link.current_stream(None))),
             spill(saved, *how),
         )[1]
         link.current = "side"
         given = torch.randn(64 * KIB)  # requires no gradient, so it may be filled by its operator
         loss = (weight * given).sum()
         digest_of = torch.randn(8)
-        session.hooks.when_complete(digest_of, lambda: note.append(link.current))
+        session.hooks.when_complete(digest_of, lambda: note.append(link.current_stream(None)))
         link.current = LazyLink.NOW
         loss = loss + (weight * 1.5).sin().sum()
         assert done[0] == (256 * KIB, "side")
         assert note == ["side"]
-        assert link.current == LazyLink.NOW
+        assert link.current_stream(None) == LazyLink.NOW
         loss.backward()
         del loss
 
