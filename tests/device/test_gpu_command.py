@@ -8,7 +8,7 @@ import pytest
 
 from penstock.testing.gpu import figures, processes
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 NOT_HERE = {"GPU-direct, expandable segments"}
 """Segments that grow need what the emulated driver has not."""
 
