@@ -5,11 +5,12 @@ import os
 import threading
 import weakref
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cuda_rig import Rig, check_all_given_back, pattern_of
-from simulated_device import DEVICE, SimEvent, SimLink, SimStream, io_error
+from simulated_device import DEVICE, SimEvent, SimLink, io_error
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.core.budget import Budget
@@ -745,8 +746,8 @@ class Bare:
 
 def test_a_link_does_without_what_a_kind_of_device_has_not(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda device_type: Bare)
-    bare, stream = link.CudaLink("xpu"), SimStream("copies")
-    stream.device = device = torch.device("xpu", 0)
+    bare, device = link.CudaLink("xpu"), torch.device("xpu", 0)
+    stream = SimpleNamespace(device=device)
     event = bare.record(stream, timed=True)
     bare.reuse(event)
     assert bare.record(stream, timed=True) is event

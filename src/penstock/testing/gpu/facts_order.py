@@ -129,7 +129,8 @@ def default_stream_holds_nobody_up(gpu: Device) -> None:
 
 
 @fact(
-    "The default stream's handle is 0.", relies="testing/order.py: default streams have one handle"
+    "The default stream's handle is 0.",
+    relies="testing/order.py: default streams have all the same handle",
 )
 def default_stream_is_zero(gpu: Device) -> None:
     """Torch uses the legacy default stream."""
