@@ -106,6 +106,7 @@ def train(
     settings: dict[str, Any],
     *,
     grows: bool = False,
+    rows: int = ROWS,
 ) -> Bits:
     """Losses and gradients of some steps."""
     torch.manual_seed(0)
@@ -115,7 +116,7 @@ def train(
     bits: Bits = []
     with under(path, model, settings):
         for step in range(5 if grows else 3):
-            x = torch.randn(ROWS, WIDTH, generator=generator).to("cuda")
+            x = torch.randn(rows, WIDTH, generator=generator).to("cuda")
             more = torch.randn(16 * ROWS, WIDTH, generator=generator).requires_grad_()
             loss = model(x, more.to("cuda") if grows and step >= 3 else None)
             del x, more
@@ -155,6 +156,16 @@ def two_streams_on_host(path: Path | None) -> Bits:
 def kept_and_spilled_late(path: Path | None) -> Bits:
     """Kept from a stream that is new, and spilled from another when the step outgrows its plan."""
     return train(path, NewStream, HOST | {"policy": "auto", "device_memory": "2560KiB"}, grows=True)
+
+
+def encoded_on_flash(path: Path | None) -> Bits:
+    return train(path, Chain, FLASH | {"codec": "byteplane", "device_memory": "32MiB"})
+
+
+def encoded_under_a_budget(path: Path | None) -> Bits:
+    """What comes back is decoded to memory that kernels have used a moment before."""
+    settings = {"codec": "byteplane", "policy": "auto", "device_memory": "16MiB"}
+    return train(path, Chain, HOST | {"host_memory": "96MiB"} | settings, rows=16 * ROWS)
 
 
 def batches_of_a_loader(path: Path | None) -> Bits:
@@ -271,6 +282,8 @@ PROGRAMS: list[Callable[[Path | None], Bits]] = [
     one_stream_recomputed,
     two_streams_on_flash,
     two_streams_on_host,
+    encoded_on_flash,
+    encoded_under_a_budget,
     kept_and_spilled_late,
     batches_of_a_loader,
     optimizer_on_flash,
