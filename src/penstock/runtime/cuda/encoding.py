@@ -383,6 +383,10 @@ class DeviceEncodingMover(Mover):
         """As the inner mover."""
         self._inner.made(storage)
 
+    def frees(self, storage: torch.UntypedStorage) -> bool:
+        """As the inner mover."""
+        return self._inner.frees(storage)
+
     def drain(self) -> None:
         """Wait until all that was begun is encoded, decoded and copied."""
         self._inner.drain()  # whose fences hand storages to the worker
