@@ -180,8 +180,7 @@ class DeviceWriteJob(WriteJob):
         """Begin to copy a frame, and to write it; the inner mover holds it from here on."""
         ticket, side = self.ticket, self._side
         storage, slot.storage = slot.storage, None
-        with side.link.within(side.stream(ticket.device)):
-            side.inner.use(storage)
+        with side.link.within(side.stream(ticket.device)):  # and no other has used it
             return side.inner.write(storage, self.tier, ticket.label)
 
     def discard(self, part: Any) -> None:

@@ -128,7 +128,10 @@ def default_stream_holds_nobody_up(gpu: Device) -> None:
         expect(not reached, f"the {which} stream waited for the other")
 
 
-@fact("The default stream's handle is 0.", relies="testing/order.py: default streams have all the same handle")
+@fact(
+    "The default stream's handle is 0.",
+    relies="testing/order.py: default streams have all the same handle",
+)
 def default_stream_is_zero(gpu: Device) -> None:
     """Torch uses the legacy default stream."""
     handle = gpu.cuda.default_stream().cuda_stream
