@@ -24,6 +24,7 @@ from penstock.runtime.cuda.lanes import Lane
 from penstock.runtime.cuda.outbound import Outbound
 from penstock.runtime.cuda.pinned import Slab
 from penstock.runtime.cuda.tickets import Fill
+from penstock.runtime.encoding.jobs import WriteJob
 from penstock.runtime.encoding.scratch import Slots
 from penstock.runtime.encoding.worker import Worker
 from penstock.staging import Staging, Step
@@ -212,13 +213,25 @@ def arenas() -> None:
 
 
 def encoding() -> None:
-    """The thread of codecs knows what they knew who submitted a job, brought a frame or freed a slot."""
+    """The thread of codecs knows what they knew who submitted a job, brought a frame or freed a slot.
+
+    Whoever lets go of a source knows what they knew who ended its pieces.
+    """
     for name in ("submit", "_arrived"):
         _around(Worker, name, lambda order, _, job, *__: order.hand_over(_key(job)))
     for name in ("_encode", "_read", "_decode"):
         _around(Worker, name, lambda order, _, job, *__: order.take_over(_key(job)))
+    _around(Worker, "_ended", lambda order, _, job, *__: order.hand_over(_key(job)))
+    _around(WriteJob, "let_go", _let_go_of_source)
     _around(Slots, "release", lambda order, self, _: order.hand_over(_key(self)))
     _around(Slots, "take", None, lambda order, _, self, **__: order.take_over(_key(self)))
+
+
+def _let_go_of_source(order: Order, job: WriteJob) -> None:
+    order.take_over(_key(job))
+    order.forget(_key(job))
+    if job._storage is not None:
+        order.let_go(job._storage.data_ptr())
 
 
 def tiers() -> None:

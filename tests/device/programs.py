@@ -40,6 +40,19 @@ class Chain(nn.Module):
         return self.layers(x).square().mean()
 
 
+class Rectified(nn.Module):
+    """Saves many zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+
+    def forward(self, x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
+
+
 class Branches(nn.Module):
     """Two branches on a stream each; each waits where it reads from the other."""
 
@@ -106,6 +119,8 @@ def train(
     settings: dict[str, Any],
     *,
     grows: bool = False,
+    rows: int = ROWS,
+    steps: int = 3,
 ) -> Bits:
     """Losses and gradients of some steps."""
     torch.manual_seed(0)
@@ -114,8 +129,8 @@ def train(
     generator = torch.Generator().manual_seed(1)
     bits: Bits = []
     with under(path, model, settings):
-        for step in range(5 if grows else 3):
-            x = torch.randn(ROWS, WIDTH, generator=generator).to("cuda")
+        for step in range(5 if grows else steps):
+            x = torch.randn(rows, WIDTH, generator=generator).to("cuda")
             more = torch.randn(16 * ROWS, WIDTH, generator=generator).requires_grad_()
             loss = model(x, more.to("cuda") if grows and step >= 3 else None)
             del x, more
@@ -155,6 +170,20 @@ def two_streams_on_host(path: Path | None) -> Bits:
 def kept_and_spilled_late(path: Path | None) -> Bits:
     """Kept from a stream that is new, and spilled from another when the step outgrows its plan."""
     return train(path, NewStream, HOST | {"policy": "auto", "device_memory": "2560KiB"}, grows=True)
+
+
+def encoded_on_flash(path: Path | None) -> Bits:
+    return train(path, Chain, FLASH | {"codec": "byteplane", "device_memory": "32MiB"})
+
+
+def encoded_on_two_streams(path: Path | None) -> Bits:
+    return train(path, Branches, HOST | {"codec": "byteplane", "device_memory": "32MiB"})
+
+
+def encoded_under_a_budget(path: Path | None) -> Bits:
+    """What comes back is decoded to memory that kernels have used a moment before."""
+    settings = {"codec": "zero-value", "policy": "auto", "device_memory": "16MiB"}
+    return train(path, Rectified, HOST | settings, rows=32 * ROWS, steps=1)
 
 
 def batches_of_a_loader(path: Path | None) -> Bits:
@@ -271,6 +300,9 @@ PROGRAMS: list[Callable[[Path | None], Bits]] = [
     one_stream_recomputed,
     two_streams_on_flash,
     two_streams_on_host,
+    encoded_on_flash,
+    encoded_on_two_streams,
+    encoded_under_a_budget,
     kept_and_spilled_late,
     batches_of_a_loader,
     optimizer_on_flash,

@@ -61,7 +61,7 @@ class LazyLink:
         self.adopted = []
         self.is_capturing = False
         self.graph_sizes = ()  # of storages that count as memory of a CUDA graph
-        self.current = self.NOW
+        self._base = self.NOW
         self.copied_bytes = {"out": 0, "in": 0}
         self.pinned = set()
         self.waits = 0
@@ -89,8 +89,16 @@ class LazyLink:
         """The stream of the interpreter is busy for so long."""
         self.now_ns += ns
 
+    @property
+    def current(self):
+        return getattr(self._within, "stream", self._base)
+
+    @current.setter
+    def current(self, stream):
+        self._base = stream
+
     def current_stream(self, device):
-        return getattr(self._within, "stream", self.current)
+        return self.current
 
     @contextmanager
     def within(self, stream):

@@ -31,7 +31,7 @@ from penstock.runtime.cuda.encoding import DeviceEncodingMover, DeviceScratch
 from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.cuda.pinned import Slab
 from penstock.runtime.encoding.scratch import SCRATCH as OWNER
-from penstock.runtime.movers import RESTORED, Encoding
+from penstock.runtime.movers import RESTORED, Encoding, Mover
 from penstock.testing.codec_samples import check_decoded, sources, with_zeros
 from penstock.testing.tier_machine import wait_until
 from penstock.tier import FlashTier
@@ -461,6 +461,31 @@ def test_closed_with_everything_in_flight():
         with pytest.raises(ClosedError):
             rig.begin(floats(PIECE))
         del reads
+
+
+def test_nothing_that_the_mover_of_a_device_does_is_lost():
+    """What it does otherwise than movers in general do, the one around it hands on, or does itself."""
+    base, inner, outer = (vars(kind) for kind in (Mover, CudaMover, DeviceEncodingMover))
+    own = {name for name in inner if name in base and not name.startswith("_")}
+    assert {"use", "drain", "frees", "rest"} < own
+    assert own - {"device"} <= set(outer)
+
+
+def test_drained_is_everything_that_was_begun(rig):
+    """Also what is not complete yet, and so has not been handed to the worker."""
+    gate = threading.Event()
+    stream = rig.link.copy_stream(rig.inner.device)
+    stream.work.put(gate.wait)
+    rig.link.current = stream
+    storage = storage_of(floats(4 * PIECE))
+    rig.mover.use(storage)
+    ticket = rig.mover.write(storage, rig.tier, "slot", FLOATS)
+    rig.link.current = rig.link.NOW
+    threading.Timer(0.1, gate.set).start()
+    rig.mover.drain()
+    assert ticket.written.done
+    assert rig.bytes_of(ticket) == bytes_of(storage)
+    rig.mover.discard(rig.tier, ticket)
 
 
 def test_pieces_are_recorded(rig):

@@ -180,8 +180,7 @@ class DeviceWriteJob(WriteJob):
         """Begin to copy a frame, and to write it; the inner mover holds it from here on."""
         ticket, side = self.ticket, self._side
         storage, slot.storage = slot.storage, None
-        with side.link.within(side.stream(ticket.device)):
-            side.inner.use(storage)
+        with side.link.within(side.stream(ticket.device)):  # and no other has used it
             return side.inner.write(storage, self.tier, ticket.label)
 
     def discard(self, part: Any) -> None:
@@ -382,6 +381,10 @@ class DeviceEncodingMover(Mover):
     def made(self, storage: torch.UntypedStorage) -> None:
         """As the inner mover."""
         self._inner.made(storage)
+
+    def frees(self, storage: torch.UntypedStorage) -> bool:
+        """As the inner mover."""
+        return self._inner.frees(storage)
 
     def drain(self) -> None:
         """Wait until all that was begun is encoded, decoded and copied."""
