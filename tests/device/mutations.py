@@ -66,15 +66,51 @@ STATEMENTS = {
 VALUES = {"record", "ready_event", "_record"}
 """Calls in whose place an event comes that was never recorded: who waits for it waits for nothing."""
 EARLY = {
-    "runtime/cuda/lanes.py": [
-        (
-            "a copy holds its storage no longer than until it is issued",
-            "        finally:\n            copy.after = ()\n",
-            "        finally:\n            copy.after = ()\n            copy.storage = None\n",
-        ),
-    ],
+    "runtime/cuda/lanes.py": {
+        "Lane._issue: a copy holds its storage no longer than until it is issued": {
+            "            copy.after = ()\n": "            copy.after, copy.storage = (), None\n"
+        },
+        "Lane.serve: a copy has landed when it has been issued": {
+            "watched = self._see_end(copy)": "watched = False"
+        },
+        "Lane._reuse: the event that times are reckoned from is used again": {
+            "event is not None and event is not kept": "event is not None"
+        },
+    },
+    "runtime/cuda/outbound.py": {
+        "Outbound.write: the source is let go of when its copy has been issued": {
+            "tier.spec.name, landed)": "tier.spec.name, landed,"
+            " issued=lambda copy: ticket.written.settle(copy.error))",
+            "        ticket.written.settle(copy.error)\n": "",
+        },
+    },
+    "runtime/cuda/pinned.py": {
+        "Slab._free_unneeded: a buffer is free while transfers touch it": {
+            "not buffer.wanted and not buffer.moving": "not buffer.wanted"
+        },
+        "Slab._free_unneeded: a buffer is free when no transfer touches it, whatever it holds": {
+            "not buffer.wanted and not buffer.moving": "not buffer.moving"
+        },
+    },
+    "runtime/cuda/inbound.py": {
+        "Inbound._issued: who uses a target does not know of its copy": {
+            "fill.copy = copy": "pass"
+        },
+    },
+    "runtime/cuda/direct_outbound.py": {
+        "DirectOutbound._go: the source is let go of when its write begins": {
+            "on_flash.written.add_done_callback(partial(self._ended, leaving))": (
+                "self._ended(leaving, Transfer(0))"
+            )
+        },
+    },
+    "runtime/cuda/direct_inbound.py": {
+        "DirectInbound._fenced: a read has ended when it begins": {
+            "inner.add_done_callback(partial(self._filled, read))": "self._settle(read, None)"
+        },
+    },
 }
-"""Strong references let go of too early: what, and text for text."""
+"""What is held let go of too early, by file and what it is; text for text."""
 
 
 @dataclass(frozen=True)
@@ -175,8 +211,9 @@ def all_sites() -> list[Site]:
         text = (SOURCE / path).read_text()
         finder.visit(ast.parse(text))
         sites += finder.sites
-        for what, old, _ in EARLY.get(path, ()):
-            assert old in text, f"{path}: the text of {what!r} has changed; mend EARLY"
+        for what, changes in EARLY.get(path, {}).items():
+            for old in changes:
+                assert text.count(old) == 1, f"{path}: the text of {what!r} changed; mend EARLY"
             sites.append(Site(path, what, -1))
     return sites
 
@@ -216,8 +253,9 @@ class _Importer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         path = SOURCE / self._site.path
         text = path.read_text()
         if self._site.number < 0:
-            _, old, new = next(e for e in EARLY[self._site.path] if e[0] == self._site.where)
-            tree: ast.AST = ast.parse(text.replace(old, new))
+            for old, new in EARLY[self._site.path][self._site.where].items():
+                text = text.replace(old, new)
+            tree: ast.AST = ast.parse(text)
         else:
             tree = _Finder(self._site.path, self._site.number).visit(ast.parse(text))
         module.__file__ = str(path)

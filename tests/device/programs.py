@@ -7,6 +7,7 @@ They are what ``test_programs.py`` runs clean, and what ``mutations.py`` runs wi
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 import time
 import warnings
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from offload_runs import session_in
+from penstock import checkpoint
 from penstock.optim import FlashAdamW
 
 WIDTH = 128
@@ -104,6 +106,23 @@ class NewStream(nn.Module):
         return (left * right).square().mean() + extra
 
 
+class Apart(nn.Module):
+    """The first half on one device, the second on another if there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices = "cuda:0", f"cuda:{torch.cuda.device_count() - 1}"
+        self.halves = nn.ModuleList(Chain().layers.to(device) for device in self.devices)
+
+    def to(self, *_: object, **__: object) -> Apart:
+        return self
+
+    def forward(self, x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+        for device, half in zip(self.devices, self.halves, strict=True):
+            x = half(x.to(device))
+        return x.square().mean()
+
+
 @contextlib.contextmanager
 def under(path: Path | None, model: nn.Module | None, settings: dict[str, Any]) -> Iterator[Any]:
     if path is None:
@@ -165,6 +184,27 @@ def two_streams_on_flash(path: Path | None) -> Bits:
 
 def two_streams_on_host(path: Path | None) -> Bits:
     return train(path, Branches, HOST | BUDGET)
+
+
+def two_streams_recomputed(path: Path | None) -> Bits:
+    return train(path, Branches, {"policy": "recompute", "flash": (), "flash_capacity": None})
+
+
+def two_devices_on_flash(path: Path | None) -> Bits:
+    return train(path, Apart, FLASH)
+
+
+def two_devices_on_host(path: Path | None) -> Bits:
+    return train(path, Apart, HOST | BUDGET)
+
+
+def two_streams_gpu_direct(path: Path | None) -> Bits:
+    before = os.environ["PENSTOCK_GPU_DIRECT"]
+    os.environ["PENSTOCK_GPU_DIRECT"] = "on"
+    try:
+        return train(path, Branches, FLASH)
+    finally:
+        os.environ["PENSTOCK_GPU_DIRECT"] = before
 
 
 def kept_and_spilled_late(path: Path | None) -> Bits:
@@ -270,6 +310,32 @@ def optimizer_in_backward(path: Path | None) -> Bits:
     return optimizer(path, overlap=True)
 
 
+def checkpoints(path: Path | None) -> Bits:
+    """Saved and loaded on a stream that is behind, and goes on with the same memory."""
+    generator = torch.Generator().manual_seed(0)
+    hosts = [torch.randn(800_003, generator=generator, dtype=torch.float64), torch.ones(3) > 0]
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        saved = {str(index): each.to("cuda").mul(3) for index, each in enumerate(hosts)}
+        late = torch.empty_like(saved["0"]).fill_(7)
+        loaded = {key: torch.empty_like(each) for key, each in saved.items()}
+        if path is not None:
+            checkpoint.save(path / "saved", saved)
+        else:
+            loaded = {key: each.clone() for key, each in saved.items()}
+        for each in saved.values():
+            each.zero_()
+        for each in loaded.values() if path is not None else ():
+            each.fill_(5)
+        if path is not None:
+            checkpoint.load(path / "saved", loaded)
+        bits = [each.mul(2).cpu() for each in loaded.values()]
+        bits.append(late.cpu())
+    torch.cuda.synchronize()
+    return bits
+
+
 def a_capture(path: Path | None) -> Bits:
     """A graph captured amid training, and replayed."""
     torch.manual_seed(0)
@@ -300,6 +366,10 @@ PROGRAMS: list[Callable[[Path | None], Bits]] = [
     one_stream_recomputed,
     two_streams_on_flash,
     two_streams_on_host,
+    two_streams_recomputed,
+    two_streams_gpu_direct,
+    two_devices_on_flash,
+    two_devices_on_host,
     encoded_on_flash,
     encoded_on_two_streams,
     encoded_under_a_budget,
@@ -308,5 +378,6 @@ PROGRAMS: list[Callable[[Path | None], Bits]] = [
     optimizer_on_flash,
     optimizer_and_gradients_on_flash,
     optimizer_in_backward,
+    checkpoints,
     a_capture,
 ]

@@ -15,6 +15,8 @@ from trap_runs import LARGE, SMALL, TINY, leaf
 
 from offload_runs import (
     GatedTier,
+    assert_nothing_held,
+    counted,
     gradients,
     read_bytes,
     same_bits,
@@ -303,6 +305,42 @@ def test_memory_that_changes_while_it_is_written_is_no_fault_of_the_device(sessi
             settle(session, gates[0])
         (found,) = gradients(loss, [weight])
     assert same_bits(found, 2 * 2 * (weight.detach() * 2 + 1))
+
+
+class UsesUp(torch.autograd.Function):
+    """Its backward writes to what it has saved, as oneDNN's LSTM does to its workspace."""
+
+    @staticmethod
+    def forward(ctx, x):
+        workspace = x * 2
+        ctx.save_for_backward(workspace)
+        return workspace.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (workspace,) = ctx.saved_tensors
+        result = workspace * grad
+        workspace.data.zero_()
+        return result
+
+
+def test_memory_that_its_own_backward_changes_during_the_write_is_nobodys_fault(session_for):
+    """The write comes to nothing, without a word: backward had the tensor before it changed."""
+    gates = []
+
+    def gated(tier):
+        gates.append(GatedTier(tier, "write"))
+        return gates[0]
+
+    weight = leaf(LARGE)
+    with session_for(wrap_tier=gated, codec="none") as session:
+        total = UsesUp.apply(weight)
+        (found,) = torch.autograd.grad(total, [weight], retain_graph=True)
+        settle(session, gates[0])
+        del total
+        assert_nothing_held(session)
+        assert counted(session, "spill.source_changed") == 0
+    assert same_bits(found, weight.detach() * 2)
 
 
 @pytest.mark.parametrize("edit", ["data", "numpy"])

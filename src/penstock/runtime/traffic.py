@@ -255,9 +255,13 @@ class Traffic:
                 full = False
             elif error is not None:
                 ticket, saved.ticket = saved.ticket, None
-                full = full and saved.state is Residency.WRITING
+                waits = saved.state is Residency.WRITING  # nobody has needed it meanwhile
+                full = full and waits
                 if not full:
-                    changed = isinstance(error, SourceChangedError) and not _is_edited(saved)
+                    # else a kernel of backward may have: oneDNN's LSTM writes to what it has saved
+                    changed = (
+                        waits and isinstance(error, SourceChangedError) and not _is_edited(saved)
+                    )
                     broken = isinstance(error, OSError) and not isinstance(error, NoSpaceError)
                     self._stays(saved, stuck=broken or changed)
             else:
@@ -268,13 +272,13 @@ class Traffic:
                     saved.state = Residency.SPILLED
                     self.let_go(saved)
                 self._over(saved)  # else it was needed meanwhile: it stays, a later spill is free
+        if ticket is not None:
+            self.mover.discard(saved.tier, ticket)
         if isinstance(error, OSError):
             self._note_failure(f"spill.failed.{saved.tier.spec.name}", saved, error)
         elif changed:
             assert isinstance(error, SourceChangedError)
             self._note_failure("spill.source_changed", saved, error)
-        if ticket is not None:
-            self.mover.discard(saved.tier, ticket)
         if frame_bytes is not None:
             self._planner.note_frames(saved.record, frame_bytes)
         if full:
@@ -307,8 +311,9 @@ class Traffic:
         self.warn(
             "kept.graph_memory",
             f"{saved.label} stays: it is memory of a CUDA graph (torch.compile with"
-            ' mode="reduce-overhead", or torch.cuda.graph), whose pool gives it to nobody else; compile'
-            " without CUDA graphs what is to be offloaded; further ones are only counted",
+            ' mode="reduce-overhead", or torch.cuda.graph) or of another torch.cuda.MemPool, which gives it'
+            " to nobody else; compile without CUDA graphs what is to be offloaded; further ones are only"
+            " counted",
         )
 
     def let_go(self, saved: SavedStorage) -> None:

@@ -215,6 +215,9 @@ def pools_lend(gpu: Device) -> None:
         expect(False, "torch was out of memory while the pool was idle")
     finally:
         gpu.cuda.set_per_process_memory_fraction(1.0)
+        lent = None
+        with gpu.cuda.use_mem_pool(pool):  # or it would go on lending, to whoever runs after this
+            gpu.cuda.empty_cache()
 
 
 @fact(

@@ -1,0 +1,105 @@
+"""Two ranks with a device each, over gloo: the same bits as without Penstock, and all of it in order."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices"),
+]
+
+PROGRAM = """
+import os, sys, torch, plugin
+import torch.distributed as dist
+from pathlib import Path
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+kind, place, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+plugin.prepare()
+from programs import FLASH, Chain
+from offload_runs import session_in
+from penstock.observe.recorder import Stage
+
+device = torch.device("cuda", rank)
+torch.cuda.set_device(device)
+dist.init_process_group("gloo", init_method=f"file://{place}/meet", rank=rank, world_size=2)
+
+def parallel(model):
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(model, device_ids=[rank])
+    mesh = init_device_mesh("cuda", (2,))
+    for layer in model.layers:
+        if list(layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+def local(tensor):
+    return getattr(tensor, "_local_tensor", tensor).detach().cpu()
+
+def train(path):
+    torch.manual_seed(0)
+    model = parallel(Chain().to(device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(rank)
+    session = None if path is None else session_in(path, model, **FLASH).__enter__()
+    bits = []
+    for _ in range(3):
+        loss = model(torch.randn(256, 128, generator=generator).to(device))
+        loss.backward()
+        bits.append(loss.detach().cpu())
+        bits += [local(each.grad) for each in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        del loss
+    bits += [local(each) for each in model.parameters()]
+    if session is not None:
+        moved = session.recorder.snapshot().flow(Stage.COPY_OUT, "flash").nbytes
+        session.close()
+        assert moved > 0, "nothing was offloaded"
+    return bits
+
+expected = train(None)
+flash = place / str(rank)
+flash.mkdir()
+with plugin.judged() as order:
+    found = train(flash)
+    complaints = plugin.faults(order)
+assert not complaints, complaints
+assert order.checked > 1000, f"only {order.checked} accesses were judged"
+assert all(map(torch.equal, found, expected)), "the bits differ"
+dist.barrier()
+dist.destroy_process_group()
+(place / f"ended {rank}").mkdir()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_ranks_train_bit_for_bit_and_in_order(disk_path, kind):
+    environment = os.environ | {
+        "PENSTOCK_SLAB": "16MiB",
+        "PENSTOCK_GPU_DIRECT": "off",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, kind, str(disk_path), str(rank)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=90)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all((disk_path / f"ended {rank}").exists() for rank in range(2)), "\n".join(said)
