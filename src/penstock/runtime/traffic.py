@@ -311,9 +311,9 @@ class Traffic:
         self.warn(
             "kept.graph_memory",
             f"{saved.label} stays: it is memory of a CUDA graph (torch.compile with"
-            ' mode="reduce-overhead", or torch.cuda.graph) or of another torch.cuda.MemPool, which gives it'
-            " to nobody else; compile without CUDA graphs what is to be offloaded; further ones are only"
-            " counted",
+            ' mode="reduce-overhead", or torch.cuda.graph) or of another torch.cuda.MemPool, which'
+            " gives it to nobody else; compile without CUDA graphs what is to be offloaded; further"
+            " ones are only counted",
         )
 
     def let_go(self, saved: SavedStorage) -> None:

@@ -208,6 +208,7 @@ def pools_lend(gpu: Device) -> None:
     gpu.cuda.synchronize()
     share = (gpu.cuda.memory_reserved() + 4 * MIB) / gpu.cuda.mem_get_info()[1]
     gpu.cuda.set_per_process_memory_fraction(share)
+    lent: torch.Tensor | None = None
     try:
         lent = gpu.empty(64 * MIB)
         expect(lent.data_ptr() == where, "other memory was found, over what torch may take")
