@@ -18,15 +18,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload_runs import session_in
+from offload_runs import session_in, wait_for_writes
 from penstock import checkpoint
+from penstock.observe.recorder import Stage
 from penstock.optim import FlashAdamW
 
 WIDTH = 128
 ROWS = 256
 HOST: dict[str, Any] = {"host_memory": "32MiB", "flash": (), "flash_capacity": None}
 FLASH: dict[str, Any] = {"host_memory": "64MiB"}
+DIRECT: dict[str, Any] = {"host_memory": 0}
 BUDGET: dict[str, Any] = {"policy": "auto", "device_memory": "1MiB"}
+RECOMPUTED: dict[str, Any] = HOST | {"policy": "recompute", "device_memory": "1MiB"}
 Bits = list[torch.Tensor]
 
 
@@ -77,6 +80,38 @@ class Branches(nn.Module):
             right.record_stream(main)
             left = left + right
         return left.square().mean()
+
+
+class Fork(nn.Module):
+    """What one stream has made is saved there and on another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.side = torch.cuda.Stream()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        main, side = torch.cuda.current_stream(), self.side
+        fork = torch.tanh(self.first(x))
+        side.wait_stream(main)
+        fork.record_stream(side)
+        with torch.cuda.stream(side):
+            right = torch.tanh(self.second(fork))
+        left = fork * fork.abs()
+        main.wait_stream(side)
+        right.record_stream(main)
+        return left + right
+
+
+class Forks(nn.Module):
+    """Several, one after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Fork() for _ in range(4)))
+
+    def forward(self, x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+        return self.layers(x).square().mean()
 
 
 class NewStream(nn.Module):
@@ -130,6 +165,13 @@ def under(path: Path | None, model: nn.Module | None, settings: dict[str, Any]) 
         return
     with session_in(path, model, **settings) as session:
         yield session
+    flows = session.recorder.snapshot().flows
+    wanted = [(Stage.RECOMPUTE, "")] if settings.get("policy") == "recompute" else []
+    wanted.append(
+        (Stage.WRITE, "flash") if settings.get("flash", path) else (Stage.COPY_OUT, "host")
+    )
+    for stage, tier in wanted:
+        assert (stage, tier) in flows, f"the program shows nothing: no {stage.value} {tier}"
 
 
 def train(
@@ -140,19 +182,22 @@ def train(
     grows: bool = False,
     rows: int = ROWS,
     steps: int = 3,
+    settled: bool = False,
 ) -> Bits:
-    """Losses and gradients of some steps."""
+    """Losses and gradients of some steps; ``settled``: what leaves has left before backward begins."""
     torch.manual_seed(0)
     model = kind().to("cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     generator = torch.Generator().manual_seed(1)
     bits: Bits = []
-    with under(path, model, settings):
+    with under(path, model, settings) as session:
         for step in range(5 if grows else steps):
             x = torch.randn(rows, WIDTH, generator=generator).to("cuda")
             more = torch.randn(16 * ROWS, WIDTH, generator=generator).requires_grad_()
             loss = model(x, more.to("cuda") if grows and step >= 3 else None)
             del x, more
+            if settled and session is not None:
+                wait_for_writes(session)
             loss.backward()
             bits.append(loss.detach().cpu())
             bits += [parameter.grad.cpu() for parameter in model.parameters()]
@@ -163,7 +208,7 @@ def train(
 
 
 def one_stream_on_flash(path: Path | None) -> Bits:
-    return train(path, Chain, FLASH)
+    return train(path, Chain, FLASH, settled=True)
 
 
 def one_stream_on_host(path: Path | None) -> Bits:
@@ -175,11 +220,11 @@ def one_stream_under_a_budget(path: Path | None) -> Bits:
 
 
 def one_stream_recomputed(path: Path | None) -> Bits:
-    return train(path, Chain, {"policy": "recompute", "flash": (), "flash_capacity": None})
+    return train(path, Chain, RECOMPUTED)
 
 
 def two_streams_on_flash(path: Path | None) -> Bits:
-    return train(path, Branches, FLASH)
+    return train(path, Branches, FLASH, settled=True)
 
 
 def two_streams_on_host(path: Path | None) -> Bits:
@@ -187,11 +232,11 @@ def two_streams_on_host(path: Path | None) -> Bits:
 
 
 def two_streams_recomputed(path: Path | None) -> Bits:
-    return train(path, Branches, {"policy": "recompute", "flash": (), "flash_capacity": None})
+    return train(path, Forks, RECOMPUTED)
 
 
 def two_devices_on_flash(path: Path | None) -> Bits:
-    return train(path, Apart, FLASH)
+    return train(path, Apart, FLASH, settled=True)
 
 
 def two_devices_on_host(path: Path | None) -> Bits:
@@ -202,7 +247,7 @@ def two_streams_gpu_direct(path: Path | None) -> Bits:
     before = os.environ["PENSTOCK_GPU_DIRECT"]
     os.environ["PENSTOCK_GPU_DIRECT"] = "on"
     try:
-        return train(path, Branches, FLASH)
+        return train(path, Branches, DIRECT, settled=True)
     finally:
         os.environ["PENSTOCK_GPU_DIRECT"] = before
 
@@ -213,11 +258,13 @@ def kept_and_spilled_late(path: Path | None) -> Bits:
 
 
 def encoded_on_flash(path: Path | None) -> Bits:
-    return train(path, Chain, FLASH | {"codec": "byteplane", "device_memory": "32MiB"})
+    settings = FLASH | {"codec": "byteplane", "device_memory": "32MiB"}
+    return train(path, Chain, settings, settled=True)
 
 
 def encoded_on_two_streams(path: Path | None) -> Bits:
-    return train(path, Branches, HOST | {"codec": "byteplane", "device_memory": "32MiB"})
+    settings = HOST | {"codec": "byteplane", "device_memory": "32MiB"}
+    return train(path, Branches, settings, settled=True)
 
 
 def encoded_under_a_budget(path: Path | None) -> Bits:

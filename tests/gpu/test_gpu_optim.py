@@ -30,7 +30,7 @@ def batch(device=DEVICE):
 
 @pytest.mark.parametrize("gradient_memory", [None, 0])
 @pytest.mark.parametrize("evaluated_on", ["the stream of step", "a stream that step waits for"])
-def test_an_evaluation_before_step_reads_the_weights_before_the_step(
+def test_trap_37_an_evaluation_before_step_reads_the_weights_before_the_step(
     disk_path, gradient_memory, evaluated_on
 ):
     model, x = network(), batch()
@@ -57,7 +57,7 @@ def test_an_evaluation_before_step_reads_the_weights_before_the_step(
 
 
 @pytest.mark.parametrize("backward_on", ["the stream of the evaluation", "one that waits for it"])
-def test_with_overlap_an_evaluation_before_backward_reads_the_weights_before_the_step(
+def test_trap_37_with_overlap_an_evaluation_before_backward_reads_the_weights_before_the_step(
     disk_path, backward_on
 ):
     model, x = network(), batch()
