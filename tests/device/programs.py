@@ -83,7 +83,7 @@ class Branches(nn.Module):
 
 
 class Fork(nn.Module):
-    """What one stream has made is saved there and on another one."""
+    """What one stream has made is saved there and on another one, which backward comes to first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,11 +93,11 @@ class Fork(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         main, side = torch.cuda.current_stream(), self.side
         fork = torch.tanh(self.first(x))
+        left = fork * fork.abs()
         side.wait_stream(main)
         fork.record_stream(side)
         with torch.cuda.stream(side):
             right = torch.tanh(self.second(fork))
-        left = fork * fork.abs()
         main.wait_stream(side)
         right.record_stream(main)
         return left + right

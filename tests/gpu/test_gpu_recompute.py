@@ -72,6 +72,28 @@ class Aside(nn.Module):
         return made + features
 
 
+class Fork(nn.Module):
+    """What one stream has made is saved there and on another one, which backward comes to first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.side = torch.cuda.Stream()
+
+    def forward(self, features):
+        main = torch.cuda.current_stream()
+        fork = torch.tanh(self.first(features))
+        left = fork * fork.abs()
+        self.side.wait_stream(main)
+        fork.record_stream(self.side)
+        with torch.cuda.stream(self.side):
+            torch.cuda._sleep(10**6)
+            right = torch.tanh(self.second(fork))
+        main.wait_stream(self.side)
+        right.record_stream(main)
+        return left + right
+
+
 def built(block):
     torch.manual_seed(0)
     return Stack(block()).to(DEVICE)
@@ -129,6 +151,17 @@ def test_what_is_run_again_is_compared_once_and_is_the_same(disk_path, small_kno
         again = train(model)
         assert len(made) == compared
         assert runs_again(session) == 4
+        assert_nothing_held(session)
+    again.assert_same_bits(expected)
+
+
+def test_trap_39_what_one_stream_makes_again_others_wait_for(disk_path, small_knobs):
+    expected = train(built(Fork))
+    plan = plan_for(disk_path, Fork)
+    model = built(Fork)
+    with following(disk_path, plan, model, **HOST) as session:
+        again = train(model)
+        assert runs_again(session) == 3
         assert_nothing_held(session)
     again.assert_same_bits(expected)
 

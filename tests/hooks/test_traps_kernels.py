@@ -324,7 +324,9 @@ class UsesUp(torch.autograd.Function):
         return result
 
 
-def test_trap_38_memory_that_its_own_backward_changes_during_the_write_is_nobodys_fault(session_for):
+def test_trap_38_memory_that_its_own_backward_changes_during_the_write_is_nobodys_fault(
+    session_for,
+):
     """The write comes to nothing, without a word: backward had the tensor before it changed."""
     gates = []
 

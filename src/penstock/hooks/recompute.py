@@ -57,6 +57,11 @@ _EARLY_STOP: Final[dict[str, Any]] = (
 _ADVICE: Final = "give recompute=False, or a plan that does not run it again"
 
 
+def stop_early() -> None:
+    """End what is run again: all that is wanted of it is there. A test may let it run on."""
+    raise _StopRecomputationError
+
+
 def left_alone(modules: dict[str, list[torch.nn.Module]]) -> set[str]:
     """Paths, among known ones, of modules that must not be run again.
 
@@ -341,7 +346,9 @@ class _Call:
     def _unpack(self, make: Callable[..., Any], packed: Any) -> Any:
         if isinstance(packed, Packed) or self._hooks.inquiring:
             return self._hooks.unpack(packed)
-        return make(packed)
+        made = make(packed)
+        self._repeats.use(made.untyped_storage())  # backward may be on another stream than the run
+        return made
 
     # -- another time -----------------------------------------------------------------------------
 
@@ -359,6 +366,7 @@ class _Call:
                 hooks=self._hooks,
                 expected=self._saves,
                 missing=sum(each is not None for each in self._saves),
+                repeats=self._repeats,
                 remaking=self._repeats.begin(self._of_pass, self._path, self._dropped_bytes),
             )
             stack.callback(made.remaking.close)
@@ -383,6 +391,7 @@ class _Made:
     expected: list[_Dropped | None]
     missing: int
     """Dropped tensors that have not been made again, or are not complete."""
+    repeats: Repeats
     remaking: Remaking
     count: int = 0
     versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
@@ -392,7 +401,8 @@ class _Made:
     def pack(self, keep: Callable[..., Any], tensor: torch.Tensor) -> Any:
         """Hand what was dropped to ``checkpoint``; end the run when all of that is complete."""
         if not self.missing:  # a later operator saves something
-            raise _StopRecomputationError
+            stop_early()
+            return tensor.detach()
         place = self.count
         self.count += 1
         if place >= len(self.expected):
@@ -400,12 +410,14 @@ class _Made:
         dropped = self.expected[place]
         if dropped is None:
             return tensor.detach()
+        storage = tensor.untyped_storage()
+        told = self.repeats.made if self.remaking.made(storage) else self.repeats.use
+        self.hooks.when_complete(tensor, partial(told, storage))
         self.hooks.when_complete(tensor, partial(self._compare, place, dropped, tensor))
-        self.remaking.made(tensor.untyped_storage())
         self.versions.append((tensor.detach(), tensor._version))
         kept = keep(tensor)
         if not self.missing:
-            raise _StopRecomputationError
+            stop_early()
         return kept
 
     def _compare(self, place: int, dropped: _Dropped, tensor: torch.Tensor) -> None:

@@ -33,11 +33,11 @@ class Remaking:
         take(nbytes)
         self._left_bytes = nbytes
 
-    def made(self, storage: torch.UntypedStorage) -> None:
-        """Charge a storage until it dies; once, however often it is said."""
+    def made(self, storage: torch.UntypedStorage) -> bool:
+        """Charge a storage until it dies, once. Whether this is the first time that it is said."""
         known = self._made.get(storage._cdata)
         if known is not None and known() is storage:
-            return
+            return False
         nbytes = storage.nbytes()
         missing = nbytes - self._left_bytes
         if missing > 0:  # more than the first time
@@ -46,6 +46,7 @@ class Remaking:
         self._left_bytes -= nbytes
         self._made[storage._cdata] = TensorRef(storage)
         weakref.finalize(storage, defer, self._budget.give, nbytes, REMADE).atexit = False
+        return True
 
     def close(self) -> None:
         """The module has run: what was taken and not used is given back. Idempotent."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 from penstock.observe.recorder import Stage
 from penstock.plan.plan import Action
 from penstock.runtime.executor import Executor
@@ -69,6 +71,20 @@ class Repeats:
         executor = self._executor
         take = partial(self._take, of_pass, path)
         return Remaking(nbytes, take=take, budget=executor.budget)
+
+    def made(self, storage: torch.UntypedStorage) -> None:
+        """The current stream has just made a storage that a module saves again; see ``Mover.made``."""
+        if self._is_behind(storage):
+            self._executor._mover.made(storage)
+
+    def use(self, storage: torch.UntypedStorage) -> None:
+        """The current stream works with such a storage from now on; see ``Mover.use``."""
+        if self._is_behind(storage):
+            self._executor._mover.use(storage)
+
+    def _is_behind(self, storage: torch.UntypedStorage) -> bool:
+        mover = self._executor._mover
+        return mover.runs_behind and storage.device.type == mover.device.type
 
     def reach(self, of_pass: Pass, path: str) -> None:
         """Backward has come to the module at ``path``: what waits for that may be read ahead."""

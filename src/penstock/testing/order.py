@@ -28,6 +28,8 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
+from penstock.hooks import recompute
+
 Actor: TypeAlias = tuple[object, ...]
 """``(device index, stream handle)``, or ``(thread,)``."""
 Clock: TypeAlias = dict[Actor, int]
@@ -369,6 +371,9 @@ def stream_here(handle: int) -> Actor:
 def _register() -> None:
     trace: Any = __import__("torch.cuda._gpu_trace", fromlist=["_"])
     torch._C._activate_gpu_trace()
+    # A Python error that passes through an operator of torch while memory is freed is lost in a callback
+    # ("SystemError: error return without exception set"). So nothing is ended by one in a hook.
+    recompute.stop_early = lambda: None
     tell: dict[str, Callable[..., None]] = {
         "event_record": lambda order, event, handle: order.recorded(event, stream_here(handle)),
         "event_wait": lambda order, event, handle: order.waits(stream_here(handle), event),

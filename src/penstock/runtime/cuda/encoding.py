@@ -30,34 +30,30 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from penstock.codec import registry
-from penstock.codec.base import ITEMSIZE, Codec
+from penstock.codec.base import Codec
 from penstock.codec.device import FORMS
 from penstock.codec.device.base import decode_tensor, encode_tensor, scratch_bytes
 from penstock.core.budget import Budget
 from penstock.core.errors import ClosedError
-from penstock.core.locks import defer
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
 from penstock.runtime.cuda.link import Link, Stream
 from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.cuda.tickets import CudaTarget, Fill
 from penstock.runtime.encoding.jobs import ReadJob, WriteJob
+from penstock.runtime.encoding.mover import AnyEncodingMover
 from penstock.runtime.encoding.scratch import Slots
 from penstock.runtime.encoding.tickets import EncodedTicket
-from penstock.runtime.encoding.worker import Worker
-from penstock.runtime.movers import Encoding, Mover
-from penstock.tier.base import Tier, Window
+from penstock.tier.base import Tier
 
 _SLOTS: Final = 4
 """Frames at once: two that are made and copied out, the rest for those that come back."""
@@ -110,15 +106,6 @@ class DeviceScratch(Slots):
         super().release(slot)
 
 
-@dataclass(slots=True, eq=False)
-class DeviceTicket(EncodedTicket):
-    """A claim on the frames of a device's storage. Fields are for reading only."""
-
-    device: torch.device = field(default_factory=lambda: torch.device("cuda"))
-    raw: set[int] = field(default_factory=set)
-    """Pieces that went as they were, for want of memory to encode them in."""
-
-
 class _Side:
     """The ordinary mover, and the worker's stream on each device."""
 
@@ -151,7 +138,7 @@ class DeviceWriteJob(WriteJob):
 
     def __init__(
         self,
-        ticket: DeviceTicket,
+        ticket: EncodedTicket,
         tier: Tier,
         codec: Codec,
         storage: torch.UntypedStorage,
@@ -159,7 +146,6 @@ class DeviceWriteJob(WriteJob):
     ) -> None:
         """Begin nothing yet."""
         super().__init__(ticket, tier, codec, storage)
-        self.ticket: DeviceTicket = ticket
         self._side = side
 
     def _encode_piece(self, index: int, slot: Any) -> int:
@@ -193,7 +179,7 @@ class DeviceReadJob(ReadJob):
 
     def __init__(
         self,
-        ticket: DeviceTicket,
+        ticket: EncodedTicket,
         tier: Tier,
         codec: Codec,
         target: CudaTarget,
@@ -204,7 +190,6 @@ class DeviceReadJob(ReadJob):
     ) -> None:
         """Begin nothing yet."""
         super().__init__(ticket, tier, codec, target, priority=priority, transfer=transfer)
-        self.ticket: DeviceTicket = ticket
         self._side = side
 
     def read(self, index: int, slot: Any, priority: Priority) -> Transfer:
@@ -235,10 +220,10 @@ class DeviceReadJob(ReadJob):
             target.fill = Fill(stream, made=side.link.record(stream))
 
 
-class DeviceEncodingMover(Mover):
-    """Moves storages of CUDA devices as the mover inside it does, or as frames made on the device.
+class DeviceEncodingMover(AnyEncodingMover[CudaMover, CudaTarget]):
+    """For storages of CUDA devices: frames are made on the device.
 
-    See [Note: encoding on the device]. Thread-safe; its ``write`` and ``read`` wait for nothing.
+    See [Note: encoding on the device]. Thread-safe; ``write`` and ``read`` wait for nothing.
     """
 
     runs_behind = True
@@ -266,62 +251,25 @@ class DeviceEncodingMover(Mover):
             ConfigError: ``scratch_bytes`` is less than 64 KiB.
             BudgetError: The budget has not so much left.
         """
-        self.device = inner.device
-        self._inner = inner
-        self._recorder = recorder
-        self._scratch = DeviceScratch(scratch_bytes, budget)
-        self._side = _Side(inner, link, self._scratch)
-        adopt = partial(link.adopt_thread, self.device)
-        self._worker = Worker(self._scratch, recorder, adopt_thread=adopt)
-        weakref.finalize(self, defer, self._worker.stop).atexit = False
+        scratch = DeviceScratch(scratch_bytes, budget)
+        super().__init__(inner, scratch, recorder, partial(link.adopt_thread, inner.device))
+        self._side = _Side(inner, link, scratch)
 
-    def write(
-        self,
-        storage: torch.UntypedStorage,
-        tier: Tier,
-        label: str,
-        encoding: Encoding | None = None,
-    ) -> Any:
-        """Begin to spill; with an ``encoding``, to encode and spill. Waits for nothing.
-
-        What cannot be encoded here goes as it is, and is counted: by a codec without a device form, or
-        from a storage that does not begin where its elements could.
-
-        With an encoding room in the tier is found piece by piece, so that NoSpaceError comes by
-        ``written``, with nothing left behind. A ``written`` that is cancelled when something of it has
-        begun settles as cancelled soon.
-
-        Raises:
-            NoSpaceError: Without an encoding, as the inner mover.
-            ConfigError: The codec does not accept the type, or needs more scratch memory.
-            HookError: A CUDA graph is being captured.
-            ClosedError: The mover is closed, or this is a forked process.
-        """
-        if encoding is None or not storage.nbytes() or not self._can_encode(storage, encoding):
-            return self._inner.write(storage, tier, label)
-        codec = registry.get(encoding.codec)
-        piece_bytes = self._scratch.piece_bytes(codec, encoding.dtype)
-        nbytes = storage.nbytes()
-        worker = self._worker
-        written = Transfer(nbytes, cancel=lambda _: worker.withdraw(job))
-        window = Window(storage.data_ptr(), nbytes, 0)
-        ticket = DeviceTicket(
-            label, nbytes, window, encoding, piece_bytes, written, device=storage.device
-        )
-        job = DeviceWriteJob(ticket, tier, codec, storage, self._side)
-        self._inner.fence(storage, label, partial(self._complete, job))
-        return ticket
-
-    def _can_encode(self, storage: torch.UntypedStorage, encoding: Encoding) -> bool:
-        if encoding.codec not in FORMS:
+    def _has_form(self, codec: str) -> bool:
+        if codec not in FORMS:
             self._recorder.count("encoded.no_device_form")
-            return False
-        if storage.data_ptr() % ITEMSIZE[encoding.dtype]:
-            self._recorder.count("encoded.misaligned")
             return False
         return True
 
-    def _complete(self, job: DeviceWriteJob, error: BaseException | None) -> None:
+    def _write_job(
+        self, ticket: EncodedTicket, tier: Tier, codec: Codec, storage: torch.UntypedStorage
+    ) -> WriteJob:
+        return DeviceWriteJob(ticket, tier, codec, storage, self._side)
+
+    def _begin(self, job: WriteJob, storage: torch.UntypedStorage) -> None:
+        self._inner.fence(storage, job.ticket.label, partial(self._complete, job))
+
+    def _complete(self, job: WriteJob, error: BaseException | None) -> None:
         """In the thread of a lane: the source is complete, or nobody knows."""
         try:
             if error is None and not job.ticket.discarded:
@@ -331,104 +279,19 @@ class DeviceEncodingMover(Mover):
             error = closed
         self._worker.withdraw(job, error)
 
-    def allocate(self, ticket: Any, *, force: bool = False) -> CudaTarget | None:
-        """Memory for the storage, not for its frames."""
-        return self._inner.allocate(ticket, force=force)
-
-    def read(self, tier: Tier, ticket: Any, target: CudaTarget, priority: Priority) -> Transfer:
-        """Begin to read, and to decode what was encoded.
-
-        Of what was encoded the transfer settles when the target is filled. It fails with CodecError if a
-        frame is damaged, with CancelledError if the ticket is discarded meanwhile, and else as the inner
-        mover's does.
-
-        Raises:
-            ConfigError: ``ticket.written`` has not settled without an error, or it was discarded.
-            ClosedError: The mover is closed, or this is a forked process.
-        """
-        if not isinstance(ticket, DeviceTicket):
-            return self._inner.read(tier, ticket, target, priority)
-        ticket.check_readable(tier)
-        worker = self._worker
-        transfer = Transfer(
-            ticket.nbytes,
-            cancel=lambda _: worker.withdraw(job),
-            promote=lambda _, better: worker.promote(job, better),
-        )
-        codec = registry.get(ticket.encoding.codec)
-        job = DeviceReadJob(
+    def _read_job(
+        self,
+        ticket: EncodedTicket,
+        tier: Tier,
+        codec: Codec,
+        target: CudaTarget,
+        *,
+        priority: Priority,
+        transfer: Transfer,
+    ) -> ReadJob:
+        return DeviceReadJob(
             ticket, tier, codec, target, priority=priority, transfer=transfer, side=self._side
         )
-        worker.submit(job)
-        return transfer
-
-    def finish(self, target: CudaTarget) -> torch.UntypedStorage:
-        """As the inner mover."""
-        return self._inner.finish(target)
-
-    def use(self, storage: torch.UntypedStorage) -> None:
-        """As the inner mover."""
-        self._inner.use(storage)
-
-    def here(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-        """As the inner mover."""
-        return self._inner.here(device)
-
-    def account(self, budget_of: Callable[[torch.device], Budget]) -> None:
-        """As the inner mover; scratch memory is the session's own device's."""
-        self._inner.account(budget_of)
-
-    def made(self, storage: torch.UntypedStorage) -> None:
-        """As the inner mover."""
-        self._inner.made(storage)
-
-    def frees(self, storage: torch.UntypedStorage) -> bool:
-        """As the inner mover."""
-        return self._inner.frees(storage)
-
-    def drain(self) -> None:
-        """Wait until all that was begun is encoded, decoded and copied."""
-        self._inner.drain()  # whose fences hand storages to the worker
-        self._worker.drain()
-        self._inner.drain()
-
-    def drop(self, target: CudaTarget) -> None:
-        """As the inner mover."""
-        self._inner.drop(target)
-
-    def discard(self, tier: Tier, ticket: Any) -> None:
-        """Give the frames up. What of them is under way ends as cancelled. Idempotent."""
-        if not isinstance(ticket, DeviceTicket):
-            self._inner.discard(tier, ticket)
-            return
-        parts: tuple[Any, ...] = self._worker.discard(ticket)
-        for part in parts:
-            self._inner.discard(tier, part)
-
-    def trim(self, nbytes: int) -> int:
-        """As the inner mover: scratch memory is never idle."""
-        return self._inner.trim(nbytes)
-
-    def rest(self) -> int:
-        """As the inner mover."""
-        return self._inner.rest()
-
-    def wake(self) -> None:
-        """As the inner mover."""
-        self._inner.wake()
-
-    def target_bytes(self, ticket: Any) -> int:
-        """As the inner mover, for the storage."""
-        return self._inner.target_bytes(ticket)
-
-    def used_bytes(self) -> int:
-        """As the inner mover."""
-        return self._inner.used_bytes()
-
-    def close(self) -> None:
-        """Cancel what has not begun, wait for the rest, and close the inner mover. Idempotent."""
-        self._worker.close()
-        self._inner.close()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

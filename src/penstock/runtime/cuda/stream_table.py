@@ -65,7 +65,7 @@ class StreamTable:
         with self._lock:  # not before the stream waits: another thread with it relies on that
             entry.streams = (*entry.streams, stream)
             leaving = entry.leaving
-        if leaving or (fill is not None and fill.stream != stream):
+        if leaving or (fill is not None and fill.is_others(stream)):
             self._link.keep(storage, stream)
         if fill is not None:
             fill.used()

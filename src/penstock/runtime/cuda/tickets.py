@@ -56,7 +56,7 @@ class Fill:
     """How far a target is on its way. It has no reference to the memory, so a table may keep it."""
 
     stream: Stream
-    """What the memory is allocated on."""
+    """What the memory is allocated on; or what it was made again on, which may have found it there."""
     copy: Copy | None = None
     """The copy that fills it, from its issue until it has landed."""
     landed: bool = False
@@ -70,6 +70,10 @@ class Fill:
             link.wait(stream, copy.end)
         if self.made is not None and stream != self.stream:
             link.wait(stream, self.made)
+
+    def is_others(self, stream: Stream) -> bool:
+        """Whether the memory may be another stream's than ``stream``: then the allocator is told."""
+        return self.made is not None or stream != self.stream
 
     def used(self) -> None:
         """A stream comes after the copy, and the allocator knows of it: the copy need hold nothing."""

@@ -3,30 +3,236 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from penstock.codec import registry
-from penstock.codec.base import ITEMSIZE
+from penstock.codec.base import ITEMSIZE, Codec
 from penstock.core.budget import Budget
 from penstock.core.locks import defer
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
 from penstock.runtime.encoding.jobs import ReadJob, WriteJob
-from penstock.runtime.encoding.scratch import Scratch
+from penstock.runtime.encoding.scratch import Scratch, Slots
 from penstock.runtime.encoding.tickets import EncodedTicket
 from penstock.runtime.encoding.worker import Worker
 from penstock.runtime.movers import BlockTarget, CpuMover, Encoding, Mover
 from penstock.tier.base import Tier, Window
 
+InnerT = TypeVar("InnerT", bound=Mover)
+TargetT = TypeVar("TargetT")
 
-class EncodingMover(Mover):
-    """Moves storages of host memory as the mover inside it does, or as frames of a codec.
 
-    Only ``write``, ``read`` and ``discard`` differ: memory for what comes back is the inner mover's, at
-    the same place in a cache line as the storage had. What the codecs work in, and why that suffices,
-    is told in [Note: scratch].
+class AnyEncodingMover(Mover, Generic[InnerT, TargetT]):
+    """Moves storages as the mover inside it does, or as frames of a codec. Thread-safe.
+
+    Only ``write``, ``read``, ``discard``, ``drain`` and ``close`` differ from the inner mover's. How a
+    piece is encoded, and where frames are, is a subclass's to say.
+    """
+
+    def __init__(
+        self,
+        inner: InnerT,
+        scratch: Slots,
+        recorder: Recorder,
+        adopt_thread: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Wrap ``inner``, which from now on belongs to this mover, as does ``scratch``."""
+        self.device = inner.device
+        self._inner = inner
+        self._recorder = recorder
+        self._scratch = scratch
+        self._worker = Worker(scratch, recorder, adopt_thread)
+        # A mover that is dropped without close must not leave its thread behind.
+        weakref.finalize(self, defer, self._worker.stop).atexit = False
+
+    # -- what a subclass says ---------------------------------------------------------------------
+
+    def _has_form(self, codec: str) -> bool:
+        """Whether the codec can work with memory of this device; if not, that is counted."""
+        return True
+
+    @abstractmethod
+    def _write_job(
+        self, ticket: EncodedTicket, tier: Tier, codec: Codec, storage: torch.UntypedStorage
+    ) -> WriteJob: ...
+
+    @abstractmethod
+    def _read_job(
+        self,
+        ticket: EncodedTicket,
+        tier: Tier,
+        codec: Codec,
+        target: TargetT,
+        *,
+        priority: Priority,
+        transfer: Transfer,
+    ) -> ReadJob: ...
+
+    def _begin(self, job: WriteJob, storage: torch.UntypedStorage) -> None:
+        """Have the worker encode it, as soon as that may be done."""
+        self._worker.submit(job)
+
+    # -- encoded ----------------------------------------------------------------------------------
+
+    def write(
+        self,
+        storage: torch.UntypedStorage,
+        tier: Tier,
+        label: str,
+        encoding: Encoding | None = None,
+    ) -> Any:
+        """Begin to spill; with an ``encoding``, to encode and spill. Waits for nothing.
+
+        The source must not change until ``written`` settles. Room in the tier is found piece by piece,
+        so that with an encoding NoSpaceError comes by ``written``, with nothing left behind. A
+        ``written`` that is cancelled when something of it has begun settles as cancelled soon.
+
+        What cannot be encoded here goes as it is, and is counted: a storage that does not begin where
+        its elements could, or by a codec without a form for the device.
+
+        Raises:
+            NoSpaceError: Without an encoding, as the inner mover.
+            ConfigError: There is no such codec, it does not accept the type, or it needs more scratch.
+            HookError: A CUDA graph is being captured.
+            ClosedError: The mover or the tier is closed, or this is a forked process.
+        """
+        if encoding is None or not storage.nbytes() or not self._has_form(encoding.codec):
+            return self._inner.write(storage, tier, label)
+        codec = registry.get(encoding.codec)
+        piece_bytes = self._scratch.piece_bytes(codec, encoding.dtype)
+        if storage.data_ptr() % ITEMSIZE[encoding.dtype]:
+            self._recorder.count("encoded.misaligned")
+            return self._inner.write(storage, tier, label)
+        worker, nbytes = self._worker, storage.nbytes()
+        written = Transfer(nbytes, cancel=lambda _: worker.withdraw(job))
+        window = Window(storage.data_ptr(), nbytes, 0)
+        ticket = EncodedTicket(
+            label, nbytes, window, encoding, piece_bytes, written, storage.device
+        )
+        job = self._write_job(ticket, tier, codec, storage)
+        self._begin(job, storage)
+        return ticket
+
+    def read(self, tier: Tier, ticket: Any, target: TargetT, priority: Priority) -> Transfer:
+        """Begin to read, and to decode what was encoded.
+
+        The transfer fails as the inner mover's does, with CodecError if a frame is damaged, and with
+        CancelledError if the ticket is discarded meanwhile. Of what was encoded it settles when the
+        target is filled, and nothing touches it any more.
+
+        Raises:
+            ConfigError: ``ticket.written`` has not settled without an error, or it was discarded.
+            ClosedError: The mover is closed, or this is a forked process.
+        """
+        if not isinstance(ticket, EncodedTicket):
+            return self._inner.read(tier, ticket, target, priority)
+        ticket.check_readable(tier)
+        worker = self._worker
+        transfer = Transfer(
+            ticket.nbytes,
+            cancel=lambda _: worker.withdraw(job),
+            promote=lambda _, better: worker.promote(job, better),
+        )
+        codec = registry.get(ticket.encoding.codec)
+        job = self._read_job(ticket, tier, codec, target, priority=priority, transfer=transfer)
+        worker.submit(job)
+        return transfer
+
+    def discard(self, tier: Tier, ticket: Any) -> None:
+        """Give the frames up. What of them is under way ends as cancelled. Idempotent."""
+        if not isinstance(ticket, EncodedTicket):
+            self._inner.discard(tier, ticket)
+            return
+        for part in self._worker.discard(ticket):
+            self._inner.discard(tier, part)
+
+    def drain(self) -> None:
+        """Wait until all that was begun is encoded, decoded and copied."""
+        self._inner.drain()  # whose fences hand storages to the worker
+        self._worker.drain()
+        self._inner.drain()
+
+    def close(self) -> None:
+        """Cancel what has not begun, wait for the rest, and close the inner mover. Idempotent.
+
+        Never call it in a done callback of a transfer: that transfer has not ended yet.
+        """
+        self._worker.close()
+        self._inner.close()
+
+    # -- as the inner mover -----------------------------------------------------------------------
+
+    def allocate(self, ticket: Any, *, force: bool = False) -> Any:
+        """Memory for the storage, not for its frames."""
+        return self._inner.allocate(ticket, force=force)
+
+    def finish(self, target: TargetT) -> torch.UntypedStorage:
+        """As the inner mover."""
+        return self._inner.finish(target)
+
+    def use(self, storage: torch.UntypedStorage) -> None:
+        """As the inner mover."""
+        self._inner.use(storage)
+
+    def made(self, storage: torch.UntypedStorage) -> None:
+        """As the inner mover."""
+        self._inner.made(storage)
+
+    def frees(self, storage: torch.UntypedStorage) -> bool:
+        """As the inner mover."""
+        return self._inner.frees(storage)
+
+    def here(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+        """As the inner mover."""
+        return self._inner.here(device)
+
+    def account(self, budget_of: Callable[[torch.device], Budget]) -> None:
+        """As the inner mover; scratch memory is the session's own device's."""
+        self._inner.account(budget_of)
+
+    def drop(self, target: TargetT) -> None:
+        """As the inner mover."""
+        self._inner.drop(target)
+
+    def trim(self, nbytes: int) -> int:
+        """As the inner mover: scratch memory is never idle."""
+        return self._inner.trim(nbytes)
+
+    def rest(self) -> int:
+        """As the inner mover."""
+        return self._inner.rest()
+
+    def wake(self) -> None:
+        """As the inner mover."""
+        self._inner.wake()
+
+    def retouch_ns(self, nbytes: int) -> float:
+        """As the inner mover."""
+        return self._inner.retouch_ns(nbytes)
+
+    def target_bytes(self, ticket: Any) -> int:
+        """As the inner mover, for the storage."""
+        return self._inner.target_bytes(ticket)
+
+    def charge_bytes(self, ticket: Any) -> int:
+        """As the inner mover, for the storage."""
+        return self._inner.charge_bytes(ticket)
+
+    def used_bytes(self) -> int:
+        """As the inner mover."""
+        return self._inner.used_bytes()
+
+
+class EncodingMover(AnyEncodingMover[CpuMover, BlockTarget]):
+    """For storages of host memory.
+
+    What comes back has the same place in a cache line as the storage had. What the codecs work in, and
+    why that suffices, is told in [Note: scratch].
     """
 
     def __init__(
@@ -45,119 +251,21 @@ class EncodingMover(Mover):
             ConfigError: ``scratch_bytes`` is less than 80 KiB.
             BudgetError: The budget has not so much left.
         """
-        self.device = inner.device
-        self._inner = inner
-        self._recorder = recorder
-        self._scratch = Scratch(scratch_bytes, budget)
-        self._worker = Worker(self._scratch, recorder)
-        # A mover that is dropped without close must not leave its thread behind.
-        weakref.finalize(self, defer, self._worker.stop).atexit = False
+        super().__init__(inner, Scratch(scratch_bytes, budget), recorder)
 
-    def write(
+    def _write_job(
+        self, ticket: EncodedTicket, tier: Tier, codec: Codec, storage: torch.UntypedStorage
+    ) -> WriteJob:
+        return WriteJob(ticket, tier, codec, storage)
+
+    def _read_job(
         self,
-        storage: torch.UntypedStorage,
+        ticket: EncodedTicket,
         tier: Tier,
-        label: str,
-        encoding: Encoding | None = None,
-    ) -> Any:
-        """Begin to spill; with an ``encoding``, to encode and spill.
-
-        The source must not change until ``written`` settles. Room in the tier is found piece by piece,
-        so that with an encoding NoSpaceError comes by ``written``, with nothing left behind. A
-        ``written`` that is cancelled when something of it has begun settles as cancelled soon.
-
-        A storage that does not begin where its elements could is moved as it is, and counted.
-
-        Raises:
-            NoSpaceError: Without an encoding: the tier has no room.
-            ConfigError: There is no such codec, it does not accept the type, or it needs more scratch.
-            ClosedError: The mover or the tier is closed, or this is a forked process.
-        """
-        if encoding is None or not storage.nbytes():
-            return self._inner.write(storage, tier, label)
-        codec = registry.get(encoding.codec)
-        piece_bytes = self._scratch.piece_bytes(codec, encoding.dtype)
-        address, nbytes = storage.data_ptr(), storage.nbytes()
-        if address % ITEMSIZE[encoding.dtype]:
-            self._recorder.count("encoded.misaligned")
-            return self._inner.write(storage, tier, label)
-        worker = self._worker
-        written = Transfer(nbytes, cancel=lambda _: worker.withdraw(job))
-        window = Window(address, nbytes, 0)
-        ticket = EncodedTicket(label, nbytes, window, encoding, piece_bytes, written)
-        job = WriteJob(ticket, tier, codec, storage)
-        worker.submit(job)
-        return ticket
-
-    def allocate(self, ticket: Any, *, force: bool = False) -> BlockTarget | None:
-        """Memory for the storage, not for its frames."""
-        return self._inner.allocate(ticket, force=force)
-
-    def read(self, tier: Tier, ticket: Any, target: BlockTarget, priority: Priority) -> Transfer:
-        """Begin to read, and to decode what was encoded.
-
-        The transfer fails with ChecksumError or TransferError as the tier's does, with CodecError if a
-        frame is damaged, and with CancelledError if the ticket is discarded meanwhile. It settles when
-        nothing touches the target any more.
-        """
-        if not isinstance(ticket, EncodedTicket):
-            return self._inner.read(tier, ticket, target, priority)
-        ticket.check_readable(tier)
-        worker = self._worker
-        transfer = Transfer(
-            ticket.nbytes,
-            cancel=lambda _: worker.withdraw(job),
-            promote=lambda _, better: worker.promote(job, better),
-        )
-        codec = registry.get(ticket.encoding.codec)
-        job = ReadJob(ticket, tier, codec, target, priority=priority, transfer=transfer)
-        worker.submit(job)
-        return transfer
-
-    def finish(self, target: BlockTarget) -> torch.UntypedStorage:
-        """As the inner mover."""
-        return self._inner.finish(target)
-
-    def use(self, storage: torch.UntypedStorage) -> None:
-        """As the inner mover."""
-        self._inner.use(storage)
-
-    def drop(self, target: BlockTarget) -> None:
-        """As the inner mover."""
-        self._inner.drop(target)
-
-    def discard(self, tier: Tier, ticket: Any) -> None:
-        """Give the frames up. What of them is under way ends as cancelled. Idempotent."""
-        if not isinstance(ticket, EncodedTicket):
-            self._inner.discard(tier, ticket)
-            return
-        for part in self._worker.discard(ticket):
-            tier.discard(part)
-
-    def trim(self, nbytes: int) -> int:
-        """As the inner mover: scratch memory is never idle."""
-        return self._inner.trim(nbytes)
-
-    def retouch_ns(self, nbytes: int) -> float:
-        """As the mover below says."""
-        return self._inner.retouch_ns(nbytes)
-
-    def target_bytes(self, ticket: Any) -> int:
-        """As the inner mover, for the storage."""
-        return self._inner.target_bytes(ticket)
-
-    def charge_bytes(self, ticket: Any) -> int:
-        """As the inner mover, for the storage."""
-        return self._inner.charge_bytes(ticket)
-
-    def used_bytes(self) -> int:
-        """As the inner mover."""
-        return self._inner.used_bytes()
-
-    def close(self) -> None:
-        """Cancel what has not begun, wait for the rest, and close the inner mover. Idempotent.
-
-        Never call it in a done callback of a transfer: that transfer has not ended yet.
-        """
-        self._worker.close()
-        self._inner.close()
+        codec: Codec,
+        target: BlockTarget,
+        *,
+        priority: Priority,
+        transfer: Transfer,
+    ) -> ReadJob:
+        return ReadJob(ticket, tier, codec, target, priority=priority, transfer=transfer)

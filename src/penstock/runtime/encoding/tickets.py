@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 from penstock.core.errors import ConfigError
 from penstock.io.engine import Transfer
 from penstock.runtime.movers import Encoding
@@ -25,10 +27,14 @@ class EncodedTicket:
     """How much of the storage is in each frame but the last; whole pages."""
     written: Transfer
     """Settled once all frames are written; or with the first error, when nothing of it moves any more."""
+    device: torch.device
+    """The storage's."""
     parts: list[Ticket] = field(default_factory=list)
     """The tier's own tickets, frame by frame; grows until it is written."""
     frame_bytes: int = 0
     """Length of the frames together; grows until it is written."""
+    raw: set[int] = field(default_factory=set)
+    """Pieces of a device's that went as they were, for want of memory to encode them in."""
     discarded: bool = False
 
     @property
