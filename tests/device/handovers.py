@@ -12,8 +12,11 @@ from concurrent.futures import Future, thread
 from functools import partial, wraps
 from typing import Any
 
+import numpy as np
+import torch
+
 from penstock import staging
-from penstock.io.arena import Arena
+from penstock.io.arena import Arena, Block
 from penstock.io.engine import Transfer
 from penstock.optim import gradients as gradients_module
 from penstock.runtime.cuda.direct import DirectMover
@@ -201,15 +204,43 @@ def slabs() -> None:
     Slab._next = served  # type: ignore[method-assign]
 
 
+_lent: dict[int, int] = {}
+"""Where the array begins that a block was lent to, by the block's address."""
+
+
 def arenas() -> None:
-    """Memory for copies is judged from its allocation until it is given back."""
+    """Memory for copies is judged from its allocation until it is given back.
+
+    A block that was lent is given back by whoever drops the last reference to its array, so after all
+    that have dropped one: I/O drops its own at its end.
+    """
+    _around(Block, "lend", _is_lent)
     _around(
         Arena,
         "allocate",
         None,
         lambda order, block, *_: block and order.taken(block.address, block.nbytes),
     )
-    _around(Arena, "_give_back", lambda order, _, block, __: order.given_back(block.address))
+    _around(Arena, "_give_back", _given_back)
+
+
+def _is_lent(_: Order, block: Block, skew: int, __: int) -> None:
+    _lent[block.address] = block.address + skew
+
+
+def _given_back(order: Order, _: object, block: Block, __: object) -> None:
+    start = _lent.pop(block.address, None)
+    if start is not None:
+        order.take_over(("lent", start))
+        order.forget(("lent", start))
+    order.given_back(block.address)
+
+
+def _start_of(keep_alive: object) -> int | None:
+    """Where the array begins that I/O holds; None: it holds something else."""
+    if isinstance(keep_alive, torch.Tensor):
+        return keep_alive.untyped_storage().data_ptr()
+    return keep_alive.ctypes.data if isinstance(keep_alive, np.ndarray) else None
 
 
 def encoding() -> None:
@@ -243,7 +274,8 @@ def tiers() -> None:
         span = address, nbytes, bool(self.spec.gpu_direct)
         begun = _begin(span, writes=False)
         ticket = write(self, address, nbytes, **named)
-        ticket.written.add_done_callback(partial(_end, begun, span, False))
+        kept = _start_of(named.get("keep_alive"))
+        ticket.written.add_done_callback(partial(_end, begun, span, False, kept))
         return ticket
 
     @wraps(read)
@@ -251,7 +283,8 @@ def tiers() -> None:
         span = address, ticket.window.nbytes, bool(self.spec.gpu_direct)
         begun = _begin(span, writes=True)
         transfer = read(self, ticket, address, **named)
-        transfer.add_done_callback(partial(_end, begun, span, True))
+        kept = _start_of(named.get("keep_alive"))
+        transfer.add_done_callback(partial(_end, begun, span, True, kept))
         return transfer
 
     Tier.write, Tier.read = writing, reading  # type: ignore[method-assign]
@@ -265,12 +298,14 @@ def _begin(span: Any, *, writes: bool) -> object:
     return begun
 
 
-def _end(begun: object, span: Any, writes: bool, transfer: Transfer) -> None:
+def _end(begun: object, span: Any, writes: bool, kept: int | None, transfer: Transfer) -> None:
     if _order is not None:
         _order.take_over(_key(begun))
         _order.forget(_key(begun))
         _order.accessed(span, writes=writes, what="flash")
         _order.hand_over(_key(transfer))
+        if kept is not None:
+            _order.hand_over(("lent", kept))
 
 
 def direct() -> None:

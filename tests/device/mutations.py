@@ -46,12 +46,20 @@ SETTINGS = {
 FOLDERS = ("runtime/cuda",)
 FILES = (
     "staging.py",
+    "runtime/executor.py",
     "runtime/kept.py",
+    "runtime/repeats.py",
+    "runtime/remakes.py",
+    "runtime/encoding/mover.py",
+    "hooks/recompute.py",
+    "hooks/saved_tensors.py",
     "optim/update.py",
     "optim/gradients.py",
     "checkpoint/moves.py",
 )
 STATEMENTS = {
+    "_use",
+    "free_early",
     "keep",
     "made",
     "precede",
@@ -189,7 +197,7 @@ def _called(node: ast.AST) -> str:
 
 def _sleeps(node: ast.Expr) -> bool:
     """Whether it is a condition, which a loop looks at again."""
-    return ast.unparse(node).endswith("_wake.wait()")
+    return ast.unparse(node).endswith(("_wake.wait()", "changed.wait()"))
 
 
 def _says(node: ast.expr) -> bool:

@@ -7,6 +7,7 @@ They are what ``test_programs.py`` runs clean, and what ``mutations.py`` runs wi
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import tempfile
 import time
@@ -85,6 +86,9 @@ class Branches(nn.Module):
 class Fork(nn.Module):
     """What one stream has made is saved there and on another one, which backward comes to first."""
 
+    busy_s = 0.0
+    """What the host does meanwhile, so that what is copied out has landed."""
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -94,24 +98,56 @@ class Fork(nn.Module):
         main, side = torch.cuda.current_stream(), self.side
         fork = torch.tanh(self.first(x))
         left = fork * fork.abs()
-        side.wait_stream(main)
-        fork.record_stream(side)
+        side.wait_stream(main)  # which waits for it before backward frees ``fork``
         with torch.cuda.stream(side):
             right = torch.tanh(self.second(fork))
+        del fork
+        time.sleep(self.busy_s)
+        torch.ones_like(left)  # in memory that is free by now
         main.wait_stream(side)
         right.record_stream(main)
         return left + right
 
 
-class Forks(nn.Module):
-    """Several, one after another."""
+class Corner(nn.Module):
+    """Another stream saves a small part of what nobody else saves."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(Fork() for _ in range(4)))
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.side = torch.cuda.Stream()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        main, side = torch.cuda.current_stream(), self.side
+        whole = self.first(x)
+        left = whole + 1
+        side.wait_stream(main)  # which waits for it before backward frees ``whole``
+        with torch.cuda.stream(side):
+            corner = whole[:4] * whole[:4].abs()
+        del whole
+        torch.ones_like(left)
+        main.wait_stream(side)
+        corner.record_stream(main)
+        return torch.tanh(left + corner.mean())
+
+
+class Forks(nn.Module):
+    """Several, one after another."""
+
+    kind: Callable[[], nn.Module] = Fork
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(self.kind() for _ in range(4)))
 
     def forward(self, x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
         return self.layers(x).square().mean()
+
+
+class Corners(Forks):
+    """Several, one after another."""
+
+    kind = Corner
 
 
 class NewStream(nn.Module):
@@ -232,7 +268,24 @@ def two_streams_on_host(path: Path | None) -> Bits:
 
 
 def two_streams_recomputed(path: Path | None) -> Bits:
-    return train(path, Forks, RECOMPUTED)
+    return train(path, Forks, RECOMPUTED | {"device_memory": "1536KiB"})
+
+
+def two_streams_and_small_parts(path: Path | None) -> Bits:
+    return train(path, Corners, HOST)
+
+
+def two_streams_that_share(path: Path | None) -> Bits:
+    Fork.busy_s = 0.03
+    try:
+        return train(path, Forks, HOST)
+    finally:
+        Fork.busy_s = 0.0
+
+
+def spilled_late(path: Path | None) -> Bits:
+    """What another stream has saved is spilled for want of room."""
+    return train(path, NewStream, HOST | {"policy": "keep", "device_memory": "768KiB"})
 
 
 def two_devices_on_flash(path: Path | None) -> Bits:
@@ -323,7 +376,8 @@ def optimizer(path: Path | None, **settings: Any) -> Bits:
 
 def _optimized(path: Path, device: str, settings: dict[str, Any]) -> Bits:
     torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)]
+    sizes = (WIDTH, 2 * WIDTH, 2 * WIDTH, WIDTH)  # the gradient of none is too short to leave
+    layers = [nn.Linear(*each, bias=False) for each in itertools.pairwise(sizes)]
     model = nn.Sequential(*layers).to(device)
     bits: Bits = []
     with warnings.catch_warnings(action="ignore"):  # it takes more memory than so small states
@@ -333,6 +387,10 @@ def _optimized(path: Path, device: str, settings: dict[str, Any]) -> Bits:
             x = torch.randn(ROWS, WIDTH, generator=generator).to(device)
             made.zero_grad()
             model(x).square().mean().backward()
+            for parameter in model.parameters() if "gradient_memory" in settings else ():
+                late = torch.full_like(parameter, 2.0).mul_(3)
+                del late  # kernels still use the memory that the gradient comes back to
+                bits.append((parameter.grad * 1).cpu())
             if settings.get("overlap"):  # else weights are about to change already
                 made.step()
             with torch.no_grad():
@@ -341,6 +399,7 @@ def _optimized(path: Path, device: str, settings: dict[str, Any]) -> Bits:
                 made.step()
             bits.append(seen.cpu())
         bits += [parameter.detach().cpu() for parameter in model.parameters()]
+        assert "gradient_memory" not in settings or made.wear().gradient_bytes_per_step > 0
         made.close()
     return bits
 
@@ -414,6 +473,9 @@ PROGRAMS: list[Callable[[Path | None], Bits]] = [
     two_streams_on_flash,
     two_streams_on_host,
     two_streams_recomputed,
+    two_streams_and_small_parts,
+    two_streams_that_share,
+    spilled_late,
     two_streams_gpu_direct,
     two_devices_on_flash,
     two_devices_on_host,

@@ -318,6 +318,7 @@ class _Call:
             return self._hooks.pack(tensor)
         dropped = _Dropped()
         self._saves.append(dropped)
+        self._repeats.free_early(tensor.untyped_storage())
         if prove:
             self._hooks.when_complete(tensor, partial(dropped.note, tensor))
         return drop(tensor)

@@ -286,6 +286,7 @@ class SavedTensorHooks:
         offset = skew // tensor.element_size()
         view.set_(copy.untyped_storage(), offset, tensor.size(), tensor.stride())
         executor = self._whose(tensor)
+        executor.free_early(storage)
         if nbytes < self._floor_bytes:
             small = executor.small.save(copy.untyped_storage())
             packed.replace(Small(view, executor.small, small))

@@ -165,6 +165,10 @@ class Executor:
         self._mover.use(storage)
         return saved
 
+    def free_early(self, storage: torch.UntypedStorage) -> None:
+        """What is saved is not held until backward; see ``Mover.free_early``."""
+        self._mover.free_early(storage)
+
     def here(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
         """A context for work on ``device`` that is put off; see ``Mover.here``."""
         return self._mover.here(device)

@@ -109,6 +109,9 @@ class Mover(ABC):
         Said of a storage whenever it is saved, and of what is restored just before it is handed out.
         """
 
+    def free_early(self, storage: torch.UntypedStorage) -> None:  # noqa: B027  (as above)
+        """As ``use``, of what is saved and not held until backward, as autograd would hold it."""
+
     def here(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
         """Return a context for work on ``device`` that is put off: its stream is the one of now."""
         return nullcontext

@@ -110,6 +110,7 @@ class Remakes:
 
     def _drop(self, saved: SavedStorage, storage: torch.UntypedStorage, remake: Remake) -> None:
         """Hold a RESIDENT storage no longer; whoever else has it may keep it."""
+        self._traffic.mover.free_early(storage)
         if remake.name not in self._proven:
             remake.digest = digest_of_storage(storage)
         with self._lock:

@@ -77,6 +77,11 @@ class Repeats:
         if self._is_behind(storage):
             self._executor._mover.made(storage)
 
+    def free_early(self, storage: torch.UntypedStorage) -> None:
+        """What a module saves is dropped, to be made again; see ``Mover.free_early``."""
+        if self._is_behind(storage):
+            self._executor._mover.free_early(storage)
+
     def use(self, storage: torch.UntypedStorage) -> None:
         """The current stream works with such a storage from now on; see ``Mover.use``."""
         if self._is_behind(storage):

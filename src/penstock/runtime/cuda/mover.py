@@ -27,7 +27,8 @@
        go of it as soon as its copy has ended. So the allocator is told of every stream of rule 1 at
        ``write``, and of those that come later at their first ``use``. It ignores the one that the
        memory was allocated on. What stays until backward is not told of: that would make memory come
-       free late for nothing.
+       free late for nothing. The same goes for what we let go of without a copy of it all
+       (``free_early``): what is made again, and what only a small part of is saved.
 
     Why the stream at the save is enough for rule 1: what an operator saves it reads or writes, on the
     stream that is current then. What was produced on another stream before, the program has had this
@@ -239,6 +240,11 @@ class CudaMover(Mover):
         A stream that is current here must live as long as the storage; those of torch do.
         """
         self._table.use(storage)
+
+    def free_early(self, storage: torch.UntypedStorage) -> None:
+        """From now on every stream that works with ``storage`` is told to the allocator: rule 8."""
+        self._table.use(storage)
+        self._table.leave(storage)
 
     def here(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
         """A context, to be entered once, in which the stream that is current now is the current one."""

@@ -179,6 +179,10 @@ class AnyEncodingMover(Mover, Generic[InnerT, TargetT]):
         """As the inner mover."""
         self._inner.use(storage)
 
+    def free_early(self, storage: torch.UntypedStorage) -> None:
+        """As the inner mover."""
+        self._inner.free_early(storage)
+
     def made(self, storage: torch.UntypedStorage) -> None:
         """As the inner mover."""
         self._inner.made(storage)
