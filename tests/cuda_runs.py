@@ -2,20 +2,31 @@
 
 import gc
 
-from offload_runs import wait_until
+from offload_runs import wait_for_writes, wait_until
 from penstock.runtime.cuda.encoding import DeviceEncodingMover
 from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.encoding.scratch import SCRATCH
 
 
-def assert_nothing_held(session):
-    """No graph is alive: every byte of pinned memory, of the budget and of the tiers is given back."""
-    gc.collect()
+def slabs(session):
+    """The pinned memory of a session."""
     mover = session._stores.mover
     if isinstance(mover, DeviceEncodingMover):
         mover = mover._inner
     assert isinstance(mover, CudaMover)
-    wait_until(lambda: not any(slab.used_bytes for slab in mover._slabs), "no buffer is in use")
+    return mover._slabs
+
+
+def wait_until_settled(session):
+    """Until all that is to be spilled is where it will rest: what goes to flash is there, too."""
+    wait_for_writes(session)
+    wait_until(lambda: not any(slab._moving for slab in slabs(session)), "no buffer is being moved")
+
+
+def assert_nothing_held(session):
+    """No graph is alive: every byte of pinned memory, of the budget and of the tiers is given back."""
+    gc.collect()
+    wait_until(lambda: not any(slab.used_bytes for slab in slabs(session)), "no buffer is in use")
     budget = session.budget
     wait_until(lambda: budget.used_bytes == budget.used_by(SCRATCH), "nothing else is charged")
     for tier in session._stores.tiers.values():

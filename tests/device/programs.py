@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload_runs import session_in, wait_for_writes
+from cuda_runs import wait_until_settled
+from offload_runs import session_in
 from penstock import checkpoint
 from penstock.observe.recorder import Stage
 from penstock.optim import FlashAdamW
@@ -233,7 +234,7 @@ def train(
             loss = model(x, more.to("cuda") if grows and step >= 3 else None)
             del x, more
             if settled and session is not None:
-                wait_for_writes(session)
+                wait_until_settled(session)
             loss.backward()
             bits.append(loss.detach().cpu())
             bits += [parameter.grad.cpu() for parameter in model.parameters()]

@@ -4,8 +4,8 @@ from functools import partial
 
 import torch
 
-from cuda_runs import assert_nothing_held
-from offload_runs import Trace, counted, session_in, wait_for_writes
+from cuda_runs import assert_nothing_held, wait_until_settled
+from offload_runs import Trace, counted, session_in
 from penstock import zoo
 from penstock.observe.recorder import Stage
 
@@ -81,7 +81,7 @@ def run(family, path=None, *, wrap_tier=None, session_settings=None, settled=Fal
     settings = session_settings or {}
     with session_in(path, model, optimizer, wrap_tier=wrap_tier, **settings) as session:
         if settled:
-            how["amid"] = partial(wait_for_writes, session)
+            how["amid"] = partial(wait_until_settled, session)
         trace = train(model, optimizer, BATCHES[family], **how)
         assert_nothing_held(session)
     return trace, session

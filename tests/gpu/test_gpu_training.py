@@ -23,8 +23,8 @@ from gpu_runs import (
 )
 from torch import nn
 
-from cuda_runs import assert_nothing_held
-from offload_runs import Trace, counted, session_in, wait_for_writes
+from cuda_runs import assert_nothing_held, wait_until_settled
+from offload_runs import Trace, counted, session_in
 from penstock import zoo
 from penstock.core.errors import PenstockWarning
 from penstock.runtime.cuda.link import CudaLink
@@ -75,14 +75,15 @@ def test_everything_offloaded_trains_bit_for_bit(disk_path, small_knobs, family,
 @pytest.mark.parametrize("family", ["resnet18", "resnet272", "densenet121", "bert-base", "gpt2"])
 def test_under_a_budget_it_trains_bit_for_bit(disk_path, small_knobs, family, places):
     budget = int(0.6 * saved_bytes(family, disk_path))
-    session = check(family, disk_path, places, policy="auto", device_memory=budget)
+    session = check(family, disk_path, places, settled=True, policy="auto", device_memory=budget)
     assert_moved(session, places, back=True)
     assert session.budget.peak_bytes <= budget
 
 
 @pytest.mark.parametrize("family", ["resnet18", "bert-base", "gpt2"])
 def test_bfloat16_autocast_trains_bit_for_bit(disk_path, small_knobs, family):
-    session = check(family, disk_path, "flash", how={"dtype": torch.bfloat16})
+    how = {"dtype": torch.bfloat16}
+    session = check(family, disk_path, "flash", how=how, settled=True)
     assert_moved(session, "flash")
 
 
@@ -100,7 +101,7 @@ def test_without_pinned_memory_it_is_the_same(disk_path, small_knobs, monkeypatc
 def test_trap_23_with_flash_that_fails_it_is_the_same(disk_path, small_knobs):
     faulty = partial(FaultyTier, fail_at={"write": 3}, times=4)
     with pytest.warns(PenstockWarning, match="stays in pinned host memory"):
-        session = check("resnet18", disk_path, "flash", wrap_tier=faulty)
+        session = check("resnet18", disk_path, "flash", wrap_tier=faulty, settled=True)
     assert counted(session, "spill.failed.flash") == 4
 
 
@@ -163,7 +164,7 @@ def test_trap_15_on_two_streams(disk_path, small_knobs, places):
     expected = gradients()
     expected.assert_same_bits(gradients())
     with session_in(disk_path, **settings_for(places)) as session:
-        found = gradients(partial(wait_for_writes, session))
+        found = gradients(partial(wait_until_settled, session))
         assert_nothing_held(session)
     found.assert_same_bits(expected)
     assert_moved(session, places, back=True)
