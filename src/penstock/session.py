@@ -371,6 +371,7 @@ class Session:
         On CUDA it first waits for what is being moved, so that a CUDA graph can be captured. If other
         threads go on to train meanwhile, capture it with ``capture_error_mode="thread_local"``.
         """
+        self.hooks.operators_returned()  # what has been saved is not spilled later, amid a capture
         with self._attachment.aside():
             for executor in self.devices.all.values():
                 executor.drain()

@@ -11,11 +11,11 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
 
+from penstock.core import captures
 from penstock.core.units import MIB
 from penstock.runtime.cuda import pools
 from penstock.runtime.cuda.digest import DIGEST_BYTES, digest_of
@@ -29,8 +29,6 @@ _PORTABLE: Final = 1
 """``cudaHostRegisterPortable``: pinned for every device, not only for the current one."""
 PIECE_BYTES: Final = 32 * MIB
 """Long enough to be copied at full speed, and short enough to wait for."""
-_RELAXED: Final = 2
-"""``cudaStreamCaptureModeRelaxed``."""
 
 
 class Allocated(NamedTuple):
@@ -58,9 +56,10 @@ class Link(Protocol):
         While a CUDA graph is captured in the mode ``global``, which is torch's default, a call that might
         interfere (of ``cudaEventQuery``, ``cudaMalloc``, ...) breaks it, whichever thread makes it. The
         threads of lanes ask for the ends of copies, which interferes with nothing: so they take the mode
-        ``relaxed``, in which such calls are allowed. ``Session.paused`` also waits for what is under way,
-        so that nothing is copied meanwhile. A thread of the program that goes on to train is not held
-        up: it allocates memory of its own, so the capture has to be made with
+        ``relaxed``, in which such calls are allowed (:mod:`penstock.core.captures`); so do copies of
+        optimizers and checkpoints, and a loader that pins its batches. ``Session.paused`` also waits for
+        what is under way, so that nothing is copied meanwhile. A thread of the program that goes on to
+        train is not held up: it allocates memory of its own, so the capture has to be made with
         ``capture_error_mode="thread_local"`` in any case.
 
         An event that is recorded on a stream that is being captured is a node of the graph, and a lane
@@ -170,7 +169,7 @@ class CudaLink:
     def adopt_thread(self, device: torch.device) -> None:
         """``set_device``; and what the thread does breaks no capture, see [Note: captures]."""
         self._torch.set_device(device)
-        _relax_captures()
+        captures.relax()
 
     def current_stream(self, device: torch.device) -> Stream:
         """``current_stream``."""
@@ -307,27 +306,6 @@ class CudaLink:
         """``cudaHostUnregister``, in a thread of its own for the same reason."""
         self._pinned.pop(address, None)
         _in_thread(_unpin, self._torch, address, device)
-
-
-def _relax_captures() -> None:
-    """Have CUDA allow in this thread what breaks a capture in another one; see [Note: captures].
-
-    torch has no such function. Where its libcudart cannot be found (ROCm), nothing is done.
-    """
-    exchange = getattr(_cudart(), "cudaThreadExchangeStreamCaptureMode", None)
-    if exchange is not None:
-        exchange(ctypes.byref(ctypes.c_int(_RELAXED)))
-
-
-@cache
-def _cudart() -> ctypes.CDLL | None:
-    """The CUDA runtime that torch has loaded."""
-    try:
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-            paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "/libcudart" in line}
-        return ctypes.CDLL(paths.pop()) if len(paths) == 1 else None
-    except OSError:
-        return None
 
 
 def _takes_blocking(event: Any) -> bool:

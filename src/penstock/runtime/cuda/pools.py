@@ -93,6 +93,8 @@ class Segments:
 
     def is_of_another_pool(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage's memory belongs to a pool that is neither torch's common one nor ours."""
+        if self._cuda.get_allocator_backend() != "native":  # others have no snapshot
+            return False
         index, address = storage.device.index, storage.data_ptr()
         stats = self._cuda.memory_stats_as_nested_dict(storage.device)
         changed = stats["reserved_bytes"]["all"]["allocated"]
