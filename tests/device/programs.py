@@ -151,6 +151,29 @@ class Corners(Forks):
     kind = Corner
 
 
+class Norms(nn.Module):
+    """What a module makes again is saved on two streams; nothing is moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.side = torch.cuda.Stream()
+
+    def forward(self, x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+        main, side = torch.cuda.current_stream(), self.side
+        normal = self.norm(x)
+        left = self.first(normal)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            right = self.second(normal)
+        normal.record_stream(side)
+        del normal
+        main.wait_stream(side)
+        right.record_stream(main)
+        return (left * right).square().mean()
+
+
 class NewStream(nn.Module):
     """Two chains, the second on a stream made anew in each step: nothing knows it beforehand.
 
@@ -204,9 +227,9 @@ def under(path: Path | None, model: nn.Module | None, settings: dict[str, Any]) 
         yield session
     flows = session.recorder.snapshot().flows
     wanted = [(Stage.RECOMPUTE, "")] if settings.get("policy") == "recompute" else []
-    wanted.append(
-        (Stage.WRITE, "flash") if settings.get("flash", path) else (Stage.COPY_OUT, "host")
-    )
+    if not wanted or "device_memory" in settings:
+        host = (Stage.COPY_OUT, "host")
+        wanted.append((Stage.WRITE, "flash") if settings.get("flash", path) else host)
     for stage, tier in wanted:
         assert (stage, tier) in flows, f"the program shows nothing: no {stage.value} {tier}"
 
@@ -270,6 +293,10 @@ def two_streams_on_host(path: Path | None) -> Bits:
 
 def two_streams_recomputed(path: Path | None) -> Bits:
     return train(path, Forks, RECOMPUTED | {"device_memory": "1536KiB"})
+
+
+def two_streams_made_again(path: Path | None) -> Bits:
+    return train(path, Norms, HOST | {"policy": "recompute"})
 
 
 def two_streams_and_small_parts(path: Path | None) -> Bits:
@@ -474,6 +501,7 @@ PROGRAMS: list[Callable[[Path | None], Bits]] = [
     two_streams_on_flash,
     two_streams_on_host,
     two_streams_recomputed,
+    two_streams_made_again,
     two_streams_and_small_parts,
     two_streams_that_share,
     spilled_late,
