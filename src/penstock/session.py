@@ -312,7 +312,7 @@ class Session:
 
     def _open_codecs(self) -> int:
         assert self._stores is not None
-        scratch_bytes = self._stores.open_codecs(self.budget, self.config.device_bytes)
+        scratch_bytes = self._stores.open_codecs(self.budget, self.budget.limit_bytes)
         if scratch_bytes:
             self.executor.use_mover(self._stores.mover)
         return scratch_bytes

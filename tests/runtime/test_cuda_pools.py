@@ -188,3 +188,14 @@ def test_an_allocator_that_has_no_snapshot_is_not_asked_for_one(cuda, backend):
     snapshots = Snapshots(backend)
     snapshots.add(2000, 100, (0, 5))
     assert not pools.Segments(Pools(cuda), snapshots).is_of_another_pool(Storage(2000))
+
+
+def test_a_snapshot_has_no_traces(cuda):
+    class Recording(Snapshots):
+        def memory_snapshot(self, mempool_id=None, include_traces=True):
+            assert not include_traces
+            return super().memory_snapshot()
+
+    snapshots = Recording()
+    snapshots.add(2000, 100, (0, 5))
+    assert pools.Segments(Pools(cuda), snapshots).is_of_another_pool(Storage(2000))

@@ -1,5 +1,7 @@
 """Whole sessions whose storages are encoded on a device, whose copies run late (see ``lazy_device``)."""
 
+import threading
+
 import pytest
 import torch
 from cuda_training import HOST, MORE_HOST, trained
@@ -16,6 +18,8 @@ from penstock.runtime import stores
 from penstock.runtime.cuda import encoding
 from penstock.runtime.cuda.encoding import DeviceEncodingMover
 from penstock.runtime.encoding.scratch import SCRATCH
+from penstock.runtime.encoding.worker import THREAD_NAME
+from penstock.runtime.reads import Reads
 
 BUDGET = "32MiB"
 SLOW = Machine("slow flash", 1e6, 1e6, 1e-4, 1e6, 1e6)
@@ -116,6 +120,23 @@ def test_a_damaged_frame_ends_backward_with_an_error(link, disk_path, monkeypatc
     monkeypatch.setattr(encoding, "encode_tensor", damaged)
     with pytest.raises(RestoreError, match=r"cannot restore \S+#\d .*does not decode"):
         run(disk_path, codec="zero-value")
+
+
+def test_a_device_without_memory_for_a_frame_makes_room(link, disk_path, monkeypatch):
+    empty, failures = link.empty_target, []
+
+    def full_at_first(nbytes, device):
+        if threading.current_thread().name == THREAD_NAME and not failures:
+            failures.append(nbytes)
+            raise torch.OutOfMemoryError("the device is full")
+        return empty(nbytes, device)
+
+    monkeypatch.setattr(link, "empty_target", full_at_first)
+    monkeypatch.setattr(Reads, "ahead", lambda *_, **__: None)  # who reads ahead can do without
+    with_us, session = run(disk_path, codec="zero-value")
+    with_us.assert_same_bits(trained()[0])
+    assert len(failures) == 1
+    assert session.recorder.snapshot().counted("device.out_of_memory") == 1
 
 
 def test_a_budget_without_room_for_scratch_memory(link, disk_path):

@@ -13,13 +13,13 @@ from functools import cache
 from typing import Final
 
 _RELAXED: Final = 2
-"""``cudaStreamCaptureModeRelaxed``."""
+"""``CU_STREAM_CAPTURE_MODE_RELAXED``."""
 
 
 def relax() -> None:
     """Let the calling thread break no capture of another thread from now on.
 
-    Nothing happens where torch has no CUDA runtime, or it cannot be found (ROCm).
+    Nothing happens where there is no CUDA driver (ROCm), or no call of the process has begun to use it.
     """
     _exchange(_RELAXED)
 
@@ -36,21 +36,19 @@ def relaxed() -> Iterator[None]:
 
 
 def _exchange(mode: int) -> int | None:
-    """Set the calling thread's mode; return the former one, or None if there is no CUDA runtime."""
-    exchange = getattr(_cudart(), "cudaThreadExchangeStreamCaptureMode", None)
-    if exchange is None:
+    """Set the calling thread's mode; return the former one, or None if there is no driver in use."""
+    driver = _driver()
+    if driver is None:
         return None
     value = ctypes.c_int(mode)
-    exchange(ctypes.byref(value))
-    return value.value
+    failed = driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(value))
+    return None if failed else value.value
 
 
 @cache
-def _cudart() -> ctypes.CDLL | None:
-    """Return the CUDA runtime that torch has loaded."""
+def _driver() -> ctypes.CDLL | None:
+    """Return CUDA's driver, of which a process has one, however many runtimes its packages load."""
     try:
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-            paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "/libcudart" in line}
-        return ctypes.CDLL(paths.pop()) if len(paths) == 1 else None
+        return ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None

@@ -69,6 +69,13 @@ class Reads:
                 else:
                     cause = StallCause.DEMAND
                     self._begin_demand(saved)
+            except torch.OutOfMemoryError:  # the device has no memory for a frame
+                self._recorder.count("device.out_of_memory")
+                room = self._room
+                if not room.make(
+                    saved.nbytes, name=saved.label, of_pass=saved.of_pass, saved=saved
+                ):
+                    raise
             except (CancelledError, ClosedError, OSError) as error:
                 raise self._restore_error(saved, error) from error
             except PenstockError as error:

@@ -267,7 +267,7 @@ class DeviceEncodingMover(AnyEncodingMover[CudaMover, CudaTarget]):
         return DeviceWriteJob(ticket, tier, codec, storage, self._side)
 
     def _begin(self, job: WriteJob, storage: torch.UntypedStorage) -> None:
-        self._inner.fence(storage, job.ticket.label, partial(self._complete, job))
+        self.inner.fence(storage, job.ticket.label, partial(self._complete, job))
 
     def _complete(self, job: WriteJob, error: BaseException | None) -> None:
         """In the thread of a lane: the source is complete, or nobody knows."""

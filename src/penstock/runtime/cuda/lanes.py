@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal, TypeAlias
@@ -171,7 +172,8 @@ class Lane:
         return True
 
     def _work(self) -> None:
-        self._link.adopt_thread(self._device)
+        with suppress(Exception):  # if the device is lost, each copy says so
+            self._link.adopt_thread(self._device)
         while self.serve():
             pass
         self._ended.set()
