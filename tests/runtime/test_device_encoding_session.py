@@ -20,6 +20,7 @@ from penstock.runtime.cuda.encoding import DeviceEncodingMover
 from penstock.runtime.encoding.scratch import SCRATCH
 from penstock.runtime.encoding.worker import THREAD_NAME
 from penstock.runtime.reads import Reads
+from penstock.runtime.room import Room
 
 BUDGET = "32MiB"
 SLOW = Machine("slow flash", 1e6, 1e6, 1e-4, 1e6, 1e6)
@@ -122,21 +123,35 @@ def test_a_damaged_frame_ends_backward_with_an_error(link, disk_path, monkeypatc
         run(disk_path, codec="zero-value")
 
 
-def test_a_device_without_memory_for_a_frame_makes_room(link, disk_path, monkeypatch):
+@pytest.fixture
+def full_once(link, monkeypatch):
+    """The device has no memory for the first frame that backward waits for."""
     empty, failures = link.empty_target, []
 
-    def full_at_first(nbytes, device):
+    def full(nbytes, device):
         if threading.current_thread().name == THREAD_NAME and not failures:
             failures.append(nbytes)
             raise torch.OutOfMemoryError("the device is full")
         return empty(nbytes, device)
 
-    monkeypatch.setattr(link, "empty_target", full_at_first)
+    monkeypatch.setattr(link, "empty_target", full)
     monkeypatch.setattr(Reads, "ahead", lambda *_, **__: None)  # who reads ahead can do without
+
+
+def test_a_device_without_memory_for_a_frame_makes_room(full_once, disk_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(Room, "make", lambda self, nbytes, **_: made.append(nbytes) or True)
     with_us, session = run(disk_path, codec="zero-value")
     with_us.assert_same_bits(trained()[0])
-    assert len(failures) == 1
+    assert len(made) == 1
     assert session.recorder.snapshot().counted("device.out_of_memory") == 1
+
+
+def test_a_device_without_memory_for_a_frame_says_so_if_nothing_is_left_to_move(
+    full_once, disk_path
+):
+    with pytest.raises(torch.OutOfMemoryError, match="the device is full"):
+        run(disk_path, codec="zero-value")
 
 
 def test_a_budget_without_room_for_scratch_memory(link, disk_path):
