@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 
 from penstock.runtime.cuda.digest import WORD_BYTES, digest_of
+from penstock.staging import bytes_of
 from penstock.tier import checksums
 
 
@@ -61,7 +62,7 @@ def digest_of_storage(storage: torch.UntypedStorage) -> Digest | None:
     if not is_behind(storage.device):
         return checksums.full(storage.data_ptr(), storage.nbytes())
     with torch.no_grad():
-        return _of_device(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+        return _of_device(bytes_of(storage))
 
 
 class Comparison:

@@ -19,6 +19,7 @@ from penstock.core import captures
 from penstock.core.units import MIB
 from penstock.runtime.cuda import pools
 from penstock.runtime.cuda.digest import DIGEST_BYTES, digest_of
+from penstock.staging import bytes_of
 
 Stream: TypeAlias = Any
 """A queue of device work; hashable, equal if it is the same queue."""
@@ -235,15 +236,15 @@ class CudaLink:
 
     def keep(self, storage: torch.UntypedStorage, stream: Stream) -> None:
         """``record_stream``; nothing happens if it is the stream that the memory is allocated on."""
-        _bytes_of(storage).record_stream(stream)
+        bytes_of(storage).record_stream(stream)
 
     def copy_out(self, stream: Stream, source: torch.UntypedStorage, address: int) -> None:
         """``cudaMemcpyAsync`` to the host, in pieces."""
-        self._copy(stream, self._host_bytes(address, source.nbytes()), _bytes_of(source))
+        self._copy(stream, self._host_bytes(address, source.nbytes()), bytes_of(source))
 
     def copy_in(self, stream: Stream, target: torch.UntypedStorage, address: int) -> None:
         """``cudaMemcpyAsync`` to the device, in pieces."""
-        self._copy(stream, _bytes_of(target), self._host_bytes(address, target.nbytes()))
+        self._copy(stream, bytes_of(target), self._host_bytes(address, target.nbytes()))
 
     def _copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
         """In pieces, because what another stream copies meanwhile has to wait for one to end."""
@@ -266,7 +267,7 @@ class CudaLink:
     def digest(self, stream: Stream, source: torch.UntypedStorage, address: int) -> None:
         """Some reductions, and 40 bytes to the host."""
         with self.within(stream):
-            _tensor_at(address, DIGEST_BYTES).copy_(digest_of(_bytes_of(source)))
+            _tensor_at(address, DIGEST_BYTES).copy_(digest_of(bytes_of(source)))
 
     def usable_bytes(self, device: torch.device) -> int:
         """``cudaMemGetInfo``, and the caching allocator; within the program's own limit for that."""
@@ -349,10 +350,6 @@ def _in_thread(call: Callable[..., str], *args: object) -> str:
     else:
         thread.join()
     return results[0]
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _tensor_at(address: int, nbytes: int) -> torch.Tensor:
