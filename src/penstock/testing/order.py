@@ -23,10 +23,12 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right, insort
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 import torch
+from torch.utils import checkpoint
 
 from penstock.hooks import recompute
 
@@ -369,6 +371,8 @@ def _join(clock: Clock, other: Clock | None) -> None:
 _watching: list[Order] = []
 """The one that is told, if any: callbacks cannot be taken back."""
 _registered = False
+_to_the_end: Final = ExitStack()
+"""Which ends with the process: checkpoints of torch are run to their end."""
 
 
 def watch(order: Order | None) -> None:
@@ -392,8 +396,10 @@ def _register() -> None:
     trace: Any = __import__("torch.cuda._gpu_trace", fromlist=["_"])
     torch._C._activate_gpu_trace()
     # A Python error that passes through an operator of torch while memory is freed is lost in a callback
-    # ("SystemError: error return without exception set"). So nothing is ended by one in a hook.
+    # ("SystemError: error return without exception set"). So nothing is ended by one in a hook: neither
+    # what we run again nor, by torch that cannot be told for each (before 2.10), what torch does.
     recompute.stop_early = lambda: None
+    _to_the_end.enter_context(checkpoint.set_checkpoint_early_stop(False))
     tell: dict[str, Callable[..., None]] = {
         "event_record": lambda order, event, handle: order.recorded(event, stream_here(handle)),
         "event_wait": lambda order, event, handle: order.waits(stream_here(handle), event),
