@@ -82,6 +82,8 @@ os._exit(0)
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_ranks_train_bit_for_bit_and_in_order(disk_path, kind):
+    if kind == "fsdp2" and torch.__version__.startswith("2.8."):
+        pytest.skip("gloo of torch 2.8 gathers from a device's memory as if it were the host's")
     environment = os.environ | {
         "PENSTOCK_SLAB": "16MiB",
         "PENSTOCK_GPU_DIRECT": "off",
