@@ -58,6 +58,23 @@ def event_query(event: Any) -> int:
     return code
 
 
+def event_synchronize(event: Any) -> int:
+    """``cudaEventSynchronize``'s code for an event of torch's that has been reached."""
+    code = int(library().cudaEventSynchronize(ctypes.c_void_p(event.cuda_event)))
+    last_error()
+    return code
+
+
+def host_alloc_code() -> int:
+    """``cudaHostAlloc``'s code for a little memory, which is freed again."""
+    where = ctypes.c_void_p()
+    code = int(library().cudaHostAlloc(ctypes.byref(where), ctypes.c_size_t(4096), PORTABLE))
+    if code == 0:
+        library().cudaFreeHost(where)
+    last_error()
+    return code
+
+
 def malloc_code() -> int:
     """``cudaMalloc``'s code for a little memory, which is freed again."""
     where = ctypes.c_void_p()

@@ -93,6 +93,25 @@ def malloc_breaks_a_global_capture(gpu: Device) -> None:
 
 
 @fact(
+    "In the mode global, cudaEventSynchronize in any thread fails and breaks the capture.",
+    relies=_PAUSED,
+)
+def waiting_breaks_a_global_capture(gpu: Device) -> None:
+    """In another thread than the capturing one, for an event that has been reached."""
+    event = _reached(gpu)
+    _elsewhere(gpu, cudart.GLOBAL, breaks=True, call=lambda: cudart.event_synchronize(event))
+
+
+@fact(
+    "In the mode global, cudaHostAlloc in any thread fails and breaks the capture.",
+    relies=f"{_PAUSED}; staging.py: pinned memory is taken when it is needed first",
+)
+def host_alloc_breaks_a_global_capture(gpu: Device) -> None:
+    """In another thread than the capturing one."""
+    _elsewhere(gpu, cudart.GLOBAL, breaks=True, call=cudart.host_alloc_code)
+
+
+@fact(
     "In the mode thread_local, cudaEventQuery and cudaMalloc in another thread work and break nothing.",
     relies="docs: capture_error_mode='thread_local'",
 )
