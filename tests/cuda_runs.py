@@ -3,18 +3,12 @@
 import gc
 
 from offload_runs import wait_for_writes, wait_until
-from penstock.runtime.cuda.encoding import DeviceEncodingMover
-from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.encoding.scratch import SCRATCH
 
 
 def slabs(session):
     """The pinned memory of a session."""
-    mover = session._stores.mover
-    if isinstance(mover, DeviceEncodingMover):
-        mover = mover._inner
-    assert isinstance(mover, CudaMover)
-    return mover._slabs
+    return session._stores.cuda_mover._slabs
 
 
 def wait_until_settled(session):

@@ -80,7 +80,7 @@ def assert_only_scratch_held(session):
     wait_for_writes(session)  # of what died meanwhile: a piece in hand is encoded to its end
     mover = session._stores.mover
     encodes = isinstance(mover, EncodingMover)
-    arena = mover._inner.memory if encodes else mover.memory
+    arena = mover.inner.memory if encodes else mover.memory
     for name, tier in tiers(session).items():
         wait_until(lambda tier=tier: tier.held_bytes == 0, f"tier {name} holds nothing")
         assert unwrapped(tier).taken_bytes == 0

@@ -316,7 +316,7 @@ class Session:
 
     def _open_codecs(self) -> int:
         assert self._stores is not None
-        scratch_bytes = self._stores.open_codecs(self.budget, self.config.device_bytes)
+        scratch_bytes = self._stores.open_codecs(self.budget, self.budget.limit_bytes)
         if scratch_bytes:
             self.executor.use_mover(self._stores.mover)
         return scratch_bytes
@@ -375,6 +375,7 @@ class Session:
         On CUDA it first waits for what is being moved, so that a CUDA graph can be captured. If other
         threads go on to train meanwhile, capture it with ``capture_error_mode="thread_local"``.
         """
+        self.hooks.operators_returned()  # what has been saved is not spilled later, amid a capture
         with self._attachment.aside():
             for executor in self.devices.all.values():
                 executor.drain()

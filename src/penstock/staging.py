@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from penstock.core import captures
 from penstock.core.errors import PenstockWarning
 from penstock.core.locks import Lock
 from penstock.core.units import MIB
@@ -106,7 +107,7 @@ class Staging:
     def _behind(self, after: Event) -> Iterator[None]:
         """The stream is current, behind an event; at the end the host has waited for it."""
         # torch.cuda.stream alone would leave the device by way of cudaSetDevice, which makes a context
-        with torch.no_grad(), torch.cuda.device(self.device):
+        with torch.no_grad(), torch.cuda.device(self.device), captures.relaxed():
             try:
                 with torch.cuda.stream(self._stream):
                     if after is not None:
@@ -207,7 +208,8 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 def pinned(nbytes: int) -> Tensor:
     """uint8 memory of the host, pinned where the driver does that; torch's own once it is let go of."""
-    with torch.inference_mode(False):  # else it could not be filled outside of that
+    # memory made in inference mode could not be filled outside of it
+    with torch.inference_mode(False), captures.relaxed():
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:

@@ -151,6 +151,28 @@ class Corners(Forks):
     kind = Corner
 
 
+class MadeAgain(nn.Module):
+    """What a module makes again is saved on two streams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.side = torch.cuda.Stream()
+
+    def forward(self, x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+        main, side = torch.cuda.current_stream(), self.side
+        made = self.layer(x)
+        left = torch.cos(made)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):  # which backward comes to first
+            right = torch.sin(made)
+        made.record_stream(side)
+        del made
+        main.wait_stream(side)
+        right.record_stream(main)
+        return (left * right).square().mean()
+
+
 class NewStream(nn.Module):
     """Two chains, the second on a stream made anew in each step: nothing knows it beforehand.
 
@@ -270,6 +292,11 @@ def two_streams_on_host(path: Path | None) -> Bits:
 
 def two_streams_recomputed(path: Path | None) -> Bits:
     return train(path, Forks, RECOMPUTED | {"device_memory": "1536KiB"})
+
+
+def two_streams_made_again(path: Path | None) -> Bits:
+    """Nothing is spilled once the plan is in force."""
+    return train(path, MadeAgain, RECOMPUTED | {"device_memory": "576KiB"})
 
 
 def two_streams_and_small_parts(path: Path | None) -> Bits:
@@ -474,6 +501,7 @@ PROGRAMS: list[Callable[[Path | None], Bits]] = [
     two_streams_on_flash,
     two_streams_on_host,
     two_streams_recomputed,
+    two_streams_made_again,
     two_streams_and_small_parts,
     two_streams_that_share,
     spilled_late,

@@ -8,8 +8,10 @@ from gpu_runs import copied_bytes, settings_for
 from torch import nn
 
 from offload_runs import counted, session_in, wait_for_writes
+from penstock import staging
 from penstock.core.errors import PenstockWarning
 from penstock.core.units import MIB
+from penstock.data import values
 from penstock.runtime.cuda import pools
 from penstock.runtime.cuda.link import CudaLink
 
@@ -19,35 +21,77 @@ WIDTH = 256
 ROWS = 512
 
 
-def test_trap_35_threads_of_copies_break_no_capture():
-    """In torch's default mode any thread that asks for an event's end would."""
-    device = torch.device("cuda", torch.cuda.current_device())
+def look_after_copies(device):
+    """What a thread of a lane does."""
     link = CudaLink()
     event = link.record(link.copy_stream(device))
-    static, asked, ended = torch.zeros(8, device=device), threading.Event(), threading.Event()
+    link.adopt_thread(device)
 
-    def look_after_copies():
-        link.adopt_thread(device)
+    def once():
+        link.reached(event)
+        link.synchronize(event)
+
+    return once
+
+
+def stage_copies(device):
+    """What a thread of an optimizer or of a checkpoint does."""
+    source, target = torch.ones(64, device=device), torch.empty(64)
+    torch.cuda.synchronize()
+    staging.give_back_idle()  # so that pinned memory is taken
+    return lambda: staging.copy_across(source, target, None)
+
+
+def pin_batches(device):
+    """What the thread of a loader does."""
+    return lambda: values.pinned(torch.ones(64), device.index)
+
+
+@pytest.mark.parametrize("work", [look_after_copies, stage_copies, pin_batches])
+def test_trap_35_threads_of_ours_break_no_capture(work):
+    """In torch's default mode any thread that asks for an event's end, or pins memory, would."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    static = torch.zeros(8, device=device)
+    ready, captured, worked, ended = (threading.Event() for _ in range(4))
+
+    def run():
+        once = work(device)
+        ready.set()
+        captured.wait(10)
         while not ended.is_set():
-            link.reached(event)
-            link.synchronize(event)
-            asked.set()
+            once()
+            worked.set()
 
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    thread = threading.Thread(target=look_after_copies)
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert ready.wait(10)
     try:
         with torch.cuda.graph(graph):
-            thread.start()
+            captured.set()
             for _ in range(20):
                 static.add_(1)
-            assert asked.wait(10)
+            assert worked.wait(10)
     finally:
         ended.set()
         thread.join()
     graph.replay()
     torch.cuda.synchronize()
     assert static.tolist() == [20.0] * 8
+
+
+def test_trap_35_what_is_not_complete_yet_is_spilled_before_a_pause(disk_path):
+    weight = torch.ones(4 * WIDTH, device="cuda").requires_grad_()
+    x = torch.ones(2 * ROWS, 4 * WIDTH, device="cuda")
+    with session_in(disk_path, **settings_for("host")) as session:
+        loss = (x * weight).sum()
+        assert copied_bytes(session)[0] == 0  # no other operator has saved since
+        with session.paused():
+            copied = copied_bytes(session)[0]
+        assert copied == 4 * MIB
+        loss.backward()
+    assert torch.equal(weight.grad, torch.full_like(weight, 2 * ROWS))
 
 
 def test_trap_35_a_graph_is_captured_while_a_session_is_open(disk_path):

@@ -124,6 +124,45 @@ def test_nothing_that_an_optimizer_copies_is_pageable(disk_path, pageable):
     assert pageable == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_that_an_optimizer_takes_over_is_copied_pageable(disk_path, pageable, dtype):
+    """A state dict is loaded, and a durable step restored."""
+
+    def optimizer(path):
+        path.mkdir(exist_ok=True)
+        torch.manual_seed(0)
+        model = nn.Linear(600, 512, bias=False).to(DEVICE, dtype)
+        model.weight.data = model.weight.detach().t().contiguous().t()
+        made = FlashAdamW(model.parameters(), flash=path, tile=102_400, durable=True)
+        return model, made
+
+    model, first = optimizer(disk_path / "a")
+    for _ in range(2):
+        first.zero_grad()
+        model(torch.randn(64, 600, device=DEVICE, dtype=dtype)).square().mean().backward()
+        first.step()
+    expected, saved = model.weight.detach().cpu(), first.state_dict()
+    first.close()
+    _, second = optimizer(disk_path / "b")
+    again, third = optimizer(disk_path / "a")
+    on_device = {
+        key: {name: to_device(value) for name, value in state.items()}
+        for key, state in saved["state"].items()
+    }
+    pageable.clear()
+    second.load_state_dict(saved)
+    second.load_state_dict(saved | {"state": on_device})
+    second.close()
+    third.resume()
+    assert pageable == []
+    assert torch.equal(again.weight.detach().cpu(), expected)
+    third.close()
+
+
+def to_device(value):
+    return value.to(DEVICE) if isinstance(value, torch.Tensor) and value.dim() else value
+
+
 def test_nothing_that_a_checkpoint_copies_is_pageable_and_all_orders_survive(disk_path, pageable):
     rows = torch.arange(3_000_000.0, device=DEVICE).view(1500, 2000)
     saved = {

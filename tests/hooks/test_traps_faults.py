@@ -30,6 +30,7 @@ from penstock.core.errors import (
 from penstock.core.units import MIB
 from penstock.observe.recorder import Stage
 from penstock.tier import FaultyTier
+from penstock.tier.wrappers import WrapperTier
 
 
 def faulty(**options):
@@ -191,4 +192,26 @@ def test_trap_23_the_last_resort_is_memory_beyond_the_budget(session_for, where,
         assert same_bits(back, expected)
         session.budget.give(session.budget.used_by("others"), "others")
         del back, packed
+        assert_nothing_held(session)
+
+
+def test_trap_23_a_write_that_is_interrupted_is_over(session_for):
+    """Ctrl-C comes while a tensor is handed to a tier: nothing waits for that write ever after."""
+
+    class Interrupted(WrapperTier):
+        times = 1
+
+        def _write(self, address, nbytes, keep_alive, priority):
+            if self.times:
+                self.times -= 1
+                raise KeyboardInterrupt
+            return self.inner._write(address, nbytes, keep_alive, priority)
+
+    model = mlp(3)
+    with session_for(model, wrap_tier=Interrupted) as session:
+        with pytest.raises(KeyboardInterrupt):
+            mlp_loss(model)
+        wait_for_writes(session)
+        assert_nothing_held(session)
+        written_gradients(session, model)
         assert_nothing_held(session)

@@ -15,6 +15,7 @@ from penstock.observe.recorder import Recorder
 from penstock.plan import Action
 from penstock.runtime.cuda.allowance import LIMIT, Allowance
 from penstock.runtime.cuda.link import Allocated
+from penstock.runtime.encoding.scratch import SCRATCH
 from penstock.runtime.traffic import SAVED
 
 TOTAL = 160 * MIB
@@ -280,3 +281,13 @@ def test_the_summary_says_what_the_budget_was_found_from(link, disk_path):
         assert figure in note
     (line,) = [line for line in summary.memory if line.memory == "device"]
     assert line.budget_bytes == 50 * MIB
+
+
+def test_codecs_take_a_part_of_a_limit_that_was_found(link, disk_path):
+    torch.manual_seed(0)
+    link.memory_bytes, link.others_bytes = 64 * MIB, 0
+    settings = {"policy": "auto", "host_memory": HOST, "codec": "zero-value"}
+    with session_in(disk_path, Chain(link), **settings) as session:
+        link.charged_bytes = lambda: session.budget.used_bytes
+        assert session.budget.limit_bytes < 64 * MIB
+        assert 0 < session.budget.used_by(SCRATCH) <= session.budget.limit_bytes // 8

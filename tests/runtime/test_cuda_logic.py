@@ -1,7 +1,9 @@
 """The CUDA mover on a simulated device: one story a test. Races are in ``test_cuda_races``."""
 
+import ctypes
 import gc
 import os
+import queue
 import threading
 import weakref
 from contextlib import nullcontext
@@ -26,6 +28,7 @@ from penstock.core.units import KIB
 from penstock.io.engine import Priority
 from penstock.observe.recorder import Stage
 from penstock.runtime.cuda import link, pinned
+from penstock.runtime.cuda.lanes import Copy, Lane, start_daemon
 from penstock.runtime.cuda.tickets import Where
 from penstock.runtime.movers import RESTORED
 
@@ -970,3 +973,20 @@ def test_restored_storages_are_charged_to_the_account_of_their_device(rig):
     assert other.used_by(RESTORED) == NBYTES
     del beyond
     assert other.used_by(RESTORED) == 0
+
+
+def test_a_lane_whose_thread_cannot_be_told_its_device_answers_all_the_same(rig):
+    def refuse(device):
+        raise RuntimeError("the device is lost")
+
+    rig.link.adopt_thread = refuse
+    settings = {"recorder": rig.recorder, "inline": False, "start_thread": start_daemon}
+    lane = Lane(rig.link, DEVICE, "out", **settings)
+    landed, there = queue.SimpleQueue(), bytearray(NBYTES)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(there))
+    rig.link.synchronize = refuse
+    source = rig.tensor(1, NBYTES)
+    lane.submit(Copy(source, NBYTES, (), "slot", "host", landed.put, address=address))
+    assert "the device is lost" in str(landed.get(timeout=10).error)
+    lane.close()
+    rig.link.finish()

@@ -131,8 +131,12 @@ def test_a_torch_without_pools_that_lend_is_refused_by_name(cuda, monkeypatch):
 class Snapshots:
     """Of ``torch.cuda`` what tells whose memory is."""
 
-    def __init__(self):
+    def __init__(self, backend="native"):
         self.segments, self.reserved, self.taken = [], 0, 0
+        self.backend = backend
+
+    def get_allocator_backend(self):
+        return self.backend
 
     def add(self, address, nbytes, pool_id):
         self.segments.append(
@@ -144,6 +148,8 @@ class Snapshots:
         return {"reserved_bytes": {"all": {"allocated": self.reserved}}}
 
     def memory_snapshot(self):
+        if self.backend != "native":
+            raise RuntimeError(f"not meaningful with backend:{self.backend}")
         self.taken += 1
         return self.segments
 
@@ -175,3 +181,21 @@ def test_trap_36_memory_of_other_pools_is_told_by_its_segment(cuda):
     snapshots.add(4000, 100, (0, 6))
     assert segments.is_of_another_pool(Storage(4050))
     assert snapshots.taken == 2
+
+
+@pytest.mark.parametrize("backend", ["cudaMallocAsync", "pluggable"])
+def test_an_allocator_that_has_no_snapshot_is_not_asked_for_one(cuda, backend):
+    snapshots = Snapshots(backend)
+    snapshots.add(2000, 100, (0, 5))
+    assert not pools.Segments(Pools(cuda), snapshots).is_of_another_pool(Storage(2000))
+
+
+def test_a_snapshot_has_no_traces(cuda):
+    class Recording(Snapshots):
+        def memory_snapshot(self, mempool_id=None, include_traces=True):
+            assert not include_traces
+            return super().memory_snapshot()
+
+    snapshots = Recording()
+    snapshots.add(2000, 100, (0, 5))
+    assert pools.Segments(Pools(cuda), snapshots).is_of_another_pool(Storage(2000))

@@ -13,6 +13,7 @@ from penstock.core.units import KIB, MIB
 from penstock.io.pages import Pages
 from penstock.observe.clients import SUSPENDED
 from penstock.runtime.cuda import pinned
+from penstock.runtime.cuda.tickets import Where
 from penstock.tier.wrappers import FaultyTier
 
 NBYTES = 16 * KIB
@@ -91,6 +92,9 @@ def test_what_is_not_pinned_again_is_told_and_works(rig):
         rig.mover.wake()
     rig.link.refusal = ""
     ticket = rig.spill(1, NBYTES)
+    assert ticket.where is Where.COPYING
+    (lane,) = (each for each in rig.mover._lanes.all() if each._flying)
+    assert lane._flying[0].end is None  # the lane's thread issues it: the program does not wait
     rig.settle()
     assert rig.bytes_of(ticket) == pattern_of(1, NBYTES).tobytes()
     rig.mover.discard(rig.flash, ticket)

@@ -1,5 +1,7 @@
 """Whole sessions whose storages are encoded on a device, whose copies run late (see ``lazy_device``)."""
 
+import threading
+
 import pytest
 import torch
 from cuda_training import HOST, MORE_HOST, trained
@@ -16,6 +18,9 @@ from penstock.runtime import stores
 from penstock.runtime.cuda import encoding
 from penstock.runtime.cuda.encoding import DeviceEncodingMover
 from penstock.runtime.encoding.scratch import SCRATCH
+from penstock.runtime.encoding.worker import THREAD_NAME
+from penstock.runtime.reads import Reads
+from penstock.runtime.room import Room
 
 BUDGET = "32MiB"
 SLOW = Machine("slow flash", 1e6, 1e6, 1e-4, 1e6, 1e6)
@@ -115,6 +120,37 @@ def test_a_damaged_frame_ends_backward_with_an_error(link, disk_path, monkeypatc
 
     monkeypatch.setattr(encoding, "encode_tensor", damaged)
     with pytest.raises(RestoreError, match=r"cannot restore \S+#\d .*does not decode"):
+        run(disk_path, codec="zero-value")
+
+
+@pytest.fixture
+def full_once(link, monkeypatch):
+    """The device has no memory for the first frame that backward waits for."""
+    empty, failures = link.empty_target, []
+
+    def full(nbytes, device):
+        if threading.current_thread().name == THREAD_NAME and not failures:
+            failures.append(nbytes)
+            raise torch.OutOfMemoryError("the device is full")
+        return empty(nbytes, device)
+
+    monkeypatch.setattr(link, "empty_target", full)
+    monkeypatch.setattr(Reads, "ahead", lambda *_, **__: None)  # who reads ahead can do without
+
+
+def test_a_device_without_memory_for_a_frame_makes_room(full_once, disk_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(Room, "make", lambda self, nbytes, **_: made.append(nbytes) or True)
+    with_us, session = run(disk_path, codec="zero-value")
+    with_us.assert_same_bits(trained()[0])
+    assert len(made) == 1
+    assert session.recorder.snapshot().counted("device.out_of_memory") == 1
+
+
+def test_a_device_without_memory_for_a_frame_says_so_if_nothing_is_left_to_move(
+    full_once, disk_path
+):
+    with pytest.raises(torch.OutOfMemoryError, match="the device is full"):
         run(disk_path, codec="zero-value")
 
 

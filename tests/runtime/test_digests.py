@@ -159,3 +159,12 @@ def test_trap_15_who_compares_comes_after_both_digests_and_who_reads_after_that(
     assert comparison.differ() is False
     assert read == ["main"]
     assert streams.current == "third"
+
+
+def test_what_is_expanded_is_digested_once_and_not_made_whole(monkeypatch):
+    monkeypatch.setattr(digests, "is_behind", lambda device: True)
+    seen = []
+    monkeypatch.setattr(digests, "digest_of", lambda data: seen.append(data.numel()) or data)
+    bias = made((1, 4, 16, 16), torch.float32)
+    digest(bias.expand(64, 4, 16, 16))
+    assert seen == [bias.nbytes]

@@ -143,7 +143,7 @@ def test_the_same_bits_come_back_and_nothing_idle_is_held(session_for, monkeypat
 
 def memory(session):
     mover = session._stores.mover
-    return getattr(mover, "_inner", mover).memory
+    return getattr(mover, "inner", mover).memory
 
 
 def test_otherwise_it_is_an_arena(session_for, monkeypatch):

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.core import captures
+
 
 def to_torch(value: Any, bfloat16: frozenset[str] = frozenset(), name: str = "") -> Any:
     """Arrays become tensors, through dicts, tuples and lists.
@@ -47,7 +49,8 @@ def pinned(value: Any, device: int | None = None) -> Any:
     """
     if device is not None:
         torch.cuda.set_device(device)
-    return _each(value, lambda tensor: tensor.pin_memory())
+    with captures.relaxed():
+        return _each(value, lambda tensor: tensor.pin_memory())
 
 
 def nbytes_of(value: Any) -> int:

@@ -33,6 +33,7 @@ from penstock.hooks.protected import ProtectedStorages, is_dtensor, leaf_of
 from penstock.observe.recorder import Recorder
 from penstock.runtime.executor import Executor
 from penstock.runtime.residency import Origin, SavedStorage
+from penstock.staging import bytes_of
 
 TINY_BYTES: Final = 4096
 """Storages up to this size are not even counted: the handle would cost more than the tensor."""
@@ -279,7 +280,7 @@ class SavedTensorHooks:
         first, nbytes = _span(tensor)
         skew = (self.address_of(storage) + first) % CACHE_LINE_BYTES
         skew -= skew % tensor.element_size()
-        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        whole = bytes_of(storage)
         copy = torch.empty(skew + nbytes, dtype=torch.uint8, device=tensor.device)
         copy[skew:].copy_(whole[first : first + nbytes])
         view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

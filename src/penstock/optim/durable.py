@@ -44,6 +44,7 @@ from penstock.optim.formats import MASTER
 from penstock.optim.params import Param
 from penstock.optim.states import FlashStates
 from penstock.optim.store import Sum, sync_directory
+from penstock.staging import copy_across, ready_event
 
 _NAME: Final = "penstock-states"
 _VERSION: Final = 2
@@ -293,7 +294,8 @@ def _restore_weights(states: FlashStates) -> None:
                 param: Param = states.params[piece.param]
                 if param.has_state:
                     target = param.flat()[piece.start : piece.stop]
-                    target.copy_(packing.plain(masters, buffer.memory, piece.at, target.numel()))
+                    source = packing.plain(masters, buffer.memory, piece.at, target.numel())
+                    copy_across(source, target, ready_event(target.device))
 
 
 def _encode(entry: Entry) -> bytes:

@@ -25,6 +25,7 @@ from penstock.optim.formats import MASTER, Array
 from penstock.optim.layout import Piece, Tile
 from penstock.optim.params import Param, fresh_scalars
 from penstock.optim.states import FlashStates
+from penstock.staging import copy_across, ready_event
 
 _IN_MEMORY_BYTES: Final = 64 * MIB
 """State dicts up to this are plain memory."""
@@ -240,12 +241,12 @@ def _load_master(
 ) -> None:
     mine = param.flat()[piece.start : piece.stop]
     if saved is None or _is_copy(array, param):
-        values = mine.to("cpu", array.dtype)
+        values = _on_host(mine, array.dtype)
     else:
         values = _part(saved, param, piece, array.dtype)
     if array.packing == "plain":
         packing.plain(array, memory, piece.at, values.numel()).copy_(values)
-        mine.copy_(values)
+        copy_across(values, mine, ready_event(mine.device))
         return
     words = values.contiguous().numpy().view(np.uint32)
     packing.cut(array, memory, piece.at, words, _halves(mine))
@@ -256,9 +257,18 @@ def _part(value: Tensor, param: Param, piece: Piece, dtype: torch.dtype) -> Tens
     model = param.tensor
     if value.stride() == model.stride():
         flat = value.detach().as_strided((param.count,), (1,))
-        return flat[piece.start : piece.stop].to("cpu", dtype).contiguous()
-    laid = torch.empty_like(model, device="cpu", dtype=value.dtype, requires_grad=False)
-    return laid.copy_(value).as_strided((param.count,), (1,))[piece.start : piece.stop].to(dtype)
+        return _on_host(flat[piece.start : piece.stop], dtype)
+    laid = torch.empty_like(model, device=value.device, dtype=value.dtype, requires_grad=False)
+    flat = laid.copy_(value).as_strided((param.count,), (1,))
+    return _on_host(flat[piece.start : piece.stop], dtype)
+
+
+def _on_host(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Contiguous elements as those of another type, on the host."""
+    if values.device.type == "cpu":
+        return values.to(dtype)
+    there = torch.empty(values.numel(), dtype=dtype)
+    return copy_across(values, there, ready_event(values.device))
 
 
 def _is_copy(array: Array, param: Param) -> bool:

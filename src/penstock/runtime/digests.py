@@ -10,12 +10,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
 from penstock.runtime.cuda.digest import WORD_BYTES, digest_of
+from penstock.staging import bytes_of
 from penstock.tier import checksums
 
 
@@ -45,7 +47,10 @@ def digest(tensor: torch.Tensor) -> Digest | None:
     with torch.no_grad():
         values = tensor.detach()
         if is_behind(values.device):
-            # in the order of memory, so that no other layout than the usual one has to be copied
+            # what is expanded is there once; and in the order of memory no usual layout is copied
+            for dim in range(values.dim()):
+                if values.stride(dim) == 0 and values.size(dim) > 1:
+                    values = values.narrow(dim, 0, 1)
             values = values.permute(sorted(range(values.dim()), key=values.stride, reverse=True))
             return _of_device(values.contiguous().view(-1).view(torch.uint8))
         values = values.contiguous()
@@ -57,7 +62,7 @@ def digest_of_storage(storage: torch.UntypedStorage) -> Digest | None:
     if not is_behind(storage.device):
         return checksums.full(storage.data_ptr(), storage.nbytes())
     with torch.no_grad():
-        return _of_device(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+        return _of_device(bytes_of(storage))
 
 
 class Comparison:
@@ -89,7 +94,11 @@ class Comparison:
         """Return the answer; waits for the device, if there is one, to have it."""
         if isinstance(self._answer, torch.Tensor):
             # the program may have gone on to another stream, which does not wait for this one
-            with torch.get_device_module(self._answer.device).stream(self._stream):
+            device = self._answer.device
+            module: Any = torch.get_device_module(device)
+            # without it, leaving the stream would make a context on the device that is current
+            here = module.device(device) if device.type == "cuda" else nullcontext()
+            with here, module.stream(self._stream):
                 self._answer = bool(self._answer)
         return self._answer
 

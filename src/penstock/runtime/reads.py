@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError
 
 import torch
 
-from penstock.core.errors import ClosedError, PenstockError, RestoreError
+from penstock.core.errors import BudgetError, ClosedError, PenstockError, RestoreError
 from penstock.io.engine import Priority
 from penstock.observe.recorder import Recorder, Stage, StallCause
 from penstock.runtime.kept import KeptStorage
@@ -69,6 +69,10 @@ class Reads:
                 else:
                     cause = StallCause.DEMAND
                     self._begin_demand(saved)
+            except torch.OutOfMemoryError as error:  # the device has no memory for a frame
+                self._recorder.count("device.out_of_memory")
+                if not self._makes_room(saved):
+                    raise error from None
             except (CancelledError, ClosedError, OSError) as error:
                 raise self._restore_error(saved, error) from error
             except PenstockError as error:
@@ -82,6 +86,15 @@ class Reads:
         saved.record.waited_ns += now_ns - start_ns
         self._recorder.span(Stage.UNPACK, start_ns, now_ns, nbytes=saved.nbytes, slot=saved.label)
         return storage
+
+    def _makes_room(self, saved: SavedStorage) -> bool:
+        """Move something else away; False if nothing is left to move."""
+        try:
+            return self._room.make(
+                saved.nbytes, name=saved.label, of_pass=saved.of_pass, saved=saved
+            )
+        except BudgetError:
+            return False
 
     def _begin_demand(self, saved: SavedStorage) -> None:
         traffic = self._traffic

@@ -37,7 +37,7 @@ from penstock.runtime.cuda.link import CudaLink, Link
 from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.cuda.pinned import Slab
 from penstock.runtime.cuda.timing import DeviceTimer
-from penstock.runtime.encoding.mover import EncodingMover
+from penstock.runtime.encoding.mover import AnyEncodingMover, EncodingMover
 from penstock.runtime.movers import CpuMover, Mover, page_slack_bytes
 from penstock.runtime.probe import host_memory, measure
 from penstock.runtime.sampling import CodecSampler, Sampler
@@ -113,6 +113,14 @@ class Stores:
         return self._mover
 
     @property
+    def cuda_mover(self) -> CudaMover | None:
+        """The mover, or the one that it hands frames to; None: device memory is the host's."""
+        mover = self.mover
+        if isinstance(mover, AnyEncodingMover):
+            mover = mover.inner
+        return mover if isinstance(mover, CudaMover) else None
+
+    @property
     def engine(self) -> Engine | None:
         """What moves bytes of the flash tier; None: there is none, or it is for device memory."""
         engine = self._engine
@@ -182,12 +190,13 @@ class Stores:
 
     def measure(self) -> Machine:
         """The bandwidths of these tiers, measured now."""
-        if not isinstance(self.mover, CudaMover):
+        mover = self.cuda_mover
+        if mover is None:
             return measure(self.tiers)
         flash = {name: tier for name, tier in self.tiers.items() if name != "host"}
-        lend = self.mover.lend if isinstance(self.mover, DirectMover) else host_memory
+        lend = mover.lend if isinstance(mover, DirectMover) else host_memory
         machine = measure(flash, lend=lend)
-        out, back = self.mover.measure()
+        out, back = mover.measure()
         if not out:
             return machine
         return replace(machine, host_write_bytes_per_s=out, host_read_bytes_per_s=back)

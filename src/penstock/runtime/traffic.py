@@ -187,6 +187,10 @@ class Traffic:
                     None  # its frames hold the handle, and a tier may hold the error
                 )
                 continue
+            except BaseException:  # Ctrl-C, say: who waits for writes must not wait for this one
+                with self.lock:
+                    self._stays(saved, stuck=False)
+                raise
             with self.lock:
                 saved.ticket, saved.tier = ticket, tier
                 saved.of_pass.spilled = True

@@ -73,6 +73,17 @@ class Block:
     """Streams that torch's allocator waits for before the memory is used again."""
 
 
+@dataclass(slots=True)
+class Freed:
+    """Memory that may still be in use when it is freed."""
+
+    thread: int
+    """Which has freed it."""
+    using: list[Access]
+    waited_for: Clock = field(default_factory=dict)
+    """What torch's allocator waits for before the memory is used again."""
+
+
 class _Blocks:
     """Blocks by where they begin."""
 
@@ -123,8 +134,8 @@ class Order:
         self._host = _Blocks()
         self._device = _Blocks()
         self._late: list[Callable[[], None]] = []
-        self._freed: dict[Actor, list[tuple[int, list[Access]]]] = {}
-        """By stream: the threads that have freed memory of it, and what may still use that."""
+        self._freed: dict[Actor, list[Freed]] = {}
+        """By the stream that it is freed to: memory that may still be in use."""
         self._complaints: dict[str, None] = {}
 
     @property
@@ -242,8 +253,8 @@ class Order:
             using = [each for each in using if each.actor != block.stream]
             if using:
                 thread = threading.get_ident()
-                self._recorded(thread)  # of what was freed before
-                self._freed.setdefault(block.stream, []).append((thread, using))
+                self._note_recorded(thread)  # of what was freed before
+                self._freed.setdefault(block.stream, []).append(Freed(thread, using))
 
     def taken(self, start: int, nbytes: int) -> None:
         """Host memory for copies was given out; of other host memory accesses are not judged."""
@@ -312,19 +323,28 @@ class Order:
         return remaining
 
     def _judge_freed(self, stream: Actor) -> None:
-        for thread, using in self._freed.pop(stream, ()):
+        for freed in self._freed.get(stream, ()):
+            self._note_recorded(freed.thread)
             known = dict(self._clock(stream))
-            for handle in self._recorded(thread):
-                _join(known, self._clocks.get((stream[0], handle)))
-            for each in using:
+            _join(known, freed.waited_for)
+            for each in freed.using:
                 if each.tick > known.get(each.actor, 0):
                     self._complaints[
                         f"{each.what} {'writes' if each.writes else 'reads'} memory that was freed to"
                         f" {_name(stream)}, which does not wait for it"
                     ] = None
+        self._freed.pop(stream, None)
 
-    def _recorded(self, thread: int) -> set[int]:
-        return set() if self._recorded_at_free is None else self._recorded_at_free(thread)
+    def _note_recorded(self, thread: int) -> None:
+        """What a thread has freed waits for the streams of which the allocator has just taken note."""
+        if self._recorded_at_free is None:
+            return
+        handles = self._recorded_at_free(thread)
+        for (device, *_), several in self._freed.items() if handles else ():
+            for freed in several:
+                if freed.thread == thread:
+                    for handle in handles:
+                        _join(freed.waited_for, self._clocks.get((device, handle)))
 
 
 def _name(stream: Actor) -> str:

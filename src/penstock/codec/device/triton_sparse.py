@@ -46,6 +46,7 @@ def _compact(
     words,
     starts,
     packed,
+    kept,
     n,
     row: tl.constexpr,
     rows: tl.constexpr,
@@ -56,7 +57,8 @@ def _compact(
     there = values != 0
     start = tl.load(starts + mine, mask=mine * row < n, other=0)
     target = start[:, None] + tl.cumsum(there.to(tl.int32), 1) - 1
-    tl.store(packed + target, values, mask=there)
+    # what has been filled anew since it was counted spoils the frame, and nothing beside it
+    tl.store(packed + target, values, mask=there & (target < kept))
 
 
 @triton.jit
@@ -108,7 +110,7 @@ def survey(words: Tensor) -> tuple[Tensor, Tensor]:
 def compact(words: Tensor, counts: Tensor, kept: int) -> Tensor:
     """As ``sparse.compact``; does not wait."""
     packed = words.new_empty(kept)
-    _launch(_compact, counts, words, _starts(counts), packed, words.numel(), ROW)
+    _launch(_compact, counts, words, _starts(counts), packed, kept, words.numel(), ROW)
     return packed
 
 

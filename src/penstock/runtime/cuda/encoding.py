@@ -37,7 +37,6 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from penstock.codec.base import Codec
 from penstock.codec.device import FORMS
@@ -53,6 +52,7 @@ from penstock.runtime.encoding.jobs import ReadJob, WriteJob
 from penstock.runtime.encoding.mover import AnyEncodingMover
 from penstock.runtime.encoding.scratch import Slots
 from penstock.runtime.encoding.tickets import EncodedTicket
+from penstock.staging import bytes_of
 from penstock.tier.base import Tier
 
 _SLOTS: Final = 4
@@ -154,7 +154,7 @@ class DeviceWriteJob(WriteJob):
         start, nbytes = ticket.range_of(index)
         try:
             with self._side.waiting(ticket.device):
-                source = _bytes_of(storage)[start : start + nbytes]
+                source = bytes_of(storage)[start : start + nbytes]
                 frame = encode_tensor(self.codec.name, source, ticket.encoding.dtype)
                 slot.storage = frame.untyped_storage()
         except torch.OutOfMemoryError:
@@ -211,12 +211,12 @@ class DeviceReadJob(ReadJob):
             side.inner.use(frame)
             side.link.wait(stream, target.ready)
         with side.waiting(ticket.device):
-            decoded = _bytes_of(frame)
+            decoded = bytes_of(frame)
             if index not in ticket.raw:
                 decoded = decode_tensor(
                     decoded, nbytes, codec_name=self.codec.name, dtype=ticket.encoding.dtype
                 )
-            _bytes_of(target.storage)[start : start + nbytes].copy_(decoded)
+            bytes_of(target.storage)[start : start + nbytes].copy_(decoded)
             target.fill = Fill(stream, made=side.link.record(stream))
 
 
@@ -267,7 +267,7 @@ class DeviceEncodingMover(AnyEncodingMover[CudaMover, CudaTarget]):
         return DeviceWriteJob(ticket, tier, codec, storage, self._side)
 
     def _begin(self, job: WriteJob, storage: torch.UntypedStorage) -> None:
-        self._inner.fence(storage, job.ticket.label, partial(self._complete, job))
+        self.inner.fence(storage, job.ticket.label, partial(self._complete, job))
 
     def _complete(self, job: WriteJob, error: BaseException | None) -> None:
         """In the thread of a lane: the source is complete, or nobody knows."""
@@ -292,7 +292,3 @@ class DeviceEncodingMover(AnyEncodingMover[CudaMover, CudaTarget]):
         return DeviceReadJob(
             ticket, tier, codec, target, priority=priority, transfer=transfer, side=self._side
         )
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

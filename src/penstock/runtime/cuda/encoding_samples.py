@@ -30,6 +30,7 @@ from penstock.plan.profile import CodecSample
 from penstock.runtime.cuda.link import Link
 from penstock.runtime.encoding.scratch import SCRATCH
 from penstock.runtime.sampling import STRETCH_BYTES, chosen_codecs, stretches
+from penstock.staging import bytes_of
 
 T = TypeVar("T")
 
@@ -89,7 +90,7 @@ class DeviceSampler:
             nbytes = sum(stop - start for start, stop in places)
             with self._charged(_room(names, dtype, nbytes)) as charged:
                 if charged:
-                    memory = _bytes_of(storage)
+                    memory = bytes_of(storage)
                     row = torch.cat([memory[start:stop] for start, stop in places])
                     return tuple(self._measure(name, row, dtype) for name in names)
             stretch_bytes //= 2
@@ -159,7 +160,3 @@ class DeviceSampler:
 def _room(names: list[str], dtype: str, nbytes: int) -> int:
     """What it takes at most to try codecs on so many bytes: those, a frame, and the codec's own."""
     return 2 * nbytes + HEADER_BYTES + max(scratch_bytes(name, dtype, nbytes) for name in names)
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

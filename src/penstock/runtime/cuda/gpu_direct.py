@@ -77,9 +77,10 @@ def _try(
     if not found:
         return None, found.reason
     try:
-        engine = cufile.CuFileEngine(
-            use_device=lambda owner: link.adopt_thread(getattr(owner, "device", device))
-        )
+        with link.within(link.current_stream(device)):  # the library may make a context
+            engine = cufile.CuFileEngine(
+                use_device=lambda owner: link.adopt_thread(getattr(owner, "device", device))
+            )
     except ConfigError as error:  # it has worked a moment ago
         return None, str(error)
     try:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal, TypeAlias
@@ -61,7 +62,11 @@ class Copy:
 
 
 class Lane:
-    """A stream for copies in one direction, and a thread that waits for their ends. Thread-safe."""
+    """A stream for copies in one direction, and a thread that waits for their ends. Thread-safe.
+
+    Attributes:
+        inline: Whether the thread that submits a copy also issues it.
+    """
 
     def __init__(
         self,
@@ -89,7 +94,7 @@ class Lane:
         self._stream = link.copy_stream(device)
         self._enqueue, self._stage = _work_of(link, direction)
         self._recorder = recorder
-        self._inline = inline
+        self.inline = inline
         self._start_thread: StartThread | None = start_thread
         self._name = f"penstock-copy-{direction}-{device}"
         self._wake = condition()
@@ -111,9 +116,9 @@ class Lane:
                 self._start_thread = None
             self._flying.append(copy)
             self._wake.notify_all()
-            if self._inline:  # under the lock, so that copies end in the order of the queue
+            if self.inline:  # under the lock, so that copies end in the order of the queue
                 self._issue(copy)
-        if self._inline:
+        if self.inline:
             _tell_issued(copy)
 
     def await_landing(self) -> int:
@@ -154,7 +159,7 @@ class Lane:
         copy = self._oldest(wait=wait)
         if copy is None:
             return False
-        if not self._inline:
+        if not self.inline:
             self._issue(copy)
             _tell_issued(copy)
         watched = self._see_end(copy)
@@ -171,7 +176,8 @@ class Lane:
         return True
 
     def _work(self) -> None:
-        self._link.adopt_thread(self._device)
+        with suppress(Exception):  # if the device is lost, each copy says so
+            self._link.adopt_thread(self._device)
         while self.serve():
             pass
         self._ended.set()
@@ -262,6 +268,15 @@ class Lanes:
                 lane = self._lanes.get((device, direction)) or self._make(device, direction)
         return lane
 
+    def issue_inline(self, inline: bool) -> None:
+        """Whether copies are issued in the thread that submits them; only while none is under way."""
+        self._inline = inline
+        for (_, direction), lane in self._lanes.items():
+            lane.inline = self._is_inline(direction)
+
+    def _is_inline(self, direction: Direction) -> bool:
+        return self._inline and direction not in _ALWAYS_IN_THE_THREAD
+
     def all(self) -> tuple[Lane, ...]:
         """Those that there are."""
         return tuple(self._lanes.values())
@@ -293,7 +308,7 @@ class Lanes:
             device,
             direction,
             recorder=self._recorder,
-            inline=self._inline and direction not in _ALWAYS_IN_THE_THREAD,
+            inline=self._is_inline(direction),
             start_thread=self._start_thread,
         )
         return lane

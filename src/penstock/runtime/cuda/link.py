@@ -11,14 +11,15 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
 
+from penstock.core import captures
 from penstock.core.units import MIB
 from penstock.runtime.cuda import pools
 from penstock.runtime.cuda.digest import DIGEST_BYTES, digest_of
+from penstock.staging import bytes_of
 
 Stream: TypeAlias = Any
 """A queue of device work; hashable, equal if it is the same queue."""
@@ -33,8 +34,6 @@ PIECE_BYTES: Final = 32 * MIB
 """Long enough to be copied at full speed, and short enough to wait for."""
 _FIGURES: Final = ("mem_get_info", "memory_reserved", "memory_stats_as_nested_dict")
 """Functions of torch's module for a kind of device that tell of memory."""
-_RELAXED: Final = 2
-"""``cudaStreamCaptureModeRelaxed``."""
 
 
 class Allocated(NamedTuple):
@@ -62,9 +61,10 @@ class Link(Protocol):
         While a CUDA graph is captured in the mode ``global``, which is torch's default, a call that might
         interfere (of ``cudaEventQuery``, ``cudaMalloc``, ...) breaks it, whichever thread makes it. The
         threads of lanes ask for the ends of copies, which interferes with nothing: so they take the mode
-        ``relaxed``, in which such calls are allowed. ``Session.paused`` also waits for what is under way,
-        so that nothing is copied meanwhile. A thread of the program that goes on to train is not held
-        up: it allocates memory of its own, so the capture has to be made with
+        ``relaxed``, in which such calls are allowed (:mod:`penstock.core.captures`); so do copies of
+        optimizers and checkpoints, and a loader that pins its batches. ``Session.paused`` also waits for
+        what is under way, so that nothing is copied meanwhile. A thread of the program that goes on to
+        train is not held up: it allocates memory of its own, so the capture has to be made with
         ``capture_error_mode="thread_local"`` in any case.
 
         An event that is recorded on a stream that is being captured is a node of the graph, and a lane
@@ -178,7 +178,7 @@ class CudaLink:
     def adopt_thread(self, device: torch.device) -> None:
         """``set_device``; and what the thread does breaks no capture, see [Note: captures]."""
         self._torch.set_device(device)
-        _relax_captures()
+        captures.relax()
 
     def current_stream(self, device: torch.device) -> Stream:
         """``current_stream``."""
@@ -244,15 +244,15 @@ class CudaLink:
 
     def keep(self, storage: torch.UntypedStorage, stream: Stream) -> None:
         """``record_stream``; nothing happens if it is the stream that the memory is allocated on."""
-        _bytes_of(storage).record_stream(stream)
+        bytes_of(storage).record_stream(stream)
 
     def copy_out(self, stream: Stream, source: torch.UntypedStorage, address: int) -> None:
         """``cudaMemcpyAsync`` to the host, in pieces."""
-        self._copy(stream, self._host_bytes(address, source.nbytes()), _bytes_of(source))
+        self._copy(stream, self._host_bytes(address, source.nbytes()), bytes_of(source))
 
     def copy_in(self, stream: Stream, target: torch.UntypedStorage, address: int) -> None:
         """``cudaMemcpyAsync`` to the device, in pieces."""
-        self._copy(stream, _bytes_of(target), self._host_bytes(address, target.nbytes()))
+        self._copy(stream, bytes_of(target), self._host_bytes(address, target.nbytes()))
 
     def _copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
         """In pieces, because what another stream copies meanwhile has to wait for one to end."""
@@ -275,7 +275,7 @@ class CudaLink:
     def digest(self, stream: Stream, source: torch.UntypedStorage, address: int) -> None:
         """Some reductions, and 40 bytes to the host."""
         with self.within(stream):
-            _tensor_at(address, DIGEST_BYTES).copy_(digest_of(_bytes_of(source)))
+            _tensor_at(address, DIGEST_BYTES).copy_(digest_of(bytes_of(source)))
 
     def usable_bytes(self, device: torch.device) -> int | None:
         """``cudaMemGetInfo``, and the caching allocator; within the program's own limit for that."""
@@ -321,27 +321,6 @@ class CudaLink:
         """``cudaHostUnregister``, in a thread of its own for the same reason."""
         self._pinned.pop(address, None)
         _in_thread(_unpin, self._torch, address, device)
-
-
-def _relax_captures() -> None:
-    """Have CUDA allow in this thread what breaks a capture in another one; see [Note: captures].
-
-    torch has no such function. Where its libcudart cannot be found (ROCm), nothing is done.
-    """
-    exchange = getattr(_cudart(), "cudaThreadExchangeStreamCaptureMode", None)
-    if exchange is not None:
-        exchange(ctypes.byref(ctypes.c_int(_RELAXED)))
-
-
-@cache
-def _cudart() -> ctypes.CDLL | None:
-    """The CUDA runtime that torch has loaded."""
-    try:
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-            paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "/libcudart" in line}
-        return ctypes.CDLL(paths.pop()) if len(paths) == 1 else None
-    except OSError:
-        return None
 
 
 def _takes_blocking(event: Any) -> bool:
@@ -390,10 +369,6 @@ def _in_thread(call: Callable[..., str], *args: object) -> str:
     else:
         thread.join()
     return results[0]
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _tensor_at(address: int, nbytes: int) -> torch.Tensor:

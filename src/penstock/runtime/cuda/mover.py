@@ -115,8 +115,7 @@ class CudaMover(Mover):
         self._lock = Lock()
         self._table = StreamTable(link, self._lock)
         self._recorder = recorder
-        is_pinned = not any(slab.refusal for slab in self._slabs)
-        lanes = Lanes(link, recorder, inline=is_pinned, start_thread=start_thread)
+        lanes = Lanes(link, recorder, inline=self._is_pinned, start_thread=start_thread)
         self._lanes = lanes
         self._out = self._outbound(
             lock=self._lock, lanes=lanes, recorder=recorder, staging=staging, host=host
@@ -288,7 +287,12 @@ class CudaMover(Mover):
         """Take and pin it again."""
         for slab in self._slabs:
             slab.wake()
+        self._lanes.issue_inline(self._is_pinned)
         self._tell_refusals()
+
+    @property
+    def _is_pinned(self) -> bool:
+        return not any(slab.refusal for slab in self._slabs)
 
     def target_bytes(self, ticket: CudaTicket) -> int:
         """The storage's bytes; what torch rounds them up to is not counted."""

@@ -90,9 +90,14 @@ class Segments:
         self._pools = pools
         self._cuda = cuda
         self._of_others: dict[int, tuple[int, list[tuple[int, int]]]] = {}
+        # of each allocation where the program has made it: many, if the user records that
+        has_traces = "include_traces" in inspect.signature(cuda.memory_snapshot).parameters
+        self._without_traces = {"include_traces": False} if has_traces else {}
 
     def is_of_another_pool(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage's memory belongs to a pool that is neither torch's common one nor ours."""
+        if self._cuda.get_allocator_backend() != "native":  # others have no snapshot
+            return False
         index, address = storage.device.index, storage.data_ptr()
         stats = self._cuda.memory_stats_as_nested_dict(storage.device)
         changed = stats["reserved_bytes"]["all"]["allocated"]
@@ -104,7 +109,7 @@ class Segments:
     def _look(self, index: int) -> list[tuple[int, int]]:
         return [
             (segment["address"], segment["address"] + segment["total_size"])
-            for segment in self._cuda.memory_snapshot()
+            for segment in self._cuda.memory_snapshot(**self._without_traces)
             if segment["device"] == index and not self._is_ours(tuple(segment["segment_pool_id"]))
         ]
 

@@ -32,6 +32,9 @@ class AnyEncodingMover(Mover, Generic[InnerT, TargetT]):
 
     Only ``write``, ``read``, ``discard``, ``drain`` and ``close`` differ from the inner mover's. How a
     piece is encoded, and where frames are, is a subclass's to say.
+
+    Attributes:
+        inner: The mover inside.
     """
 
     def __init__(
@@ -43,7 +46,7 @@ class AnyEncodingMover(Mover, Generic[InnerT, TargetT]):
     ) -> None:
         """Wrap ``inner``, which from now on belongs to this mover, as does ``scratch``."""
         self.device = inner.device
-        self._inner = inner
+        self.inner = inner
         self._recorder = recorder
         self._scratch = scratch
         self._worker = Worker(scratch, recorder, adopt_thread)
@@ -102,12 +105,12 @@ class AnyEncodingMover(Mover, Generic[InnerT, TargetT]):
             ClosedError: The mover or the tier is closed, or this is a forked process.
         """
         if encoding is None or not storage.nbytes() or not self._has_form(encoding.codec):
-            return self._inner.write(storage, tier, label)
+            return self.inner.write(storage, tier, label)
         codec = registry.get(encoding.codec)
         piece_bytes = self._scratch.piece_bytes(codec, encoding.dtype)
         if storage.data_ptr() % ITEMSIZE[encoding.dtype]:
             self._recorder.count("encoded.misaligned")
-            return self._inner.write(storage, tier, label)
+            return self.inner.write(storage, tier, label)
         worker, nbytes = self._worker, storage.nbytes()
         written = Transfer(nbytes, cancel=lambda _: worker.withdraw(job))
         window = Window(storage.data_ptr(), nbytes, 0)
@@ -130,7 +133,7 @@ class AnyEncodingMover(Mover, Generic[InnerT, TargetT]):
             ClosedError: The mover is closed, or this is a forked process.
         """
         if not isinstance(ticket, EncodedTicket):
-            return self._inner.read(tier, ticket, target, priority)
+            return self.inner.read(tier, ticket, target, priority)
         ticket.check_readable(tier)
         worker = self._worker
         transfer = Transfer(
@@ -146,16 +149,16 @@ class AnyEncodingMover(Mover, Generic[InnerT, TargetT]):
     def discard(self, tier: Tier, ticket: Any) -> None:
         """Give the frames up. What of them is under way ends as cancelled. Idempotent."""
         if not isinstance(ticket, EncodedTicket):
-            self._inner.discard(tier, ticket)
+            self.inner.discard(tier, ticket)
             return
         for part in self._worker.discard(ticket):
-            self._inner.discard(tier, part)
+            self.inner.discard(tier, part)
 
     def drain(self) -> None:
         """Wait until all that was begun is encoded, decoded and copied."""
-        self._inner.drain()  # whose fences hand storages to the worker
+        self.inner.drain()  # whose fences hand storages to the worker
         self._worker.drain()
-        self._inner.drain()
+        self.inner.drain()
 
     def close(self) -> None:
         """Cancel what has not begun, wait for the rest, and close the inner mover. Idempotent.
@@ -163,73 +166,73 @@ class AnyEncodingMover(Mover, Generic[InnerT, TargetT]):
         Never call it in a done callback of a transfer: that transfer has not ended yet.
         """
         self._worker.close()
-        self._inner.close()
+        self.inner.close()
 
     # -- as the inner mover -----------------------------------------------------------------------
 
     def allocate(self, ticket: Any, *, force: bool = False) -> Any:
         """Memory for the storage, not for its frames."""
-        return self._inner.allocate(ticket, force=force)
+        return self.inner.allocate(ticket, force=force)
 
     def finish(self, target: TargetT) -> torch.UntypedStorage:
         """As the inner mover."""
-        return self._inner.finish(target)
+        return self.inner.finish(target)
 
     def use(self, storage: torch.UntypedStorage) -> None:
         """As the inner mover."""
-        self._inner.use(storage)
+        self.inner.use(storage)
 
     def free_early(self, storage: torch.UntypedStorage) -> None:
         """As the inner mover."""
-        self._inner.free_early(storage)
+        self.inner.free_early(storage)
 
     def made(self, storage: torch.UntypedStorage) -> None:
         """As the inner mover."""
-        self._inner.made(storage)
+        self.inner.made(storage)
 
     def frees(self, storage: torch.UntypedStorage) -> bool:
         """As the inner mover."""
-        return self._inner.frees(storage)
+        return self.inner.frees(storage)
 
     def here(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
         """As the inner mover."""
-        return self._inner.here(device)
+        return self.inner.here(device)
 
     def account(self, budget_of: Callable[[torch.device], Budget]) -> None:
         """As the inner mover; scratch memory is the session's own device's."""
-        self._inner.account(budget_of)
+        self.inner.account(budget_of)
 
     def drop(self, target: TargetT) -> None:
         """As the inner mover."""
-        self._inner.drop(target)
+        self.inner.drop(target)
 
     def trim(self, nbytes: int) -> int:
         """As the inner mover: scratch memory is never idle."""
-        return self._inner.trim(nbytes)
+        return self.inner.trim(nbytes)
 
     def rest(self) -> int:
         """As the inner mover."""
-        return self._inner.rest()
+        return self.inner.rest()
 
     def wake(self) -> None:
         """As the inner mover."""
-        self._inner.wake()
+        self.inner.wake()
 
     def retouch_ns(self, nbytes: int) -> float:
         """As the inner mover."""
-        return self._inner.retouch_ns(nbytes)
+        return self.inner.retouch_ns(nbytes)
 
     def target_bytes(self, ticket: Any) -> int:
         """As the inner mover, for the storage."""
-        return self._inner.target_bytes(ticket)
+        return self.inner.target_bytes(ticket)
 
     def charge_bytes(self, ticket: Any) -> int:
         """As the inner mover, for the storage."""
-        return self._inner.charge_bytes(ticket)
+        return self.inner.charge_bytes(ticket)
 
     def used_bytes(self) -> int:
         """As the inner mover."""
-        return self._inner.used_bytes()
+        return self.inner.used_bytes()
 
 
 class EncodingMover(AnyEncodingMover[CpuMover, BlockTarget]):

@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from typing import Final
@@ -155,7 +156,8 @@ class Worker:
     # -- the thread -------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        self._adopt_thread()
+        with suppress(Exception):  # if the device is lost, each job says so
+            self._adopt_thread()
         while self._serve():
             pass
 
