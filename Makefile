@@ -40,7 +40,7 @@ test: $(VENV)/.base ## the tests, but for slow ones, side by side on up to four 
 test-all: $(VENV)/.base ## the tests, slow ones, random ones and those for a GPU included
 	export PENSTOCK_TEST_RANDOM=1; $(PYTEST)
 
-test-device: $(DEVICE)/.built ## the tests for a GPU on an emulated one (builds it first, for 1 GB)
+test-device: $(DEVICE)/.built ## the tests for a GPU on an emulated one (builds it first, for 2 GB)
 	$(ON_DEVICE); $(PYTEST) $(DEVICE_TESTS) -n logical --maxprocesses 4 --dist worksteal \
 		--durations=10
 

@@ -138,6 +138,49 @@ def test_a_machine_without_an_accelerator_is_told_so(monkeypatch, tmp_path, caps
     assert not list(tmp_path.glob("*.json"))
 
 
+def test_mps_is_refused_with_the_reason(tmp_path, capsys):
+    arguments = ["--device", "mps", "--out", str(tmp_path), "--dir", "/var/tmp"]
+    assert command.main(arguments) == 2
+    assert "the memory of 'mps' is the CPU's, and it has no streams" in capsys.readouterr().out
+
+
+def test_of_other_accelerators_the_contract_alone_is_checked(pretend, check):
+    pretend(machine=[MACHINE | {"kind": "xpu"}])
+    code, lines, found = check("--device", "xpu")
+    assert code == 0
+    assert found["contract"]
+    assert list(parts(found)) == ["contract"]
+    assert [line for line in lines if line.endswith("for CUDA only; left out")] == [
+        "tests: for CUDA only; left out",
+        "order: for CUDA only; left out",
+        "figures: for CUDA only; left out",
+    ]
+
+
+def test_a_fact_that_needs_what_a_kind_of_device_has_not_is_not_examined(monkeypatch):
+    """``torch.cpu`` has streams that do nothing, and no more."""
+    monkeypatch.setattr(torch.cpu, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    for name, reason in (
+        ("capture_is_known", "AttributeError: module 'torch.cpu' has no attribute 'CUDAGraph'"),
+        ("blocking_event_sleeps", "TypeError: Event() takes no arguments"),
+        ("registered_is_pinned", "this is about CUDA's own runtime"),
+        ("set_device_first", "needs 2 devices"),
+    ):
+        finding = fact.judge(contract.named(name), "cpu")
+        assert (finding.outcome, finding.found) == (Outcome.NOT_HERE, reason)
+    assert fact.judge(contract.named("streams_are_values"), "cpu").outcome is Outcome.HOLDS
+    assert fact.judge(contract.named("storages_are_aligned"), "cpu").outcome is Outcome.DIFFERS
+
+
+def test_without_a_kernel_that_sleeps_products_keep_a_stream_busy(monkeypatch):
+    products = []
+    monkeypatch.setattr(torch, "mm", lambda *_, out: products.append(out))
+    fact._busy_on(torch.device("cpu"))(30_000_000)
+    assert len(products) == 3
+    assert products[0] is products[2]
+
+
 def test_all_is_well_if_everything_is(pretend, check):
     order = {"test": "a", "checked": 7, "complaints": ["mul reads what add writes"]}
     pretend(

@@ -250,11 +250,15 @@ class Session:
 
     def _allowance(self, device: torch.device, budget: Budget) -> Allowance | None:
         """Limit a device's budget to what is left there, where the user has not said what it is."""
+        assert self._stores is not None
+        return self._stores.allowance(device, budget) if self._finds_limits else None
+
+    @property
+    def _finds_limits(self) -> bool:
         config = self.config
         if config.device_memory is not None or not config.has_tier or self._given is not None:
-            return None
-        assert self._stores is not None
-        return None if config.policy == "keep" else self._stores.allowance(device, budget)
+            return False
+        return config.policy != "keep"
 
     def _make_planner(
         self, device: torch.device, budget: Budget, *, policy: str, **settings: Any
@@ -512,8 +516,13 @@ class Session:
 
     def _notes(self, suggestion: Suggestion | None) -> tuple[str, ...]:
         """Return sentences on budgets that were found, and on what others would do."""
-        found = (each.allowance for each in self.devices.all.values())
-        return (*(str(each) for each in found if each), *self._advice(suggestion))
+        found = [str(each.allowance) for each in self.devices.all.values() if each.allowance]
+        if self._finds_limits and not found and self.executor.time.timer is not None:
+            found.append(
+                f"no device_memory was given, and torch does not tell how much memory {self._device} has:"
+                " there is no budget"
+            )
+        return (*found, *self._advice(suggestion))
 
     def _advice(self, suggestion: Suggestion | None) -> tuple[str, ...]:
         """Return sentences on whether there is anything to gain by a smaller budget, or by this one."""

@@ -1,6 +1,9 @@
 """The kernels of Triton make the bits of the operators of torch, by Triton's interpreter; they compile.
 
 In processes of their own: whether kernels are interpreted is decided when Triton is imported.
+
+Triton comes with torch's builds for CUDA. So these tests run where one is, and on the emulated device a
+missing Triton fails them.
 """
 
 import importlib.util
@@ -9,10 +12,19 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton comes with torch's builds for CUDA"
-)
+try:
+    import emulator
+except ImportError:  # torch's build for CPUs, or a real GPU
+    emulator = None
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        emulator is None and importlib.util.find_spec("triton") is None, reason="there is no Triton"
+    ),
+]
 
 INTERPRETED = """
 import numpy as np, torch
@@ -72,6 +84,16 @@ for word in ("*u8", "*i64"):
         print(name, word)
 """
 
+ON_THE_DEVICE = """
+import torch
+import plugin
+from penstock.codec.device import sparse
+
+plugin.prepare()
+device = torch.device("cuda", torch.cuda.device_count() - 1)
+print(sparse.kernels_for(device, torch.int32) is not None, torch._C._cuda_hasPrimaryContext(0))
+"""
+
 
 def run(program, **environment):
     command = [sys.executable, "-W", "ignore", "-c", program]
@@ -89,3 +111,12 @@ def test_every_kernel_compiles(tmp_path):
     """To machine code of a GPU; that takes none."""
     printed = run(COMPILED, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
     assert len(printed.splitlines()) == 8
+
+
+@pytest.mark.skipif(emulator is None, reason="for the emulated device")
+@pytest.mark.parametrize("interpreted", [False, True])
+def test_the_emulated_device_has_kernels_only_where_they_are_interpreted(tmp_path, interpreted):
+    """It runs no machine code, and then the operators of torch are used."""
+    settings = {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": str(int(interpreted))}
+    on_the_first_device = torch.cuda.device_count() == 1
+    assert run(ON_THE_DEVICE, **settings) == f"{interpreted} {on_the_first_device}\n"

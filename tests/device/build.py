@@ -1,8 +1,8 @@
 """Build what the emulated device takes: torch's CUDA build, and libraries in place of NVIDIA's.
 
-``python tests/device/build.py DIRECTORY [--torch 2.13.0]`` installs torch into ``DIRECTORY/torch``
-(1.1 GB, from the package index, without the packages of NVIDIA that it asks for), and compiles to
-``DIRECTORY/lib``:
+``python tests/device/build.py DIRECTORY [--torch 2.13.0]`` installs torch and the Triton that it asks
+for into ``DIRECTORY/torch`` (1.8 GB, from the package index, without the packages of NVIDIA that torch
+asks for), and compiles to ``DIRECTORY/lib``:
 
 - ``libcudart.so.N``: the emulated runtime in ``runtime/``; functions that torch imports but nobody calls
   here answer "not supported";
@@ -20,6 +20,7 @@ import hashlib
 import importlib
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -103,6 +104,7 @@ def build(directory: Path, torch_version: str) -> None:
     """Make ``directory`` hold all of it."""
     directory.mkdir(parents=True, exist_ok=True)
     install_torch(directory / "torch", torch_version)
+    install_triton(directory / "torch", torch_version)
     compiler = find_compiler()
     mark = directory / "lib" / "built-from"
     wanted = digest_of(torch_version, compiler)
@@ -121,6 +123,20 @@ def install_torch(target: Path, version: str) -> None:
     shutil.rmtree(target, ignore_errors=True)
     pip("--no-deps", "--no-compile", "--target", str(target), f"torch==={version}")
     (target / ".complete").touch()
+
+
+def install_triton(target: Path, torch_version: str) -> None:
+    """Install the one that torch asks for: kernels are interpreted and compiled without a GPU."""
+    metadata = target / f"torch-{torch_version}.dist-info" / "METADATA"
+    found = re.search(r"^Requires-Dist: triton==([\w.]+)", metadata.read_text(), re.MULTILINE)
+    if found is None:
+        raise LookupError(f"{metadata} asks for no version of Triton")
+    if (target / ".complete-triton").exists():
+        return
+    shutil.rmtree(target / "triton", ignore_errors=True)
+    # torch has a directory `bin`, too: pip warns that it leaves that as it is
+    pip("--quiet", "--no-deps", "--no-compile", "--target", str(target), f"triton=={found[1]}")
+    (target / ".complete-triton").touch()
 
 
 def pip(*arguments: str) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from penstock import staging
+from penstock.checkpoint import Saving
 from penstock.io.arena import Arena, Block
 from penstock.io.engine import Transfer
 from penstock.optim import gradients as gradients_module
@@ -64,6 +65,7 @@ def install() -> None:
     direct()
     gradients()
     pieces()
+    savings()
 
 
 def _around(kind: Any, name: str, before: Callable[..., None] | None, after: Any = None) -> None:
@@ -370,3 +372,10 @@ def _on_host(step: Step, writes: bool, piece: Any) -> None:
     if _order is not None:
         _order.accessed((piece.data_ptr(), piece.nbytes, False), writes=writes, what="the host")
     step.on_host(piece)
+
+
+def savings() -> None:
+    """Who may change what is being saved knows what they knew who have read it."""
+    _around(Saving, "__init__", lambda order, self, *_: order.forget(_key(self)))
+    _around(Saving, "has_read", lambda order, self: order.hand_over(_key(self)))
+    _around(Saving, "_let_change", None, lambda order, _, self, *__: order.take_over(_key(self)))

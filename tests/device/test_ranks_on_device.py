@@ -13,7 +13,7 @@ pytestmark = [
 ]
 
 PROGRAM = """
-import os, sys, torch, plugin
+import os, sys, torch, emulator, plugin
 import torch.distributed as dist
 from pathlib import Path
 from torch import nn
@@ -64,12 +64,23 @@ def train(path):
         assert moved > 0, "nothing was offloaded"
     return bits
 
+def elsewhere():
+    # the choice of device 0 is left out: where a context is, torch's guards choose it again at their end
+    return {each for each in emulator.uses(0) if not each.startswith("cudaSetDevice ")}
+
 expected = train(None)
+foreign = elsewhere()
 flash = place / str(rank)
 flash.mkdir()
 with plugin.judged() as order:
     found = train(flash)
+    foreign = elsewhere() - foreign
+    made = emulator.calls.emu_context(0).decode()
     complaints = plugin.faults(order)
+if rank == 1:
+    assert not foreign, foreign
+    # gloo copies in a thread of torch's own, which makes a context there
+    assert not made or made.endswith("in thread pt_gloo_runloop"), made
 assert not complaints, complaints
 assert order.checked > 1000, f"only {order.checked} accesses were judged"
 assert all(map(torch.equal, found, expected)), "the bits differ"

@@ -1,10 +1,5 @@
 """Programs with several streams, late ones: what would be wrong if a copy waited for too little."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from gpu_runs import copied_bytes, settings_for
@@ -17,7 +12,6 @@ pytestmark = pytest.mark.gpu
 
 LONG = 200_000_000
 """Cycles of the device that take about a tenth of a second."""
-ALONE = "PENSTOCK_TEST_ALONE"
 WIDTH = 256
 ROWS = 512
 
@@ -142,47 +136,3 @@ def test_a_small_view_is_copied_when_its_stream_has_done_it(disk_path):
             del loss, more
 
     both(run, disk_path)
-
-
-@pytest.mark.skipif(ALONE not in os.environ, reason="run by the test below, in its own process")
-@pytest.mark.parametrize(("places", "named"), [("flash", True), ("host", False)])
-def test_the_second_device_alone(disk_path, places, named):
-    torch.cuda.set_device(1)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))).to("cuda:1")
-    x = torch.randn(4 * ROWS, WIDTH).to("cuda:1")
-
-    def train(session=None):
-        for _ in range(3):
-            loss = torch.tanh(model(x)).square().mean()
-            if session is not None:
-                wait_for_writes(session)
-            loss.backward()
-        torch.cuda.synchronize(1)
-
-    train()
-    assert not torch._C._cuda_hasPrimaryContext(0), "torch itself has made a context there"
-    with session_in(disk_path, model if named else None, **settings_for(places)) as session:
-        train(session)
-        out, back = copied_bytes(session)
-    assert min(out, back) > 8 * MIB
-    assert not torch._C._cuda_hasPrimaryContext(0), "a thread of ours has made a context there"
-
-
-@pytest.mark.parametrize(("places", "named"), [("flash", True), ("host", False)])
-def test_trap_34_no_context_is_made_on_a_device_that_is_not_used(request, places, named):
-    """It would take half a gigabyte there, from every process."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("there is one device only")
-    plugins = [part for name in request.config.option.plugins for part in ("-p", name)]
-    test = f"{__file__}::test_the_second_device_alone[{places}-{named}]"
-    ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-m", "gpu", *plugins, test],
-        env=os.environ | {ALONE: "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout
-    assert "1 passed" in ended.stdout

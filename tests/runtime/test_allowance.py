@@ -29,9 +29,6 @@ class Memory:
         self.budget = budget
         self.others = self.peak = self.ever = self.before = 0
 
-    def usable_bytes(self, device):
-        return TOTAL
-
     def allocated(self, device):
         now = self.others + self.budget.used_bytes
         self.peak = max(self.peak, now)
@@ -52,7 +49,9 @@ class Rig:
         self.memory = Memory(self.budget)
         self.memory.others = weights
         self.recorder = Recorder()
-        self.allowance = Allowance(self.memory, DEVICE, self.budget, self.recorder)
+        self.allowance = Allowance(
+            self.memory, DEVICE, TOTAL, budget=self.budget, recorder=self.recorder
+        )
 
     def save(self, nbytes):
         """A tensor is made, which takes its memory, and then saved: from then on it is charged."""
@@ -243,6 +242,12 @@ def test_the_plan_is_made_again_when_the_optimizer_has_made_its_states(link, dis
     ]
     assert reasons == ["first", "memory"]
     assert {line.reason for line in session.summary().replans} == {"first", "memory"}
+
+
+def test_where_torch_does_not_tell_how_much_memory_there_is_there_is_no_limit(link, disk_path):
+    session, _ = run(link, disk_path, memory=None, others=0)
+    assert session.budget.limit_bytes == UNLIMITED
+    assert sum("torch does not tell how much" in note for note in session.summary().notes) == 1
 
 
 def test_nothing_fails_for_a_limit_that_was_only_found(link, disk_path):

@@ -761,6 +761,71 @@ def test_a_link_does_without_what_a_kind_of_device_has_not(monkeypatch):
     assert bare.pin(4096, 4096, device) == (
         "torch cannot register host memory for devices of type 'xpu'"
     )
+    assert bare.usable_bytes(device) is None
+
+
+class Telling(Bare):
+    """As Intel's: it tells of memory, and not of a limit that the program has set."""
+
+    free = 96
+
+    @classmethod
+    def mem_get_info(cls, device):
+        assert device.type == "xpu"
+        if cls.free is None:
+            raise RuntimeError("The device doesn't support querying the available free memory.")
+        return cls.free, 256
+
+    @staticmethod
+    def memory_reserved(device):
+        return 64
+
+    @staticmethod
+    def memory_stats_as_nested_dict(device):
+        return {"allocated_bytes": {"all": {"current": 1, "peak": 2, "allocated": 3}}}
+
+
+def test_memory_is_asked_of_the_devices_own_module(monkeypatch):
+    """Without ``device_memory`` every session does that."""
+    monkeypatch.setattr(torch, "get_device_module", lambda device_type: Telling)
+    telling, device = link.CudaLink("xpu"), torch.device("xpu", 0)
+    assert telling.usable_bytes(device) == 96 + 64
+    assert telling.allocated(device) == link.Allocated(1, 2, 3)
+    monkeypatch.setattr(
+        Telling, "get_per_process_memory_fraction", lambda device: 0.5, raising=False
+    )
+    assert telling.usable_bytes(device) == 128
+    monkeypatch.setattr(Telling, "free", None)
+    assert telling.usable_bytes(device) is None
+
+
+class Ascend(Bare):
+    """Registers host memory by a runtime of its own."""
+
+    calls = ()
+    code = 0
+
+    @classmethod
+    def npurt(cls):
+        def call(*arguments):
+            cls.calls = (*cls.calls, arguments)
+            return cls.code
+
+        return SimpleNamespace(npuHostRegister=call, npuHostUnregister=call)
+
+
+def test_memory_is_pinned_by_ascends_own_runtime(monkeypatch):
+    monkeypatch.setattr(torch, "get_device_module", lambda device_type: Ascend)
+    ascend, device = link.CudaLink("npu"), torch.device("cpu")
+    memory = torch.zeros(8192, dtype=torch.uint8)
+    address = memory.data_ptr()
+    assert ascend.pin(address, 8192, device) == ""
+    assert ascend._host_bytes(address, 100)._base is not None
+    ascend.unpin(address, device)
+    assert Ascend.calls == ((address, 8192, 2), (address,))
+    monkeypatch.setattr(Ascend, "code", 507899)
+    assert ascend.pin(address, 8192, device) == "npuHostRegister returned 507899"
+    assert ascend._host_bytes(address, 100)._base is None
 
 
 def test_after_the_end_nothing_is_begun_and_discarding_is_harmless():

@@ -127,10 +127,15 @@ class Stores:
         return None if engine is None or engine.spec.gpu_direct else engine
 
     def allowance(self, device: torch.device, budget: Budget) -> Allowance | None:
-        """Return what finds the limit of a device's ``budget``; ``None``: the memory is the host's."""
-        if self._link is None:
+        """Return what finds the limit of a device's ``budget``.
+
+        ``None``: the memory is the host's, or torch does not tell how much there is.
+        """
+        usable_bytes = None if self._link is None else self._link.usable_bytes(device)
+        if self._link is None or usable_bytes is None:
             return None
-        return Allowance(self._link, device, budget, self._recorder)
+        recorder = self._recorder
+        return Allowance(self._link, device, usable_bytes, budget=budget, recorder=recorder)
 
     def make_sampler(self) -> CodecSampler:
         """Make what measures codecs on storages of the mover's device."""

@@ -50,14 +50,20 @@ class Allowance:
     """Finds the limit of one device's budget. See [Note: what is left]."""
 
     def __init__(
-        self, link: Link, device: torch.device, budget: Budget, recorder: Recorder
+        self,
+        link: Link,
+        device: torch.device,
+        usable_bytes: int,
+        *,
+        budget: Budget,
+        recorder: Recorder,
     ) -> None:
-        """Look up what is free now, and limit ``budget`` to half of it; nothing is charged to it yet."""
+        """Limit ``budget`` to half of what is left now; nothing is charged to it yet."""
         self._link = link
         self._device = device
         self._budget = budget
         self._recorder = recorder
-        self._usable_bytes = link.usable_bytes(device)
+        self._usable_bytes = usable_bytes
         self._last = link.allocated(device)
         """At the last moment."""
         self._other_bytes = self._last.now

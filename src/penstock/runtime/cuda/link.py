@@ -28,8 +28,12 @@ Event: TypeAlias = Any
 
 _PORTABLE: Final = 1
 """``cudaHostRegisterPortable``: pinned for every device, not only for the current one."""
+_MAPPED: Final = 2
+"""``ACL_HOST_REG_MAPPED``, of Ascend: for memory that begins at a multiple of 4096, as slabs do."""
 PIECE_BYTES: Final = 32 * MIB
 """Long enough to be copied at full speed, and short enough to wait for."""
+_FIGURES: Final = ("mem_get_info", "memory_reserved", "memory_stats_as_nested_dict")
+"""Functions of torch's module for a kind of device that tell of memory."""
 
 
 class Allocated(NamedTuple):
@@ -119,8 +123,11 @@ class Link(Protocol):
     def digest(self, stream: Stream, source: torch.UntypedStorage, address: int) -> None:
         """Put a :mod:`.digest` of a whole storage at ``address``; waits until ``stream`` has done it."""
 
-    def usable_bytes(self, device: torch.device) -> int:
-        """What torch could have allocated at this moment: free memory, and what it has reserved."""
+    def usable_bytes(self, device: torch.device) -> int | None:
+        """What torch could have allocated at this moment: free memory, and what it has reserved.
+
+        None: torch does not tell.
+        """
 
     def allocated(self, device: torch.device) -> Allocated:
         """What torch has allocated."""
@@ -145,7 +152,8 @@ class CudaLink:
         AMD's are CUDA to torch. Modules of others (``torch.xpu``, ``torch.npu``) promise the same
         streams, events and memory, but nothing of this has run on any of them. What a module has not is
         done without: registered host memory (copies then go through memory that is not pinned, in the
-        threads of lanes), pools of memory, events that are waited for asleep, graphs.
+        threads of lanes), pools of memory, events that are waited for asleep, graphs, figures of memory
+        (then no budget is found where none is given).
     """
 
     def __init__(self, device_type: str = "cuda") -> None:
@@ -269,15 +277,21 @@ class CudaLink:
         with self.within(stream):
             _tensor_at(address, DIGEST_BYTES).copy_(digest_of(bytes_of(source)))
 
-    def usable_bytes(self, device: torch.device) -> int:
+    def usable_bytes(self, device: torch.device) -> int | None:
         """``cudaMemGetInfo``, and the caching allocator; within the program's own limit for that."""
-        free, total = torch.cuda.mem_get_info(device)
-        usable = free + torch.cuda.memory_reserved(device)
-        return min(usable, int(total * torch.cuda.get_per_process_memory_fraction(device)))
+        if not all(hasattr(self._torch, name) for name in _FIGURES):
+            return None
+        try:
+            free, total = self._torch.mem_get_info(device)
+        except RuntimeError:  # some of Intel's devices do not tell
+            return None
+        usable = int(free + self._torch.memory_reserved(device))
+        share_of = getattr(self._torch, "get_per_process_memory_fraction", None)
+        return usable if share_of is None else min(usable, int(total * share_of(device)))
 
     def allocated(self, device: torch.device) -> Allocated:
         """Of the caching allocator's statistics."""
-        counts = torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes")
+        counts = self._torch.memory_stats_as_nested_dict(device).get("allocated_bytes")
         if counts is None:
             return Allocated(0, 0, 0)
         every = counts["all"]
@@ -293,7 +307,7 @@ class CudaLink:
             return bool(self._torch.is_current_stream_capturing())
 
     def pin(self, address: int, nbytes: int, device: torch.device) -> str:
-        """``cudaHostRegister``; refused where the kind of device has nothing like it.
+        """``cudaHostRegister``, or Ascend's; refused where a kind of device has nothing like it.
 
         In a thread of its own: the runtime remembers the last error of each thread, and torch would
         report a refused registration as the failure of whatever kernel the caller launches next.
@@ -315,16 +329,21 @@ def _takes_blocking(event: Any) -> bool:
 
 
 def _pin(module: Any, address: int, nbytes: int, device: torch.device) -> str:
-    if not hasattr(module, "cudart"):
-        return f"torch cannot register host memory for devices of type {device.type!r}"
     with module.device(device):
-        runtime = module.cudart()
-        code = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
-        return "" if int(code) == 0 else str(runtime.cudaGetErrorString(code))
+        if hasattr(module, "npurt"):
+            code = int(module.npurt().npuHostRegister(address, nbytes, _MAPPED))
+            return "" if code == 0 else f"npuHostRegister returned {code}"
+        if hasattr(module, "cudart"):
+            runtime = module.cudart()
+            code = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
+            return "" if int(code) == 0 else str(runtime.cudaGetErrorString(code))
+    return f"torch cannot register host memory for devices of type {device.type!r}"
 
 
 def _unpin(module: Any, address: int, device: torch.device) -> str:
     with module.device(device):
+        if hasattr(module, "npurt"):
+            return str(int(module.npurt().npuHostUnregister(address)))
         return str(int(module.cudart().cudaHostUnregister(address)))
 
 

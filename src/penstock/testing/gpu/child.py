@@ -20,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=("machine", "contract", "figures"))
     parser.add_argument("names", nargs="*", help="facts, or one figure")
     parser.add_argument("--records", type=Path, required=True)
+    parser.add_argument("--device", help="its kind, as torch calls it")
     parser.add_argument("--dir", default=".", help="on a disk, to spill to")
     parser.add_argument("--scale", type=float, default=1.0, help="of the sizes of figures")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for a figure")

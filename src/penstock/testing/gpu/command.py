@@ -95,8 +95,12 @@ class Check:
         code = INTERRUPTED
         try:
             for part in PARTS:
-                if part in self._options.parts:
-                    getattr(self, f"_{part}")()
+                if part not in self._options.parts:
+                    continue
+                if part != "contract" and machine.get("kind", "cuda") != "cuda":
+                    _say(f"{part}: for CUDA only; left out")
+                    continue
+                getattr(self, f"_{part}")()
             self._document.contents["complete"] = True
             code = 0 if self._document.well else 1
         except InterruptedRunError:
@@ -283,6 +287,8 @@ class Check:
         records = self._records()
         command = ["-m", "penstock.testing.gpu.child", *what, "--records", str(records)]
         command += ["--dir", self._options.dir, "--scale", str(self._options.scale)]
+        if self._options.device is not None:
+            command += ["--device", self._options.device]
         command += ["--limit", str(limit_s)]
         for name in self._options.preload:
             command += ["--preload", name]
@@ -349,6 +355,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="on a disk, to spill to (default: $PENSTOCK_TEST_DIR, or the first of /var/tmp, /tmp and"
         " the current directory that is on one)",
+    )
+    parser.add_argument(
+        "--device",
+        metavar="KIND",
+        help="as torch calls it: cuda, xpu, npu (default: torch's current accelerator); of others than"
+        " cuda the contract is checked, and nothing else",
     )
     parser.add_argument(
         "--limit",

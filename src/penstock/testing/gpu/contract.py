@@ -19,6 +19,7 @@ from penstock.testing.gpu import (
     processes,
 )
 from penstock.testing.gpu.fact import Fact, Outcome, judge
+from penstock.testing.gpu.machine import kind_of
 
 FACTS: Final[tuple[Fact, ...]] = (
     *facts_order.FACTS,
@@ -42,10 +43,11 @@ def work(options: argparse.Namespace) -> int:
     Notes ``begun`` and then ``finding`` of each. Ends after one whose examination failed: its error may
     be left in CUDA, so others are examined in a new process.
     """
+    kind = kind_of(options.device)
     for name in options.names:
         processes.append(options.records, {"begun": name})
         faulthandler.dump_traceback_later(LIMIT_S, exit=True)
-        finding = judge(named(name))
+        finding = judge(named(name), kind)
         faulthandler.cancel_dump_traceback_later()
         processes.append(options.records, {"finding": finding.as_dict()})
         if finding.outcome is Outcome.ERROR:

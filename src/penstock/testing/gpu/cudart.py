@@ -23,10 +23,17 @@ ALREADY_REGISTERED: Final = 712
 PORTABLE: Final = 1
 
 
+def torch_runtime() -> Any:
+    """What torch offers of the runtime. Raises NotHereError if this torch runs over another one."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        raise NotHereError("this is about CUDA's own runtime")
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
 @functools.cache
 def library() -> Any:
     """A handle of the library that is already loaded. Raises NotHereError if there is none of its own."""
-    torch.cuda.init()  # type: ignore[no-untyped-call]
+    torch_runtime()
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         path = line.partition("/")[2]
         if "libcudart" in path:
@@ -51,6 +58,23 @@ def event_query(event: Any) -> int:
     return code
 
 
+def event_synchronize(event: Any) -> int:
+    """``cudaEventSynchronize``'s code for an event of torch's that has been reached."""
+    code = int(library().cudaEventSynchronize(ctypes.c_void_p(event.cuda_event)))
+    last_error()
+    return code
+
+
+def host_alloc_code() -> int:
+    """``cudaHostAlloc``'s code for a little memory, which is freed again."""
+    where = ctypes.c_void_p()
+    code = int(library().cudaHostAlloc(ctypes.byref(where), ctypes.c_size_t(4096), PORTABLE))
+    if code == 0:
+        library().cudaFreeHost(where)
+    last_error()
+    return code
+
+
 def malloc_code() -> int:
     """``cudaMalloc``'s code for a little memory, which is freed again."""
     where = ctypes.c_void_p()
@@ -63,13 +87,13 @@ def malloc_code() -> int:
 
 def register(memory: mmap.mmap) -> int:
     """``cudaHostRegister``'s code for all of a mapping, for every device."""
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime = torch_runtime()
     return int(runtime.cudaHostRegister(address_of(memory), len(memory), PORTABLE))
 
 
 def unregister(memory: mmap.mmap) -> int:
     """``cudaHostUnregister``'s code."""
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime = torch_runtime()
     return int(runtime.cudaHostUnregister(address_of(memory)))
 
 

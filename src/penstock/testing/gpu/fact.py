@@ -1,8 +1,9 @@
-"""One belief about CUDA or about torch on CUDA, and how it is examined on a device."""
+"""One belief about CUDA or about torch on CUDA, and how it is examined on a device, of any kind."""
 
 from __future__ import annotations
 
 import enum
+import functools
 import re
 import threading
 import time
@@ -45,25 +46,29 @@ class Device:
     """The device that is examined, and the means to keep it busy.
 
     Attributes:
-        cuda: ``torch.cuda``, untyped as it is.
+        cuda: Torch's module for devices of that kind: ``torch.cuda``, or one that has the same functions.
         device: The device, with an index.
+        second: The one with index 1.
     """
 
-    def __init__(self, *, delay_s: float = _DELAYS_S[0]) -> None:
+    def __init__(self, kind: str = "cuda", *, delay_s: float = _DELAYS_S[0]) -> None:
         """Choose torch's current device; this makes no context.
 
         Args:
+            kind: Of the device, as torch calls it.
             delay_s: How long ``delay`` keeps a stream busy.
         """
-        self.cuda: Any = torch.cuda
-        self.device = torch.device("cuda", self.cuda.current_device())
+        self.cuda: Any = torch.get_device_module(kind)
+        self.device = torch.device(kind, self.cuda.current_device())
+        self.second = torch.device(kind, 1)
         self._delay_s = delay_s
 
     def delay(self, stream: Any = None) -> Any:
         """Keep ``stream``, or the current one, busy for a while; an event that is reached then."""
         stream = self.cuda.current_stream() if stream is None else stream
         with self.cuda.stream(stream):
-            self.cuda._sleep(int(self._delay_s * cycles_per_s()))
+            busy = _busy_on(self.device)
+            busy(int(self._delay_s * _cycles_per_s(self, busy)))
             return self.mark(stream)
 
     def mark(self, stream: Any = None, *, timed: bool = False) -> Any:
@@ -159,17 +164,18 @@ def expect(holds: bool, found: str) -> None:
         raise DiffersError(found)
 
 
-def judge(one: Fact) -> Finding:
-    """Examine a fact on torch's current device; never raises an Exception."""
+def judge(one: Fact, kind: str = "cuda") -> Finding:
+    """Examine a fact on torch's current device of a kind; never raises an Exception."""
     start = time.perf_counter()
+    module: Any = torch.get_device_module(kind)
     found: list[str] = []
     outcome = Outcome.NOT_HERE
     for delay_s in _DELAYS_S[: one.tries]:
         try:
-            if torch.cuda.device_count() < one.devices:
+            if module.device_count() < one.devices:
                 raise NotHereError(f"needs {one.devices} devices")
-            one.examine(Device(delay_s=delay_s))
-            torch.cuda.synchronize()
+            one.examine(Device(kind, delay_s=delay_s))
+            module.synchronize()
             outcome = Outcome.HOLDS
         except DiffersError as error:
             outcome = Outcome.DIFFERS
@@ -177,11 +183,13 @@ def judge(one: Fact) -> Finding:
         except NotHereError as error:
             found.append(str(error))
         except Exception as error:  # noqa: BLE001  (a driver or a kernel may fail in any way)
-            outcome = Outcome.ERROR
+            # what CUDA's module has, others may lack: a function, or an argument of one
+            lacks = kind != "cuda" and isinstance(error, AttributeError | TypeError)
+            outcome = Outcome.NOT_HERE if lacks else Outcome.ERROR
             found.append(brief(error))
         if outcome is not Outcome.DIFFERS:
             break
-        torch.cuda.synchronize()
+        module.synchronize()
     return Finding(
         one.name,
         one.believed,
@@ -218,23 +226,40 @@ def torch_version() -> tuple[int, int]:
     return int(numbers[0]), int(numbers[1])
 
 
-_cycles_per_s: list[float] = []
+@functools.cache
+def _busy_on(device: torch.device) -> Callable[[int], object]:
+    """What keeps the current stream busy for some cycles; where torch has no such kernel, products."""
+    module: Any = torch.get_device_module(device.type)
+    sleep: Callable[[int], object] | None = getattr(module, "_sleep", None)
+    if sleep is not None:
+        return sleep
+    matrix = torch.ones(2048, 2048, device=device)
+    product = torch.empty_like(matrix)  # nothing is allocated later, by whichever stream is current
+
+    def multiply(cycles: int) -> None:
+        for _ in range(max(1, cycles // _CYCLES)):
+            torch.mm(matrix, matrix, out=product)
+
+    return multiply
 
 
-def cycles_per_s() -> float:
-    """How many of ``_sleep``'s cycles last a second on the current device; measured once."""
-    if not _cycles_per_s:
-        cuda: Any = torch.cuda
-        cycles = 10_000_000
-        cuda._sleep(cycles)
-        start, end = (cuda.Event(enable_timing=True) for _ in range(2))
+_CYCLES: Final = 10_000_000
+_measured: dict[str, float] = {}
+
+
+def _cycles_per_s(gpu: Device, busy: Callable[[int], object]) -> float:
+    """How many cycles last a second on a kind of device; measured once."""
+    kind = gpu.device.type
+    if kind not in _measured:
+        busy(_CYCLES)
+        start, end = (gpu.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        cuda._sleep(cycles)
+        busy(_CYCLES)
         end.record()
         end.synchronize()
-        measured = cycles * 1e3 / max(start.elapsed_time(end), 1e-3)
-        _cycles_per_s.append(min(max(measured, 1e7), 1e10))
-    return _cycles_per_s[0]
+        measured = _CYCLES * 1e3 / max(start.elapsed_time(end), 1e-3)
+        _measured[kind] = min(max(measured, 1e7), 1e10)
+    return _measured[kind]
 
 
 def brief(error: Exception) -> str:

@@ -7,9 +7,7 @@ broken on purpose leaves no trace in torch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
-
-import torch
+from typing import Any, Final
 
 from penstock.testing.gpu import cudart
 from penstock.testing.gpu.fact import Device, Fact, expect, fact, in_thread
@@ -92,6 +90,25 @@ def query_breaks_a_global_capture(gpu: Device) -> None:
 def malloc_breaks_a_global_capture(gpu: Device) -> None:
     """In another thread than the capturing one."""
     _elsewhere(gpu, cudart.GLOBAL, breaks=True, call=cudart.malloc_code)
+
+
+@fact(
+    "In the mode global, cudaEventSynchronize in any thread fails and breaks the capture.",
+    relies=_PAUSED,
+)
+def waiting_breaks_a_global_capture(gpu: Device) -> None:
+    """In another thread than the capturing one, for an event that has been reached."""
+    event = _reached(gpu)
+    _elsewhere(gpu, cudart.GLOBAL, breaks=True, call=lambda: cudart.event_synchronize(event))
+
+
+@fact(
+    "In the mode global, cudaHostAlloc in any thread fails and breaks the capture.",
+    relies=f"{_PAUSED}; staging.py: pinned memory is taken when it is needed first",
+)
+def host_alloc_breaks_a_global_capture(gpu: Device) -> None:
+    """In another thread than the capturing one."""
+    _elsewhere(gpu, cudart.GLOBAL, breaks=True, call=cudart.host_alloc_code)
 
 
 @fact(
@@ -200,8 +217,8 @@ def _elsewhere(
     expect((code, capture.code) == wanted, found)
 
 
-def _reached(gpu: Device) -> torch.cuda.Event:
-    event: torch.cuda.Event = gpu.mark()
+def _reached(gpu: Device) -> Any:
+    event = gpu.mark()
     gpu.cuda.synchronize()
     return event
 

@@ -212,7 +212,7 @@ def portable_is_pinned_everywhere(gpu: Device) -> None:
     memory = mmap.mmap(-1, SIZE_BYTES)
     with _registered(memory), gpu.cuda.device(1):
         host = torch.frombuffer(memory, dtype=torch.uint8)
-        source = torch.zeros(SIZE_BYTES, dtype=torch.uint8, device="cuda:1")
+        source = torch.zeros(SIZE_BYTES, dtype=torch.uint8, device=gpu.second)
         gpu.cuda.synchronize()
         gpu.delay()
         host.copy_(source, non_blocking=True)

@@ -56,7 +56,7 @@ def backward_has_threads(gpu: Device) -> None:
         seen.append((threading.get_ident(), gpu.cuda.current_device()))
         return grad
 
-    x: Any = torch.ones(1024, device=f"cuda:{index}", requires_grad=True)
+    x: Any = torch.ones(1024, device=torch.device(gpu.device.type, index), requires_grad=True)
     y = x * 2
     y.register_hook(note)
     y.sum().backward()
@@ -97,9 +97,9 @@ def caller_comes_after_gradients(gpu: Device) -> None:
     fresh=True,
 )
 def torch_traces(gpu: Device) -> None:
-    """The callbacks of torch.cuda._gpu_trace."""
+    """The callbacks of torch.cuda._gpu_trace, or of the like."""
     try:
-        trace: Any = importlib.import_module("torch.cuda._gpu_trace")
+        trace: Any = importlib.import_module(f"{gpu.cuda.__name__}._gpu_trace")
         activate: Callable[[], None] = torch._C._activate_gpu_trace
     except (ImportError, AttributeError) as error:
         raise NotHereError(f"this torch has no trace: {error}") from error
@@ -141,15 +141,15 @@ def new_threads_have_device_0(gpu: Device) -> None:
 def own_device_only(gpu: Device) -> None:
     """Memory, streams, events, copies, backward."""
     gpu.cuda.set_device(1)
-    x: Any = torch.ones(1024, device="cuda:1", requires_grad=True)
+    x: Any = torch.ones(1024, device=gpu.second, requires_grad=True)
     stream = gpu.cuda.Stream()
     with gpu.cuda.stream(stream):
         event = gpu.mark(stream)
     event.synchronize()
-    torch.zeros(1024).pin_memory().to("cuda:1", non_blocking=True)
+    torch.zeros(1024).pin_memory().to(gpu.second, non_blocking=True)
     (x * x).sum().backward()
     gpu.cuda.synchronize()
-    expect(_contexts() == [1], f"there are contexts on {_contexts()}")
+    expect(_contexts(gpu) == [1], f"there are contexts on {_contexts(gpu)}")
 
 
 @fact(
@@ -161,12 +161,12 @@ def own_device_only(gpu: Device) -> None:
 def query_makes_a_context(gpu: Device) -> None:
     """In a new thread, which has device 0."""
     gpu.cuda.set_device(1)
-    torch.ones(1024, device="cuda:1")
+    torch.ones(1024, device=gpu.second)
     event = gpu.mark()
     event.synchronize()
-    expect(_contexts() == [1], f"there were contexts on {_contexts()} before")
+    expect(_contexts(gpu) == [1], f"there were contexts on {_contexts(gpu)} before")
     in_thread(event.query)
-    expect(_contexts() == [0, 1], f"there are contexts on {_contexts()}")
+    expect(_contexts(gpu) == [0, 1], f"there are contexts on {_contexts(gpu)}")
 
 
 @fact(
@@ -179,15 +179,15 @@ def leaving_a_stream_makes_a_context(gpu: Device) -> None:
     """In a new thread, which has device 0."""
     gpu.cuda.set_device(1)
     stream = gpu.cuda.Stream()
-    torch.ones(1024, device="cuda:1")
-    expect(_contexts() == [1], f"there were contexts on {_contexts()} before")
+    torch.ones(1024, device=gpu.second)
+    expect(_contexts(gpu) == [1], f"there were contexts on {_contexts(gpu)} before")
 
     def enter() -> None:
         with gpu.cuda.stream(stream):
             pass
 
     in_thread(enter)
-    expect(_contexts() == [0, 1], f"there are contexts on {_contexts()}")
+    expect(_contexts(gpu) == [0, 1], f"there are contexts on {_contexts(gpu)}")
 
 
 @fact(
@@ -199,7 +199,7 @@ def leaving_a_stream_makes_a_context(gpu: Device) -> None:
 def set_device_first(gpu: Device) -> None:
     """Queries, streams, copies."""
     gpu.cuda.set_device(1)
-    x = torch.ones(1024, device="cuda:1")
+    x = torch.ones(1024, device=gpu.second)
     stream = gpu.cuda.Stream()
     host = torch.zeros(1024).pin_memory()
 
@@ -213,15 +213,15 @@ def set_device_first(gpu: Device) -> None:
         event.synchronize()
 
     in_thread(work)
-    expect(_contexts() == [1], f"there are contexts on {_contexts()}")
+    expect(_contexts(gpu) == [1], f"there are contexts on {_contexts(gpu)}")
 
 
-def _contexts() -> list[int]:
+def _contexts(gpu: Device) -> list[int]:
     """The devices on which this process has a context."""
     has: Any = getattr(torch._C, "_cuda_hasPrimaryContext", None)
-    if has is None:
+    if has is None or gpu.device.type != "cuda":
         raise NotHereError("this torch does not tell which contexts there are")
-    return [index for index in range(torch.cuda.device_count()) if has(index)]
+    return [index for index in range(gpu.cuda.device_count()) if has(index)]
 
 
 FACTS: Final = tuple(each for each in list(globals().values()) if isinstance(each, Fact))

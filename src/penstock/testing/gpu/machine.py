@@ -19,23 +19,38 @@ from penstock.testing.gpu import processes
 _DRIVER: Final = Path("/proc/driver/nvidia/version")
 
 
-def machine(directory: str) -> dict[str, Any]:
-    """Versions, devices, memory and the file system of ``directory``.
+def kind_of(given: str | None) -> str:
+    """The kind of device to check: as given, or what this torch is built for; else ``"cpu"``."""
+    if given is not None:
+        return given
+    here = torch.accelerator.current_accelerator()
+    return "cpu" if here is None else here.type
+
+
+def machine(directory: str, kind: str) -> dict[str, Any]:
+    """Versions, devices of a kind, memory and the file system of ``directory``.
 
     ``devices`` is empty, and ``lacking`` says why in words, where there is no device to use.
     """
     devices, lacking = [], ""
     try:
-        if torch.version.cuda is None and torch.version.hip is None:
+        module: Any = torch.get_device_module(kind)
+        if kind == "cpu":
             lacking = f"this torch ({torch.__version__}) is built for CPUs only"
-        elif not torch.cuda.is_available():
-            lacking = "torch sees no device (is the driver loaded? see also CUDA_VISIBLE_DEVICES)"
+        elif kind == "mps":
+            lacking = "the memory of 'mps' is the CPU's, and it has no streams: Penstock refuses it"
+        elif not module.is_available():
+            lacking = (
+                f"torch ({torch.__version__}) sees no device of kind {kind!r} (is it built for that, and"
+                " is the driver loaded? see also CUDA_VISIBLE_DEVICES)"
+            )
         else:
-            devices = [_device(index) for index in range(torch.cuda.device_count())]
-            torch.zeros(1, device="cuda")
+            devices = [_device(module, index) for index in range(module.device_count())]
+            torch.zeros(1, device=kind)
     except Exception as error:  # noqa: BLE001  (a driver may fail in any way)
         devices, lacking = [], f"the device cannot be used: {type(error).__name__}: {error}"
     return {
+        "kind": kind,
         "devices": devices,
         "lacking": lacking,
         "driver": _first(r"\b(\d+\.\d+(?:\.\d+)?)\b", _DRIVER),
@@ -55,17 +70,18 @@ def machine(directory: str) -> dict[str, Any]:
 
 def work(options: argparse.Namespace) -> int:
     """Note the machine, in a process of :mod:`.child`."""
-    processes.append(options.records, machine(options.dir))
+    processes.append(options.records, machine(options.dir, kind_of(options.device)))
     return 0
 
 
-def _device(index: int) -> dict[str, Any]:
-    properties: Any = torch.cuda.get_device_properties(index)
+def _device(module: Any, index: int) -> dict[str, Any]:
+    properties = module.get_device_properties(index)
+    capability = [getattr(properties, name, None) for name in ("major", "minor")]
     return {
         "name": properties.name,
         "memory_bytes": properties.total_memory,
-        "capability": f"{properties.major}.{properties.minor}",
-        "multiprocessors": properties.multi_processor_count,
+        "capability": None if None in capability else "{}.{}".format(*capability),
+        "multiprocessors": getattr(properties, "multi_processor_count", None),
     }
 
 
