@@ -785,6 +785,10 @@ class Telling(Bare):
         return {"allocated_bytes": {"all": {"current": 1, "peak": 2, "allocated": 3}}}
 
 
+def allocator_of_others(device):
+    raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
+
+
 def test_memory_is_asked_of_the_devices_own_module(monkeypatch):
     """Without ``device_memory`` every session does that."""
     monkeypatch.setattr(torch, "get_device_module", lambda device_type: Telling)
@@ -795,6 +799,8 @@ def test_memory_is_asked_of_the_devices_own_module(monkeypatch):
         Telling, "get_per_process_memory_fraction", lambda device: 0.5, raising=False
     )
     assert telling.usable_bytes(device) == 128
+    monkeypatch.setattr(Telling, "memory_reserved", allocator_of_others)
+    assert telling.usable_bytes(device) is None
     monkeypatch.setattr(Telling, "free", None)
     assert telling.usable_bytes(device) is None
 

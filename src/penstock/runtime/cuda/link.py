@@ -281,13 +281,13 @@ class CudaLink:
         """``cudaMemGetInfo``, and the caching allocator; within the program's own limit for that."""
         if not all(hasattr(self._torch, name) for name in _FIGURES):
             return None
+        share_of = getattr(self._torch, "get_per_process_memory_fraction", lambda _: 1.0)
         try:
             free, total = self._torch.mem_get_info(device)
-        except RuntimeError:  # some of Intel's devices do not tell
+            usable = int(free + self._torch.memory_reserved(device))
+            return min(usable, int(total * share_of(device)))
+        except RuntimeError:  # some devices of Intel, and allocators that are plugged into torch
             return None
-        usable = int(free + self._torch.memory_reserved(device))
-        share_of = getattr(self._torch, "get_per_process_memory_fraction", None)
-        return usable if share_of is None else min(usable, int(total * share_of(device)))
 
     def allocated(self, device: torch.device) -> Allocated:
         """Of the caching allocator's statistics."""

@@ -1,0 +1,41 @@
+"""What is run again ends early where no checker is told, as in all programs but these tests'.
+
+The checker's callbacks of torch lose errors, so that while they are on nothing is ended by one.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+PROGRAM = """
+import sys, torch, plugin
+from pathlib import Path
+plugin.prepare()
+import programs
+from penstock.hooks import recompute
+
+stopped = []
+stop_early = recompute.stop_early
+recompute.stop_early = lambda: stopped.append(1) or stop_early()
+for program in (programs.one_stream_recomputed, programs.two_streams_recomputed):
+    expected, found = program(None), program(Path(sys.argv[1]))
+    assert all(map(torch.equal, found, expected)), f"{program.__name__}: the bits differ"
+assert stopped, "nothing ended early"
+print("the same bits")
+"""
+
+
+def test_what_is_run_again_and_ends_early_has_the_same_bits(disk_path):
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(disk_path)],
+        env=os.environ | {"PENSTOCK_SLAB": "16MiB", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert "the same bits" in ended.stdout, ended.stderr
