@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from penstock.codec.base import HEADER_BYTES, ITEMSIZE, read_header
-from penstock.codec.device import FORMS
+from penstock.codec.device import FORMS, sparse
 from penstock.codec.device.base import decode_tensor, encode_tensor, scratch_bytes
 from penstock.core.errors import CodecError, ConfigError
 from penstock.testing.codec_samples import placed, sources
@@ -208,3 +208,22 @@ def test_no_more_memory_is_taken_than_said_on_the_device(name):
                 before = torch.cuda.memory_allocated()
                 action()
                 assert torch.cuda.max_memory_allocated() - before <= most
+
+
+def test_kernels_that_had_no_memory_for_their_trial_are_tried_again(monkeypatch):
+    trials = []
+
+    def agrees(kernels, device, word):
+        trials.append(device)
+        if len(trials) == 1:
+            raise torch.OutOfMemoryError("full at the moment")
+        return True
+
+    kernels, device = object(), torch.device("cuda", 7)
+    monkeypatch.setattr(sparse.importlib, "import_module", lambda name: kernels)
+    monkeypatch.setattr(sparse, "agrees", agrees)
+    assert sparse.kernels_for(device, torch.int32) is None
+    assert sparse.kernels_for(device, torch.int32) is kernels
+    assert sparse.kernels_for(device, torch.int32) is kernels
+    assert len(trials) == 2
+    sparse._tried.cache_clear()

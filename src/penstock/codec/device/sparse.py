@@ -87,7 +87,10 @@ def expand(bitmap: Tensor, counts: Tensor, packed: Tensor, count: int) -> Tensor
 
 def kernels_for(device: torch.device, word: torch.dtype) -> Kernels | None:
     """The kernels of Triton, if they work for words of that type on ``device``; tried once for each."""
-    return _tried(device, word) if device.type == "cuda" else None
+    try:
+        return _tried(device, word) if device.type == "cuda" else None
+    except torch.OutOfMemoryError:  # tried again the next time
+        return None
 
 
 @cache
@@ -95,6 +98,8 @@ def _tried(device: torch.device, word: torch.dtype) -> Kernels | None:
     try:
         kernels: Any = importlib.import_module("penstock.codec.device.triton_sparse")
         works: Kernels | None = kernels if agrees(kernels, device, word) else None
+    except torch.OutOfMemoryError:
+        raise
     except Exception:  # noqa: BLE001  (no Triton, no compiler for it, a device that it does not know)
         return None
     return works
