@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from cuda_runs import assert_nothing_held
+from cuda_runs import assert_nothing_held, wait_until_settled
 from offload_runs import Trace
 
 HOST = "8MiB"
@@ -35,8 +35,11 @@ class Network(nn.Module):
         return self.out(x.mean(1) * x.amax(1))
 
 
-def trained(steps=3, session_of=None, **backward):
-    """Losses and gradients of some steps, under a session or none; the session, closed."""
+def trained(steps=3, session_of=None, *, settled=False, **backward):
+    """Losses and gradients of some steps, under a session or none; the session, closed.
+
+    ``settled``: backward begins when all that leaves has left.
+    """
     torch.manual_seed(0)
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -46,6 +49,8 @@ def trained(steps=3, session_of=None, **backward):
         for step in range(steps):
             x = torch.randn(BATCH, 3, 16, 16)
             loss = nn.functional.cross_entropy(model(x), torch.arange(BATCH) % 10)
+            if settled and session is not None:
+                wait_until_settled(session)
             loss.backward(**backward)
             if backward:
                 loss.backward()

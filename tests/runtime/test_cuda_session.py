@@ -29,7 +29,9 @@ def test_gradients_are_the_same_to_the_last_bit(link, disk_path, policy, host_me
     settings = {"policy": policy, "host_memory": host_memory, "device_memory": BUDGET}
     if not on_flash:
         settings |= {"flash": (), "flash_capacity": None}
-    with_us, session = trained(session_of=lambda m, o: session_in(disk_path, m, o, **settings))
+    with_us, session = trained(
+        session_of=lambda m, o: session_in(disk_path, m, o, **settings), settled=True
+    )
     without, _ = trained()
     with_us.assert_same_bits(without)
     assert session.budget.peak_bytes <= 4 * MIB
@@ -75,7 +77,8 @@ def test_with_flash_that_fails_it_is_the_same(link, disk_path):
         with_us, session = trained(
             session_of=lambda m, o: session_in(
                 disk_path, m, o, host_memory=HOST, device_memory=BUDGET, wrap_tier=faulty
-            )
+            ),
+            settled=True,
         )
     with_us.assert_same_bits(trained()[0])
     assert 1 <= session.recorder.snapshot().counted("spill.failed.flash") <= 4  # or cancelled

@@ -7,7 +7,13 @@ import torch
 from torch import nn
 
 import penstock
-from offload_runs import MACHINE, assert_nothing_held, counted, written_bytes
+from offload_runs import (
+    MACHINE,
+    assert_nothing_held,
+    counted,
+    wait_for_writes,
+    written_bytes,
+)
 from penstock.api import Session
 from penstock.core.errors import ConfigError, PlanError
 from penstock.core.units import MIB
@@ -26,8 +32,10 @@ def blocks(depth=3, width=64):
     return nn.Sequential(*(Block(width) for _ in range(depth)))
 
 
-def run(model, rows=512, width=64):
-    model(torch.randn(rows, width)).square().mean().backward()
+def run(model, rows=512, width=64, amid=lambda: None):
+    loss = model(torch.randn(rows, width)).square().mean()
+    amid()
+    loss.backward()
 
 
 @pytest.fixture
@@ -42,7 +50,7 @@ def test_a_plan_is_followed_from_the_first_step_and_never_replaced(plan, disk):
     model = blocks()
     with following(disk, plan, model) as session:
         for _ in range(3):
-            run(model)
+            run(model, amid=lambda: wait_for_writes(session))
             assert session.plan.decisions == plan.decisions
         assert written_bytes(session) > 0
         assert runs_again(session) == 3
@@ -76,7 +84,7 @@ def test_a_plan_saved_by_a_session_can_be_given_to_the_next(session_for, disk, t
         (tmp_path / "profile.json").write_text(session.profile.to_json())
         kept = session.plan
     with following(disk, Plan.from_json((tmp_path / "plan.json").read_text()), model) as session:
-        run(model)
+        run(model, amid=lambda: wait_for_writes(session))
         assert session.plan.decisions == kept.decisions
         assert written_bytes(session) > 0
 
