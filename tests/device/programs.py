@@ -48,6 +48,22 @@ class Chain(nn.Module):
         return self.layers(x).square().mean()
 
 
+class Noisy(nn.Module):
+    """Its operators save what they then fill, whole or a small part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            noise = torch.empty(8 * ROWS, WIDTH, device="cuda")
+            few = torch.ops.aten.rrelu_with_noise(x[:8], noise[:8], 0.1, 0.3, True)
+            x = torch.rrelu(x, training=True) + few.mean()
+        return x.square().mean()
+
+
 class Rectified(nn.Module):
     """Saves many zeros."""
 
@@ -96,13 +112,16 @@ class Fork(nn.Module):
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.side = torch.cuda.Stream()
 
+    def last(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         main, side = torch.cuda.current_stream(), self.side
         fork = torch.tanh(self.first(x))
         left = fork * fork.abs()
         side.wait_stream(main)  # which waits for it before backward frees ``fork``
         with torch.cuda.stream(side):
-            right = torch.tanh(self.second(fork))
+            right = self.last(torch.tanh(self.second(fork)))
         del fork
         time.sleep(self.busy_s)
         torch.ones_like(left)  # in memory that is free by now
@@ -112,7 +131,10 @@ class Fork(nn.Module):
 
 
 class ForkAnew(Fork):
-    """On a stream that is another one when it is run again."""
+    """On a new stream each time it is run; its last operator saves what it then fills."""
+
+    def last(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.rrelu(x, training=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.side = torch.cuda.Stream()
@@ -271,6 +293,14 @@ def one_stream_under_a_budget(path: Path | None) -> Bits:
     return train(path, Chain, HOST | BUDGET)
 
 
+def noise_on_host(path: Path | None) -> Bits:
+    return train(path, Noisy, HOST)
+
+
+def noise_spilled_late(path: Path | None) -> Bits:
+    return train(path, Noisy, HOST | {"policy": "keep", "device_memory": "768KiB"})
+
+
 def one_stream_recomputed(path: Path | None) -> Bits:
     return train(path, Chain, RECOMPUTED)
 
@@ -345,6 +375,16 @@ def encoded_on_two_streams(path: Path | None) -> Bits:
     return train(path, Branches, settings, settled=True)
 
 
+def encoded_small_parts(path: Path | None) -> Bits:
+    settings = HOST | {"codec": "byteplane", "device_memory": "32MiB"}
+    return train(path, Corners, settings, steps=1, settled=True)
+
+
+def encoded_and_recomputed(path: Path | None) -> Bits:
+    settings = RECOMPUTED | {"codec": "byteplane", "device_memory": "16MiB"}
+    return train(path, Forks, settings, rows=8 * ROWS, steps=2)
+
+
 def encoded_under_a_budget(path: Path | None) -> Bits:
     """What comes back is decoded to memory that kernels have used a moment before."""
     settings = {"codec": "zero-value", "policy": "auto", "device_memory": "16MiB"}
@@ -413,7 +453,7 @@ def _optimized(path: Path, device: str, settings: dict[str, Any]) -> Bits:
             generator = torch.Generator().manual_seed(step)
             x = torch.randn(ROWS, WIDTH, generator=generator).to(device)
             made.zero_grad()
-            if step == 2:  # the program sets what it trains
+            if step != 1:  # the program sets what it trains
                 with torch.no_grad():
                     for parameter in parameters:
                         parameter.mul_(0.5)
@@ -422,8 +462,8 @@ def _optimized(path: Path, device: str, settings: dict[str, Any]) -> Bits:
                 late = torch.full_like(parameter, 2.0).mul_(3)
                 del late  # kernels still use the memory that the gradient comes back to
                 bits.append((parameter.grad * 1).cpu())
-            other.grad = x.flatten().square()
             if settings.get("overlap"):  # else weights are about to change already
+                other.grad = x.flatten().square()
                 made.step()
             with torch.no_grad():
                 seen = model(x)
@@ -451,11 +491,11 @@ def optimizer_in_backward(path: Path | None) -> Bits:
 def checkpoints(path: Path | None) -> Bits:
     """Saved and loaded on a stream that is behind, and goes on with the same memory."""
     generator = torch.Generator().manual_seed(0)
-    hosts = [torch.randn(800_003, generator=generator, dtype=torch.float64), torch.ones(3) > 0]
+    hosts = [torch.randn(400_003, generator=generator, dtype=torch.complex128), torch.ones(3) > 0]
     stream, other = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(other):  # which nobody waits for
-        aside = torch.ones(100_003, device="cuda").mul_(3)
+        aside = torch.ones(3, dtype=torch.uint8, device="cuda").mul_(3)
     with torch.cuda.stream(stream):
         saved = {str(index): each.to("cuda").mul(3) for index, each in enumerate(hosts)}
         saved["aside"] = aside
@@ -484,7 +524,7 @@ def suspended(path: Path | None) -> Bits:
     model = Chain().to("cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
-    aside, on_host = torch.ones(300_000, device="cuda"), torch.ones(300_000)
+    aside, on_host = torch.ones(300_000, device="cuda"), torch.ones(3_000_000)
     side.wait_stream(main)
     bits: Bits = []
     with under(path, model, FLASH) as session:
@@ -538,6 +578,8 @@ PROGRAMS: list[Callable[[Path | None], Bits]] = [
     one_stream_on_flash,
     one_stream_on_host,
     one_stream_under_a_budget,
+    noise_on_host,
+    noise_spilled_late,
     one_stream_recomputed,
     two_streams_on_flash,
     two_streams_on_host,
@@ -552,6 +594,8 @@ PROGRAMS: list[Callable[[Path | None], Bits]] = [
     two_devices_on_host,
     encoded_on_flash,
     encoded_on_two_streams,
+    encoded_small_parts,
+    encoded_and_recomputed,
     encoded_under_a_budget,
     kept_and_spilled_late,
     batches_of_a_loader,
