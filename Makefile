@@ -16,16 +16,18 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,\
 PYTEST = (true 3>&1) 2>/dev/null || exec >/dev/null; (true 3>&2) || exec 2>/dev/null; \
 	$(PY) -m pytest
 
-# The emulated device: torch's CUDA build lies before the CPU's, everything else is the same
+# The emulated device: torch's CUDA build lies before the CPU's, everything else is the same.
+# `make test-device TORCH=2.8.0` builds another torch beside it, and so for the targets below
 TORCH := 2.13.0
 DEVICE := $(VENV)/device-$(TORCH)
 ON_DEVICE = export LD_LIBRARY_PATH=$(CURDIR)/$(DEVICE)/lib \
 	PYTHONPATH=$(CURDIR)/$(DEVICE)/torch:$(CURDIR)/tests/device \
 	CUBLAS_WORKSPACE_CONFIG=:4096:8 OMP_NUM_THREADS=1 EMU_DEVICES=2
+MUTATIONS = $(ON_DEVICE); PYTHONPATH=$$PYTHONPATH:$(CURDIR)/tests $(PY) tests/device/mutations.py
 # how pytest shows arguments prints storages value by value, which takes minutes on this device
 DEVICE_TESTS = -p plugin -m gpu --tb=short --timeout 120
 
-.PHONY: help demo test test-all test-device test-mutations lint format bench docs clean
+.PHONY: help demo test test-all test-device test-device-all test-mutations lint format bench docs clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | column -t -s "$$(printf '\t')"
@@ -39,13 +41,22 @@ test: $(VENV)/.base ## the tests, but for slow ones, side by side on up to four 
 
 test-all: $(VENV)/.base ## the tests, slow ones, random ones and those for a GPU included
 	export PENSTOCK_TEST_RANDOM=1; $(PYTEST)
+	$(MAKE) test-device test-device-all
 
 test-device: $(DEVICE)/.built ## the tests for a GPU on an emulated one (builds it first, for 2 GB)
 	$(ON_DEVICE); $(PYTEST) $(DEVICE_TESTS) -n logical --maxprocesses 4 --dist worksteal \
 		--durations=10
 
+test-device-all: $(DEVICE)/.built ## the same by the other schedules of the device; every mutation
+	@$(ON_DEVICE); set -e; for each in eager:0 fixed:0 random:1 random:2 random:3 random:4; do \
+		echo "== schedule and seed $$each"; \
+		export EMU_SCHEDULE=$${each%:*} EMU_SEED=$${each#*:}; \
+		$(PYTEST) $(DEVICE_TESTS) -n logical --maxprocesses 4 --dist worksteal; \
+	done
+	$(MUTATIONS) --excused
+
 test-mutations: $(DEVICE)/.built ## leave out each wait of the device code: a test must notice
-	$(ON_DEVICE); PYTHONPATH=$$PYTHONPATH:$(CURDIR)/tests $(PY) tests/device/mutations.py
+	$(MUTATIONS)
 
 lint: $(VENV)/.base $(VENV)/.lint ## style, types, and the layers of the design
 	$(PY) -m ruff check

@@ -32,7 +32,7 @@ from penstock.runtime.encoding.jobs import WriteJob
 from penstock.runtime.encoding.scratch import Slots
 from penstock.runtime.encoding.worker import Worker
 from penstock.staging import Staging, Step
-from penstock.testing.order import Order
+from penstock.testing.order import Order, Span
 from penstock.tier.base import Tier
 
 try:
@@ -274,41 +274,69 @@ def tiers() -> None:
 
     @wraps(write)
     def writing(self: Tier, address: int, nbytes: int, **named: Any) -> Any:
-        span = address, nbytes, bool(self.spec.gpu_direct)
-        begun = _begin(span, writes=False)
-        ticket = write(self, address, nbytes, **named)
-        kept = _start_of(named.get("keep_alive"))
-        ticket.written.add_done_callback(partial(_end, begun, span, False, kept))
+        begun = _Begun((address, nbytes, bool(self.spec.gpu_direct)), writes=False)
+        ticket = write(self, address, nbytes, **_held(begun, named))
+        ticket.written.add_done_callback(partial(_end, begun))
         return ticket
 
     @wraps(read)
     def reading(self: Tier, ticket: Any, address: int, **named: Any) -> Any:
         span = address, ticket.window.nbytes, bool(self.spec.gpu_direct)
-        begun = _begin(span, writes=True)
-        transfer = read(self, ticket, address, **named)
-        kept = _start_of(named.get("keep_alive"))
-        transfer.add_done_callback(partial(_end, begun, span, True, kept))
+        begun = _Begun(span, writes=True)
+        transfer = read(self, ticket, address, **_held(begun, named))
+        transfer.add_done_callback(partial(_end, begun))
         return transfer
 
     Tier.write, Tier.read = writing, reading  # type: ignore[method-assign]
 
 
-def _begin(span: Any, *, writes: bool) -> object:
-    begun = object()
-    if _order is not None:
-        _order.accessed(span, writes=writes, what="flash")
-        _order.hand_over(_key(begun))
-    return begun
+class _Begun:
+    """I/O that was submitted."""
+
+    def __init__(self, span: Span, *, writes: bool) -> None:
+        self.is_array = False
+        """Whether it holds an array, and tells of its end itself when it drops that."""
+        self._span, self._writes = span, writes
+        self.touch()
+
+    def touch(self) -> None:
+        """The memory is still read or written now, and until now."""
+        if _order is not None:
+            _order.take_over(_key(self))
+            _order.accessed(self._span, writes=self._writes, what="flash")
+            _order.hand_over(_key(self))
+
+    def __del__(self) -> None:
+        if _order is not None:
+            _order.forget(_key(self))
 
 
-def _end(begun: object, span: Any, writes: bool, kept: int | None, transfer: Transfer) -> None:
+class _Held:
+    """An array that I/O holds: whoever drops it may be the last one, even before the callbacks run."""
+
+    def __init__(self, begun: _Begun, array: object, start: int) -> None:
+        self._begun, self._array, self._start = begun, array, start
+        begun.is_array = True
+
+    def __del__(self) -> None:
+        if _order is not None:
+            self._begun.touch()
+            _order.hand_over(("lent", self._start))
+
+
+def _held(begun: _Begun, named: dict[str, Any]) -> dict[str, Any]:
+    array = named.get("keep_alive")
+    start = _start_of(array)
+    return named if start is None else named | {"keep_alive": _Held(begun, array, start)}
+
+
+def _end(begun: _Begun, transfer: Transfer) -> None:
     if _order is not None:
-        _order.take_over(_key(begun))
-        _order.forget(_key(begun))
-        _order.accessed(span, writes=writes, what="flash")
+        if begun.is_array:
+            _order.take_over(_key(begun))
+        else:
+            begun.touch()
         _order.hand_over(_key(transfer))
-        if kept is not None:
-            _order.hand_over(("lent", kept))
 
 
 def direct() -> None:

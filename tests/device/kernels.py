@@ -283,7 +283,13 @@ def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False)
 
 def _across(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
     device = source.device if source.is_cuda else target.device
+    ready = None
+    if source.is_cuda and target.is_cuda:  # torch does the same, once it has been told of the copy
+        with torch.cuda.device(target.device):
+            ready = torch.cuda.current_stream().record_event()
     with torch.cuda.device(device):
+        if ready is not None:
+            torch.cuda.current_stream().wait_event(ready)
         if _order is not None:
             stream = stream_here(torch.cuda.current_stream().cuda_stream)
             spans = [Operand(source).span], [Operand(target).span]

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import itertools
+import json
 import os
 import select
 import signal
@@ -26,16 +27,23 @@ import time
 import tomllib
 import traceback
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "penstock"
 EXCUSES = Path(__file__).with_name("excuses.toml")
+UNUSABLE = "the programs cannot be run: "
 LIMIT_S = 150
 """How long the programs of one mutant may take."""
+SCHEDULES = ("lazy", "random", "lazy", "eager", "lazy", "random", "lazy", "fixed")
+"""Of clean runs, in turn."""
 SETTINGS = {
     "PENSTOCK_GPU_DIRECT": "off",
     "PENSTOCK_IO_PIECE": "256KiB",
@@ -46,74 +54,158 @@ SETTINGS = {
 FOLDERS = ("runtime/cuda",)
 FILES = (
     "staging.py",
+    "session.py",
+    "runtime/digests.py",
     "runtime/executor.py",
     "runtime/kept.py",
+    "runtime/reads.py",
     "runtime/repeats.py",
     "runtime/remakes.py",
+    "runtime/encoding/jobs.py",
     "runtime/encoding/mover.py",
+    "runtime/encoding/worker.py",
     "hooks/recompute.py",
     "hooks/saved_tensors.py",
-    "optim/update.py",
+    "optim/crew.py",
     "optim/gradients.py",
+    "optim/overlap.py",
+    "optim/shelf.py",
+    "optim/states.py",
+    "optim/update.py",
     "checkpoint/moves.py",
+    "checkpoint/prepared.py",
+    "jobs/leaving.py",
+    "jobs/returning.py",
+    "jobs/suspend.py",
 )
 STATEMENTS = {
     "_use",
+    "await_devices",
+    "drain",
     "free_early",
     "keep",
     "made",
     "precede",
     "record_stream",
+    "restored",
     "synchronize",
     "use",
     "used",
     "wait",
     "wait_event",
+    "wait_for",
+    "wait_for_all",
+    "wait_stream",
 }
 """Calls that are left out where their value is not used."""
 VALUES = {"record", "ready_event", "_record"}
 """Calls in whose place an event comes that was never recorded: who waits for it waits for nothing."""
+STREAMS = {"self._leave", "self._table.leave"}
+"""Calls that return what a copy comes after, in ``runtime/cuda``; in their place nothing comes."""
+AFTER = {
+    "Copy": 2,
+    "_behind": 0,
+    "_submit": 2,
+    "_take_over": 2,
+    "copy_across": 2,
+    "straight": 2,
+    "to_device": 1,
+    "to_host": 1,
+    "write": 3,
+}
+"""Which positional argument of a call says what a copy comes after."""
+TUPLES = {"runtime/cuda/timing.py"}
+"""Files where the value of such a call is a tuple of events, in whose place none comes."""
+NEVER = "__import__('mutations').never_recorded()"
+HELD = {"after", "keep_alive"}
+"""Arguments by keyword in whose place nothing comes: what a copy comes after, and what it holds."""
 EARLY = {
     "runtime/cuda/lanes.py": {
-        "Lane._issue: a copy holds its storage no longer than until it is issued": {
+        ("Lane._issue", "a copy holds its storage no longer than until it is issued"): {
             "            copy.after = ()\n": "            copy.after, copy.storage = (), None\n"
         },
-        "Lane.serve: a copy has landed when it has been issued": {
+        ("Lane.serve", "a copy has landed when it has been issued"): {
             "watched = self._see_end(copy)": "watched = False"
         },
-        "Lane._reuse: the event that times are reckoned from is used again": {
+        ("Lane._reuse", "the event that times are reckoned from is used again"): {
             "event is not None and event is not kept": "event is not None"
         },
     },
     "runtime/cuda/outbound.py": {
-        "Outbound.write: the source is let go of when its copy has been issued": {
+        ("Outbound.write", "the source is let go of when its copy has been issued"): {
             "tier.spec.name, landed)": "tier.spec.name, landed,"
             " issued=lambda copy: ticket.written.settle(copy.error))",
             "        ticket.written.settle(copy.error)\n": "",
         },
     },
     "runtime/cuda/pinned.py": {
-        "Slab._free_unneeded: a buffer is free while transfers touch it": {
+        ("Slab._free_unneeded", "a buffer is free while transfers touch it"): {
             "not buffer.wanted and not buffer.moving": "not buffer.wanted"
         },
-        "Slab._free_unneeded: a buffer is free when no transfer touches it, whatever it holds": {
-            "not buffer.wanted and not buffer.moving": "not buffer.moving"
-        },
+        (
+            "Slab._free_unneeded",
+            "a buffer is free when no transfer touches it, whatever it holds",
+        ): {"not buffer.wanted and not buffer.moving": "not buffer.moving"},
     },
     "runtime/cuda/inbound.py": {
-        "Inbound._issued: who uses a target does not know of its copy": {
+        ("Inbound._issued", "who uses a target does not know of its copy"): {
             "fill.copy = copy": "pass"
         },
     },
     "runtime/cuda/direct_outbound.py": {
-        "DirectOutbound._go: the source is let go of when its write begins": {
+        ("DirectOutbound._go", "the source is let go of when its write begins"): {
             "on_flash.written.add_done_callback(partial(self._ended, leaving))": (
                 "self._ended(leaving, Transfer(0))"
             )
         },
     },
+    "runtime/cuda/encoding.py": {
+        ("DeviceEncodingMover._begin", "a source is encoded before it is complete"): {
+            "self._inner.fence(storage, job.ticket.label, partial(self._complete, job))": (
+                "self._complete(job, None)"
+            )
+        },
+        ("DeviceReadJob._decode_piece", "who uses a target does not know of its decoding"): {
+            "target.fill = Fill(stream, made=side.link.record(stream))": "pass"
+        },
+    },
+    "runtime/encoding/worker.py": {
+        ("Worker._encode", "a source is let go of when its frame is on its way"): {
+            "part.written.add_done_callback(partial(self._written, job, slot))": (
+                "self._ended(job, slot, None)"
+            )
+        },
+        ("Worker._read", "a frame is decoded before it is there"): {
+            "transfer.add_done_callback(partial(self._arrived, job, index, slot))": (
+                "self._arrived(job, index, slot, Transfer(0))"
+            )
+        },
+    },
+    "runtime/executor.py": {
+        ("Executor.save", "what is saved leaves before it is complete"): {
+            "self.completion.wait(action)": "action(True)"
+        },
+    },
+    "hooks/saved_tensors.py": {
+        ("SavedTensorHooks.when_complete", "what is saved is read before it is complete"): {
+            "        completion.wait(act)": "        act(True)"
+        },
+        ("SavedTensorHooks._pack_storage", "what is kept leaves before it is complete"): {
+            "self._completion.wait(partial(executor.complete_kept, kept))": (
+                "executor.complete_kept(kept, True)"
+            )
+        },
+        ("SavedTensorHooks._pack_span", "a part is copied out before it is complete"): {
+            "            self._completion.wait(action)": "            action(True)"
+        },
+    },
+    "runtime/digests.py": {
+        ("Comparison.__init__", "digests are let go of before they are compared"): {
+            "self._first, self._second = first, second": "self._first, self._second = 0, None"
+        },
+    },
     "runtime/cuda/direct_inbound.py": {
-        "DirectInbound._fenced: a read has ended when it begins": {
+        ("DirectInbound._fenced", "a read has ended when it begins"): {
             "inner.add_done_callback(partial(self._filled, read))": "self._settle(read, None)"
         },
     },
@@ -127,34 +219,30 @@ class Site:
 
     path: str
     where: str
-    """The function, and the text that is left out; told apart by a number where there are several."""
+    """Its function."""
+    what: str
+    """The text that is left out, with a number where there are several; or an entry of ``EARLY``."""
     number: int
     """In the order of the file's tree; -1: an entry of ``EARLY``."""
 
     @property
-    def key(self) -> str:
+    def function(self) -> str:
         return f"{self.path}: {self.where}"
+
+    @property
+    def key(self) -> str:
+        return f"{self.function}: {self.what}"
 
 
 # -- sites ------------------------------------------------------------------------------------------
 
 
-class _Finder(ast.NodeTransformer):
-    """Numbers the sites of a module, and leaves out the one that is asked for."""
+class _Scoped(ast.NodeTransformer):
+    """Knows in which function it is."""
 
-    def __init__(self, path: str, wanted: int | None = None) -> None:
-        self.path, self.wanted = path, wanted
-        self.sites: list[Site] = []
+    def __init__(self, path: str) -> None:
+        self.path = path
         self._scope: list[str] = []
-
-    def _site(self, node: ast.AST) -> bool:
-        text = " ".join(ast.unparse(node).split())
-        where = f"{'.'.join(self._scope)}: {text}"
-        same = sum(each.where.partition(" #")[0] == where for each in self.sites)
-        self.sites.append(
-            Site(self.path, where + (f" #{same + 1}" if same else ""), len(self.sites))
-        )
-        return self.wanted == len(self.sites) - 1
 
     def _scoped(self, node: Any) -> Any:
         self._scope.append(node.name)
@@ -164,6 +252,23 @@ class _Finder(ast.NodeTransformer):
 
     visit_FunctionDef = visit_ClassDef = _scoped
 
+
+class _Finder(_Scoped):
+    """Numbers the sites of a module, and leaves out the one that is asked for."""
+
+    def __init__(self, path: str, wanted: int | None = None) -> None:
+        super().__init__(path)
+        self.wanted = wanted
+        self.sites: list[Site] = []
+
+    def _site(self, node: ast.AST) -> bool:
+        where, what = ".".join(self._scope), " ".join(ast.unparse(node).split())
+        alike = [(each.where, each.what.partition(" #")[0]) for each in self.sites]
+        same = alike.count((where, what))
+        number = f" #{same + 1}" if same else ""
+        self.sites.append(Site(self.path, where, what + number, len(self.sites)))
+        return self.wanted == len(self.sites) - 1
+
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
         if _called(node.value) in STATEMENTS and not _sleeps(node) and self._site(node):
             return ast.copy_location(ast.Pass(), node)
@@ -172,21 +277,19 @@ class _Finder(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         name = _called(node)
         if name in VALUES and self._site(node):
-            return ast.parse("__import__('mutations').never_recorded()", mode="eval").body
+            return self._parsed("()" if self.path in TUPLES else NEVER)
+        if "cuda/" in self.path and ast.unparse(node.func) in STREAMS and self._site(node):
+            return self._parsed("()")
         for keyword in node.keywords:
-            if keyword.arg == "after" and self._site(keyword):
-                keyword.value = self._nothing()
-        if (
-            name == "Copy"
-            and len(node.args) > 2
-            and _says(node.args[2])
-            and self._site(node.args[2])
-        ):
-            node.args[2] = ast.Tuple([], ast.Load())
+            if keyword.arg in HELD and _says(keyword.value) and self._site(keyword):
+                keyword.value = self._parsed("()" if name == "Copy" else "None")
+        place = AFTER.get(name, len(node.args))
+        if place < len(node.args) and _says(node.args[place]) and self._site(node.args[place]):
+            node.args[place] = self._parsed("()" if "cuda/" in self.path else "None")
         return self.generic_visit(node)
 
-    def _nothing(self) -> ast.expr:
-        return ast.Tuple([], ast.Load()) if "cuda/" in self.path else ast.Constant(None)
+    def _parsed(self, text: str) -> ast.expr:
+        return ast.parse(text, mode="eval").body
 
 
 def _called(node: ast.AST) -> str:
@@ -196,19 +299,23 @@ def _called(node: ast.AST) -> str:
 
 
 def _sleeps(node: ast.Expr) -> bool:
-    """Whether it is a condition, which a loop looks at again."""
-    return ast.unparse(node).endswith(("_wake.wait()", "changed.wait()"))
+    """Whether it is a condition, which a loop looks at again; or puts something off: see ``EARLY``."""
+    text = ast.unparse(node)
+    return text.endswith(("_wake.wait()", "changed.wait()")) or "ompletion.wait(" in text
 
 
 def _says(node: ast.expr) -> bool:
-    return not (isinstance(node, ast.Tuple) and not node.elts)
+    """Whether an argument is something that is not a site itself."""
+    return ast.unparse(node) not in ("()", "None") and _called(node) not in VALUES
 
 
 def never_recorded() -> Any:
     """An event that is reached already."""
     import torch
 
-    return torch.cuda.Event(blocking=True, enable_timing=True)
+    event: Any = torch.cuda.Event(blocking=True, enable_timing=True)
+    event.idle = []  # where the link puts it when it is not needed any more
+    return event
 
 
 def all_sites() -> list[Site]:
@@ -222,7 +329,7 @@ def all_sites() -> list[Site]:
         for what, changes in EARLY.get(path, {}).items():
             for old in changes:
                 assert text.count(old) == 1, f"{path}: the text of {what!r} changed; mend EARLY"
-            sites.append(Site(path, what, -1))
+            sites.append(Site(path, *what, -1))
     return sites
 
 
@@ -241,57 +348,123 @@ def excuses() -> dict[str, str]:
 
 # -- one mutant -------------------------------------------------------------------------------------
 
+Change: TypeAlias = Callable[[str, str], ast.AST]
+"""Given a file's path and its text, what is imported in its place."""
+
+
+def without(site: Site) -> Change:
+    """Leave a site out."""
+
+    def change(path: str, text: str) -> ast.AST:
+        if site.number >= 0:
+            return _Finder(path, site.number).visit(ast.parse(text))  # type: ignore[no-any-return]
+        for old, new in EARLY[path][site.where, site.what].items():
+            text = text.replace(old, new)
+        return ast.parse(text)
+
+    return change
+
+
+_entered: set[str] = set()
+
+
+def entered(function: str) -> None:
+    """A function with a site was called."""
+    _entered.add(function)
+
+
+def telling(path: str, text: str) -> ast.AST:
+    """Have functions tell that they are called."""
+    return _Teller(path).visit(ast.parse(text))  # type: ignore[no-any-return]
+
+
+class _Teller(_Scoped):
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        self._scoped(node)
+        where = f"{self.path}: {'.'.join([*self._scope, node.name])}"
+        node.body[:0] = ast.parse(f"__import__('mutations').entered({where!r})").body
+        return node
+
 
 class _Importer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports one module with a site left out."""
+    """Imports changed modules."""
 
-    def __init__(self, site: Site) -> None:
-        self._site = site
-        self._name = "penstock." + site.path.removesuffix(".py").replace("/", ".")
+    def __init__(self, paths: Iterable[str], change: Change) -> None:
+        self._change = change
+        self._paths = {
+            "penstock." + path.removesuffix(".py").replace("/", "."): path for path in paths
+        }
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != self._name:
+        if name not in self._paths:
             return None
-        return importlib.util.spec_from_loader(name, self, origin=str(SOURCE / self._site.path))
+        origin = str(SOURCE / self._paths[name])
+        return importlib.util.spec_from_loader(name, self, origin=origin)
 
     def create_module(self, spec: Any) -> None:
         return None
 
     def exec_module(self, module: types.ModuleType) -> None:
-        path = SOURCE / self._site.path
-        text = path.read_text()
-        if self._site.number < 0:
-            for old, new in EARLY[self._site.path][self._site.where].items():
-                text = text.replace(old, new)
-            tree: ast.AST = ast.parse(text)
-        else:
-            tree = _Finder(self._site.path, self._site.number).visit(ast.parse(text))
+        path = SOURCE / self._paths[module.__name__]
+        tree = self._change(self._paths[module.__name__], path.read_text())
         module.__file__ = str(path)
         exec(compile(ast.fix_missing_locations(tree), str(path), "exec"), module.__dict__)  # type: ignore[arg-type]
 
 
-def judge(site: Site | None) -> str:
-    """In a process of its own: run programs until one notices. What did, or ``""``."""
+class _CannotBeginError(Exception):
+    """The emulated device cannot be used, so nothing was noticed."""
+
+
+def judge(order: Callable[[list[str]], Iterable[str]]) -> Iterator[tuple[str, str]]:
+    """In a process of its own: run programs, in some order; of each, what is wrong, or ``""``."""
     os.environ.update(SETTINGS)
-    if site is not None:
-        sys.meta_path.insert(0, _Importer(site))
-    import plugin
+    try:
+        import plugin
 
-    plugin.prepare()
-    import emulator
-    import torch
-    from programs import PROGRAMS
+        plugin.prepare()
+        import emulator
+        import torch
+        from programs import PROGRAMS
+    except BaseException as error:
+        raise _CannotBeginError(repr(error)) from error
 
-    for program in PROGRAMS:
-        expected = program(None)
-        with plugin.judged() as order, tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
-            found = program(Path(directory))
-            complaints = plugin.faults(order) + emulator.offences()
+    programs = {program.__name__: program for program in PROGRAMS}
+    for name in order(list(programs)):
+        expected = programs[name](None)
+        with plugin.judged() as judged, tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
+            found = programs[name](Path(directory))
+            complaints = plugin.faults(judged) + emulator.offences()
             same = all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-        if complaints or not same:
-            bits = "bits are the same" if same else "bits are WRONG"
-            return f"{program.__name__}: {bits}; {len(complaints)} complaints {complaints[:1]}"
-    return ""
+        bits = "bits are the same" if same else "bits are WRONG"
+        is_wrong = complaints or not same
+        yield name, f"{bits}; {len(complaints)} complaints {complaints[:1]}" if is_wrong else ""
+
+
+def notice(site: Site, order: Callable[[list[str]], Iterable[str]]) -> str:
+    """Run programs with a site left out until one notices: which, and what."""
+    sys.meta_path.insert(0, _Importer([site.path], without(site)))
+    return next((f"{name}: {wrong}" for name, wrong in judge(order) if wrong), "")
+
+
+def survey() -> str:
+    """Run the programs with nothing left out: what each calls, and how long it takes, as JSON."""
+    sys.meta_path.insert(0, _Importer(paths(), telling))
+    found: dict[str, tuple[list[str], float]] = {}
+    began = time.monotonic()
+    for name, wrong in judge(lambda names: names):
+        if wrong:
+            return f"{name}: {wrong}"
+        found[name] = sorted(_entered), time.monotonic() - began
+        _entered.clear()
+        began = time.monotonic()
+    return json.dumps(found)
+
+
+def clean(seed: int) -> str:
+    """Run the programs with nothing left out, by a schedule: what is wrong, as JSON."""
+    os.environ["EMU_SEED"] = str(seed)
+    os.environ["EMU_SCHEDULE"] = SCHEDULES[seed % len(SCHEDULES)]
+    return json.dumps(dict(judge(lambda names: names)))
 
 
 def in_a_child(work: Callable[[], str]) -> tuple[int, int]:
@@ -308,33 +481,113 @@ def in_a_child(work: Callable[[], str]) -> tuple[int, int]:
     os.dup2(silent, 2)
     try:
         said = work()
+    except _CannotBeginError as error:
+        said = f"{UNUSABLE}{error}"
     except BaseException:  # noqa: BLE001  (it notices)
         said = "error: " + traceback.format_exc().strip().rpartition("\n")[2]
-    os.write(writer, said.encode()[:4000])
-    os._exit(0)
+    with open(writer, "w", encoding="utf-8", errors="replace") as file:
+        file.write(said)
+        file.flush()
+        os._exit(0)
 
 
-def run(sites: Sequence[Site | None], jobs: int) -> Iterator[tuple[Site | None, str]]:
-    """What noticed each mutant."""
-    waiting = list(reversed(sites))
-    running: dict[int, tuple[Site | None, int]] = {}
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            site = waiting.pop()
-            child, reader = in_a_child(lambda site=site: judge(site))
-            running[reader] = site, child
+def run(tasks: Iterable[tuple[T, Callable[[], str]]], jobs: int) -> Iterator[tuple[T, str]]:
+    """What each task said, which runs in a process of its own."""
+    waiting = iter(tasks)
+    running: dict[int, tuple[T, int]] = {}
+    while True:
+        for key, work in itertools.islice(waiting, jobs - len(running)):
+            child, reader = in_a_child(work)
+            running[reader] = key, child
+        if not running:
+            return
         for reader in select.select(list(running), [], [])[0]:
-            site, child = running.pop(reader)
-            said = b""
-            while chunk := os.read(reader, 65536):
-                said += chunk
-            os.close(reader)
+            key, child = running.pop(reader)
+            with open(reader, "rb") as file:
+                text = file.read().decode()
             _, status = os.waitpid(child, 0)
             died = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-            text = said.decode()
+            if text.startswith(UNUSABLE):
+                sys.exit(text)
             if died:
                 text = "no end" if died == signal.SIGALRM else f"died of signal {died}"
-            yield site, text
+            yield key, text
+
+
+# -- all of them ------------------------------------------------------------------------------------
+
+
+class _Programs:
+    """In which order they run for a site."""
+
+    def __init__(self, surveyed: str) -> None:
+        self._found: dict[str, tuple[list[str], float]] = json.loads(surveyed)
+        self._noticed: Counter[tuple[str, str]] = Counter()
+
+    def of(self, site: Site, *, excused: bool) -> Callable[[list[str]], Iterable[str]]:
+        """Those that call the function, what has noticed most in the file first, then the quickest.
+
+        The others follow, in case that threads have met otherwise; not for what is excused.
+        """
+        calling = [name for name in self._found if site.function in self._found[name][0]]
+        others = [] if excused else [name for name in self._found if name not in calling]
+        places = {
+            name: (name in others, -self._noticed[site.path, name], self._found[name][1])
+            for name in calling + others
+        }
+        return lambda _: sorted(places, key=places.__getitem__)
+
+    def noticed(self, site: Site, text: str) -> None:
+        """Some program did, or none."""
+        self._noticed[site.path, text.partition(":")[0]] += 1
+
+
+def mutate(sites: Sequence[Site], jobs: int, *, excused: bool) -> bool:
+    """Leave out each site, and print what noticed; whether all did that must.
+
+    Those that may be left out are only counted, unless they are tried as well: ``excused``.
+    """
+    began = time.monotonic()
+    reasons, counts = excuses(), Counter[str]()
+    surveyed = next(run([(None, survey)], 1))[1]
+    if not surveyed.startswith("{"):
+        print(f"the programs fail with nothing left out: {surveyed}")
+        return False
+    programs = _Programs(surveyed)
+    tried = [site for site in sites if excused or site.key not in reasons]
+    counts["excused"] = len(sites) - len(tried)
+    tasks = (
+        (site, partial(notice, site, programs.of(site, excused=site.key in reasons)))
+        for site in tried
+    )
+    for site, noticed in run(tasks, jobs):
+        programs.noticed(site, noticed)
+        verdict = "killed" if noticed else "excused" if site.key in reasons else "SURVIVED"
+        counts[verdict] += 1
+        print(
+            f"{verdict:9}{site.key}\n          {noticed or reasons.get(site.key, '')}", flush=True
+        )
+    numbers = ", ".join(f"{counts[each]} {each}" for each in ("killed", "excused", "SURVIVED"))
+    print(f"{len(sites)} mutants: {numbers}; {time.monotonic() - began:.0f} s")
+    return not counts["SURVIVED"]
+
+
+def repeat_clean(times: int, jobs: int) -> bool:
+    """Run all programs again and again with nothing left out; whether nothing was ever wrong."""
+    began = time.monotonic()
+    runs = alarms = 0
+    for seed, text in run(((seed, partial(clean, seed)) for seed in range(times)), jobs):
+        found = json.loads(text) if text.startswith("{") else {"all": text}
+        wrong = {name: what for name, what in found.items() if what}
+        runs += len(found)
+        alarms += len(wrong)
+        for name, what in wrong.items():
+            print(
+                f"ALARM    seed {seed}, {SCHEDULES[seed % len(SCHEDULES)]}: {name}: {what}",
+                flush=True,
+            )
+    print(f"{runs} runs of a program, {alarms} alarms; {time.monotonic() - began:.0f} s")
+    return not alarms
 
 
 def main() -> int:
@@ -342,6 +595,15 @@ def main() -> int:
     parser.add_argument("--only", default="", help="sites whose name contains this")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--list", action="store_true", help="the sites, and nothing else")
+    parser.add_argument(
+        "--excused", action="store_true", help="try also what excuses.toml says may be left out"
+    )
+    parser.add_argument(
+        "--clean",
+        type=int,
+        metavar="N",
+        help="leave nothing out: run all programs N times, with seeds and schedules in turn",
+    )
     given = parser.parse_args()
     sites = [site for site in all_sites() if given.only in site.key]
     if given.list:
@@ -351,30 +613,12 @@ def main() -> int:
 
     # what shapes are computed with is imported once, before forking
     torch.nn.functional.layer_norm(torch.empty(2, 2, device="meta"), (2,))
-    began = time.monotonic()
-    excused, killed, survived = excuses(), 0, []
-    clean = next(run([None], 1))[1]
-    if clean:
-        print(f"the programs fail with nothing left out: {clean}")
-        return 1
-    for site, noticed in run(sites, given.jobs):
-        assert site is not None
-        killed += bool(noticed)
-        if not noticed:
-            survived.append(site)
-        verdict = "killed" if noticed else "excused" if site.key in excused else "SURVIVED"
-        print(
-            f"{verdict:9}{site.key}\n          {noticed or excused.get(site.key, '')}", flush=True
-        )
-    unexcused = [site for site in survived if site.key not in excused]
-    took = time.monotonic() - began
-    print(
-        f"{len(sites)} mutants: {killed} killed, {len(survived) - len(unexcused)} excused,"
-        f" {len(unexcused)} survived; {took:.0f} s"
-    )
-    return bool(unexcused)
+    if given.clean:
+        is_good = repeat_clean(given.clean, given.jobs)
+    else:
+        is_good = mutate(sites, given.jobs, excused=given.excused)
+    return 0 if is_good else 1
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        sys.exit(main())
+    sys.exit(main())

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import penstock
 from cuda_runs import wait_until_settled
 from offload_runs import session_in
 from penstock import checkpoint
@@ -45,6 +46,22 @@ class Chain(nn.Module):
 
     def forward(self, x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
         return self.layers(x).square().mean()
+
+
+class Noisy(nn.Module):
+    """Its operators save what they then fill, whole or a small part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            noise = torch.empty(8 * ROWS, WIDTH, device="cuda")
+            few = torch.ops.aten.rrelu_with_noise(x[:8], noise[:8], 0.1, 0.3, True)
+            x = torch.rrelu(x, training=True) + few.mean()
+        return x.square().mean()
 
 
 class Rectified(nn.Module):
@@ -95,19 +112,33 @@ class Fork(nn.Module):
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.side = torch.cuda.Stream()
 
+    def last(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         main, side = torch.cuda.current_stream(), self.side
         fork = torch.tanh(self.first(x))
         left = fork * fork.abs()
         side.wait_stream(main)  # which waits for it before backward frees ``fork``
         with torch.cuda.stream(side):
-            right = torch.tanh(self.second(fork))
+            right = self.last(torch.tanh(self.second(fork)))
         del fork
         time.sleep(self.busy_s)
         torch.ones_like(left)  # in memory that is free by now
         main.wait_stream(side)
         right.record_stream(main)
         return left + right
+
+
+class ForkAnew(Fork):
+    """On a new stream each time it is run; its last operator saves what it then fills."""
+
+    def last(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.rrelu(x, training=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.side = torch.cuda.Stream()
+        return super().forward(x)
 
 
 class Corner(nn.Module):
@@ -143,6 +174,12 @@ class Forks(nn.Module):
 
     def forward(self, x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
         return self.layers(x).square().mean()
+
+
+class ForksAnew(Forks):
+    """Several, one after another."""
+
+    kind = ForkAnew
 
 
 class Corners(Forks):
@@ -278,6 +315,14 @@ def one_stream_under_a_budget(path: Path | None) -> Bits:
     return train(path, Chain, HOST | BUDGET)
 
 
+def noise_on_host(path: Path | None) -> Bits:
+    return train(path, Noisy, HOST)
+
+
+def noise_spilled_late(path: Path | None) -> Bits:
+    return train(path, Noisy, HOST | {"policy": "keep", "device_memory": "768KiB"})
+
+
 def one_stream_recomputed(path: Path | None) -> Bits:
     return train(path, Chain, RECOMPUTED)
 
@@ -297,6 +342,10 @@ def two_streams_recomputed(path: Path | None) -> Bits:
 def two_streams_made_again(path: Path | None) -> Bits:
     """Nothing is spilled once the plan is in force."""
     return train(path, MadeAgain, RECOMPUTED | {"device_memory": "576KiB"})
+
+
+def new_streams_recomputed(path: Path | None) -> Bits:
+    return train(path, ForksAnew, RECOMPUTED | {"device_memory": "1536KiB"})
 
 
 def two_streams_and_small_parts(path: Path | None) -> Bits:
@@ -324,13 +373,18 @@ def two_devices_on_host(path: Path | None) -> Bits:
     return train(path, Apart, HOST | BUDGET)
 
 
-def two_streams_gpu_direct(path: Path | None) -> Bits:
+def two_streams_gpu_direct(path: Path | None, **settings: Any) -> Bits:
     before = os.environ["PENSTOCK_GPU_DIRECT"]
     os.environ["PENSTOCK_GPU_DIRECT"] = "on"
     try:
-        return train(path, Branches, DIRECT, settled=True)
+        return train(path, Branches, DIRECT | settings, settled=True)
     finally:
         os.environ["PENSTOCK_GPU_DIRECT"] = before
+
+
+def two_streams_gpu_direct_and_host(path: Path | None) -> Bits:
+    """Flash is soon full."""
+    return two_streams_gpu_direct(path, host_memory="32MiB", flash_capacity="1MiB")
 
 
 def kept_and_spilled_late(path: Path | None) -> Bits:
@@ -346,6 +400,16 @@ def encoded_on_flash(path: Path | None) -> Bits:
 def encoded_on_two_streams(path: Path | None) -> Bits:
     settings = HOST | {"codec": "byteplane", "device_memory": "32MiB"}
     return train(path, Branches, settings, settled=True)
+
+
+def encoded_small_parts(path: Path | None) -> Bits:
+    settings = HOST | {"codec": "byteplane", "device_memory": "32MiB"}
+    return train(path, Corners, settings, steps=1, settled=True)
+
+
+def encoded_and_recomputed(path: Path | None) -> Bits:
+    settings = RECOMPUTED | {"codec": "byteplane", "device_memory": "16MiB"}
+    return train(path, Forks, settings, rows=8 * ROWS, steps=2)
 
 
 def encoded_under_a_budget(path: Path | None) -> Bits:
@@ -407,26 +471,33 @@ def _optimized(path: Path, device: str, settings: dict[str, Any]) -> Bits:
     sizes = (WIDTH, 2 * WIDTH, 2 * WIDTH, WIDTH)  # the gradient of none is too short to leave
     layers = [nn.Linear(*each, bias=False) for each in itertools.pairwise(sizes)]
     model = nn.Sequential(*layers).to(device)
+    other = nn.Parameter(torch.zeros(ROWS * WIDTH, device=device))  # without a part in backward
     bits: Bits = []
     with warnings.catch_warnings(action="ignore"):  # it takes more memory than so small states
-        made = FlashAdamW(model.parameters(), lr=1e-2, flash=path, tile=102_400, **settings)
+        parameters = [*model.parameters(), other]
+        made = FlashAdamW(parameters, lr=1e-2, flash=path, tile=102_400, **settings)
         for step in range(3):
             generator = torch.Generator().manual_seed(step)
             x = torch.randn(ROWS, WIDTH, generator=generator).to(device)
             made.zero_grad()
+            if step != 1:  # the program sets what it trains
+                with torch.no_grad():
+                    for parameter in parameters:
+                        parameter.mul_(0.5)
             model(x).square().mean().backward()
             for parameter in model.parameters() if "gradient_memory" in settings else ():
                 late = torch.full_like(parameter, 2.0).mul_(3)
                 del late  # kernels still use the memory that the gradient comes back to
                 bits.append((parameter.grad * 1).cpu())
             if settings.get("overlap"):  # else weights are about to change already
+                other.grad = x.flatten().square()
                 made.step()
             with torch.no_grad():
                 seen = model(x)
             if not settings.get("overlap"):
                 made.step()
             bits.append(seen.cpu())
-        bits += [parameter.detach().cpu() for parameter in model.parameters()]
+        bits += [parameter.detach().cpu() for parameter in parameters]
         assert "gradient_memory" not in settings or made.wear().gradient_bytes_per_step > 0
         made.close()
     return bits
@@ -447,16 +518,20 @@ def optimizer_in_backward(path: Path | None) -> Bits:
 def checkpoints(path: Path | None) -> Bits:
     """Saved and loaded on a stream that is behind, and goes on with the same memory."""
     generator = torch.Generator().manual_seed(0)
-    hosts = [torch.randn(800_003, generator=generator, dtype=torch.float64), torch.ones(3) > 0]
-    stream = torch.cuda.Stream()
+    hosts = [torch.randn(400_003, generator=generator, dtype=torch.complex128), torch.ones(3) > 0]
+    stream, other = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()
+    with torch.cuda.stream(other):  # which nobody waits for
+        aside = torch.ones(3, dtype=torch.uint8, device="cuda").mul_(3)
     with torch.cuda.stream(stream):
         saved = {str(index): each.to("cuda").mul(3) for index, each in enumerate(hosts)}
+        saved["aside"] = aside
         late = torch.empty_like(saved["0"]).fill_(7)
         loaded = {key: torch.empty_like(each) for key, each in saved.items()}
         if path is not None:
             checkpoint.save(path / "saved", saved)
         else:
+            stream.wait_stream(other)
             loaded = {key: each.clone() for key, each in saved.items()}
         for each in saved.values():
             each.zero_()
@@ -467,6 +542,39 @@ def checkpoints(path: Path | None) -> Bits:
         bits = [each.mul(2).cpu() for each in loaded.values()]
         bits.append(late.cpu())
     torch.cuda.synchronize()
+    return bits
+
+
+def suspended(path: Path | None) -> Bits:
+    """With kernels of another stream under way, and resumed amid kernels that use the same memory."""
+    torch.manual_seed(0)
+    model = Chain().to("cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    aside, on_host = torch.ones(300_000, device="cuda"), torch.ones(3_000_000)
+    side.wait_stream(main)
+    bits: Bits = []
+    with under(path, model, FLASH) as session:
+        for step in range(3):
+            x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
+            loss = model(x.to("cuda"))
+            if session is not None:
+                wait_until_settled(session)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            on_host.add_(1)
+            with torch.cuda.stream(side):
+                aside.mul_(3)
+            if session is not None:
+                penstock.suspend(session, also=[aside, on_host])
+                late = torch.full((300_000,), 2.0, device="cuda").mul_(3)
+                del late
+                penstock.resume(session)
+            main.wait_stream(side)
+            bits += [(aside * 1).cpu(), on_host.clone()]
+            side.wait_stream(main)
+        bits += [parameter.detach().cpu() for parameter in model.parameters()]
     return bits
 
 
@@ -497,19 +605,25 @@ PROGRAMS: list[Callable[[Path | None], Bits]] = [
     one_stream_on_flash,
     one_stream_on_host,
     one_stream_under_a_budget,
+    noise_on_host,
+    noise_spilled_late,
     one_stream_recomputed,
     two_streams_on_flash,
     two_streams_on_host,
     two_streams_recomputed,
     two_streams_made_again,
+    new_streams_recomputed,
     two_streams_and_small_parts,
     two_streams_that_share,
     spilled_late,
     two_streams_gpu_direct,
+    two_streams_gpu_direct_and_host,
     two_devices_on_flash,
     two_devices_on_host,
     encoded_on_flash,
     encoded_on_two_streams,
+    encoded_small_parts,
+    encoded_and_recomputed,
     encoded_under_a_budget,
     kept_and_spilled_late,
     batches_of_a_loader,
@@ -517,5 +631,6 @@ PROGRAMS: list[Callable[[Path | None], Bits]] = [
     optimizer_and_gradients_on_flash,
     optimizer_in_backward,
     checkpoints,
+    suspended,
     a_capture,
 ]

@@ -20,6 +20,7 @@ next given memory, whether or not it is the same.
 
 from __future__ import annotations
 
+import sys
 import threading
 from bisect import bisect_right, insort
 from collections.abc import Callable, Hashable, Iterable
@@ -221,11 +222,23 @@ class Order:
     # -- memory -----------------------------------------------------------------------------------
 
     def allocated(self, start: int, stream: Actor) -> None:
-        """Device memory was given out, for use on a stream: what was freed to it may be used again."""
+        """Device memory was given out, for use on a stream: what was freed to it may be used again.
+
+        What that stream has done so far may have been with the same memory, so any other user comes
+        after it, as after an access to all of the block.
+        """
         with self._lock:
-            self._begin(stream)
+            clock = self._begin(stream)
             self._judge_freed(stream)
-            self._device.add(start, Block(stream))
+            before = Access(
+                start,
+                sys.maxsize,
+                stream,
+                clock[stream],
+                True,
+                f"whatever had it on {_name(stream)}",
+            )
+            self._device.add(start, Block(stream, accesses=[before]))
 
     def kept(self, start: int, stream: Actor) -> None:
         """When the block is freed, it is not used again before a stream has done what it then has."""
