@@ -400,7 +400,7 @@ class Executor:
             ticket = saved.ticket
             if forwarded:  # TRAPS rule 17: it is still here, so it stays
                 saved.state = Residency.RESIDENT
-            if storage is not None and not saved.of_pass.spilled:
+            if storage is not None and not saved.of_pass.spilled and saved.remake is None:
                 saved.pending -= first
                 return storage
         if forwarded:
