@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -24,8 +25,10 @@ import penstock
 from cuda_runs import wait_until_settled
 from offload_runs import MACHINE, session_in
 from penstock import checkpoint
+from penstock.core.units import MIB
 from penstock.observe.recorder import Stage
 from penstock.optim import FlashAdamW
+from penstock.runtime.cuda import gpu_direct
 
 WIDTH = 128
 ROWS = 256
@@ -381,12 +384,11 @@ def two_devices_on_host(path: Path | None) -> Bits:
 
 
 def two_streams_gpu_direct(path: Path | None, **settings: Any) -> Bits:
-    before = os.environ["PENSTOCK_GPU_DIRECT"]
-    os.environ["PENSTOCK_GPU_DIRECT"] = "on"
-    try:
+    with (
+        mock.patch.dict(os.environ, PENSTOCK_GPU_DIRECT="on"),
+        mock.patch.object(gpu_direct, "TRIAL_BYTES", 2 * MIB + 5097),
+    ):
         return train(path, Branches, DIRECT | settings, settled=True)
-    finally:
-        os.environ["PENSTOCK_GPU_DIRECT"] = before
 
 
 def two_streams_gpu_direct_and_host(path: Path | None) -> Bits:
