@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "penstock"
 EXCUSES = Path(__file__).with_name("excuses.toml")
 UNUSABLE = "the programs cannot be run: "
-LIMIT_S = 150
+LIMIT_S = 300
 """How long the programs of one mutant may take."""
 SCHEDULES = ("lazy", "random", "lazy", "eager", "lazy", "random", "lazy", "fixed")
 """Of clean runs, in turn."""
