@@ -551,6 +551,62 @@ def optimizer_in_backward(path: Path | None) -> Bits:
     return optimizer(path, overlap=True)
 
 
+def optimizer_taken_over(path: Path | None) -> Bits:
+    """A state dict is loaded, and a durable step restored, to weights that kernels still change."""
+    if path is None:
+        with tempfile.TemporaryDirectory() as directory:
+            return _taken_over(Path(directory), "cpu")
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        bits = _taken_over(path, "cuda")
+    torch.cuda.synchronize()
+    return bits
+
+
+def _taken_over(path: Path, device: str) -> Bits:
+    torch.manual_seed(0)
+
+    def made(name: str) -> tuple[nn.Linear, FlashAdamW]:
+        layer = nn.Linear(WIDTH, 2 * WIDTH, bias=False).to(device)
+        (path / name).mkdir(exist_ok=True)
+        with warnings.catch_warnings(action="ignore"):  # it takes more memory than so small states
+            return layer, FlashAdamW(
+                layer.parameters(), lr=1e-2, flash=path / name, tile=102_400, durable=True
+            )
+
+    bits: Bits = []
+    layer, first = made("first")
+    layer(torch.randn(ROWS, WIDTH).to(device)).square().mean().backward()
+    first.step()
+    saved, trained = first.state_dict(), layer
+    first.close()
+    layer, second = made("second")
+    there = {
+        key: {
+            name: value.to(device) if isinstance(value, torch.Tensor) and value.dim() else value
+            for name, value in state.items()
+        }
+        for key, state in saved["state"].items()
+    }
+    for states in (saved["state"], there):
+        with torch.no_grad():
+            layer.weight.copy_(trained.weight * 1)
+            for value in (value for state in there.values() for value in state.values()):
+                if isinstance(value, torch.Tensor) and value.dim():
+                    value.mul_(1)
+        second.load_state_dict(saved | {"state": states})
+        bits.append((layer.weight * 1).detach().cpu())
+    second.close()
+    layer, third = made("first")
+    with torch.no_grad():
+        layer.weight.mul_(3)
+    third.resume()
+    bits.append((layer.weight * 1).detach().cpu())
+    third.close()
+    return bits
+
+
 def checkpoints(path: Path | None) -> Bits:
     """Saved and loaded on a stream that is behind, and goes on with the same memory."""
     generator = torch.Generator().manual_seed(0)
@@ -667,6 +723,7 @@ PROGRAMS: list[Callable[[Path | None], Bits]] = [
     optimizer_on_flash,
     optimizer_and_gradients_on_flash,
     optimizer_in_backward,
+    optimizer_taken_over,
     checkpoints,
     suspended,
     a_capture,

@@ -5,7 +5,10 @@ import pytest
 import torch
 from programs import PROGRAMS
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*cannot be spilled"),  # where flash is to be full
+]
 
 
 @pytest.fixture(autouse=True)
