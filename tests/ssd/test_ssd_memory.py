@@ -117,6 +117,8 @@ CACHES = st.fixed_dictionaries(
         "ftl__streams": st.sampled_from([1, 2]),
         "ftl__map_cache_bytes": st.sampled_from([0, 4, 64]),
         "ftl__map_entry_bytes": st.just(4),
+        "ftl__map_read_bytes": st.sampled_from([0, 512]),
+        "ftl__map_stored": st.booleans(),
     }
 )
 LOADS = st.builds(
@@ -214,6 +216,26 @@ def test_a_read_of_the_map_comes_before_that_of_the_page():
     assert one.latency.most_ps == ENTRY_PS + 2 * each + DATA_PS + DONE_PS
 
 
+def test_a_miss_moves_its_page_of_the_map_or_as_few_bytes_as_the_device_says():
+    told = {}
+    for nbytes in (0, 512):
+        drive = Drive(mapped(8, ftl__map_read_bytes=nbytes))
+        fill(drive.ftl, 100)
+        told[nbytes] = serve(drive, Request(True, 0, PAGE))
+    assert told[0].channel_bytes == 2 * PAGE
+    assert told[512].channel_bytes == PAGE + 512
+    # tR and the page of the data are as long, the one of the map crosses in a sixteenth
+    assert told[0].time_ps - told[512].time_ps == (PAGE - 512) * 3_000
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_of_a_new_drive_the_map_is_read_only_if_flash_has_it(stored):
+    drive = Drive(mapped(8, ftl__map_stored=stored))
+    one = serve(drive, Request(True, 0, PAGE), Request(False, 0, PAGE))
+    assert (one.map_use.reads, one.map_use.misses) == (int(stored), 1)
+    assert one.write_amplification == 1
+
+
 def test_changed_entries_are_written_back_when_they_make_room():
     load_of = Workload(requests=2000, read_share=0, request_bytes=PAGE, working_set=0.5, filled=0.6)
     told = {}
@@ -252,6 +274,8 @@ def test_engines_of_weight_updates_say_that_they_have_none():
         ({"cache__flush_to": 0.9}, "the first no larger"),
         ({"cache__bytes_per_s": 0}, "nothing would ever get through"),
         ({"ftl__map_cache_bytes": 2}, "holds no entry"),
+        ({"ftl__map_read_bytes": 2}, "less than an entry"),
+        ({"ftl__map_read_bytes": 10**6}, "more than a page"),
         ({"ftl__superpage_share": 1.5}, "at most 1"),
         ({"ftl__streams": 0}, "1 or more"),
         ({"ftl__streams": 12}, "no block would be left"),

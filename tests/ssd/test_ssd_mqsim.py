@@ -216,6 +216,46 @@ def test_its_default_device_is_ours(tmp_path):
     assert {each.key for each in ignored} == {"SATA_Processing_Delay", "Seed", "Caching_Mechanism"}
 
 
+def test_a_cached_map_is_read(tmp_path):
+    """As many entries as MQSim's memory holds, as many in a page as it has there, and a sector a miss."""
+    keys = {"Ideal_Mapping_Table": "false", "CMT_Capacity": 2097152, "CMT_Sharing_Mode": "SHARED"}
+    made, ignored = read_device(files(tmp_path, {**keys, "Block_No_Per_Plane": 2048})[0])
+    ftl = made.ftl
+    # 2**26 pages of 16 sectors: 26 + 16 bits on flash, and 26 more in memory
+    assert ftl.map_entry_bytes == 6
+    assert ftl.map_cache_bytes // ftl.map_entry_bytes == 2097152 // 9
+    assert ftl.map_read_bytes == 512
+    assert ftl.map_stored
+    assert not {each.key for each in ignored} & set(keys)
+    ideal, ignored = read_device(files(tmp_path, {**keys, "Ideal_Mapping_Table": "true"})[0])
+    assert ideal.ftl.map_cache_bytes == ideal.ftl.map_read_bytes == 0
+    assert not {each.key for each in ignored} & set(keys)
+
+
+SMALL = {
+    "Block_No_Per_Plane": 64, "Page_No_Per_Block": 64, "Flash_Channel_Count": 2,
+    "Chip_No_Per_Channel": 2, "Die_No_Per_Chip": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("work", "mean_us", "within"),
+    [
+        (flow(100, 1, 16, 1000), 177.290, 1e-5),
+        (flow(50, 1, 16, 1000), 514.144, 1e-5),
+        (flow(0, 8, 32, 1000), 3517.688, 1e-3),
+        (flow(100, 16, 16, 1000), 700.624, 0.01),
+        (flow(50, 8, 8, 1000), 1186.128, 0.02),
+    ],
+    ids=("reads", "mixed", "writes of two pages", "reads, depth 16", "half pages, depth 8"),
+)
+def test_misses_of_a_cached_map_cost_what_they_do_in_mqsim(work, mean_us, within, tmp_path):
+    """Latency that MQSim's newest source gave; none of its entries has to make room for another."""
+    one = run(tmp_path, {**SMALL, "Ideal_Mapping_Table": "false", "CMT_Capacity": 2000000}, [work])
+    assert one.map_use.reads > 0.7 * work["Total_Requests_To_Generate"]
+    assert one.latency.mean_ps / 1e6 == pytest.approx(mean_us, rel=within)
+
+
 def test_flows_have_parts_of_the_drive_and_run_at_once(tmp_path):
     one = run(tmp_path, flows=[flow(100, 4, 16, 60), flow(0, 2, 16, 40, Seed=5)])
     assert (one.reads, one.writes) == (60, 40)

@@ -73,6 +73,12 @@ class Ftl:
     """Of a page, or a super-page, in the map that lies on flash."""
     map_cache_bytes: int = 0
     """Of the map that is in the controller's memory at once, the entries used last; 0: all of it."""
+    map_read_bytes: int = 0
+    """That cross the channel when an entry is not in memory: a sector, in MQSim; 0: its whole page of the
+    map, with its spare bytes where those are sent."""
+    map_stored: bool = False
+    """Whether flash has all of the map before anything was written, as in MQSim: an entry is then read
+    even if it is of a page that nobody has written."""
 
     def __post_init__(self) -> None:
         if self.allocation not in ALLOCATIONS:
@@ -93,6 +99,12 @@ class Ftl:
             raise ConfigError(f"ftl.superpage_share is {self.superpage_share}, it is at most 1")
         whole("ftl.map_entry_bytes", self.map_entry_bytes, 1)
         whole("ftl.map_cache_bytes", self.map_cache_bytes, 0)
+        whole("ftl.map_read_bytes", self.map_read_bytes, 0)
+        if 0 < self.map_read_bytes < self.map_entry_bytes:
+            raise ConfigError(
+                f"ftl.map_read_bytes is {self.map_read_bytes}, less than an entry of"
+                f" {self.map_entry_bytes} bytes"
+            )
         if 0 < self.map_cache_bytes < self.map_entry_bytes:
             raise ConfigError(
                 f"ftl.map_cache_bytes is {self.map_cache_bytes}, which holds no entry of"

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from penstock.core.errors import ConfigError
-from penstock.ssd.aging import fill
+from penstock.ssd.aging import fill, store_map
 from penstock.ssd.cache import Cache
 from penstock.ssd.device import PS_PER_NS, Device
 from penstock.ssd.events import Events
@@ -65,6 +65,8 @@ class Drive:
         self.ftl = Ftl(device, seed=seed)
         self.flash = Flash(device, self.events, power_cap_w=power_cap_w)
         self.pages = Pages(device, self.ftl, self.flash)
+        if self.pages.map is not None and device.ftl.map_stored:
+            store_map(self.ftl, self.ftl.user_pages)
         self.cache = Cache.of(device, self.events, self.ftl, self.pages)
         if watch:
             self.flash.usage = Usage(device, len(self.flash.targets_busy_ps()))

@@ -7,11 +7,12 @@ What of a file has no meaning here, or only one value that this simulator has, i
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from penstock.core.errors import ConfigError
-from penstock.ssd.cells import CellMode, PageOrder
+from penstock.ssd.cells import SECTOR_BYTES, CellMode, Geometry, PageOrder
 from penstock.ssd.control import Victim
 from penstock.ssd.description import load
 from penstock.ssd.device import Device
@@ -22,6 +23,8 @@ _VICTIMS: Final = {
     "RGA": Victim.RANDOM_GREEDY,
     "FIFO": Victim.FIFO,
 }
+_CMT_BYTES: Final = 2 << 20
+"""Where a file does not tell."""
 _DEVICE: Final = "Execution_Parameter_Set"
 
 
@@ -50,19 +53,20 @@ def read_device(path: str | Path) -> tuple[Device, tuple[Ignored, ...]]:
     )
     mode = CellMode(flash.one_of("Flash_Technology", {"SLC": "", "MLC": "", "TLC": ""}).lower())
     pick = {1: (0,), 2: (0, 2), 3: (0, 1, 2)}[mode.bits]
+    geometry = dataclasses.replace(
+        base.geometry,
+        channels=device.whole("Flash_Channel_Count"),
+        chips_per_channel=device.whole("Chip_No_Per_Channel"),
+        dies_per_chip=flash.whole("Die_No_Per_Chip"),
+        planes_per_die=flash.whole("Plane_No_Per_Die"),
+        blocks_per_plane=flash.whole("Block_No_Per_Plane"),
+        pages_per_block=flash.whole("Page_No_Per_Block"),
+        page_bytes=flash.whole("Page_Capacity"),
+        spare_bytes=flash.whole("Page_Metadat_Capacity"),
+    )
     made = Device(
         name=f"MQSim's {name}",
-        geometry=dataclasses.replace(
-            base.geometry,
-            channels=device.whole("Flash_Channel_Count"),
-            chips_per_channel=device.whole("Chip_No_Per_Channel"),
-            dies_per_chip=flash.whole("Die_No_Per_Chip"),
-            planes_per_die=flash.whole("Plane_No_Per_Die"),
-            blocks_per_plane=flash.whole("Block_No_Per_Plane"),
-            pages_per_block=flash.whole("Page_No_Per_Block"),
-            page_bytes=flash.whole("Page_Capacity"),
-            spare_bytes=flash.whole("Page_Metadat_Capacity"),
-        ),
+        geometry=geometry,
         cell=dataclasses.replace(
             base.cell,
             mode=mode,
@@ -92,6 +96,7 @@ def read_device(path: str | Path) -> tuple[Device, tuple[Ignored, ...]]:
             wear_gap=device.whole("Static_Wearleveling_Threshold")
             if device.flag("Static_Wearleveling_Enabled")
             else 0,
+            **_cached_map(device, geometry),
         ),
         unit=base.unit,
         energy=base.energy,
@@ -101,3 +106,23 @@ def read_device(path: str | Path) -> tuple[Device, tuple[Ignored, ...]]:
     capacity = dataclasses.replace(base.endurance, capacity_bytes=made.geometry.raw_bytes)
     left = (*host.ignored(), *device.ignored(), *flash.ignored())
     return dataclasses.replace(made, endurance=capacity), left
+
+
+def _cached_map(device: Keys, geometry: Geometry) -> dict[str, Any]:
+    """Settings of the map: all in memory, unless the file says that it is not.
+
+    An entry is larger in MQSim's memory than on its flash, for its logical page is with it. What counts
+    is how many there are of either, so the memory is told here in entries of flash.
+    """
+    capacity = device.whole_or("CMT_Capacity", _CMT_BYTES)
+    if device.text_or("Ideal_Mapping_Table", "true").lower() != "false":
+        return {}
+    bits = math.log2(geometry.planes * geometry.pages_per_plane)
+    sectors = geometry.page_bytes // SECTOR_BYTES
+    in_memory, on_flash = (math.ceil((n * bits + sectors) / 8) for n in (2, 1))
+    return {
+        "map_entry_bytes": on_flash,
+        "map_cache_bytes": max(1, capacity // in_memory) * on_flash,
+        "map_read_bytes": SECTOR_BYTES,
+        "map_stored": True,
+    }
