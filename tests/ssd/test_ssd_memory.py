@@ -119,6 +119,7 @@ CACHES = st.fixed_dictionaries(
         "ftl__map_entry_bytes": st.just(4),
         "ftl__map_read_bytes": st.sampled_from([0, 512]),
         "ftl__map_stored": st.booleans(),
+        "ftl__gc_preemptible": st.booleans(),
     }
 )
 LOADS = st.builds(

@@ -55,6 +55,11 @@ class Ftl:
     what is moved, and only then, and draws random victims from the erased blocks as well; the next block
     to fill is open already, and one for the map. As in MQSim; else it looks for victims with every page,
     and blocks are opened when they are wanted."""
+    gc_preemptible: bool = False
+    """Whether what the host asks for goes before garbage collection, on dies (or chips) none of whose
+    planes is short of erased blocks. What is under way is not stopped for it."""
+    gc_hard_threshold: float = 0.005
+    """A plane is short of them below this share of free blocks, and without any."""
     least_worn_first: bool = False
     """Dynamic wear levelling: of the erased blocks the one with the fewest erases is filled next."""
     wear_gap: int = 0
@@ -86,7 +91,7 @@ class Ftl:
                 f"ftl.allocation is {self.allocation!r}; it is an order of the letters C, W, D and P,"
                 " as 'CWDP'"
             )
-        for name in ("overprovisioning", "gc_threshold"):
+        for name in ("overprovisioning", "gc_threshold", "gc_hard_threshold"):
             value = getattr(self, name)
             if not 0 <= value < 1:
                 raise ConfigError(f"ftl.{name} is {value}, it must be at least 0 and below 1")

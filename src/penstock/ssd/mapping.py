@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.ssd.cleaning import Cleaner
-from penstock.ssd.commands import GC_PROGRAM, GC_READ, Op
+from penstock.ssd.commands import GC_PROGRAM, GC_READ, MAP_PROGRAM, MAP_READ, Op
 from penstock.ssd.device import Device
 from penstock.ssd.flash import Flash
 from penstock.ssd.ftl import Ftl
@@ -37,6 +37,9 @@ class CachedMap:
         """Nothing is in memory yet."""
         settings, page_bytes = device.ftl, device.geometry.page_bytes
         self._ftl, self._flash, self._cleaner = ftl, flash, cleaner
+        # where garbage collection waits for the host, what the host waits for must not
+        own = settings.gc_preemptible
+        self._queues = (MAP_READ, MAP_PROGRAM) if own else (GC_READ, GC_PROGRAM)
         self._room = settings.map_cache_bytes // settings.map_entry_bytes
         self._per_page = ftl.map_entries_per_page
         self._whole = page_bytes + device.geometry.spare_bytes * device.channel.send_spare
@@ -148,7 +151,7 @@ class CachedMap:
         block, page = place
         block.pending += 1
         self.reads += 1
-        return Op(GC_READ, block, page, lpn, nbytes, number, done)
+        return Op(self._queues[0], block, page, lpn, nbytes, number, done)
 
     def _program(self, number: int, ops: list[Op]) -> None:
         lpn = self._ftl.map_begin + number
@@ -160,7 +163,9 @@ class CachedMap:
         block, page = self._ftl.place(lpn)
         block.pending += 1
         self.writes += 1
-        ops.append(Op(GC_PROGRAM, block, page, lpn, self._whole, number, self._left_alone))
+        ops.append(
+            Op(self._queues[1], block, page, lpn, self._whole, number, self._left_alone),
+        )
         self._cleaner.clean(plane, ops)
 
     # -- events -------------------------------------------------------------------------------------

@@ -92,6 +92,8 @@ def read_device(path: str | Path) -> tuple[Device, tuple[Ignored, ...]]:
             victim=_VICTIMS[device.one_of("GC_Block_Selection_Policy", _VICTIMS)],
             overprovisioning=device.real("Overprovisioning_Ratio"),
             gc_threshold=device.real("GC_Exec_Threshold"),
+            gc_preemptible=device.flag("Preemptible_GC_Enabled"),
+            gc_hard_threshold=device.real_or("GC_Hard_Threshold", base.ftl.gc_hard_threshold),
             least_worn_first=device.flag("Dynamic_Wearleveling_Enabled"),
             wear_gap=device.whole("Static_Wearleveling_Threshold")
             if device.flag("Static_Wearleveling_Enabled")

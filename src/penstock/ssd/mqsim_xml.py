@@ -18,7 +18,6 @@ _ALWAYS: Final = {
     "HostInterface_Type": "NVME",
     "Address_Mapping": "PAGE_LEVEL",
     "Use_Copyback_for_GC": "false",
-    "Preemptible_GC_Enabled": "false",
     "Flash_Comm_Protocol": "NVDDR2",
     "Flash_Channel_Width": "1",
     "Enabled_Preconditioning": "false",
@@ -75,6 +74,10 @@ class Keys:
     def whole_or(self, key: str, absent: int) -> int:
         """The same of a whole number."""
         return self.whole(key) if self.has(key) else absent
+
+    def real_or(self, key: str, absent: float) -> float:
+        """The same of a number."""
+        return self.real(key) if self.has(key) else absent
 
     def flag(self, key: str) -> bool:
         """Whether it says true; a file that lacks it says false."""
