@@ -213,7 +213,7 @@ def test_its_default_device_is_ours(tmp_path):
     assert (made.cell.read_ns, made.channel, made.link, made.ftl) == (
         *(ours.cell.read_ns, ours.channel, ours.link, ours.ftl),
     )
-    assert {each.key for each in ignored} == {"SATA_Processing_Delay", "Seed", "Caching_Mechanism"}
+    assert {each.key for each in ignored} == {"SATA_Processing_Delay", "Seed"}
 
 
 def test_a_cached_map_is_read(tmp_path):
@@ -253,6 +253,73 @@ def test_misses_of_a_cached_map_cost_what_they_do_in_mqsim(work, mean_us, within
     """Latency that MQSim's newest source gave; none of its entries has to make room for another."""
     one = run(tmp_path, {**SMALL, "Ideal_Mapping_Table": "false", "CMT_Capacity": 2000000}, [work])
     assert one.map_use.reads > 0.7 * work["Total_Requests_To_Generate"]
+    assert one.latency.mean_ps / 1e6 == pytest.approx(mean_us, rel=within)
+
+
+CACHE = {
+    "Caching_Mechanism": "ADVANCED", "Data_Cache_Sharing_Mode": "SHARED",
+    "Data_Cache_Capacity": 16 << 20, "Data_Cache_DRAM_Data_Rate": 800,
+    "Data_Cache_DRAM_Data_Busrt_Size": 4, "Data_Cache_DRAM_tRCD": 13, "Data_Cache_DRAM_tCL": 12,
+}  # fmt: skip
+
+
+def test_the_write_cache_is_read(tmp_path):
+    told = {**SMALL, **CACHE, "Data_Cache_DRAM_Row_Size": 8192, "Data_Cache_DRAM_tRP": 13}
+    made, ignored = read_device(files(tmp_path, told)[0])
+    cache = made.cache
+    assert (cache.capacity_bytes, cache.bytes_per_s, cache.access_ns) == (
+        16 << 20,
+        6_400_000_000,
+        25,
+    )
+    assert (cache.at_once, cache.flush_pages) == (True, 8)  # a page for each plane
+    assert {each.key for each in ignored} & set(told) == {
+        *("Data_Cache_DRAM_Row_Size", "Data_Cache_DRAM_tRP"),
+    }
+    assert not read_device(files(tmp_path)[0])[0].cache.capacity_bytes
+
+
+@pytest.mark.parametrize(
+    ("mode", "cached", "named"),
+    [
+        ("TURNED_OFF", False, False),
+        ("WRITE_CACHE", True, False),
+        ("WRITE_READ_CACHE", True, True),
+        ("READ_CACHE", False, True),
+    ],
+)
+def test_flows_say_whether_they_are_cached(mode, cached, named, tmp_path):
+    work = flow(0, 1, 16, 50, Device_Level_Data_Caching_Mode=mode)
+    one = run(tmp_path, {**SMALL, **CACHE}, [work])
+    assert (one.cache_use.write_misses > 0) is cached
+    (scenario,) = read_workload(tmp_path / "workload.xml")
+    assert ("Device_Level_Data_Caching_Mode" in {each.key for each in scenario.ignored}) is named
+
+
+@pytest.mark.parametrize(
+    ("work", "pages", "mean_us", "within"),
+    [
+        (flow(0, 1, 16, 1000), 2048, 228.596, 1e-5),
+        (flow(0, 8, 32, 1000, Address_Alignment_Unit=32), 2048, 3425.200, 1e-5),
+        (flow(0, 32, 64, 1000, Address_Alignment_Unit=64), 2048, 23527.128, 1e-5),
+        (flow(50, 8, 16, 1000), 2048, 999.695, 1e-3),
+        (flow(50, 4, 8, 1000, Address_Alignment_Unit=8), 2048, 400.558, 1e-3),
+        (flow(0, 16, 24, 1000, Address_Alignment_Unit=24), 2048, 6482.740, 5e-3),
+        (flow(0, 8, 16, 1000, Working_Set_Percentage=2), 64, 1716.553, 1e-3),
+        (flow(30, 8, 16, 1000, Working_Set_Percentage=2), 64, 1178.964, 0.01),
+    ],
+    ids=(
+        *("pages", "two pages", "four pages", "mixed", "half pages", "pages and a half"),
+        *("evictions", "evictions and reads"),
+    ),
+)
+def test_writes_wait_for_the_cache_as_long_as_in_mqsim(work, pages, mean_us, within, tmp_path):
+    """Latency that MQSim's newest source gave, with rows of its memory as long as the requests."""
+    device = {
+        **SMALL, **CACHE, "Block_No_Per_Plane": 256, "Data_Cache_DRAM_tCL": 13,
+        "Data_Cache_Capacity": pages * 8192,
+    }  # fmt: skip
+    one = run(tmp_path, device, [{**work, "Device_Level_Data_Caching_Mode": "WRITE_CACHE"}])
     assert one.latency.mean_ps / 1e6 == pytest.approx(mean_us, rel=within)
 
 
@@ -314,7 +381,8 @@ def test_files_are_run_and_what_they_say_in_vain_is_named(tmp_path, capsys):
     assert main(["ssd", "run", str(config), str(work)]) == 0
     captured = capsys.readouterr()
     assert "100 in" in captured.out
-    assert "Caching_Mechanism (ADVANCED)" in captured.err
+    assert "SATA_Processing_Delay (400000)" in captured.err
+    assert "Caching_Mechanism" not in captured.err
     assert "Priority_Class (HIGH)" in captured.err
     assert "Ideal_Mapping_Table" not in captured.err
 

@@ -133,6 +133,11 @@ class WriteCache:
     """...until they are this share of it."""
     flush_pages: int = 256
     """On their way to flash at the same time, at most."""
+    at_once: bool = False
+    """Whether a page that was not written within the last second starts its program in the instant in
+    which its write comes, with the others of its request, and memory is not read for it; others stay
+    until their places are wanted. As in MQSim; else pages go to flash from one mark to the other, and
+    each starts when it has left the memory, behind those before it."""
     protected: bool = True
     """Whether capacitors last until flash has everything: else a loss of power loses what it has not, and
     a flush of the host waits for flash."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from penstock.core.errors import ConfigError
 from penstock.ssd.cells import SECTOR_BYTES, CellMode, Geometry, PageOrder
-from penstock.ssd.control import Victim
+from penstock.ssd.control import Victim, WriteCache
 from penstock.ssd.description import load
 from penstock.ssd.device import Device
 from penstock.ssd.mqsim_xml import Ignored, Keys, find, parse
@@ -104,6 +104,7 @@ def read_device(path: str | Path) -> tuple[Device, tuple[Ignored, ...]]:
         energy=base.energy,
         host=base.host,
         endurance=base.endurance,
+        cache=_cache(device, geometry),
     )
     capacity = dataclasses.replace(base.endurance, capacity_bytes=made.geometry.raw_bytes)
     left = (*host.ignored(), *device.ignored(), *flash.ignored())
@@ -128,3 +129,17 @@ def _cached_map(device: Keys, geometry: Geometry) -> dict[str, Any]:
         "map_read_bytes": SECTOR_BYTES,
         "map_stored": True,
     }
+
+
+def _cache(device: Keys, geometry: Geometry) -> WriteCache:
+    """The write cache; a file without its capacity has none. Flows may pass it by."""
+    rate = device.whole_or("Data_Cache_DRAM_Data_Rate", 800) * 10**6
+    burst_bytes = device.whole_or("Data_Cache_DRAM_Data_Busrt_Size", 4)
+    access_ns = sum(device.whole_or(f"Data_Cache_DRAM_{key}", 13) for key in ("tRCD", "tCL"))
+    return WriteCache(
+        capacity_bytes=device.whole_or("Data_Cache_Capacity", 0),
+        bytes_per_s=2 * rate * burst_bytes,
+        access_ns=access_ns,
+        flush_pages=geometry.planes,
+        at_once=True,
+    )

@@ -26,6 +26,8 @@ _ALWAYS: Final = {
     "Percentage_of_Hot_Region": "0",
     "Variance_Request_Size": "0",
     "CMT_Sharing_Mode": "SHARED",
+    "Caching_Mechanism": "ADVANCED",
+    "Data_Cache_Sharing_Mode": "SHARED",
     "Time_Unit": "NANOSECOND",
 }
 """What there is one value of, here: with another the key is named as ignored, with this it is not."""
@@ -66,6 +68,10 @@ class Keys:
     def has(self, key: str) -> bool:
         """Whether the file has it."""
         return key in self._values
+
+    def says(self, key: str, text: str) -> bool:
+        """Whether the file says so; that alone does not keep the key from being ignored."""
+        return self._values.get(key) == text
 
     def text_or(self, key: str, absent: str) -> str:
         """What it says, or what a file that lacks it means."""
