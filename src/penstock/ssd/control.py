@@ -82,8 +82,8 @@ class Ftl:
     """That cross the channel when an entry is not in memory: a sector, in MQSim; 0: its whole page of the
     map, with its spare bytes where those are sent."""
     map_stored: bool = False
-    """Whether flash has all of the map before anything was written, as in MQSim: an entry is then read
-    even if it is of a page that nobody has written."""
+    """Whether flash has all of the map before anything was written, from the first plane on, as in MQSim:
+    an entry is then read even if it is of a page that nobody has written."""
 
     def __post_init__(self) -> None:
         if self.allocation not in ALLOCATIONS:

@@ -59,6 +59,8 @@ class Ftl:
                     plane.frontiers[number] = plane.open(number % settings.streams)
         self._gap = settings.wear_gap
         self.user_pages = self.map_begin = device.user_pages
+        if settings.map_stored:  # the pages of the map begin on the first plane, then
+            self.map_begin = -(-self.user_pages // self._count) * self._count
         blocks = geometry.blocks_per_plane
         self.threshold = max(int(settings.gc_threshold * blocks), settings.gc_least_blocks)
         self.least = settings.gc_least_blocks
