@@ -186,6 +186,27 @@ def drawn(points):
         yield ("plain", f"flows {seed}", {}, generated(seed, random.Random(seed)))
     for seed in range(16):
         yield ("collection", f"collection {seed}", *collected(random.Random(seed)))
+    for what, first in (("map", 1000), ("cache", 1100)):
+        for seed in range(14):
+            yield (what, f"{what} {seed}", *remembered(what, random.Random(first + seed)))
+
+
+def remembered(what, chance):
+    """A device with a write cache, or with a map of which no entry has to make room for another."""
+    device, [flow] = plain(chance)
+    device["Block_No_Per_Plane"] = 256
+    if what == "map":
+        device |= {"Ideal_Mapping_Table": "false", "CMT_Capacity": 200_000_000}
+        return device, [flow]
+    device |= {
+        "Data_Cache_Capacity": device["Page_Capacity"] * chance.choice([256, 4096, 65536]),
+        "Data_Cache_DRAM_Data_Rate": chance.choice([100, 400, 800]),
+        "Data_Cache_DRAM_Data_Busrt_Size": chance.choice([1, 4, 8]),
+        "Data_Cache_DRAM_Row_Size": 1 << 20,  # by longer transfers MQSim's formula is quicker
+    }
+    flow["Device_Level_Data_Caching_Mode"] = "WRITE_CACHE"
+    flow["Working_Set_Percentage"] = chance.choice([1, 10, 50])
+    return device, [flow]
 
 
 def plain(chance):

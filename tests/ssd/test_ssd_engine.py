@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from small_devices import device, random_devices, tiny
 
 from penstock.core.errors import ConfigError
+from penstock.ssd import with_field
 from penstock.ssd.aging import fill, overwrite
 from penstock.ssd.drive import Drive
 from penstock.ssd.ftl import Ftl
@@ -126,8 +127,6 @@ def test_cache_programs_hide_transfers_behind_programming():
 
 
 def device_with(made, **fields):
-    from penstock.ssd import with_field
-
     for name, value in fields.items():
         made = with_field(made, name.replace("__", "."), value)
     return made
@@ -305,6 +304,54 @@ def test_no_drive_with_room_is_ever_stuck(made, reads, depth, seed):
     )  # fmt: skip
     assert one.requests == 250 * planes
     assert one.flash_erases > 0
+
+
+def test_the_host_goes_before_garbage_collection_where_that_may_be_preempted():
+    """Unless blocks run short: then it is as if it may not."""
+    told = {}
+    for preemptible, hard in ((False, 0.0), (True, 0.0), (True, 0.9)):
+        made = tiny(
+            ftl__gc_threshold=0.4, ftl__gc_preemptible=preemptible, ftl__gc_hard_threshold=hard
+        )
+        told[preemptible, hard] = run(
+            made,
+            requests=4000,
+            read_share=0.7,
+            request_bytes=PAGE,
+            queue_depth=4,
+            filled=1.0,
+            skip=500,
+        )
+    waits, preempted, short = told.values()
+    assert waits.write_amplification > 1.3  # there is something to preempt
+    assert preempted.read_latency.percentile_ps(0.9) < 0.8 * waits.read_latency.percentile_ps(0.9)
+    assert preempted.iops > waits.iops
+    assert (short.time_ps, short.latency.sum_ps) == (waits.time_ps, waits.latency.sum_ps)
+
+
+@settings(max_examples=30)
+@given(
+    random_devices(),
+    st.sampled_from([0.0, 0.5, 0.9]),
+    st.sampled_from([1, 64]),
+    st.sampled_from([0.0, 0.2]),
+    st.sampled_from([0, 64]),
+)
+def test_preempted_garbage_collection_is_never_stuck(made, reads, depth, hard, map_bytes):
+    made = with_field(made, "ftl.gc_preemptible", True)
+    made = with_field(made, "ftl.gc_hard_threshold", hard)
+    made = with_field(made, "ftl.map_cache_bytes", map_bytes)
+    pages = Drive(made).ftl.user_pages
+    one = run(
+        made,
+        requests=2 * pages,
+        read_share=reads,
+        request_bytes=PAGE,
+        queue_depth=depth,
+        filled=0.5,
+    )
+    assert one.requests == 2 * pages
+    assert one.flash_programs * PAGE >= one.written_bytes
 
 
 def test_events_and_no_time_have_the_same_write_amplification():

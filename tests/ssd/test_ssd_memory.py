@@ -106,17 +106,56 @@ def test_at_a_loss_of_power_capacitors_last_for_what_flash_has_not():
     assert (lost.lost, lost.nbytes, lost.flush_s) == (True, 600 * PAGE, 0)
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_pages_leave_it_one_by_one_or_start_in_the_instant_in_which_they_come(at_once):
+    """Two pages of the two planes of a chip: two programs, or one command for both."""
+    pair = {"geometry__channels": 1, "geometry__chips_per_channel": 1, "geometry__dies_per_chip": 1}
+    made = cached(8, cache__flush_to=0.0, cache__flush_from=0.0, cache__at_once=at_once, **pair)
+    drive = Drive(made)
+    one = serve(drive, Request(False, 0, 2 * PAGE))
+    two_ps = 26_000 + 2 * PAGE * 10**12 // 6_400_000_000
+    assert one.latency.least_ps == ENTRY_PS + 8_000 + 128 * 156 * 250 + two_ps + DONE_PS
+    assert drive.flash.programs == 2
+    flash_ps = drive.flash.targets_busy_ps()[0]
+    assert flash_ps == (1 if at_once else 2) * 750_000_000
+    assert drive.cache.moved_bytes == (2 if at_once else 4) * PAGE  # it is not read for them
+
+
+def test_what_is_written_again_within_a_second_stays_until_its_place_is_wanted():
+    drive = Drive(cached(4, cache__at_once=True))
+    apart = 2_000_000_000  # what flash has leaves the cache meanwhile
+    again = [Request(False, 0, PAGE, n * apart) for n in range(1, 6)]
+    others = [Request(False, lpn * PAGE, PAGE, 12_000_000_000 + lpn) for lpn in range(1, 5)]
+    one = serve(drive, *again, *others)
+    # the first of all is forgotten at once, as by MQSim; of the rest one program, and the eviction
+    assert one.cache_use.flushed == 2 + 1 + 4
+    assert drive.cache.dirty_pages == 0
+
+
+def test_a_flow_may_pass_the_cache_by():
+    drive = Drive(cached(8))
+    request = Request(False, 0, PAGE)
+    request.cached = False
+    one = serve(drive, request)
+    assert one.latency.least_ps > 750_000_000
+    assert one.cache_use.write_misses == 0
+
+
 CACHES = st.fixed_dictionaries(
     {
         "cache__capacity_bytes": st.sampled_from([1, 3, 16, 200]).map(lambda n: n * PAGE),
         "cache__flush_from": st.sampled_from([0.0, 0.5, 1.0]),
         "cache__flush_pages": st.sampled_from([1, 64]),
         "cache__protected": st.booleans(),
+        "cache__at_once": st.booleans(),
         "ftl__sector_map": st.booleans(),
         "ftl__superpage_share": st.sampled_from([0.0, 0.4, 1.0]),
         "ftl__streams": st.sampled_from([1, 2]),
         "ftl__map_cache_bytes": st.sampled_from([0, 4, 64]),
         "ftl__map_entry_bytes": st.just(4),
+        "ftl__map_read_bytes": st.sampled_from([0, 512]),
+        "ftl__map_stored": st.booleans(),
+        "ftl__gc_preemptible": st.booleans(),
     }
 )
 LOADS = st.builds(
@@ -214,6 +253,26 @@ def test_a_read_of_the_map_comes_before_that_of_the_page():
     assert one.latency.most_ps == ENTRY_PS + 2 * each + DATA_PS + DONE_PS
 
 
+def test_a_miss_moves_its_page_of_the_map_or_as_few_bytes_as_the_device_says():
+    told = {}
+    for nbytes in (0, 512):
+        drive = Drive(mapped(8, ftl__map_read_bytes=nbytes))
+        fill(drive.ftl, 100)
+        told[nbytes] = serve(drive, Request(True, 0, PAGE))
+    assert told[0].channel_bytes == 2 * PAGE
+    assert told[512].channel_bytes == PAGE + 512
+    # tR and the page of the data are as long, the one of the map crosses in a sixteenth
+    assert told[0].time_ps - told[512].time_ps == (PAGE - 512) * 3_000
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_of_a_new_drive_the_map_is_read_only_if_flash_has_it(stored):
+    drive = Drive(mapped(8, ftl__map_stored=stored))
+    one = serve(drive, Request(True, 0, PAGE), Request(False, 0, PAGE))
+    assert (one.map_use.reads, one.map_use.misses) == (int(stored), 1)
+    assert one.write_amplification == 1
+
+
 def test_changed_entries_are_written_back_when_they_make_room():
     load_of = Workload(requests=2000, read_share=0, request_bytes=PAGE, working_set=0.5, filled=0.6)
     told = {}
@@ -252,6 +311,8 @@ def test_engines_of_weight_updates_say_that_they_have_none():
         ({"cache__flush_to": 0.9}, "the first no larger"),
         ({"cache__bytes_per_s": 0}, "nothing would ever get through"),
         ({"ftl__map_cache_bytes": 2}, "holds no entry"),
+        ({"ftl__map_read_bytes": 2}, "less than an entry"),
+        ({"ftl__map_read_bytes": 10**6}, "more than a page"),
         ({"ftl__superpage_share": 1.5}, "at most 1"),
         ({"ftl__streams": 0}, "1 or more"),
         ({"ftl__streams": 12}, "no block would be left"),

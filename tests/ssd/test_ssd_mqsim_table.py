@@ -42,6 +42,22 @@ def test_latency_and_rate(point, tmp_path):
     compare(one, point["mqsim"], 1e-5 if len(point["flows"]) == 1 else 0.02)
 
 
+@pytest.mark.parametrize("point", of_kind("cache"), ids=lambda point: point["name"])
+def test_waits_for_the_write_cache(point, tmp_path):
+    one = run(point, tmp_path)
+    assert one.cache_use is not None
+    compare(one, point["mqsim"], 0.02)
+
+
+@pytest.mark.parametrize("point", of_kind("map"), ids=lambda point: point["name"])
+def test_misses_of_the_map(point, tmp_path):
+    one = run(point, tmp_path)
+    assert one.map_use.reads
+    # what waits for one page of the map goes on in another order, which many of them feel
+    many = point["flows"][0]["Average_No_of_Reqs_in_Queue"] == 256
+    compare(one, point["mqsim"], 0.15 if many else 0.03)
+
+
 @pytest.mark.parametrize(
     "point",
     [

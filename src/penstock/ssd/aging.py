@@ -20,9 +20,17 @@ def fill(ftl: Ftl, pages: int) -> None:
         ftl.place(lpn)
         clean_at_once(ftl, ftl.plane_of(lpn))
     if ftl.map_entries_per_page and pages:
-        for number in range(ftl.map_entry(pages - 1) // ftl.map_entries_per_page + 1):
-            ftl.place(ftl.map_begin + number)
-            clean_at_once(ftl, ftl.plane_of(ftl.map_begin + number))
+        store_map(ftl, pages)
+    ftl.forget_counts()
+
+
+def store_map(ftl: Ftl, pages: int) -> None:
+    """Write the map of the first ``pages`` logical pages, where it is not on flash yet, in no time."""
+    for number in range(ftl.map_entry(pages - 1) // ftl.map_entries_per_page + 1):
+        lpn = ftl.map_begin + number
+        if ftl.find(lpn) is None:
+            ftl.place(lpn)
+            clean_at_once(ftl, ftl.plane_of(lpn))
     ftl.forget_counts()
 
 

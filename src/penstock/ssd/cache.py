@@ -48,7 +48,7 @@ class CacheUse:
     """At the end."""
 
 
-class _Line:
+class Line:
     """A page in the cache.
 
     Attributes:
@@ -67,14 +67,20 @@ class _Line:
         self.waiters: list[Owner] = []
 
 
-class _WriteBack(Owner):
-    """Pages on their way to flash."""
+class WriteBack(Owner):
+    """Pages on their way to flash.
 
-    __slots__ = ("lines",)
+    Attributes:
+        lines: These.
+        sectors: That count against what may be on the way at once, where sectors do.
+    """
 
-    def __init__(self, lines: list[_Line]) -> None:
+    __slots__ = ("lines", "sectors")
+
+    def __init__(self, lines: list[Line]) -> None:
         super().__init__(is_read=False, stream=lines[0].stream)
         self.lines = lines
+        self.sectors = 0
 
 
 class Cache:
@@ -107,9 +113,9 @@ class Cache:
         self._rate, self._access_ps = settings.bytes_per_s, settings.access_ns * PS_PER_NS
         self._free_ps = 0
         self._whole = (1 << self._page_bytes // SECTOR_BYTES) - 1
-        self._lines: dict[int, _Line] = {}
-        self._clean: OrderedDict[int, _Line] = OrderedDict()  # by use
-        self._dirty: OrderedDict[int, _Line] = (
+        self._lines: dict[int, Line] = {}
+        self._clean: OrderedDict[int, Line] = OrderedDict()  # by use
+        self._dirty: OrderedDict[int, Line] = (
             OrderedDict()
         )  # by their last write, unless on the way
         self._waiting: deque[tuple[Request, Part]] = deque()
@@ -118,11 +124,6 @@ class Cache:
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._most_dirty = 0
         self.moved_bytes = 0
-
-    @classmethod
-    def of(cls, device: Device, events: Events, ftl: Ftl, pages: Pages) -> Cache | None:
-        """As the device's settings ask; None: it has none."""
-        return cls(device, events, ftl, pages) if device.cache.capacity_bytes else None
 
     @property
     def dirty_pages(self) -> int:
@@ -176,19 +177,23 @@ class Cache:
 
     def flush(self, owner: Owner) -> None:
         """Have ``owner.done`` happen when flash has all that is in the cache now, or need not have it."""
-        lines = () if self._protected else self._lines.values()
+        lines = () if self._protected else self._all()
         held = [line for line in lines if line.dirty or line.flushing]
         owner.left += 1 + len(held)
         for line in held:
             line.waiters.append(owner)
         self._flushes += len(held)
-        _one_less(owner)
+        one_less(owner)
         self._write_back()
 
     def drain(self) -> None:
         """Write everything to flash, as when power is lost and capacitors last."""
         self._ending = True
         self._write_back()
+
+    def _all(self) -> Iterable[Line]:
+        """All that flash may not have, and more."""
+        return self._lines.values()
 
     def _parts(self, request: Request) -> Iterable[Part]:
         size, begin = self._page_bytes, request.offset_bytes
@@ -220,11 +225,11 @@ class Cache:
             self._clean.pop(lpn, None)
             self._dirty[lpn] = line
             self._dirty.move_to_end(lpn)
-            _one_less(request)
+            one_less(request)
         self._most_dirty = max(self._most_dirty, self.dirty_pages)
         self._write_back()
 
-    def _place(self, lpn: int, stream: int) -> _Line | None:
+    def _place(self, lpn: int, stream: int) -> Line | None:
         """The line of a page, or a new one; None: every place holds what flash has not."""
         line = self._lines.get(lpn)
         if line is not None:
@@ -237,7 +242,7 @@ class Cache:
             old, _ = self._clean.popitem(last=False)
             del self._lines[old]
         self._counts["write_misses"] += 1
-        line = self._lines[lpn] = _Line(lpn, stream)
+        line = self._lines[lpn] = Line(lpn, stream)
         return line
 
     # -- to flash -------------------------------------------------------------------------------------
@@ -249,7 +254,7 @@ class Cache:
             if line is None:
                 return  # all are on their way already, and were written again meanwhile
             lines = [line, *self._beside(line)]
-            back = _WriteBack(lines)
+            back = WriteBack(lines)
             back.left = 1
             back.done = self._leave
             nbytes = 0
@@ -269,7 +274,7 @@ class Cache:
             self._draining = False
         return self._draining
 
-    def _beside(self, line: _Line) -> list[_Line]:
+    def _beside(self, line: Line) -> list[Line]:
         """The other pages of its super-page that are to be written."""
         superpages = self._ftl.superpages
         if superpages is None or line.lpn >= superpages.pages:
@@ -280,7 +285,11 @@ class Cache:
 
     def _leave(self, back: Owner) -> None:
         """Pages have left the memory: flash takes them."""
-        assert isinstance(back, _WriteBack)  # nothing else is told this
+        assert isinstance(back, WriteBack)  # nothing else is told this
+        self._pages.serve_parts(back, self._let_go(back))
+
+    def _let_go(self, back: WriteBack) -> list[Part]:
+        """What flash is to take."""
         back.done = self._written
         parts: list[Part] = []
         for line in back.lines:
@@ -289,27 +298,32 @@ class Cache:
             parts.append(
                 (line.lpn, line.known.bit_count() * SECTOR_BYTES, 0 if whole else line.known)
             )
-            if line.lpn not in self._dirty:
+            if self._dirty.get(line.lpn) is not line:
                 line.dirty = 0
         self._counts["flushed"] += len(parts)
-        self._pages.serve_parts(back, parts)
+        return parts
+
+    def _keep(self, line: Line) -> None:
+        """Flash has all of a line: it stays, to be read."""
+        self._clean[line.lpn] = line
 
     def _written(self, back: Owner) -> None:
-        assert isinstance(back, _WriteBack)  # nothing else is told this
+        assert isinstance(back, WriteBack)  # nothing else is told this
         self._on_the_way -= len(back.lines)
         for line in back.lines:
             line.flushing = False
-            if line.lpn in self._dirty:
+            if self._dirty.get(line.lpn) is line:
                 continue  # written again meanwhile
-            self._clean[line.lpn] = line
+            self._keep(line)
             waiters, line.waiters = line.waiters, []
             self._flushes -= len(waiters)
             for owner in waiters:
-                _one_less(owner)
+                one_less(owner)
         self._take_waiting()
 
 
-def _one_less(owner: Owner) -> None:
+def one_less(owner: Owner) -> None:
+    """Of what it waits for one thing is done."""
     owner.left -= 1
     if not owner.left:
         owner.done(owner)
@@ -317,4 +331,4 @@ def _one_less(owner: Owner) -> None:
 
 def _each_one_less(owners: tuple[Owner, ...]) -> None:
     for owner in owners:
-        _one_less(owner)
+        one_less(owner)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.core.errors import ConfigError
 from penstock.ssd.blocks import EMPTY, Block
-from penstock.ssd.commands import GC_PROGRAM, GC_READ, QUEUED_ERASE, Op
+from penstock.ssd.commands import GC_PROGRAM, GC_READ, MAP_PROGRAM, QUEUED_ERASE, Op
 from penstock.ssd.device import Device
 from penstock.ssd.flash import Flash
 from penstock.ssd.ftl import Ftl
@@ -59,6 +59,10 @@ class Cleaner:
         self._placed = self._moved_then = 0
         self._most_moves = _ROUNDS * device.geometry.planes * device.geometry.pages_per_plane
         self.map: CachedMap | None = None
+        self._map_program = GC_PROGRAM
+        if device.ftl.gc_preemptible:
+            flash.put_host_first(ftl.short)
+            self._map_program = MAP_PROGRAM
 
     @property
     def busy(self) -> bool:
@@ -142,7 +146,9 @@ class Cleaner:
             self.clean(
                 block.plane, ops
             )  # MQSim looks then as well: what is moved has filled a block
-        ops.append(Op(GC_PROGRAM, block, page, op.lpn, self._whole, op.owner, self._moved))
+        # what is moved of the map goes to the block that the map fills: in one queue, for pages in turn
+        queue = self._map_program if op.lpn >= ftl.map_begin else GC_PROGRAM
+        ops.append(Op(queue, block, page, op.lpn, self._whole, op.owner, self._moved))
         self._flash.submit(ops)
 
     def _row_read(self, op: Op) -> None:

@@ -18,9 +18,15 @@ READ: Final = 0
 PROGRAM: Final = 1
 ERASE: Final = 2
 
-GC_READ, GC_PROGRAM, QUEUED_ERASE, USER_READ, USER_PROGRAM = range(5)
-"""Queues of a target, by precedence; the controller's map is read and programmed in the first two."""
-KIND: Final = (READ, PROGRAM, ERASE, READ, PROGRAM)
+GC_READ, GC_PROGRAM, QUEUED_ERASE, USER_READ, USER_PROGRAM, MAP_READ, MAP_PROGRAM = range(7)
+"""Queues of a target, the first five by precedence. The controller's map is read and programmed in the
+first two, and in the last two only where garbage collection may wait for the host."""
+KIND: Final = (READ, PROGRAM, ERASE, READ, PROGRAM, READ, PROGRAM)
+_MAP: Final = (MAP_READ, MAP_PROGRAM)
+_CLEANING: Final = (GC_READ, GC_PROGRAM, QUEUED_ERASE)
+_HOST: Final = (USER_READ, USER_PROGRAM)
+CLEANING_FIRST: Final = (*_MAP, *_CLEANING, *_HOST)
+HOST_FIRST: Final = (*_MAP, *_HOST, *_CLEANING)
 
 
 class Owner:
@@ -87,11 +93,12 @@ class Target:
         loaded: Pages that came in while the array programs others.
         working: What the array works on, until ``until_ps``; resumed: whether it was suspended before.
         paused: What is suspended, and how long it still takes.
+        planes: Its planes, counted over the drive, where somebody asks for them.
     """
 
     __slots__ = (
         *("array", "busy_ps", "channel", "coming", "counts", "held", "loaded", "outgoing"),
-        *("paused", "queues", "resumed", "until_ps", "waiting", "working"),
+        *("paused", "planes", "queues", "resumed", "until_ps", "waiting", "working"),
     )
 
     def __init__(self, channel: Channel, planes: int) -> None:
@@ -107,6 +114,7 @@ class Target:
         self.working: list[Op] = []
         self.paused: tuple[list[Op], int] | None = None
         self.resumed = False
+        self.planes = range(0)
         self.busy_ps = self.until_ps = 0
 
 

@@ -55,6 +55,11 @@ class Ftl:
     what is moved, and only then, and draws random victims from the erased blocks as well; the next block
     to fill is open already, and one for the map. As in MQSim; else it looks for victims with every page,
     and blocks are opened when they are wanted."""
+    gc_preemptible: bool = False
+    """Whether what the host asks for goes before garbage collection, on dies (or chips) none of whose
+    planes is short of erased blocks. What is under way is not stopped for it."""
+    gc_hard_threshold: float = 0.005
+    """A plane is short of them below this share of free blocks, and without any."""
     least_worn_first: bool = False
     """Dynamic wear levelling: of the erased blocks the one with the fewest erases is filled next."""
     wear_gap: int = 0
@@ -73,6 +78,12 @@ class Ftl:
     """Of a page, or a super-page, in the map that lies on flash."""
     map_cache_bytes: int = 0
     """Of the map that is in the controller's memory at once, the entries used last; 0: all of it."""
+    map_read_bytes: int = 0
+    """That cross the channel when an entry is not in memory: a sector, in MQSim; 0: its whole page of the
+    map, with its spare bytes where those are sent."""
+    map_stored: bool = False
+    """Whether flash has all of the map before anything was written, from the first plane on, as in MQSim:
+    an entry is then read even if it is of a page that nobody has written."""
 
     def __post_init__(self) -> None:
         if self.allocation not in ALLOCATIONS:
@@ -80,7 +91,7 @@ class Ftl:
                 f"ftl.allocation is {self.allocation!r}; it is an order of the letters C, W, D and P,"
                 " as 'CWDP'"
             )
-        for name in ("overprovisioning", "gc_threshold"):
+        for name in ("overprovisioning", "gc_threshold", "gc_hard_threshold"):
             value = getattr(self, name)
             if not 0 <= value < 1:
                 raise ConfigError(f"ftl.{name} is {value}, it must be at least 0 and below 1")
@@ -93,6 +104,12 @@ class Ftl:
             raise ConfigError(f"ftl.superpage_share is {self.superpage_share}, it is at most 1")
         whole("ftl.map_entry_bytes", self.map_entry_bytes, 1)
         whole("ftl.map_cache_bytes", self.map_cache_bytes, 0)
+        whole("ftl.map_read_bytes", self.map_read_bytes, 0)
+        if 0 < self.map_read_bytes < self.map_entry_bytes:
+            raise ConfigError(
+                f"ftl.map_read_bytes is {self.map_read_bytes}, less than an entry of"
+                f" {self.map_entry_bytes} bytes"
+            )
         if 0 < self.map_cache_bytes < self.map_entry_bytes:
             raise ConfigError(
                 f"ftl.map_cache_bytes is {self.map_cache_bytes}, which holds no entry of"
@@ -116,6 +133,11 @@ class WriteCache:
     """...until they are this share of it."""
     flush_pages: int = 256
     """On their way to flash at the same time, at most."""
+    at_once: bool = False
+    """Whether a page that was not written within the last second starts its program in the instant in
+    which its write comes, with the others of its request, and memory is not read for it; others stay
+    until their places are wanted. As in MQSim; else pages go to flash from one mark to the other, and
+    each starts when it has left the memory, behind those before it."""
     protected: bool = True
     """Whether capacitors last until flash has everything: else a loss of power loses what it has not, and
     a flush of the host waits for flash."""

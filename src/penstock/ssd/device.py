@@ -219,6 +219,11 @@ class Device:
                 f"device {self.name!r}: geometry.pages_per_block is {pages}, no multiple of the"
                 f" {bits} bits of a {self.cell.mode} cell"
             )
+        if self.ftl.map_read_bytes > self.geometry.page_bytes:
+            raise ConfigError(
+                f"device {self.name!r}: ftl.map_read_bytes is {self.ftl.map_read_bytes}, more than a page"
+                f" of {self.geometry.page_bytes}"
+            )
 
     @property
     def page_bus_ps(self) -> int:

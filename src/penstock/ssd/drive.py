@@ -20,8 +20,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from penstock.core.errors import ConfigError
-from penstock.ssd.aging import fill
-from penstock.ssd.cache import Cache
+from penstock.ssd.aging import fill, store_map
+from penstock.ssd.destage import cache_of
 from penstock.ssd.device import PS_PER_NS, Device
 from penstock.ssd.events import Events
 from penstock.ssd.flash import Flash
@@ -65,7 +65,9 @@ class Drive:
         self.ftl = Ftl(device, seed=seed)
         self.flash = Flash(device, self.events, power_cap_w=power_cap_w)
         self.pages = Pages(device, self.ftl, self.flash)
-        self.cache = Cache.of(device, self.events, self.ftl, self.pages)
+        if self.pages.map is not None and device.ftl.map_stored:
+            store_map(self.ftl, self.ftl.user_pages)
+        self.cache = cache_of(device, self.events, self.ftl, self.pages)
         if watch:
             self.flash.usage = Usage(device, len(self.flash.targets_busy_ps()))
         link = device.link
@@ -208,7 +210,7 @@ class Drive:
         """Of a write the data is there: its pages are looked for, or placed."""
         if request.is_flush:
             self._flush(request)
-        elif self.cache is None:
+        elif self.cache is None or not request.cached:
             begin = request.offset_bytes
             self.pages.serve(request, begin, begin + request.nbytes)
         elif request.is_read:

@@ -6,7 +6,8 @@ set. A channel carries one thing at a time, and when it is free it serves
 1. read data that waits to be sent, first come, first served; but where there is a cache register, the
    command of the next read goes before, so that sensing goes on meanwhile;
 2. else the next target, in turn, that can take a command. Of a target's operations those of garbage
-   collection go first (reads, programs, erases), then the host's reads, then its programs.
+   collection go first (reads, programs, erases), then the host's reads, then its programs; where the host
+   goes first (``ftl.gc_preemptible``), its reads and programs come before, unless blocks run short.
 
 Which operations go together in a command is told in :mod:`.commands`.
 
@@ -21,17 +22,17 @@ Which operations go together in a command is told in :mod:`.commands`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from heapq import heappush
 from itertools import count
 
 from penstock.ssd.commands import (
+    CLEANING_FIRST,
     ERASE,
-    GC_READ,
+    HOST_FIRST,
     KIND,
     PROGRAM,
     READ,
-    USER_READ,
     Channel,
     Op,
     Target,
@@ -114,6 +115,7 @@ class Flash:
             self._targets += each.targets
         # of each plane of the drive, its target and its number there
         self._homes = [(target, plane) for target in self._targets for plane in range(planes)]
+        self._short: Callable[[int], bool] | None = None
         self.next_order = count(1).__next__
         self.usage: Usage | None = None
         self._cap = None if power_cap_w is None else PowerCap(Power(device), power_cap_w)
@@ -121,6 +123,14 @@ class Flash:
         # bound once: they are told with every event
         self._when_arrived, self._when_worked = self._arrived, self._worked
         self._when_sent = self._sent
+
+    def put_host_first(self, short: Callable[[int], bool]) -> None:
+        """Let garbage collection wait for it on targets none of whose planes is ``short`` of blocks."""
+        self._short = short
+        first = 0
+        for target in self._targets:
+            target.planes = range(first, first + len(target.queues[0]))
+            first = target.planes.stop
 
     def submit(self, ops: Iterable[Op]) -> None:
         """Queue operations that are known at the same time; then start what can.
@@ -189,10 +199,13 @@ class Flash:
             array = target.array
             if array is None or (self._cache_program and array == PROGRAM):
                 queue = 0
-                for waiting in target.counts:
-                    if waiting:
-                        break
-                    queue += 1
+                if self._short is not None:
+                    queue = next(each for each in self._precedence(target) if target.counts[each])
+                else:
+                    for waiting in target.counts:
+                        if waiting:
+                            break
+                        queue += 1
                 idle = array is None and not target.outgoing and not reads_only
                 if idle or self._can_take(target, KIND[queue], reads_only):
                     self._command(target, queue)
@@ -202,6 +215,13 @@ class Flash:
                 channel.turn = turn
                 return True
         return False
+
+    def _precedence(self, target: Target) -> tuple[int, ...]:
+        """Of the queues of a target."""
+        short = self._short
+        if short is None or any(map(short, target.planes)):
+            return CLEANING_FIRST
+        return HOST_FIRST
 
     def _can_take(self, target: Target, kind: int, reads_only: bool) -> bool:
         """Whether a target takes the command that goes first of those that wait for it."""
@@ -220,8 +240,11 @@ class Flash:
             return False
         if target.until_ps - self._events.now_ps < 2 * takes:
             return False  # it is as soon done as suspended
-        queue = GC_READ if target.counts[GC_READ] else USER_READ
-        if not target.counts[queue] or (target.outgoing and not self._cache_read):
+        if target.outgoing and not self._cache_read:
+            return False
+        reads = (each for each in self._precedence(target) if KIND[each] == READ)
+        queue = next((each for each in reads if target.counts[each]), None)
+        if queue is None:
             return False
         self._command(target, queue)
         return True

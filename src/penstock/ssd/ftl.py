@@ -59,9 +59,12 @@ class Ftl:
                     plane.frontiers[number] = plane.open(number % settings.streams)
         self._gap = settings.wear_gap
         self.user_pages = self.map_begin = device.user_pages
+        if settings.map_stored:  # the pages of the map begin on the first plane, then
+            self.map_begin = -(-self.user_pages // self._count) * self._count
         blocks = geometry.blocks_per_plane
         self.threshold = max(int(settings.gc_threshold * blocks), settings.gc_least_blocks)
         self.least = settings.gc_least_blocks
+        self._hard = max(1, int(settings.gc_hard_threshold * blocks))
         self._victims = settings.gc_victims
         self._policy = settings.victim
         self._random = random.Random(seed)
@@ -186,6 +189,10 @@ class Ftl:
     def stopped(self, plane: int) -> bool:
         """Whether a plane takes nothing from the host until a block has been erased."""
         return self.planes[plane].free < self.least
+
+    def short(self, plane: int) -> bool:
+        """Whether garbage collection of a plane waits for nobody, even where it may be preempted."""
+        return self.planes[plane].free < self._hard
 
     def victim(self, plane: int) -> tuple[Block, ...]:
         """The next block to clean, taken from the full ones, with its row; (): no need, or no use."""

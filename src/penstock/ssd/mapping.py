@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.ssd.cleaning import Cleaner
-from penstock.ssd.commands import GC_PROGRAM, GC_READ, Op
+from penstock.ssd.commands import GC_PROGRAM, GC_READ, MAP_PROGRAM, MAP_READ, Op
 from penstock.ssd.device import Device
 from penstock.ssd.flash import Flash
 from penstock.ssd.ftl import Ftl
@@ -37,9 +37,13 @@ class CachedMap:
         """Nothing is in memory yet."""
         settings, page_bytes = device.ftl, device.geometry.page_bytes
         self._ftl, self._flash, self._cleaner = ftl, flash, cleaner
+        # where garbage collection waits for the host, what the host waits for must not
+        own = settings.gc_preemptible
+        self._queues = (MAP_READ, MAP_PROGRAM) if own else (GC_READ, GC_PROGRAM)
         self._room = settings.map_cache_bytes // settings.map_entry_bytes
         self._per_page = ftl.map_entries_per_page
         self._whole = page_bytes + device.geometry.spare_bytes * device.channel.send_spare
+        self._miss_bytes = settings.map_read_bytes or self._whole
         self.entries = ftl.map_entry(ftl.user_pages - 1) + 1
         self._there: OrderedDict[int, bool] = OrderedDict()  # by use; whether it has changed
         self._changed: dict[int, set[int]] = {}  # by page of the map
@@ -81,7 +85,7 @@ class CachedMap:
         if number in self._loading:
             self._loading[number].append((entry, dirty, act, about))
             return
-        read = self._reading(number, self._loaded)
+        read = self._reading(number, self._miss_bytes, self._loaded)
         if read is None:
             self._insert(entry, dirty, ops)
             act(*about, ops)
@@ -106,7 +110,7 @@ class CachedMap:
         if number in self._updating:
             return  # it is to be programmed: these changes go with it
         self._updating.add(number)
-        read = self._reading(number, self._read_for_update)
+        read = self._reading(number, self._whole, self._read_for_update)
         if read is None:
             self._program(number, ops)
         else:
@@ -139,7 +143,7 @@ class CachedMap:
         if dirty:
             self._change(entry)
 
-    def _reading(self, number: int, done: Callable[[Op], None]) -> Op | None:
+    def _reading(self, number: int, nbytes: int, done: Callable[[Op], None]) -> Op | None:
         lpn = self._ftl.map_begin + number
         place = self._ftl.find(lpn)
         if place is None:
@@ -147,7 +151,7 @@ class CachedMap:
         block, page = place
         block.pending += 1
         self.reads += 1
-        return Op(GC_READ, block, page, lpn, self._whole, number, done)
+        return Op(self._queues[0], block, page, lpn, nbytes, number, done)
 
     def _program(self, number: int, ops: list[Op]) -> None:
         lpn = self._ftl.map_begin + number
@@ -159,7 +163,9 @@ class CachedMap:
         block, page = self._ftl.place(lpn)
         block.pending += 1
         self.writes += 1
-        ops.append(Op(GC_PROGRAM, block, page, lpn, self._whole, number, self._left_alone))
+        ops.append(
+            Op(self._queues[1], block, page, lpn, self._whole, number, self._left_alone),
+        )
         self._cleaner.clean(plane, ops)
 
     # -- events -------------------------------------------------------------------------------------

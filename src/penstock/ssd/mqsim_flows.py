@@ -40,6 +40,8 @@ class Flow:
     """Its requests, given the first of its sectors and how many there are."""
     stop_ps: int = 0
     """When it asks for no more; 0: when it has no more."""
+    cached: bool = True
+    """Whether its writes go to the write cache, and its reads look there, if the drive has one."""
 
     def stream(self, device: Device, clock: Events | None = None) -> Iterator[Request]:
         """Its requests, for a drive of which it has its part of the addresses.
@@ -61,6 +63,8 @@ class Flow:
         moved = first % (geometry.planes * (geometry.page_bytes // SECTOR_BYTES))
         if moved:
             requests = _moved(requests, moved * SECTOR_BYTES)
+        if not self.cached:
+            requests = _past_the_cache(requests)
         if not self.stop_ps:
             return requests
         if clock is None:
@@ -119,6 +123,12 @@ def _moved(requests: Iterator[Request], nbytes: int) -> Iterator[Request]:
         yield request
 
 
+def _past_the_cache(requests: Iterator[Request]) -> Iterator[Request]:
+    for request in requests:
+        request.cached = False
+        yield request
+
+
 def _until(requests: Iterator[Request], clock: Events, stop_ps: int) -> Iterator[Request]:
     """MQSim's flow begins at its first nanosecond."""
     while clock.now_ps + PS_PER_NS <= stop_ps:
@@ -155,7 +165,15 @@ def _synthetic(name: str, keys: Keys, part: tuple[int, int]) -> Flow:
             " 0, Total_Requests_To_Generate must be 1 or more"
         )
     depth = 1 if kind == "BANDWIDTH" else keys.whole("Average_No_of_Reqs_in_Queue")
-    return Flow(max(1, depth), part, settings.stream, stop_ns * PS_PER_NS)
+    return Flow(max(1, depth), part, settings.stream, stop_ns * PS_PER_NS, _cached(keys))
+
+
+def _cached(keys: Keys) -> bool:
+    """Whether a flow's writes are; a mode that asks for that of reads, too, is named as ignored."""
+    key = "Device_Level_Data_Caching_Mode"
+    if keys.says(key, "WRITE_READ_CACHE"):
+        return True
+    return not keys.says(key, "READ_CACHE") and keys.text_or(key, "WRITE_CACHE") == "WRITE_CACHE"
 
 
 def _gap_ns(name: str, keys: Keys, sectors: int) -> float:
@@ -236,7 +254,7 @@ def _traced(name: str, keys: Keys, part: tuple[int, int]) -> Flow:
         )
     if not path.is_file():
         raise ConfigError(f"MQSim file {name!r}: File_Path: there is no trace {str(path)!r}")
-    return Flow(1, part, _Traced(str(path), share, rounds).stream)
+    return Flow(1, part, _Traced(str(path), share, rounds).stream, cached=_cached(keys))
 
 
 @dataclass(frozen=True, slots=True)

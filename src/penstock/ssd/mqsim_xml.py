@@ -17,9 +17,7 @@ _ALWAYS: Final = {
     "Memory_Type": "FLASH",
     "HostInterface_Type": "NVME",
     "Address_Mapping": "PAGE_LEVEL",
-    "Ideal_Mapping_Table": "true",
     "Use_Copyback_for_GC": "false",
-    "Preemptible_GC_Enabled": "false",
     "Flash_Comm_Protocol": "NVDDR2",
     "Flash_Channel_Width": "1",
     "Enabled_Preconditioning": "false",
@@ -27,6 +25,9 @@ _ALWAYS: Final = {
     "Device_Level_Data_Caching_Mode": "TURNED_OFF",
     "Percentage_of_Hot_Region": "0",
     "Variance_Request_Size": "0",
+    "CMT_Sharing_Mode": "SHARED",
+    "Caching_Mechanism": "ADVANCED",
+    "Data_Cache_Sharing_Mode": "SHARED",
     "Time_Unit": "NANOSECOND",
 }
 """What there is one value of, here: with another the key is named as ignored, with this it is not."""
@@ -63,6 +64,26 @@ class Keys:
     def real(self, key: str) -> float:
         """A number. Raises ConfigError: it is none."""
         return self._number(key, float, "a number")
+
+    def has(self, key: str) -> bool:
+        """Whether the file has it."""
+        return key in self._values
+
+    def says(self, key: str, text: str) -> bool:
+        """Whether the file says so; that alone does not keep the key from being ignored."""
+        return self._values.get(key) == text
+
+    def text_or(self, key: str, absent: str) -> str:
+        """What it says, or what a file that lacks it means."""
+        return self.text(key) if self.has(key) else absent
+
+    def whole_or(self, key: str, absent: int) -> int:
+        """The same of a whole number."""
+        return self.whole(key) if self.has(key) else absent
+
+    def real_or(self, key: str, absent: float) -> float:
+        """The same of a number."""
+        return self.real(key) if self.has(key) else absent
 
     def flag(self, key: str) -> bool:
         """Whether it says true; a file that lacks it says false."""

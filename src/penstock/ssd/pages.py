@@ -69,9 +69,11 @@ class Pages:
         first, last = begin // size, (end - 1) // size
         owner.left += last - first + 1
         if self.map is not None or (first < self._first_single and not owner.is_read):
-            self._enter(owner, self._parts(begin, end))
+            ops: list[Op] = []
+            self._enter(owner, self._parts(begin, end), ops)
+            self._flash.submit(ops)
             return
-        ops: list[Op] = []
+        ops = []
         act = self._read if owner.is_read else self._write
         if first == last:
             act(owner, (first, end - begin, self._sectors(begin, end)), ops)
@@ -85,9 +87,15 @@ class Pages:
 
     def serve_parts(self, owner: Owner, parts: Iterable[Part]) -> None:
         """The same for pages that need not follow each other."""
-        listed = list(parts)
-        owner.left += len(listed)
-        self._enter(owner, listed)
+        self.serve_together([(owner, list(parts))])
+
+    def serve_together(self, wanted: list[tuple[Owner, list[Part]]]) -> None:
+        """The same for several owners, all of whose operations are known at the same time."""
+        ops: list[Op] = []
+        for owner, parts in wanted:
+            owner.left += len(parts)
+            self._enter(owner, parts, ops)
+        self._flash.submit(ops)
 
     def _parts(self, begin: int, end: int) -> Iterable[Part]:
         size = self._page_bytes
@@ -102,9 +110,8 @@ class Pages:
             return 0
         return ((1 << nbytes // SECTOR_BYTES) - 1) << low % self._page_bytes // SECTOR_BYTES
 
-    def _enter(self, owner: Owner, parts: Iterable[Part]) -> None:
+    def _enter(self, owner: Owner, parts: Iterable[Part], ops: list[Op]) -> None:
         """By way of the map, where it is not all in memory; super-pages by their number."""
-        ops: list[Op] = []
         rows: dict[int, list[Part]] = {}
         width = self._ftl.superpages.width if self._ftl.superpages is not None else 1
         for part in parts:
@@ -116,7 +123,6 @@ class Pages:
                 self._by_map(part[0], self._write, (owner, part), ops)
         for number, its in rows.items():
             self._by_map(number * width, self._write_row, (owner, number, its), ops)
-        self._flash.submit(ops)
 
     def _by_map(
         self, lpn: int, act: Callable[..., None], about: tuple[Any, ...], ops: list[Op]

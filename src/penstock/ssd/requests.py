@@ -18,9 +18,10 @@ class Request(Owner):
         arrival_ps: When the host asks; None: as soon as the queue has room.
         began_ps: When it came to the queue.
         flow: Which of the host's flows it is of, by number.
+        cached: Whether the write cache serves it, where the drive has one.
     """
 
-    __slots__ = ("arrival_ps", "began_ps", "flow", "nbytes", "offset_bytes")
+    __slots__ = ("arrival_ps", "began_ps", "cached", "flow", "nbytes", "offset_bytes")
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class Request(Owner):
         self.nbytes = nbytes
         self.arrival_ps = arrival_ps
         self.began_ps = self.flow = 0
+        self.cached = True
 
     @property
     def is_flush(self) -> bool:
