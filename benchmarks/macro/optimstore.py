@@ -83,7 +83,11 @@ def anchors():
     momentum = replace(ADAM, optimizer="momentum")
     large = replace(ADAM, parameters=10_300_000_000)
     life = step(DEVICE, large, DIE)
-    around = life.time_s + step(DEVICE, large, HOST).time_s * (1 / UPDATE_SHARE - 1)
+    level = step(with_field(DEVICE, "ftl.levels_planes", True), large, DIE)
+    beside = step(DEVICE, large, HOST).time_s * (1 / UPDATE_SHARE - 1)
+
+    def years(one):
+        return one.wear.steps_credited * (one.time_s + beside) / (365.25 * 86400)
 
     def gain(boundary, one):
         return host.ledger.joules(boundary) / one.ledger.joules(boundary)
@@ -110,7 +114,12 @@ def anchors():
         "drive's power with static": (die.ledger.ssd_w / host.ledger.ssd_w, 2.2, 0.3),
         "written, B a parameter": (die.wear.written_bytes / ADAM.parameters, 12, 0.0),
         "life, M iterations of 10.3 B": (life.wear.steps_credited / 1e6, 12.4, 0.1),
-        "life, years": (life.wear.steps_credited * around / (365.25 * 86400), 9.4, 0.1),
+        "life, years": (years(life), 9.4, 0.1),
+        "life, M iterations of 10.3 B, levelled in the die": (
+            level.wear.steps_credited / 1e6,
+            *(12.4, 0.1),
+        ),
+        "life, years, levelled in the die": (years(level), 9.4, 0.1),
         "momentum, die over host": (
             step(DEVICE, momentum, HOST).time_s / step(DEVICE, momentum, DIE).time_s,
             *(3.2, 0.2),
