@@ -156,10 +156,36 @@ def test_steps_on_a_consumer_drive():
     assert step(DEVICE, ADAM, HOST).wear.steps_until_tbw is None
 
 
-def test_momentum_on_the_die():
-    """Within its wide tolerance; that it gains most of all optimizers is not reproduced."""
-    host, _, die = times(update=Update(parameters=GPT, optimizer="momentum"))
-    assert host / die == pytest.approx(3.2, rel=0.2)
+def gains():
+    """Die over host, by optimizer."""
+    made = {name: dataclasses.replace(ADAM, optimizer=name) for name in OPTIMIZERS}
+    return {
+        name: step(DEVICE, u, HOST).time_s / step(DEVICE, u, DIE).time_s for name, u in made.items()
+    }
+
+
+def test_momentum_on_the_die_is_within_its_wide_tolerance():
+    assert gains()["momentum"] == pytest.approx(3.2, rel=0.2)
+
+
+def test_adam_gains_most_where_the_paper_has_momentum_first_and_adam_last():
+    """The verdict "no" of benchmarks/results/optimstore.json; if this order turns, so does that."""
+    found = gains()
+    assert found["sgd"] < found["rmsprop"] < found["momentum"] < found["adam"]
+
+
+def test_the_array_takes_as_long_for_two_states_as_for_three_which_is_why():
+    array, x, units = 30e-6 + 100e-6 + 3e-3 / 384, 20.48e-6, GPT / 4096 / 32
+
+    def gain(states, passes, array):
+        host = GPT * (8 * states + 4) / (0.85 * 6.4e9) + GPT / 1.5e9
+        return host / (units * (array + passes * x + 1.5 * x))
+
+    adam, momentum = gain(3, 5, array), gain(2, 2, array)
+    assert (adam, momentum) == pytest.approx((gains()["adam"], gains()["momentum"]))
+    assert momentum < adam
+    # with a time of the array that follows the states the paper's order comes out
+    assert gain(2, 2, array * 2 / 3) > 1.2 * adam
 
 
 # -- they break in the direction that is predicted -------------------------------------------------
