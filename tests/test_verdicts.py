@@ -107,6 +107,21 @@ def test_the_verdicts_on_optimstore_are_these_and_what_was_fitted_says_so():
     assert optimstore_lines() == OPTIMSTORE.splitlines()
 
 
+def cell(told):
+    """Mean loss and accuracy on what was held out, as the manual has them."""
+    if told["lost"]:
+        return f"lost {told['lost']} of {len(told['losses'])}"
+    return f"{told['loss_mean']:.3f}, {100 * told['accuracy_mean']:.1f} %"
+
+
+def test_what_the_on_die_arithmetic_costs_is_in_the_manual_as_it_was_measured():
+    text = (RESULTS.parents[1] / "docs" / "ssd.md").read_text(encoding="utf-8")
+    found = figures("on_die_adam")
+    digits, gpt = (found[name]["variants"] for name in ("digits", "gpt"))
+    for name, told in digits.items():
+        assert f"| {name} | {cell(told)} | {cell(gpt[name])} |" in text
+
+
 def test_a_verdict_follows_from_its_figures():
     found = figures("optimstore")
     for one in found["anchors"].values():
