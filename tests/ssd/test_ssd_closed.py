@@ -93,13 +93,61 @@ def test_twelve_bytes_are_written_for_each_parameter():
         assert step(DEVICE, ADAM, placement).moved.flash_written == 12 * GPT
 
 
-def test_life_of_a_10_b_model():
+def test_life_of_a_10_b_model_whose_wear_is_levelled_within_the_die():
     update = Update(parameters=10_300_000_000, optimizer="adam")
-    one = step(DEVICE, update, DIE)
+    one = step(other("ftl.levels_planes", True), update, DIE)
     assert one.wear.steps_credited == pytest.approx(12.4e6, rel=0.1)
     years = one.wear.steps_credited * iteration_s(one.time_s, update) / (365.25 * 86400)
     assert years == pytest.approx(9.4, rel=0.1)
     assert one.wear.steps_rated * 50 == pytest.approx(one.wear.steps_credited)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "used"),
+    [("adam", 3 / 4), ("momentum", 1 / 2), ("rmsprop", 1 / 2), ("sgd", 1 / 4)],
+)
+def test_the_gradients_plane_and_idle_ones_do_not_wear_so_life_is_shorter_on_the_die(
+    optimizer, used
+):
+    update = dataclasses.replace(ADAM, optimizer=optimizer)
+    host, controller, die = (step(DEVICE, update, each).wear for each in (HOST, CONTROLLER, DIE))
+    assert host.written_bytes == controller.written_bytes == die.written_bytes
+    assert (host.evenness, controller.evenness, die.evenness) == (1, 1, pytest.approx(used))
+    assert die.steps_rated == pytest.approx(used * host.steps_rated)
+    # four bytes go to each block of a state's plane, a quarter of the drive
+    assert die.steps_rated == pytest.approx(30_000 * 1e12 / 4 / (4 * GPT))
+    assert die.days_rated == pytest.approx(
+        die.steps_rated * step(DEVICE, update, DIE).time_s / 86400
+    )
+
+
+def test_levelling_within_the_die_gives_the_life_back_for_its_time():
+    level = other("ftl.levels_planes", True)
+    plain, levelled = step(DEVICE, ADAM, DIE), step(level, ADAM, DIE)
+    assert levelled.time_s == pytest.approx(1.026 * plain.time_s)
+    assert levelled.wear.steps_rated == pytest.approx(plain.wear.steps_rated * 4 / 3)
+    for placement in (HOST, CONTROLLER):
+        assert step(level, ADAM, placement) == step(DEVICE, ADAM, placement)
+    half = (
+        step(level, ADAM, SPLIT, on_die=0.5).time_s / step(DEVICE, ADAM, SPLIT, on_die=0.5).time_s
+    )
+    assert half == pytest.approx(1.013)
+
+
+def test_a_gradient_that_is_programmed_wears_its_plane_too():
+    update = dataclasses.replace(ADAM, gradient=Gradient.PROGRAMMED)
+    kept, programmed = step(DEVICE, ADAM, DIE).wear, step(DEVICE, update, DIE).wear
+    assert programmed.evenness == 1
+    assert programmed.steps_rated == pytest.approx(kept.steps_rated)  # it fills what lay idle
+
+
+def test_the_widest_state_and_the_fewest_planes_set_the_life():
+    short = dataclasses.replace(ADAM, state_bytes=(4, 2, 2))
+    assert step(DEVICE, short, DIE).wear.evenness == pytest.approx(8 / 16)
+    two = other("geometry.planes_per_die", 2)  # all states in one plane, the gradient in the other
+    assert step(two, ADAM, DIE).wear.evenness == pytest.approx(1 / 2)
+    one = other("geometry.planes_per_die", 1)
+    assert step(one, ADAM, DIE).wear.evenness == 1
 
 
 def test_steps_on_a_consumer_drive():
@@ -108,10 +156,36 @@ def test_steps_on_a_consumer_drive():
     assert step(DEVICE, ADAM, HOST).wear.steps_until_tbw is None
 
 
-def test_momentum_on_the_die():
-    """Within its wide tolerance; that it gains most of all optimizers is not reproduced."""
-    host, _, die = times(update=Update(parameters=GPT, optimizer="momentum"))
-    assert host / die == pytest.approx(3.2, rel=0.2)
+def gains():
+    """Die over host, by optimizer."""
+    made = {name: dataclasses.replace(ADAM, optimizer=name) for name in OPTIMIZERS}
+    return {
+        name: step(DEVICE, u, HOST).time_s / step(DEVICE, u, DIE).time_s for name, u in made.items()
+    }
+
+
+def test_momentum_on_the_die_is_within_its_wide_tolerance():
+    assert gains()["momentum"] == pytest.approx(3.2, rel=0.2)
+
+
+def test_adam_gains_most_where_the_paper_has_momentum_first_and_adam_last():
+    """The verdict "no" of benchmarks/results/optimstore.json; if this order turns, so does that."""
+    found = gains()
+    assert found["sgd"] < found["rmsprop"] < found["momentum"] < found["adam"]
+
+
+def test_the_array_takes_as_long_for_two_states_as_for_three_which_is_why():
+    array, x, units = 30e-6 + 100e-6 + 3e-3 / 384, 20.48e-6, GPT / 4096 / 32
+
+    def gain(states, passes, array):
+        host = GPT * (8 * states + 4) / (0.85 * 6.4e9) + GPT / 1.5e9
+        return host / (units * (array + passes * x + 1.5 * x))
+
+    adam, momentum = gain(3, 5, array), gain(2, 2, array)
+    assert (adam, momentum) == pytest.approx((gains()["adam"], gains()["momentum"]))
+    assert momentum < adam
+    # with a time of the array that follows the states the paper's order comes out
+    assert gain(2, 2, array * 2 / 3) > 1.2 * adam
 
 
 # -- they break in the direction that is predicted -------------------------------------------------

@@ -282,3 +282,9 @@ def test_energy_and_wear_follow_the_engines_time():
     assert one.wear.days_rated / formula.wear.days_rated == pytest.approx(
         one.time_s / formula.time_s
     )
+    assert one.wear.evenness == formula.wear.evenness == pytest.approx(3 / 4)
+    levelled = simulate(
+        with_field(DEVICE, "ftl.levels_planes", True), adam(200), DIE_PLACED, Engine.TWIN
+    )
+    assert levelled.time_s == pytest.approx(1.026 * one.time_s)
+    assert levelled.wear.steps_rated == pytest.approx(one.wear.steps_rated * 4 / 3)

@@ -2,7 +2,8 @@
 
 1. :mod:`.device`: what an SSD is made of, its array of cells, :mod:`.cells`, and what its controller is
    set to, :mod:`.control`; :mod:`.description`: as TOML files, and the presets.
-2. :mod:`.optimizers`: states and passes of the optimizers, from their arithmetic.
+2. :mod:`.optimizers`: states and passes of the optimizers, from their arithmetic; :mod:`.element`: what a
+   processing element on the die makes of them, word by word.
 3. :mod:`.update`: what a weight update moves; :mod:`.closed`: how long it takes, in closed form.
 4. :mod:`.energy`: what it takes in joules, at three boundaries; :mod:`.wear`: and in endurance.
 5. :mod:`.graph`: units, stages and what they occupy; :mod:`.operations`: a weight update as such a graph;

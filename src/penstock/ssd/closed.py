@@ -32,7 +32,7 @@ from penstock.ssd import energy
 from penstock.ssd.device import PS_PER_S, WORD_BYTES, Device
 from penstock.ssd.energy import Ledger
 from penstock.ssd.update import Bytes, Gradient, Update, drive_bytes, host_bytes
-from penstock.ssd.wear import Wear, wear_of
+from penstock.ssd.wear import Wear, levelled_time, wear_of
 
 _NS: float = 1e-9
 _CACHE_SHARE: Final = 0.01
@@ -280,7 +280,8 @@ def _in_drive(device: Device, update: Update, placement: Placement, share: float
         ("element", units / channels * mean.compute / workers(device)),
         ("controller", words),
     )
-    time_s = max(units / channels * mean.each(workers(device)), up, down, words)
+    flash = units / channels * mean.each(workers(device)) * levelled_time(device, share)
+    time_s = max(flash, up, down, words)
     return _finished(device, update, placement, time_s=time_s, busy=busy, share=share, moved=moved)
 
 
@@ -297,7 +298,7 @@ def _finished(
     ledger = energy.ledger(
         device, update, moved, time_s=time_s, on_host=placement is Placement.HOST, on_die=share
     )
-    wear = wear_of(device, update, time_s)
+    wear = wear_of(device, update, time_s, on_die=share)
     return Step(device.name, placement, time_s, busy, share, moved, ledger, wear)
 
 

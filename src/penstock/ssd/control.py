@@ -65,6 +65,10 @@ class Ftl:
     wear_gap: int = 0
     """Static wear levelling: a block that lags so many erases behind the most worn of its plane is
     cleaned in turn with the victims, whatever it holds; 0: never."""
+    levels_planes: bool = False
+    """Whether states that dies update change places with the gradient's plane now and then, so that all
+    planes of a die wear alike; a step on the dies takes 2.6 % longer for it. The engine of drives has
+    nothing to do for it."""
     streams: int = 1
     """Of the host, each with blocks of its own: what is written together is cleaned together."""
     superpage_share: float = 0.0

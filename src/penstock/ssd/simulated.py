@@ -24,7 +24,7 @@ from penstock.ssd.graph import Phase
 from penstock.ssd.graph_events import ChannelRun
 from penstock.ssd.operations import phases, seconds
 from penstock.ssd.update import Update
-from penstock.ssd.wear import wear_of
+from penstock.ssd.wear import levelled_time, wear_of
 
 _TRIED = 8
 """Parts of a split that are tried."""
@@ -189,7 +189,7 @@ def _told(
         time_s = _with_host(device, formula, times, busy)
     else:
         others = (busy[name] for name in ("link up", "link down", "controller"))
-        time_s = max(seconds(times[0].end_ps), *others)
+        time_s = max(seconds(times[0].end_ps) * levelled_time(device, formula.on_die), *others)
     channels = graph[0].channels
     busy["channel"] = math.fsum(seconds(one.bus_ps) for one in times) / channels
     busy["die"] = math.fsum(seconds(one.die_ps) for one in times) / channels / graph[0].dies
@@ -205,7 +205,7 @@ def _told(
             on_host=on_host,
             on_die=formula.on_die,
         ),
-        wear=wear_of(device, update, time_s),
+        wear=wear_of(device, update, time_s, on_die=formula.on_die),
     )
 
 
