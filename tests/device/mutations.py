@@ -45,6 +45,8 @@ LIMIT_S = 300
 """How long the programs of one mutant may take."""
 SCHEDULES = ("lazy", "random", "lazy", "eager", "lazy", "random", "lazy", "fixed")
 """Of clean runs, in turn."""
+TRIES = 3
+"""How often a site is left out, if nothing notices: with threads, no program is sure to notice."""
 SETTINGS = {
     "PENSTOCK_GPU_DIRECT": "off",
     "PENSTOCK_IO_PIECE": "256KiB",
@@ -563,17 +565,21 @@ def mutate(sites: Sequence[Site], jobs: int, *, excused: bool) -> bool:
     programs = _Programs(surveyed)
     tried = [site for site in sites if excused or site.key not in reasons]
     counts["excused"] = len(sites) - len(tried)
-    tasks = (
-        (site, partial(notice, site, programs.of(site, excused=site.key in reasons)))
-        for site in tried
-    )
-    for site, noticed in run(tasks, jobs):
-        programs.noticed(site, noticed)
-        verdict = "killed" if noticed else "excused" if site.key in reasons else "SURVIVED"
-        counts[verdict] += 1
-        print(
-            f"{verdict:9}{site.key}\n          {noticed or reasons.get(site.key, '')}", flush=True
+    for left in range(TRIES - 1, -1, -1):
+        tasks = (
+            (site, partial(notice, site, programs.of(site, excused=site.key in reasons)))
+            for site in tried
         )
+        tried = []
+        for site, noticed in run(tasks, jobs):
+            programs.noticed(site, noticed)
+            verdict = "killed" if noticed else "excused" if site.key in reasons else "SURVIVED"
+            if verdict == "SURVIVED" and left:
+                tried.append(site)
+                continue
+            counts[verdict] += 1
+            why = noticed or reasons.get(site.key, "")
+            print(f"{verdict:9}{site.key}\n          {why}", flush=True)
     numbers = ", ".join(f"{counts[each]} {each}" for each in ("killed", "excused", "SURVIVED"))
     print(f"{len(sites)} mutants: {numbers}; {time.monotonic() - began:.0f} s")
     return not counts["SURVIVED"]
