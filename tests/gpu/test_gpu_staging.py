@@ -81,10 +81,11 @@ def test_elements_come_across_both_ways(dtype, more_bytes):
 
 def test_the_host_makes_the_type_of_the_target():
     narrow, wide = values(300_000, torch.bfloat16), values(300_000, torch.float32)
-    after = ready_event(torch.device(DEVICE))
-    found = copy_across(narrow.to(DEVICE), torch.empty(300_000), after)
+    source, there = narrow.to(DEVICE), torch.empty_like(narrow, device=DEVICE)
+    after = ready_event(source.device)
+    found = copy_across(source, torch.empty(300_000), after)
     assert torch.equal(found, narrow.float())
-    there = copy_across(wide, torch.empty(300_000, dtype=torch.bfloat16, device=DEVICE), after)
+    there = copy_across(wide, there, after)
     assert torch.equal(there.cpu(), wide.bfloat16())
 
 
