@@ -178,7 +178,8 @@ def fills() -> None:
     """Who finds that a copy to the device has landed knows what the lane's thread knew then."""
     _around(Inbound, "_landed", lambda order, _, fill, *__: order.hand_over(_key(fill)))
     _around(Inbound, "finish", lambda order, _, target: _landed(order, target.fill))
-    _around(Fill, "precede", lambda order, fill, *_: _landed(order, fill))
+    # afterwards: it may land while it is being asked
+    _around(Fill, "precede", None, lambda order, _, fill, *__: _landed(order, fill))
 
 
 def _landed(order: Order, fill: Any) -> None:
