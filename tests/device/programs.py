@@ -7,6 +7,7 @@ They are what ``test_programs.py`` runs clean, and what ``mutations.py`` runs wi
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import tempfile
@@ -286,6 +287,23 @@ class Apart(nn.Module):
         return x.square().mean()
 
 
+class ShowsNothingError(AssertionError):
+    """Nothing was done of what the program is about: plans depend on what was measured."""
+
+
+def tried_again(program: Callable[..., Bits]) -> Callable[..., Bits]:
+    """A program that is run again, twice at most, if it has shown nothing."""
+
+    @functools.wraps(program)
+    def tried(*arguments: Any, **named: Any) -> Bits:
+        for _ in range(2):
+            with contextlib.suppress(ShowsNothingError):
+                return program(*arguments, **named)
+        return program(*arguments, **named)
+
+    return tried
+
+
 @contextlib.contextmanager
 def under(path: Path | None, model: nn.Module | None, settings: dict[str, Any]) -> Iterator[Any]:
     if path is None:
@@ -300,9 +318,11 @@ def under(path: Path | None, model: nn.Module | None, settings: dict[str, Any]) 
         (Stage.WRITE, "flash") if settings.get("flash", path) else (Stage.COPY_OUT, "host")
     )
     for stage, tier in wanted:
-        assert (stage, tier) in flows, f"the program shows nothing: no {stage.value} {tier}"
+        if (stage, tier) not in flows:
+            raise ShowsNothingError(f"no {stage.value} {tier}")
 
 
+@tried_again
 def train(
     path: Path | None,
     kind: Callable[[], nn.Module],
