@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from idle_watch import IdleWatch
 from penstock.io.files import filesystem_of
 
 # Before torch is loaded: tests run side by side, and with little tensors threads wait for each other.
@@ -30,6 +31,11 @@ else:
         "penstock", deadline=None, derandomize="PENSTOCK_TEST_RANDOM" not in os.environ
     )
     settings.load_profile("penstock")
+
+
+def pytest_configure(config):
+    if hasattr(config, "workerinput"):  # one of pytest-xdist's
+        config.pluginmanager.register(IdleWatch())
 
 
 @pytest.fixture(scope="session", autouse=True)

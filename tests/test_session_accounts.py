@@ -22,8 +22,9 @@ def network():
     return nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(128, 128), nn.GELU())))
 
 
-def step(net, optimizer):
+def step(net, optimizer, between=lambda: None):
     net(torch.randn(ROWS, 128)).square().mean().backward()
+    between()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -40,9 +41,15 @@ def test_the_account_has_every_client_and_its_bytes(session_for, disk_path, monk
     optimizer = FlashAdamW(
         net.parameters(), flash=disk_path, tile=1024, threads=1, gradient_memory=0, squeeze=False
     )
+
+    def wait_for_gradients():
+        """Those that ``zero_grad`` finds on their way are not written."""
+        for ticket in optimizer._penstock.states.gradients._flying:
+            ticket.written.wait()
+
     with session_for(net, machine=None, tbw="1TB") as session:
         for _ in range(3):
-            step(net, optimizer)
+            step(net, optimizer, wait_for_gradients)
         wait_for_writes(session)
         before = session.summary()
         saved = checkpoint.save(disk_path / "ours", {"model": net, "optimizer": optimizer})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -14,7 +14,7 @@ import torch
 
 from penstock.core.budget import Budget
 from penstock.core.config import UNLIMITED, OffloadConfig
-from penstock.core.errors import ClosedError, ConfigError, HookError
+from penstock.core.errors import ClosedError, ConfigError, HookError, PenstockWarning
 from penstock.core.interrupts import LostInterrupts
 from penstock.core.ranks import of_rank, rank
 from penstock.core.units import format_bytes
@@ -164,8 +164,9 @@ class Session:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        """Detach hooks and release everything; files vanish."""
-        self.close()
+        """Detach hooks and release everything; files vanish. What the body raises goes first."""
+        with nullcontext() if error is None else suppress(PenstockWarning):
+            self.close()
 
     def close(self) -> None:
         """Close the session. Idempotent. Finish backward first: what was moved out of memory is gone.
@@ -173,6 +174,7 @@ class Session:
         Raises:
             HookError: The session was opened in another thread, which still runs.
             SuspendError: It is suspended, and cannot be resumed. It is still open.
+            PenstockWarning: Warnings are errors, and a thread of ours had to warn; once it is closed.
         """
         if self._state != "open":
             return
@@ -192,6 +194,7 @@ class Session:
                 self.recorder.log.conclude(LastWords(self.summary().to_json()))
         finally:
             self._stores_close()
+        self.recorder.raise_warning()
 
     def _open(self) -> None:
         config = self.config
@@ -382,13 +385,18 @@ class Session:
             yield
 
     def step(self) -> None:
-        """A step has ended. Called by every ``torch.optim`` optimizer; call it if you have none."""
+        """A step has ended. Called by every ``torch.optim`` optimizer; call it if you have none.
+
+        Raises:
+            PenstockWarning: Warnings are errors, and a thread of ours had to warn.
+        """
         self._steps += 1
         self._attachment.protected.refresh()
         if self.devices.end_step():
             self._attachment.follow()
         self.recorder.end_step()
         self._interrupts.raise_lost()
+        self.recorder.raise_warning()
         if self.on_step is not None:
             self.on_step()
         self.recorder.begin_step(self._steps)

@@ -440,7 +440,7 @@ def two_streams_gpu_direct(path: Path | None, **settings: Any) -> Bits:
 
 def two_streams_gpu_direct_and_host(path: Path | None) -> Bits:
     """Flash is soon full."""
-    return two_streams_gpu_direct(path, host_memory="32MiB", flash_capacity="1MiB", codec="none")
+    return two_streams_gpu_direct(path, host_memory="32MiB", flash_capacity="1MiB")
 
 
 def kept_and_spilled_late(path: Path | None) -> Bits:

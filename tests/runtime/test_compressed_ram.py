@@ -160,6 +160,39 @@ def test_where_everything_is_full_the_budget_is_exceeded_and_the_warning_says_wh
         assert not session.plan.feasible
 
 
+def test_a_warning_that_is_an_error_is_raised_after_the_step_and_stops_no_transfer(session_for):
+    """Threads that write have to warn, of a tier that is full: to raise it there would end them."""
+    net, sparse, dense = Net(), Net()(-1.5), Net()(5.0)
+    warnings.simplefilter("error")
+    with session_for(policy="auto", **LITTLE) as session:
+        train(net, -1.5, sparse, steps=3)
+        assert same_bits(net(5.0, session), dense)  # waits for each write
+        with pytest.raises(PenstockWarning, match="cannot be spilled|is exceeded"):
+            session.step()
+        assert same_bits(net(5.0, session), dense)
+        told = []
+        for _ in range(4):  # a topic each, and each once
+            try:
+                session.step()
+            except PenstockWarning as error:
+                told.append(str(error))
+        assert len(told) == len(set(told)) < 4
+    assert session.budget.used_bytes == 0
+
+
+def test_what_is_left_to_be_raised_is_raised_when_the_session_is_closed(session_for):
+    net, dense = Net(), Net()(5.0)
+    warnings.simplefilter("error")
+    session = session_for(policy="all", codec="none", **LITTLE)
+    with pytest.raises(PenstockWarning, match="cannot be spilled|is exceeded"), session:
+        assert same_bits(net(5.0, session), dense)
+    assert session.budget.used_bytes == 0
+    session = session_for(policy="all", codec="none", **LITTLE)
+    with pytest.raises(ZeroDivisionError), session:
+        assert same_bits(net(5.0, session), dense)
+        raise ZeroDivisionError
+
+
 def test_what_full_tiers_have_refused_goes_once_they_hold_less(session_for):
     """A graph fills host memory, so another one stays. The first one dies; then something needs room."""
 

@@ -8,11 +8,13 @@ never raise. The latest events are kept for traces, in bounded memory; totals ar
 from __future__ import annotations
 
 import math
+import warnings
 from collections import deque
 from types import MappingProxyType
 from typing import Final
 
 from penstock.core import knobs
+from penstock.core.errors import PenstockWarning
 from penstock.core.locks import Lock
 from penstock.observe.clock import Clock, RealClock
 from penstock.observe.events import (
@@ -88,6 +90,8 @@ class Recorder:
         self._levels: deque[tuple[int, int, str, int]] = deque()
         self._steps: deque[StepTotals] = deque(maxlen=MAX_STEPS)
         self._open_step: tuple[int, Totals] | None = None
+        self._topics: set[str] = set()
+        self._refused: deque[PenstockWarning] = deque()
         self._start_ns = self._now_ns()
 
     # -- hot ----------------------------------------------------------------------------------
@@ -141,6 +145,32 @@ class Recorder:
         plain = MappingProxyType({key: _plain(value) for key, value in fields.items()})
         with self._lock:
             self._keep((MARK, self._now_ns(), name, plain))
+
+    # -- warnings -----------------------------------------------------------------------------
+
+    def warn(self, topic: str, message: str) -> bool:
+        """Warn with a :class:`PenstockWarning` when ``topic`` comes for the first time.
+
+        Any thread may, also in the middle of a transfer. Where warnings are errors, this one is raised
+        by :meth:`raise_warning`: here it would end a thread of ours, or leave a storage half moved.
+
+        Returns:
+            Whether it was the first time.
+        """
+        with self._lock:
+            if topic in self._topics:
+                return False
+            self._topics.add(topic)
+        try:
+            warnings.warn(message, PenstockWarning, stacklevel=3)
+        except PenstockWarning as refused:
+            self._refused.append(refused.with_traceback(None))
+        return True
+
+    def raise_warning(self) -> None:
+        """Raise the oldest warning that is an error and was not raised; in the program's thread."""
+        if self._refused:
+            raise self._refused.popleft()
 
     # -- steps --------------------------------------------------------------------------------
 

@@ -160,8 +160,8 @@ class Room:
         if not (traffic.failed or advisory):
             self._refuse(nbytes, name)
         if not advisory:
-            traffic.warn(
-                "budget",
+            self._recorder.warn(
+                f"budget.{self._budget.name}",
                 f"the {self._budget.name} budget is exceeded for {name}, because a tier has failed or"
                 f" is full, and nothing else can be moved away ({traffic.fill()}); give more"
                 " host_memory or flash_capacity, or a smaller batch; further cases are only counted",

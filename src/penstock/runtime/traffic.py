@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from functools import partial
 from typing import Any, Final
@@ -21,7 +20,6 @@ from penstock.core.config import UNLIMITED
 from penstock.core.errors import (
     ClosedError,
     NoSpaceError,
-    PenstockWarning,
     SourceChangedError,
     TransferError,
 )
@@ -92,7 +90,6 @@ class Traffic:
         self._credit_bytes = _credit_bytes(budget.limit_bytes)
         self.spare_bytes = 0
         self._recorder = recorder
-        self._warned: set[str] = set()
 
     # -- the charge of what is held ---------------------------------------------------------------
 
@@ -310,15 +307,15 @@ class Traffic:
             saved.stuck, saved.refused_at_bytes = True, -1
             saved.record.held_elsewhere = True
         self._recorder.count("kept.graph_memory")
-        if "kept.graph_memory" not in self._warned:
-            self._recorder.mark("graph_memory", slot=saved.label, nbytes=saved.nbytes)
-        self.warn(
+        first = self._recorder.warn(
             "kept.graph_memory",
             f"{saved.label} stays: it is memory of a CUDA graph (torch.compile with"
             ' mode="reduce-overhead", or torch.cuda.graph) or of another torch.cuda.MemPool, which'
             " gives it to nobody else; compile without CUDA graphs what is to be offloaded; further"
             " ones are only counted",
         )
+        if first:
+            self._recorder.mark("graph_memory", slot=saved.label, nbytes=saved.nbytes)
 
     def let_go(self, saved: SavedStorage) -> None:
         """Drop the strong reference to a source, and its charge. Under the lock."""
@@ -425,17 +422,11 @@ class Traffic:
         self.failed = True
         self._recorder.count(counter)
         self._recorder.mark("spill_failed", slot=saved.label, error=str(error))
-        self.warn(
+        self._recorder.warn(
             counter,
             f"{saved.label} cannot be spilled, it goes to another tier or stays in memory: {error};"
             " further failures of this kind are only counted",
         )
-
-    def warn(self, topic: str, message: str) -> None:
-        """Warn once about each topic."""
-        if topic not in self._warned:
-            self._warned.add(topic)
-            warnings.warn(message, PenstockWarning, stacklevel=2)
 
 
 def _credit_bytes(limit_bytes: int) -> int:

@@ -363,8 +363,8 @@ class CudaMover(Mover):
         nbytes = sum(slab.capacity_bytes for slab in self._slabs)
         self._recorder.count("pin.failed")
         self._recorder.mark("pin_failed", error=reason, nbytes=nbytes)
-        self._out.warn(
-            "pin",
+        self._recorder.warn(
+            f"pin.{self.device}",
             f"the driver refuses to pin {format_bytes(nbytes)} of host memory ({reason}): copies to"
             f" and from {self.device} will take several times as long; lower host_memory",
         )

@@ -8,14 +8,13 @@
 
 from __future__ import annotations
 
-import warnings
 from concurrent.futures import CancelledError
 from functools import partial
 from typing import Final
 
 import torch
 
-from penstock.core.errors import ClosedError, NoSpaceError, PenstockWarning
+from penstock.core.errors import ClosedError, NoSpaceError
 from penstock.core.locks import Lock
 from penstock.core.units import round_up
 from penstock.io.engine import Priority, Transfer
@@ -60,7 +59,6 @@ class Outbound:
         self._host = host
         self._promised: dict[str, int] = {}
         self._room: dict[str, int] = {}
-        self._warned: set[str] = set()
 
     def write(
         self, storage: torch.UntypedStorage, tier: Tier, label: str, after: tuple[Event, ...]
@@ -205,8 +203,8 @@ class Outbound:
         counter = f"spill.{'full' if full else 'failed'}.{tier.spec.name}"
         self._recorder.count(counter)
         self._recorder.mark("spill_failed", slot=ticket.label, error=str(error))
-        self.warn(
-            counter,
+        self._recorder.warn(
+            f"{counter}.pinned",
             f"{ticket.label} cannot be written to tier {tier.spec.name!r} and stays in pinned host"
             f" memory: {error}; further failures of this kind are only counted",
         )
@@ -253,9 +251,3 @@ class Outbound:
             buffer.slab.release(buffer)
         if on_flash is not None:
             tier.discard(on_flash)
-
-    def warn(self, topic: str, message: str) -> None:
-        """Warn once about each topic."""
-        if topic not in self._warned:
-            self._warned.add(topic)
-            warnings.warn(message, PenstockWarning, stacklevel=3)
