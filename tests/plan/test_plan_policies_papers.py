@@ -204,6 +204,32 @@ def test_flashneuron_exchanges_what_does_not_shrink_for_what_does():
     assert raw.notes[0] == "no slot was sampled for compression: phase 2 has nothing to choose"
 
 
+CAST = CodecSample("float16", 0.5, 1e12, 1e12)
+SPARSE = CodecSample("zero-value+float16", 0.2, 1e12, 1e12)
+
+
+def test_flashneuron_gives_up_what_is_only_cast_for_what_is_sparse():
+    # four cast slots take 40 ms to write, and forward 30; of 0, 1, 6 and 7 the last ends after 28 ms
+    slow = replace(MACHINE, flash_write_bytes_per_s=5e8, flash_read_bytes_per_s=5e8)
+    cast = encodable(stack([10] * 10, step_ms=3), CAST)
+    profile = encodable(cast, SPARSE, only={6, 7, 8})
+    plan = plan_of("flashneuron", profile, Budgets(60 * MB, 0, AMPLE), slow)
+    assert tiers(plan) == ["flash"] * 2 + [""] * 4 + ["flash"] * 2 + [""] * 2
+    assert [decision.codec for decision in plan.decisions][6] == "zero-value+float16"
+    # cast slots are not exchanged for cast ones
+    same = plan_of("flashneuron", cast, Budgets(60 * MB, 0, AMPLE), slow)
+    assert tiers(same) == ["flash"] * 4 + [""] * 6
+
+
+def test_flashneuron_gives_up_what_does_not_compress_before_what_is_cast():
+    # 0 and 2 are raw, 1 and 3 shrink a little: 37 ms to write all; with 6 in place of 2 it is 29
+    little = replace(CAST, ratio=0.85)
+    profile = encodable(stack([10] * 10, step_ms=3), little, only={1, 3})
+    profile = encodable(profile, SPARSE, only={6, 7, 8})
+    plan = plan_of("flashneuron", profile, Budgets(60 * MB, 0, AMPLE))
+    assert tiers(plan) == ["flash"] * 2 + ["", "flash", "", "", "flash", "", "", ""]
+
+
 def test_flashneuron_adds_what_is_left_if_it_must():
     # hopeless: flash is far too slow, so compressible slots go first, and then the others after all
     slow = replace(MACHINE, flash_write_bytes_per_s=1e8, flash_read_bytes_per_s=1e8)

@@ -6,9 +6,11 @@ Phase 1, linear
     Slots above 1 MiB are chosen in the order of forward until enough is chosen. If their writes end
     before the forward does, that is all.
 Phase 2, compression-aware
-    From the end of what was chosen, those that do not compress are put back one by one, and later ones
-    that do are added until they cover it, the sparsest first; until the writes end before forward does.
-    If it runs out of them, what is left is added, compressible ones first, until enough is chosen.
+    From the end of what was chosen, slots are given up one by one until the writes end before the forward
+    does: first those that do not compress, then those that do. For each, later slots that compress better
+    are added until they have its bytes, the sparsest first; a slot for which there are none is not given
+    up. If enough is not chosen then, what is left is added, compressible slots first. (In the paper the
+    second kind is what is only cast to 16 bits, given up for sparse tensors.)
 
 What compresses, and how well, is what the profile measured (``SlotProfile.codecs``); the paper assumes
 ratios, and casts to 16 bits besides, which loses bits. Reading back is not looked at, as in the paper.
@@ -72,7 +74,7 @@ class _Scheduler:
         if self._in_time(linear):
             return linear
         later = sorted((g for g in rest if self.samples[g]), key=self._ratio)
-        given_up = [g for g in reversed(linear) if self.samples[g] is None]
+        given_up = sorted(linear, key=lambda g: (self.samples[g] is not None, -g))
         dropped = first_true(
             len(given_up), lambda k: self._in_time(self._exchange(linear, given_up[:k], later))
         )
@@ -90,16 +92,29 @@ class _Scheduler:
         return self._case.fits(self._case.offloaded(chosen))
 
     def _exchange(self, linear: list[int], out: list[int], later: list[int]) -> list[int]:
-        """``linear`` without ``out``, and as many of ``later`` as have at least the same bytes."""
-        groups = self._case.groups
-        missing = sum(groups[g].key.nbytes for g in out)
-        added = []
-        for g in later:
-            if missing <= 0:
-                break
-            added.append(g)
-            missing -= groups[g].key.nbytes
-        return sorted({*linear, *added}.difference(out))
+        """``linear`` with slots of ``later`` in place of ``out``, of at least the same bytes.
+
+        Args:
+            linear: Chosen in the order of forward.
+            out: To be given up, in this order, where something later compresses better.
+            later: What compresses, the sparsest first.
+        """
+        chosen = set(linear)
+        added, spare_bytes = 0, 0
+        for g in out:
+            if added == len(later) or self._ratio(later[added]) >= self._ratio(g):
+                continue
+            chosen.remove(g)
+            spare_bytes -= self._case.groups[g].key.nbytes
+            while (
+                spare_bytes < 0
+                and added < len(later)
+                and self._ratio(later[added]) < self._ratio(g)
+            ):
+                chosen.add(later[added])
+                spare_bytes += self._case.groups[later[added]].key.nbytes
+                added += 1
+        return sorted(chosen)
 
     def _in_time(self, chosen: list[int]) -> bool:
         """Whether the FIFO channel has written everything when its forward ends."""
