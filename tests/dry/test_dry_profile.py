@@ -14,6 +14,7 @@ from penstock import zoo
 from penstock.core.errors import ConfigError, HookError
 from penstock.dry import dry_profile, dry_zoo_profile
 from penstock.plan import Budgets, Profile, policies
+from penstock.plan.operators import Product
 from penstock.plan.roofline import retimed
 
 SLOW = replace(GPU, compute=replace(COMPUTE, operator_s=1e-4))
@@ -67,6 +68,37 @@ def test_the_backward_of_a_convolution_does_its_work_twice_but_for_the_first():
     assert (geometry.kernel_size, geometry.stride, geometry.groups) == ((5, 5), (2, 2), 1)
     assert geometry.element_bytes == 4
     assert first.convolution.groups == 4
+
+
+def test_products_tell_their_sizes():
+    class Products(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.plain = nn.Linear(64, 32, bias=False)
+            self.biased = nn.Linear(32, 16)
+
+        def forward(self, x):
+            x = self.biased(self.plain(x))
+            return torch.bmm(x.view(5, 20, 16), x.view(5, 16, 20)).relu().sum()
+
+    profile = dry_profile(
+        Products(), lambda model, x: model(x), inputs=(torch.empty(100, 64),), machine=GPU
+    )
+    found = {one.name: one.product for one in profile.operators if not one.backward and one.product}
+    assert found == {
+        "aten.mm": Product(1, 100, 32, 64),
+        "aten.addmm": Product(1, 100, 16, 32),
+        "aten.bmm": Product(5, 20, 20, 16),
+    }
+    for one in profile.operators:
+        if one.product is not None:
+            sizes = one.product
+            assert one.flops == 2 * sizes.count * sizes.rows * sizes.columns * sizes.depth
+        else:
+            assert one.name not in {"aten.mm", "aten.addmm", "aten.bmm"}
+    # of backward the gradient of the first weights, and both of the second product and of the last
+    assert sum(one.backward and one.product is not None for one in profile.operators) == 5
+    assert Profile.from_json(profile.to_json()) == profile
 
 
 def test_bytes_are_operands_and_results_once():

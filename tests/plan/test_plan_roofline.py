@@ -20,6 +20,7 @@ from penstock.plan import (
     SlotProfile,
     Transient,
 )
+from penstock.plan.operators import Product
 from penstock.plan.roofline import compute_of, is_dense, operator_ns, retimed
 
 COMPUTE = Compute(
@@ -55,6 +56,28 @@ def test_the_longest_of_arithmetic_traffic_and_launch():
     assert took(0, 4 * 10**9) == 10_000_000
     assert took(10**12, 4 * 10**9) == 200_000_000
     assert took(10, 10) == 5_000
+
+
+def test_a_product_that_does_not_fill_the_device_takes_as_long_as_one_that_does():
+    card = replace(COMPUTE, processors=80)
+
+    def product(rows, columns, depth, count=1, compute=card):
+        return operator_ns(
+            compute,
+            flops=2 * count * rows * columns * depth,
+            moved_bytes=0,
+            half=False,
+            dense=True,
+            product=Product(count, rows, columns, depth),
+        )
+
+    # of tiles of 128 by 128 these are 6 by 16 in two waves, and 10 by 16 in two waves
+    assert product(768, 2048, 2048) == product(1280, 2048, 2048)
+    assert product(768, 2048, 2048, compute=COMPUTE) < 0.61 * product(768, 2048, 2048)
+    assert product(2048, 768, 2048) == product(768, 2048, 2048)
+    # many at once fill it; so does one whose depth is larger than both of its sides
+    assert product(384, 384, 64, count=80) == product(384, 384, 64, 80, COMPUTE)
+    assert product(768, 2048, 2049) == product(768, 2048, 2049, compute=COMPUTE)
 
 
 def test_part_of_a_nanosecond_counts_as_one_and_no_work_takes_one():

@@ -117,7 +117,7 @@ def edited(text, **changes):
         ({"small_bytes": 1.5}, r"small_bytes: 1\.5 is float, not int"),
         ({"small_bytes": True}, r"small_bytes: True is bool, not int"),
         ({"device": None}, r"device: None is NoneType, not str"),
-        ({"version": 99}, r"field 'version' is 99, this Penstock reads 5"),
+        ({"version": 99}, r"field 'version' is 99, this Penstock reads 6"),
         ({"penstock": "plan"}, r"not a Penstock profile"),
         ({"passes": []}, r"belongs to pass 0, which is not there"),
     ],

@@ -105,6 +105,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             moved_bytes=work.moved_bytes,
             half=work.half,
             dense=work.dense,
+            product=work.product,
         )
         self._clock.advance(took_ns)
         self.operators.append(
@@ -119,6 +120,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 moved_bytes=work.moved_bytes,
                 convolution=work.convolution,
                 half=work.half,
+                product=work.product,
             )
         )
 

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from penstock.plan.operators import Convolution
+from penstock.plan.operators import Convolution, Product
 from penstock.plan.roofline import is_dense
 
 _aten: Final = torch.ops.aten
@@ -34,6 +34,13 @@ _UNREAD: Final = {
 _PICKS: Final = frozenset({"embedding", "gather", "index_select", "nll_loss_forward"})
 """Operators of whose first argument only what indices pick is read: no more than there are results, or
 indices."""
+_PRODUCTS: Final = {
+    _aten.mm.default: 0,
+    _aten.bmm.default: 0,
+    _aten.addmm.default: 1,
+    _aten.baddbmm.default: 1,
+}
+"""Products of two matrices, and at which argument these begin."""
 _LIKE: Final = {
     "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu_backward": (
@@ -52,6 +59,7 @@ class Work(NamedTuple):
     convolution: Convolution | None
     half: bool
     dense: bool
+    product: Product | None
 
 
 Args = Sequence[Any]
@@ -88,6 +96,7 @@ def work_of(func: Any, args: Args, options: Options, out: Any) -> Work | None:
         convolution=convolution,
         half=_is_half(operands or results),
         dense=is_dense(full_name),
+        product=_product(func, args),
     )
 
 
@@ -164,6 +173,15 @@ def _convolution(func: Any, args: Args, out: Any) -> Convolution | None:
         stride=tuple(stride),
         element_bytes=data.element_size(),
     )
+
+
+def _product(func: Any, args: Args) -> Product | None:
+    """The sizes of what ``mm`` and the like multiply; ``None`` for other operators."""
+    if func not in _PRODUCTS:
+        return None
+    one, other = args[_PRODUCTS[func] :][:2]
+    *count, rows, depth = one.shape
+    return Product(prod(count), rows, other.shape[-1], depth)
 
 
 def _of(args: Args, first: int) -> tuple[Sequence[int], bool, int]:

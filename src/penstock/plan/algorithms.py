@@ -32,10 +32,8 @@ An operator of backward computes the gradient of the filters, or of the input as
 operations: one or two *passes* of the geometry of the forward. Each has an algorithm of its own, and they
 use one workspace after the other.
 
-Small products do not fill a device whose ``Compute.processors`` are known (NVIDIA's "Matrix
-Multiplication Background User's Guide", chapter 3: tile and wave quantization): a processor is busy with
-128 by 128 outputs at a time, or as many in another shape, and a last wave takes as long as a full
-one. The gradient of filters is split along its depth as well, so it always fills.
+Small products do not fill a device whose ``Compute.processors`` are known (:mod:`.tiles`). The gradient
+of filters is split along its depth as well, so it always fills.
 
 A convolution may also be computed in *parts* of its batch, one after the other, each with a workspace for
 that part only (Oyama et al., "μ-cuDNN", CLUSTER 2018): filters are read, and transformed, for each.
@@ -52,15 +50,12 @@ from typing import Final
 
 from penstock.plan.machine import Compute
 from penstock.plan.operators import Convolution, Operator
+from penstock.plan.tiles import TILE_COLUMNS, filled
 
 INDEXING_OPERATIONS: Final = 16
 """Two divisions by multiplication, the products and sums of an address, and the check of the border."""
-TILE_COLUMNS: Final = 128
-"""Of the blocks that matrix products are computed in (Lavin and Gray's and cuDNN's SGEMM alike)."""
 INDEXING_SHARE: Final = TILE_COLUMNS / (TILE_COLUMNS + INDEXING_OPERATIONS)
 """Speed of implicit GEMM in that of a plain matrix product."""
-NARROWEST_TILE: Final = 32
-"""Columns of the narrowest block that cuDNN's kernels compute."""
 MOST_PARTS: Final = 64
 """Into how many parts a batch is cut at the most; halves of halves."""
 _INDEX_BYTES: Final = 4
@@ -240,19 +235,7 @@ def _gemm_filled(one: _Pass, compute: Compute) -> float:
     else:
         size, channels = shape.input_size, shape.channels_in
     rows = shape.batch * math.prod(size)
-    return _filled(compute, rows, channels // shape.groups, shape.groups)
-
-
-def _filled(compute: Compute, rows: int, columns: int, products: int) -> float:
-    """The share of the device that so many products of one size keep busy; over 0, at most 1."""
-    if not compute.processors:
-        return 1.0
-    even = 1 << (columns - 1).bit_length()
-    width = min(TILE_COLUMNS, max(NARROWEST_TILE, even))
-    height = TILE_COLUMNS**2 // width
-    tiles = products * math.ceil(rows / height) * math.ceil(columns / width)
-    waves = math.ceil(tiles / compute.processors)
-    return products * rows * columns / (waves * compute.processors * TILE_COLUMNS**2)
+    return filled(compute, rows, channels // shape.groups, shape.groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,11 +299,11 @@ def _transformed(one: _Pass, compute: Compute, into: _Transform) -> Algorithm:
         flops=into.operations * transformed,
         nbytes=one.moved_bytes + into.moves * transformed_bytes,
     )
-    filled = 1.0
+    busy = 1.0
     if one.kind is not _Kind.FILTER_GRADIENT:
-        filled = _filled(compute, images, shape.channels_out, into.points)
+        busy = filled(compute, images, shape.channels_out, into.points)
     product_flops = float(into.point_operations * into.points * images * filters)
-    product_s = _phase_s(compute, flops=product_flops / filled, nbytes=transformed_bytes)
+    product_s = _phase_s(compute, flops=product_flops / busy, nbytes=transformed_bytes)
     return Algorithm(
         into.name,
         round(1e9 * max(compute.operator_s, transform_s + product_s)),

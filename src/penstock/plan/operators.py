@@ -24,6 +24,16 @@ class Convolution:
 
 
 @dataclass(frozen=True, slots=True)
+class Product:
+    """Products of matrices, all of one size: rows by depth with depth by columns."""
+
+    count: int
+    rows: int
+    columns: int
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkspaceLimit:
     """A convolution that is computed otherwise than the fastest way.
 
@@ -69,6 +79,8 @@ class Operator:
     convolution: Convolution | None = None
     half: bool = False
     """Whether it computes in 16 bits."""
+    product: Product | None = None
+    """The sizes of what it multiplies, if that is all it does."""
 
     def __post_init__(self) -> None:
         if self.end_ns < self.start_ns or min(self.flops, self.moved_bytes) < 0:
@@ -89,6 +101,7 @@ class Operator:
             self.moved_bytes,
             self.convolution,
             self.half,
+            self.product,
         )
 
     @property

@@ -21,7 +21,7 @@ from penstock.plan.slots import MatchKey, SlotKey
 if TYPE_CHECKING:
     from penstock.plan.arrays import StepArrays
 
-VERSION: Final = 5
+VERSION: Final = 6
 NODE_NS: Final = 50_000
 """Slots needed within this time of each other are taken to be needed by one node of backward."""
 

@@ -2,7 +2,8 @@
 
 The roofline (Williams et al., CACM 2009): an operator takes the longer of its arithmetic at the device's
 peak and its memory traffic at the device's bandwidth, and at least its launch. Convolutions and matrix
-products reach only a share of the peak, ``Compute.efficiency``; everything else is bound by memory.
+products reach only a share of the peak, ``Compute.efficiency``, and less where they do not fill the
+device (:mod:`.tiles`); everything else is bound by memory.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import Final
 from penstock.core.errors import ConfigError, PlanError
 from penstock.plan.axis import Axis
 from penstock.plan.machine import Compute, Machine
-from penstock.plan.operators import Operator
+from penstock.plan.operators import Operator, Product
 from penstock.plan.profile import Profile
+from penstock.plan.tiles import product_filled
 
 DENSE: Final = frozenset(
     {
@@ -47,7 +49,15 @@ def compute_of(machine: Machine) -> Compute:
     return machine.compute
 
 
-def operator_ns(compute: Compute, *, flops: int, moved_bytes: int, half: bool, dense: bool) -> int:
+def operator_ns(
+    compute: Compute,
+    *,
+    flops: int,
+    moved_bytes: int,
+    half: bool,
+    dense: bool,
+    product: Product | None = None,
+) -> int:
     """Nanoseconds that an operator takes; at least one, and never less for more work.
 
     Args:
@@ -56,9 +66,14 @@ def operator_ns(compute: Compute, *, flops: int, moved_bytes: int, half: bool, d
         moved_bytes: What it reads and writes of device memory.
         half: Whether it computes in 16 bits.
         dense: Whether it reaches only ``compute.efficiency`` of the peak.
+        product: The sizes of what it multiplies; None: not known, taken to fill the device.
     """
-    peak = compute.half_flops_per_s if half else compute.float32_flops_per_s
-    arithmetic_ns = _ns(flops, peak * compute.efficiency if dense else peak)
+    rate = compute.half_flops_per_s if half else compute.float32_flops_per_s
+    if dense:
+        rate *= compute.efficiency
+    if product is not None:
+        rate *= product_filled(compute, product)
+    arithmetic_ns = _ns(flops, rate)
     traffic_ns = _ns(moved_bytes, compute.memory_bytes_per_s)
     return max(1, arithmetic_ns, traffic_ns, round(compute.operator_s * 1e9))
 
@@ -132,6 +147,7 @@ def _time_of(operator: Operator, compute: Compute) -> int:
         moved_bytes=operator.moved_bytes,
         half=operator.half,
         dense=is_dense(operator.name),
+        product=operator.product,
     )
 
 
