@@ -17,6 +17,7 @@ from penstock.plan.algorithms import fastest
 from penstock.plan.baseline import static_bytes
 
 MACRO = Path(__file__).parents[1] / "benchmarks" / "macro"
+NAMES = ("artifact", "flash", "g10", "paper", "vdnn")
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def papers():
     """The benchmark's modules by name."""
     sys.path[:0] = [str(MACRO), str(MACRO.parent)]
     try:
-        yield {name: importlib.import_module(f"_papers_{name}") for name in ("flash", "vdnn")}
+        yield {name: importlib.import_module(f"_papers_{name}") for name in NAMES}
     finally:
         del sys.path[:2]
 
@@ -43,7 +44,7 @@ def test_the_largest_batch_fits_and_is_the_largest_but_for_a_fiftieth(papers, ne
         return fixed + a_sample * batch + more * max(0, batch - bend)
 
     machine = replace(Machine.preset("v100-nvme"), device_bytes=limit)
-    paper = SimpleNamespace(network="none", known={}, machine=machine)
+    paper = SimpleNamespace(network="none", machine=machine)
     asked = []
 
     def least_bytes(paper, batch, choose):
@@ -61,7 +62,7 @@ def test_the_largest_batch_fits_and_is_the_largest_but_for_a_fiftieth(papers, ne
 def test_not_one_sample_fits(papers, monkeypatch):
     flash = papers["flash"]
 
-    paper = SimpleNamespace(network="none", known={}, machine=Machine.preset("v100-nvme"))
+    paper = SimpleNamespace(network="none", machine=Machine.preset("v100-nvme"))
     monkeypatch.setattr(flash, "least_bytes", lambda paper, batch, choose: 1 << 60)
     with pytest.raises(SystemExit, match="not one sample fits"):
         flash.largest_batch(paper, None)
@@ -71,7 +72,7 @@ def test_a_slowed_machine_takes_so_many_times_as_long(papers):
     machine = Machine.preset("a100-g10")
     quick, slow = (
         dry_zoo_profile("resnet18", 8, machine=one, device="cuda", image_size=64)
-        for one in (machine, papers["flash"].slowed(machine, 7.0))
+        for one in (machine, papers["g10"].slowed(machine, 7.0))
     )
     assert slow.saved_bytes == quick.saved_bytes
     assert slow.passes[0].end_ns == pytest.approx(7 * quick.passes[0].end_ns, rel=1e-3)
@@ -103,8 +104,125 @@ def test_cudnns_pooling_keeps_no_indices_and_what_was_beside_them_stays(papers):
     assert all(slot.dtype != "int64" for slot in without.slots)
 
 
-def test_zeros_of_relu_are_left_out_and_the_rest_is_cast(papers):
-    assert 1 / 32 < papers["flash"].cast_ratio("resnet50") < 0.5
+def test_what_flashneurons_code_leaves_on_the_device_stays(papers):
+    flash, machine = papers["flash"], Machine.preset("v100-nvme")
+    profile = dry_zoo_profile("resnet18", 16, machine=machine, device="cuda")
+    theirs = flash.as_theirs(machine, 0.5, profile)
+    assert theirs.saved_bytes == profile.saved_bytes  # what stays of a tensor is split off it
+    by_kind = {
+        kind: [one for one in theirs.slots if one.kind == kind] for kind in ("ReLU", "BatchNorm2d")
+    }
+    moved = [one for one in by_kind["ReLU"] if one.codecs]
+    left = [one for one in by_kind["ReLU"] if not one.codecs]
+    assert len(moved) == len(left) == 17
+    assert all(one.held_elsewhere for one in left)
+    for one, other in zip(moved, left, strict=True):
+        whole_bytes = one.key.nbytes + other.key.nbytes
+        assert 1 / 4 <= 4 * other.key.nbytes / whole_bytes <= 3 / 8  # bytes an element
+        assert one.codecs[0].encoded_bytes(one.key.nbytes) == pytest.approx(
+            whole_bytes / 4, rel=1e-3
+        )
+    assert all(one.codecs[0].ratio == 0.5 for one in by_kind["BatchNorm2d"])
+    indices = [one for one in theirs.slots if one.dtype == "int64"]
+    assert indices
+    assert all(one.held_elsewhere for one in indices)
+
+
+def test_probabilities_and_masks_of_attention_stay_and_what_is_made_of_them_goes(papers):
+    flash, machine = papers["flash"], Machine.preset("v100-nvme")
+    paper = papers["paper"].OnPaper("bert-base", machine, {"sequence_length": 128, "depth": 2})
+    slots = flash.as_theirs(machine, 0.5, paper.profile(8)).slots
+    scores = 8 * 12 * 128 * 128
+    of_scores = [
+        (one.key.nbytes // scores, one.held_elsewhere)
+        for one in slots
+        if one.kind == "SelfAttention" and one.key.nbytes in (scores, 4 * scores)
+    ]
+    assert of_scores == [(4, True), (1, True), (4, False)] * 2
+
+
+def test_a_bitmap_has_a_bit_an_element_and_counts_are_a_power_of_two(papers):
+    left_bytes = papers["flash"].left_bytes
+    assert left_bytes(2**20) == 2**17 + 4 * 2**16
+    assert left_bytes(2**20 - 32) == 2**17 + 4 * 2**15
+    assert left_bytes(1025) == 2 * 128 + 4 * 64
+
+
+def test_zeros_of_relu_are_left_out(papers):
+    assert 0 < papers["flash"].not_zero("resnet50") < 1
+
+
+def test_the_step_without_waits_is_searched_between_batches_that_are_looked_at(papers, monkeypatch):
+    flash = papers["flash"]
+
+    def run(paper, policy, batch):
+        waits_s = 0.0 if batch <= 47 else 1.0
+        return {
+            "batch": batch,
+            "feasible": batch <= 100,
+            "waits_s": waits_s,
+            "step_s": 10.0,
+            "samples_per_s": batch if batch <= 60 else 120 - batch,
+        }
+
+    monkeypatch.setattr(flash, "run", run)
+    found = flash.Batches(None, 20).as_json()
+    assert found["best"]["batch"] == 60
+    assert 45 <= found["no_more_time"] <= 47
+    assert found["at_multiple"] is None
+    assert list(found["samples_per_s"]) == [20, 25, 30, 40, 50, 60, 80]
+
+
+KERNELS = """\
+Kernel ID: 0, Name: LoadData_A0
+Execution Time: 1200
+Input Tensors:
+Output Tensors:
+tensor0 Is weight (global)?: 0, Size in byte: 8192, Range:0--8192
+Kernel ID: 1, Name: Linear_Forward
+Execution Time: 2400
+Input Tensors:
+tensor0 Is weight (global)?: 0, Size in byte: 8192, Range:0--8192
+tensor1 Is weight (global)?: 1, Size in byte: 4096, Range:0--4096
+Output Tensors:
+tensor2 Is weight (global)?: 0, Size in byte: 4096, Range:0--4096
+Kernel ID: 2, Name: makeLoss
+Execution Time: 1200
+Input Tensors:
+tensor2 Is weight (global)?: 0, Size in byte: 4096, Range:0--4096
+Output Tensors:
+tensor3 Is weight (global)?: 0, Size in byte: 4096, Range:0--4096
+Kernel ID: 3, Name: Linear_Backward_Weight
+Execution Time: 3600
+Input Tensors:
+tensor0 Is weight (global)?: 0, Size in byte: 8192, Range:0--8192
+tensor3 Is weight (global)?: 0, Size in byte: 4096, Range:0--4096
+Output Tensors:
+Kernel ID: 4, Name: Apply_Grad
+Execution Time: 600
+Input Tensors:
+tensor2 Is weight (global)?: 0, Size in byte: 4096, Range:0--4096
+Output Tensors:
+"""
+
+
+def test_kernels_and_tensors_of_the_artifact_become_slots(papers):
+    assert papers["artifact"].derived(KERNELS) == {
+        "first_of_backward": 2,
+        "fixed_pages": 1,
+        "kernels_us": [1.0, 2.0, 1.0, 3.0, 0.5],
+        # until they are saved; what is used after the next slot is needed is there again from then
+        "others_pages": [2, 3, 1, 2, 1],
+        "slots": [(2, 1, 3), (1, 1, 2)],
+    }
+
+
+def test_the_steps_of_the_artifact_take_what_it_says_they_do(papers):
+    for name, known in papers["g10"].G10.items():
+        profile = papers["artifact"].profile(name)
+        (only,) = profile.passes
+        assert only.end_ns / 1e9 == pytest.approx(known.traced_s, rel=1e-4)
+        assert profile.saved_bytes > 30e9
 
 
 def test_the_quick_run_has_its_lines_and_leaves_no_result():

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
 from penstock.dry.networks import dry_zoo_profile
 from penstock.plan import Budgets, Machine, Plan, Profile, policies
 from penstock.plan.baseline import oracle_ns
@@ -49,16 +51,25 @@ class OnPaper:
     known: dict[int, Profile] = field(default_factory=dict)
     adapted: Callable[[Profile], Profile] = lambda profile: profile
     """From a profile of PyTorch's to one of the paper's library."""
+    of: OnPaper | None = None
+    """Whose profiles are adapted, on the same device; None: new ones are made."""
 
     def profile(self, batch: int) -> Profile:
-        """Of the whole device, with SGD without momentum: weights and their gradients are fixed."""
+        """Of the whole device, with SGD without momentum: weights and their gradients are fixed.
+
+        Attention is not fused, as before PyTorch 2.
+        """
         if batch not in self.known:
             self.known[batch] = self.adapted(
-                dry_zoo_profile(
-                    self.network, batch, machine=self.machine, device="cuda", **self.overrides
-                )
+                self.of.profile(batch) if self.of else self._made(batch)
             )
         return self.known[batch]
+
+    def _made(self, batch: int) -> Profile:
+        with sdpa_kernel(SDPBackend.MATH):
+            return dry_zoo_profile(
+                self.network, batch, machine=self.machine, device="cuda", **self.overrides
+            )
 
     @property
     def budgets(self) -> Budgets:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import _papers_flash
+import _papers_g10
 import _papers_vdnn
 
 PAPER, OURS, AUTO = "#b0b7be", "#0b6e99", "#d9730d"
@@ -28,7 +29,7 @@ def plot(figures: dict[str, Any], path: Path) -> None:
     _averages(axes[0][0], figures["vdnn"]["averages"])
     _step_times(axes[0][1], figures["vdnn"]["vgg16-256"])
     _throughputs(axes[1][0], figures["flashneuron"]["networks"])
-    _shares(axes[1][1], figures["flashneuron"]["g10"])
+    _shares(axes[1][1], figures["g10"])
     for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_axisbelow(True)
@@ -66,46 +67,46 @@ def _step_times(axis: Any, vgg: dict[str, Any]) -> None:
 
 
 def _throughputs(axis: Any, networks: dict[str, Any]) -> None:
-    def over(row: dict[str, Any], policy: str) -> float:
-        run = row["at_multiple"][policy]
+    def best(row: dict[str, Any], which: str) -> float:
+        run = row["by_machine"][which]["compressed"]["best"]
         return 100 * run["samples_per_s"] / row["memory_only"]["samples_per_s"]
 
-    labels = [f"{name}\nbatch {_batch(row)}" for name, row in networks.items()]
+    labels = [f"{name}\n{_batches(row)}" for name, row in networks.items()]
     bars = {
         "FlashNeuron, the paper's mean": ([100 * (1 + _papers_flash.GAIN)] * len(labels), PAPER),
-        "flashneuron": ([over(row, "flashneuron") for row in networks.values()], OURS),
-        "auto": ([over(row, "auto") for row in networks.values()], AUTO),
+        "flashneuron, one SSD": ([best(row, "one SSD") for row in networks.values()], "#7fb5cc"),
+        "two SSDs": ([best(row, "two SSDs") for row in networks.values()], OURS),
     }
     _grouped(axis, labels, bars)
     axis.axhline(100, color="black", linewidth=0.8)
-    top = max(max(values) for values, _ in bars.values())
     axis.set(
-        title="Samples/s on a V100, of memory only at its largest batch",
-        ylabel="%",
-        ylim=(0, 1.4 * top),
+        title="Samples/s on a V100 at the best batch, of memory only", ylabel="%", ylim=(0, 180)
     )
 
 
-def _batch(row: dict[str, Any]) -> str:
-    return f"{row['at_multiple']['auto']['batch']}\nfor {row['batch_memory_only']}"
+def _batches(row: dict[str, Any]) -> str:
+    batches = (
+        row["by_machine"][which]["compressed"]["best"]["batch"] for which in _papers_flash.MACHINES
+    )
+    return f"{', '.join(map(str, batches))}\nfor {row['memory_only']['batch']}"
 
 
 def _shares(axis: Any, networks: dict[str, Any]) -> None:
-    def share(policies: str, policy: str) -> list[float]:
-        return [100 * row[policies][policy]["share_of_ideal"] for row in networks.values()]
+    def share(policy: str) -> list[float]:
+        runs = (row["artifact"]["policies"][policy] for row in networks.values())
+        return [100 * run["share_of_ideal"] for run in runs]
 
-    known = [_papers_flash.G10[name] for name in networks]
+    known = [_papers_g10.G10[name] for name in networks]
     bars = {
-        "FlashNeuron, by G10": ([100 * one.share for one in known], PAPER),
-        "flashneuron, roofline": (share("policies", "flashneuron"), "#7fb5cc"),
-        "flashneuron, as traced": (share("policies_traced", "flashneuron"), OURS),
-        "auto, roofline": (share("policies", "auto"), "#efb98f"),
-        "auto, as traced": (share("policies_traced", "auto"), AUTO),
+        "FlashNeuron, by G10": ([100 * one.flashneuron for one in known], PAPER),
+        "flashneuron": (share("flashneuron"), OURS),
+        "G10": ([100 * one.g10 for one in known], "#d5d9dd"),
+        "lifetime": (share("lifetime"), "#7fb5cc"),
+        "auto": (share("auto"), AUTO),
     }
     labels = [f"{name}\nbatch {one.batch}" for name, one in zip(networks, known, strict=True)]
-    _grouped(axis, labels, bars, columns=2)
-    axis.axhline(95, color=AUTO, linewidth=0.8, linestyle=":")
-    axis.set(title="G10's setting: share of the ideal speed", ylabel="%", ylim=(0, 150))
+    _grouped(axis, labels, bars, columns=3)
+    axis.set(title="G10's kernels and tensors: share of the ideal speed", ylabel="%", ylim=(0, 140))
 
 
 def _grouped(

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import _papers_flash
+import _papers_g10
 import _papers_kernels
 import _papers_plot
 import _papers_vdnn
@@ -43,7 +44,7 @@ def main() -> None:
         config = {
             "optimizer": "SGD without momentum: weights and their gradients are fixed",
             "dtype": "float32, TF32 not counted",
-            "machines": ["titan-x", "v100-nvme", "a100-g10"],
+            "machines": ["titan-x", "v100-nvme", "v100-two-nvme", "a100-g10"],
             "codecs": "none, but where a line says so: a profile from shapes has no samples to compress",
         }
         print(f"wrote {_results.write('papers', figures, config).name}")
@@ -67,16 +68,19 @@ def measure(*, quick: bool) -> dict[str, Any]:
     kernels = _papers_kernels.measure(quick=quick)
     vdnn = _papers_vdnn.measure(quick=quick)
     flash = _papers_flash.measure(quick=quick)
+    g10 = _papers_g10.measure(quick=quick)
     lines = [
         *_papers_kernels.lines(kernels),
         *_papers_vdnn.lines(vdnn),
         *_papers_flash.lines(flash),
+        *_papers_g10.lines(g10),
     ]
     return {
         "lines": [line.as_json() for line in lines],
         "kernels": kernels,
         "vdnn": vdnn,
         "flashneuron": flash,
+        "g10": g10,
     }
 
 

@@ -122,7 +122,7 @@ def dry_profile(
         fixed_bytes = _bytes_of(
             (*model.parameters(), *model.buffers(), *gradients)
         ) + optimizer_state_copies * _bytes_of(p for p in model.parameters() if p.requires_grad)
-        return _of_whole_device(profile, fixed_bytes, ledger.timeline(without=gradients))
+        return of_whole_device(profile, fixed_bytes, ledger.timeline(without=gradients))
 
 
 def _check(
@@ -215,7 +215,7 @@ def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(one.nbytes() for one in storages.values())
 
 
-def _of_whole_device(
+def of_whole_device(
     profile: Profile, fixed_bytes: int, transients: tuple[Transient, ...]
 ) -> Profile:
     """The profile with what else is in device memory, and the most of it beside each slot.
