@@ -77,10 +77,10 @@ def _throughputs(axis: Any, networks: dict[str, Any]) -> None:
         "flashneuron, one SSD": ([best(row, "one SSD") for row in networks.values()], "#7fb5cc"),
         "two SSDs": ([best(row, "two SSDs") for row in networks.values()], OURS),
     }
-    _grouped(axis, labels, bars)
+    _grouped(axis, labels, bars, columns=2)
     axis.axhline(100, color="black", linewidth=0.8)
     axis.set(
-        title="Samples/s on a V100 at the best batch, of memory only", ylabel="%", ylim=(0, 180)
+        title="Samples/s on a V100 at the best batch", ylabel="% of memory only", ylim=(0, 190)
     )
 
 
@@ -106,7 +106,7 @@ def _shares(axis: Any, networks: dict[str, Any]) -> None:
     }
     labels = [f"{name}\nbatch {one.batch}" for name, one in zip(networks, known, strict=True)]
     _grouped(axis, labels, bars, columns=3)
-    axis.set(title="G10's kernels and tensors: share of the ideal speed", ylabel="%", ylim=(0, 140))
+    axis.set(title="G10's kernels and tensors: share of ideal", ylabel="%", ylim=(0, 140))
 
 
 def _grouped(
