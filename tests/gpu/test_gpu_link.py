@@ -217,21 +217,27 @@ def test_a_demand_overtakes_what_is_read_ahead(mover, device, warm):
     for ticket in tickets:
         ticket.written.wait(10)
     del sources
-    main, other = torch.cuda.current_stream(), torch.cuda.Stream()
-    torch.cuda._sleep(LONG)  # the target of the first is not free before
-    ahead = mover.allocate(tickets[0])
-    mover.read(HostTier, tickets[0], ahead, Priority.PREFETCH).wait(10)
-    with torch.cuda.stream(other):
-        target = mover.allocate(tickets[1])
-        mover.read(HostTier, tickets[1], target, Priority.DEMAND).wait(10)
-        storage = mover.finish(target)
-        mover.use(storage)
-        found = torch.empty(0, dtype=torch.uint8, device=device).set_(storage).clone()
-        other.synchronize()
-    assert not main.query()
-    assert (found == 2).all().item()
-    del ahead
-    torch.cuda.synchronize()
+
+    def came_first(cycles):
+        """Whether the second was there while the first still had to wait for the target."""
+        main, other = torch.cuda.current_stream(), torch.cuda.Stream()
+        torch.cuda._sleep(cycles)  # the target of the first is not free before
+        ahead = mover.allocate(tickets[0])
+        mover.read(HostTier, tickets[0], ahead, Priority.PREFETCH).wait(10)
+        with torch.cuda.stream(other):
+            target = mover.allocate(tickets[1])
+            mover.read(HostTier, tickets[1], target, Priority.DEMAND).wait(10)
+            storage = mover.finish(target)
+            mover.use(storage)
+            found = torch.empty(0, dtype=torch.uint8, device=device).set_(storage).clone()
+            other.synchronize()
+        waits = not main.query()
+        assert (found == 2).all().item()
+        del ahead
+        torch.cuda.synchronize()
+        return waits
+
+    assert any(came_first(times * LONG) for times in (1, 4, 16))  # the host may be slow
     for ticket in tickets:
         mover.discard(HostTier, ticket)
 
