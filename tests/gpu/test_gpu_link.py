@@ -222,6 +222,8 @@ def test_a_demand_overtakes_what_is_read_ahead(mover, device, warm):
         """Whether the second was there while the first still had to wait for the target."""
         main, other = torch.cuda.current_stream(), torch.cuda.Stream()
         torch.cuda._sleep(cycles)  # the target of the first is not free before
+        if main.query():
+            pytest.skip("this device is never behind: it is emulated, by the schedule `eager`")
         ahead = mover.allocate(tickets[0])
         mover.read(HostTier, tickets[0], ahead, Priority.PREFETCH).wait(10)
         with torch.cuda.stream(other):
