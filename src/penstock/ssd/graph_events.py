@@ -34,9 +34,9 @@ class ChannelRun:
     """One channel of a phase. ``run`` it once.
 
     Attributes:
-        units_ps: Of each kind, from the moment at which a unit asks for its first stage to its last's end,
-            over all units.
-        waits_ps: Of that, what they wait for the bus.
+        units_ps: By kind, the sum over units of the time from asking for the first stage to the last's
+            end.
+        waits_ps: By kind, the part of it spent waiting for the bus.
     """
 
     def __init__(self, phase: Phase, number: int) -> None:

@@ -89,7 +89,7 @@ def run_phase(phase: Phase, engine: Engine) -> Times:
 
 
 def channel_waits(phase: Phase) -> tuple[float, ...]:
-    """Of the time of units, kind by kind, the share for which they wait for the channel; by events."""
+    """The share of their time that units of each kind spend waiting for the channel, by events."""
     runs = [ChannelRun(phase, number) for number in range(phase.channels)]
     for one in runs:
         one.run()
