@@ -95,6 +95,7 @@ no  predicted end to end, T5-3B
 no  predicted end to end, T5-11B
 no  predicted end to end, mean over networks
 yes predicted end to end, more for the largest than for the smallest
+--  assumed   cpu_offload out of memory above, B parameters
 no  predicted momentum gains most, adam least
 """
 
@@ -110,6 +111,7 @@ def papers_lines():
 def optimstore_lines():
     found = figures("optimstore")
     lines = [*found["anchors"].items(), *found["end_to_end"].items()]
+    lines.extend((name, one) for name, one in found.items() if name.startswith("cpu_offload"))
     lines.append((found["order"]["paper"], found["order"]))
     return [f"{WORDS[one['within']]:3} {one['kind']:9} {name}" for name, one in lines]
 
@@ -166,6 +168,10 @@ def test_the_table_in_the_manual_has_the_figures_of_the_result_file():
     found = figures("optimstore")
     for name, one in found["order"]["here"].items():
         assert f"| `{name}` | {one:.2f} |" in text
+    free = found["would_explain"]["end to end"]["mean, gradients written in no time"].values()
+    assert "means are {:.2f}, {:.2f} and {:.2f},".format(*free) in " ".join(text.split())
+    limit = found["cpu_offload out of memory above, B parameters"]["here"]
+    assert f"{limit:.1f} B" in text
     for waits in found["would_explain"]["waits for the channel"].values():
         assert f"| {waits['read']:.0%} | {waits['write']:.0%} |".replace("%", " %") in text
     whole = found["end_to_end"]["end to end, mean over networks"]["cards"].values()

@@ -45,7 +45,7 @@ OFFLOADED_BYTES = 24
 
 @dataclass(frozen=True, kw_only=True)
 class T5Config:
-    """T5 (Raffel et al. 2020): the width of its attention is not that of its stream."""
+    """T5 (Raffel et al. 2020): the width of its attention is not that of its stream; lengths recalled."""
 
     feedforward: int
     heads: int
@@ -125,7 +125,7 @@ class T5(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def _stack(self, number: int, tokens: Tensor, encoded: Tensor | None) -> Tensor:
-        """The bucket of a distance is told by clamping: only shapes matter here."""
+        """Run the encoder or the decoder; distances are clamped to buckets, for only shapes matter."""
         at = torch.arange(tokens.shape[1], device=tokens.device)
         bucket = (at[:, None] - at).clamp(0, self.BUCKETS - 1)
         bias = self.biases[number](bucket).permute(2, 0, 1)[None]
@@ -176,7 +176,7 @@ class Network:
 
 
 def networks() -> Iterator[Network]:
-    """By size within each kind; lengths as published."""
+    """Yield the networks, by size within each kind, with the lengths of their publications."""
     yield Network("BERT-Large", ("bert-large", {}))
     yield Network("BERT, 24 x 2048", ("bert-xlarge", {}))
     yield Network("GPT-2 XL", ("gpt2", {"depth": 48, "width": 1600, "heads": 25}))
@@ -197,7 +197,7 @@ class Pass:
 
 
 def forward_and_backward(network: Network, card: str) -> Pass | None:
-    """Replayed at the largest power of two that fits with nothing moved; None: not one sample does."""
+    """Replay the largest power of two that fits with nothing moved; None if not one sample does."""
     machine, found = Machine.preset(card), None
     batch = 1
     while batch <= MOST_BATCH:
@@ -226,7 +226,7 @@ class Updates:
 
 
 def updates(device: Device, update: Update) -> Updates:
-    """On timelines. Gradients are written for the host at the pace of its states."""
+    """Simulate the update on timelines; the host writes gradients at the rate of its states."""
     host, controller, die = (
         simulate(device, update, each, Engine.TIMELINE)
         for each in (Placement.HOST, Placement.CONTROLLER, Placement.DIE)
@@ -242,8 +242,11 @@ def updates(device: Device, update: Update) -> Updates:
 
 
 def iteration(one: Pass, took: Updates) -> dict[str, float]:
-    """Seconds of an iteration. The host's gradients go to flash while backward makes them; within the
-    drive they come with the update, which begins when backward is over."""
+    """Return the seconds of an iteration by placement.
+
+    For the host, gradients are written to flash during backward. Within the drive they arrive with the
+    update, which begins when backward has ended.
+    """
     before = one.forward_s + one.backward_s
     return {
         "host": one.forward_s + max(one.backward_s, took.gradient_write) + took.host,
@@ -253,7 +256,7 @@ def iteration(one: Pass, took: Updates) -> dict[str, float]:
 
 
 def on_cpu(network: Network, one: Pass, device: Device, card: str) -> float | None:
-    """Seconds of an iteration with all states in host memory; None: they do not fit there."""
+    """Return the seconds of an iteration with all states in host memory; None if they do not fit."""
     count, machine = network.parameters, Machine.preset(card)
     if OFFLOADED_BYTES * count > HOST_BYTES:
         return None
@@ -266,7 +269,7 @@ def on_cpu(network: Network, one: Pass, device: Device, card: str) -> float | No
 
 
 def measure(device: Device, update: Update) -> dict[str, Any]:
-    """By network: its update, and its iterations on each card."""
+    """Measure, for each network, the update and the iterations on each card."""
     found = {}
     for network in networks():
         passes = {card: forward_and_backward(network, card) for card in CARDS}
@@ -305,7 +308,7 @@ def _rounded(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def lines(found: dict[str, Any]) -> dict[str, Any]:
-    """End to end by network, on average, and from the smallest to the largest; each two-sided."""
+    """Judge end to end: each network, the mean, the smallest against the largest; all two-sided."""
     told = {name: _line(_gains(row), [LEAST, MOST], _in_range) for name, row in found.items()}
     by_card = {card: [] for card in CARDS}
     for row in found.values():
@@ -327,8 +330,18 @@ def lines(found: dict[str, Any]) -> dict[str, Any]:
     return {f"end to end, {name}": one for name, one in told.items()}
 
 
+def out_of_memory() -> dict[str, Any]:
+    """The largest network whose states fit the host; no verdict, for its memory is assumed."""
+    return {
+        "kind": "assumed",
+        "here": round(HOST_BYTES / OFFLOADED_BYTES / 1e9, 2),
+        "paper": 6,
+        "within": None,
+    }
+
+
 def _gains(row: dict[str, Any]) -> dict[str, float]:
-    """Die over host by card."""
+    """Speed-up of the die over the host, by card."""
     return {card: one["die"] for card, one in row["cards"].items() if one is not None}
 
 
@@ -383,7 +396,7 @@ def other_iterations(found: dict[str, Any], known: str, rest: float) -> dict[str
 
 
 def tables(found: dict[str, Any], told: dict[str, Any]) -> str:
-    """Two tables as a file that the manual includes, between the marks."""
+    """Return the file from which the manual includes two tables, each between two marks."""
     rows = [
         "---\norphan: true\n---\n",
         "<!-- Written by benchmarks/macro/optimstore.py; do not edit. -->",

@@ -84,6 +84,7 @@ def main():
     figures = {
         "anchors": reproduced,
         "end_to_end": whole,
+        "cpu_offload out of memory above, B parameters": _optimstore_models.out_of_memory(),
         "order": ordered,
         "would_explain": needed,
         "networks": networks,
