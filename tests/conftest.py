@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from idle_watch import IdleWatch
+from idle_watch import IdleWatch, SilenceWatch, leave_pipe_to_worker
 from penstock.io.files import filesystem_of
 
 # Before torch is loaded: tests run side by side, and with little tensors threads wait for each other.
@@ -36,6 +36,9 @@ else:
 def pytest_configure(config):
     if hasattr(config, "workerinput"):  # one of pytest-xdist's
         config.pluginmanager.register(IdleWatch())
+        leave_pipe_to_worker(config)
+    elif config.getoption("numprocesses", None):
+        config.pluginmanager.register(SilenceWatch())
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,4 +1,4 @@
-"""A worker that hangs between two tests is ended, and says where it hung."""
+"""A run of tests side by side ends when a worker hangs between two tests, is stopped, or is killed."""
 
 import os
 import subprocess
@@ -7,37 +7,64 @@ from pathlib import Path
 
 CONFTEST = """\
 import time
-from idle_watch import IdleWatch
+from idle_watch import IdleWatch, SilenceWatch, leave_pipe_to_worker
 
 
 def pytest_configure(config):
-    if hasattr(config, "workerinput"):
-        config.pluginmanager.register(IdleWatch(idle_s=1.0))
-        if config.workerinput["workerid"] == "gw0":  # not that which takes its place
-            config.pluginmanager.register(Hang())
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(SilenceWatch(limit_s=4.0))
+        return
+    leave_pipe_to_worker(config)
+    config.pluginmanager.register(IdleWatch(limit_s=1.0))
+    if config.workerinput["workerid"] == "gw0":  # not that which takes its place
+        config.pluginmanager.register(First())
 
 
-class Hang:
+class First:
     def pytest_sessionfinish(self):
         a_place_to_hang()
 
 
 def a_place_to_hang():
-    time.sleep(600)
+    {body}
 """
 
 
+def run(directory, tests, body="pass"):
+    (directory / "conftest.py").write_text(CONFTEST.format(body=body))
+    (directory / "test_some.py").write_text(tests)
+    with (directory / "said").open("w+") as said:  # no pipe, which children may keep open
+        code = subprocess.call(
+            [sys.executable, "-m", "pytest", "-n", "1", "-p", "no:cacheprovider", "."],
+            cwd=directory,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            timeout=120,
+        )
+        said.seek(0)
+        return code, said.read()
+
+
 def test_a_worker_that_hangs_between_tests_is_ended_and_says_where(tmp_path):
-    (tmp_path / "conftest.py").write_text(CONFTEST)
-    (tmp_path / "test_some.py").write_text("def test_some():\n    pass\n")
-    told = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", "1", "-p", "no:cacheprovider", "."],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,  # it is another worker that ends the run
+    _, said = run(tmp_path, "def test_some():\n    pass\n", "time.sleep(600)")
+    assert "no test for 1 s" in said
+    assert "a_place_to_hang" in said
+
+
+def test_where_a_worker_is_stopped_the_run_ends_and_says_so(tmp_path):
+    stops = "import os, signal\n\n\ndef test_good():\n    pass\n\n\ndef test_stops():\n"
+    code, said = run(tmp_path, stops + "    os.kill(os.getpid(), signal.SIGSTOP)\n")
+    assert code == 70
+    assert "no test for 4 s" in said
+    assert " stopped " in said
+
+
+def test_the_death_of_a_worker_is_noticed_though_a_child_of_its_lives_on(tmp_path):
+    forks = (
+        "import os, time\n\n\ndef test_forks():\n    if not os.fork():\n        time.sleep(90)\n"
+        "        os._exit(0)\n    os.kill(os.getpid(), 9)\n"
     )
-    assert "no test for 1 s" in told.stderr
-    assert "a_place_to_hang" in told.stderr
+    code, said = run(tmp_path, forks)
+    assert code == 1
+    assert "crashed while running" in said

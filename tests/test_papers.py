@@ -17,7 +17,7 @@ from penstock.plan.algorithms import fastest
 from penstock.plan.baseline import static_bytes
 
 MACRO = Path(__file__).parents[1] / "benchmarks" / "macro"
-NAMES = ("artifact", "flash", "g10", "paper", "vdnn")
+NAMES = ("artifact", "flash", "g10", "layers", "paper", "vdnn")
 
 
 @pytest.fixture(scope="module")
@@ -225,6 +225,54 @@ def test_the_steps_of_the_artifact_take_what_it_says_they_do(papers):
         assert profile.saved_bytes > 30e9
 
 
+def test_memory_by_layer_is_read_once_for_each_layer_and_direction_with_gradients_in_place(papers):
+    def one(name, start, end, *, backward=False, moved=0):
+        return SimpleNamespace(
+            name=f"aten.{name}",
+            module="net.0",
+            backward=backward,
+            start_ns=100 + start,
+            end_ns=100 + end,
+            moved_bytes=moved,
+        )
+
+    profile = SimpleNamespace(
+        axis_ns=(100, 150),
+        operators=(
+            one("convolution", 0, 10),
+            one("relu_", 10, 20),
+            one("native_dropout", 20, 25),
+            one("threshold_backward", 25, 30, backward=True, moved=21),
+            one("mm", 30, 40, backward=True),
+            one("mm", 40, 50, backward=True),
+        ),
+    )
+    trace = SimpleNamespace(
+        busy={"compute": ((0, 10), (15, 55))},  # what follows the convolution waits for 5
+        memory={"device": ((0, 10), (4, 12), (10, 90), (15, 8), (30, 27), (35, 40), (45, 44))},
+    )
+    found = papers["layers"].by_layer(profile, trace)
+    assert found == {
+        ("net.0", "aten.convolution", False): 12,
+        ("net.0", "aten.relu_", False): 8,
+        ("net.0", "aten.threshold_backward", True): 27 - 7,
+        ("net.0", "aten.mm", True): 44,
+    }
+
+
+def test_the_average_by_layer_of_a_plan_that_keeps_everything_is_below_its_peak(papers):
+    vdnn = papers["vdnn"]
+    machine = Machine.preset("titan-x")
+    paper = vdnn.OnPaper("alexnet", machine, adapted=vdnn.with_cudnns_pooling)
+    run, layers = vdnn.read_by_layer(paper, paper.plan("keep", 8), 8)
+    kinds = {"convolution": 5, "relu_": 7, "max_pool2d_with_indices": 3, "addmm": 3}
+    forward = [name for _, name, backward in layers if not backward]
+    assert {name: forward.count(f"aten.{name}") for name in kinds} == kinds
+    assert len(forward) == sum(kinds.values()) == len(layers) / 2
+    assert paper.profile(8).fixed_bytes < min(layers.values())
+    assert max(layers.values()) <= run.peak_bytes
+
+
 def test_the_quick_run_has_its_lines_and_leaves_no_result():
     result = MACRO.parent / "results" / "papers.json"
     before = result.read_bytes() if result.exists() else None
@@ -235,5 +283,6 @@ def test_the_quick_run_has_its_lines_and_leaves_no_result():
         check=True,
     )
     assert "average memory of alexnet" in done.stdout
+    assert "loss of vdnn-dyn in 12 GB" in done.stdout
     assert "largest batch of flashneuron" in done.stdout
     assert (result.read_bytes() if result.exists() else None) == before

@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import weakref
 from functools import partial
@@ -205,6 +207,60 @@ def test_the_collector_inside_a_critical_section():
         gc.collect()
         assert freed == []
     assert freed == [1]
+
+
+def test_a_finalizer_amid_the_start_of_a_thread_leaves_its_action_to_the_next_lock():
+    seen = []
+    with threading._active_limbo_lock:
+        defer(seen.append, 1)
+        assert seen == []
+    with Lock():
+        pass
+    assert seen == [1]
+
+
+STARTS_UNDER_A_LOCK = """
+import threading
+from penstock.core.locks import Lock, defer
+
+lock, inside, go, seen = Lock(), threading.Event(), threading.Event(), []
+
+
+def starts_a_thread():
+    with lock:
+        inside.set()
+        go.wait()
+        threading.Thread(target=int, daemon=True).start()
+
+
+def action():
+    with lock:
+        seen.append(1)
+
+
+holder = threading.Thread(target=starts_a_thread, daemon=True)
+holder.start()
+inside.wait()
+with threading._active_limbo_lock:  # as while this thread starts one, and the collector comes
+    go.set()
+    defer(action)
+holder.join()
+with lock:
+    pass
+print(seen)
+"""
+
+
+def test_a_finalizer_amid_the_start_of_a_thread_waits_for_nobody_that_starts_one():
+    """In a process of its own: without this, no thread could be started any more."""
+    done = subprocess.run(
+        [sys.executable, "-c", STARTS_UNDER_A_LOCK],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "[1]\n"
 
 
 def test_a_forked_child_gives_nothing_of_its_parents_back():

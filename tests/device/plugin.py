@@ -74,6 +74,8 @@ def faults(order: Order) -> list[str]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     with judged() as order:
+        if item.get_closest_marker("concurrent_streams"):
+            emulator.set_schedule(emulator.Schedule.LAZY)
         item.stash[ORDER] = order
         return (yield)
 

@@ -1,6 +1,5 @@
 """What is believed of CUDA holds for the device that is emulated; a GPU is asked the same."""
 
-import emulator
 import pytest
 import torch
 
@@ -16,10 +15,9 @@ def named(facts):
     return [pytest.param(each, id=each.name) for each in facts]
 
 
+@pytest.mark.concurrent_streams
 @pytest.mark.parametrize("one", named(HERE))
 def test_a_fact_holds(one):
-    # in the other schedules one stream that is busy holds up others, which no GPU does
-    emulator.set_schedule(emulator.Schedule.LAZY)
     finding = judge(one)
     assert finding.outcome is Outcome.HOLDS, finding.found
 

@@ -344,7 +344,7 @@ def test_ten_thousand_slots_are_replayed_at_once(policy):
 def test_a_joined_layer_is_over_when_what_is_written_under_it_is():
     profile = replace(network([20, 20, 20, 1]), device="cuda")
     # 20 ms to write, each layer takes 10, then 20
-    plan = plan_of(profile, flash(0, 1, 2), window=20 * MB)
+    plan = plan_of(profile, flash(0, 1, 2), window=20 * MB, prefetch_at={0: 3, 1: 2, 2: 0})
     behind, joined = (replay(profile, replace(plan, joined=one), MACHINE) for one in (False, True))
     # slot 0 is saved at 0 and written by 20: its layer, over at 10, waits as long; so do two more
     assert joined.budget_ns == 30 * MS
@@ -355,3 +355,17 @@ def test_a_joined_layer_is_over_when_what_is_written_under_it_is():
     assert joined.average_bytes < behind.average_bytes
     kept = replay(profile, replace(plan_of(profile, {}), joined=True), MACHINE)
     assert kept.stall_ns == 0
+
+
+def test_the_read_window_does_not_hold_joined_plans():
+    profile = replace(network([20, 20, 20, 1]), device="cuda")
+    # one slot fills the window; slots 1 and 0 are to be read when 2 is asked for
+    plan = plan_of(profile, flash(0, 1, 2), window=20 * MB, prefetch_at=dict.fromkeys((0, 1), 1))
+    assert replay(profile, plan, MACHINE).demand_ns == 60 * MS
+    joined = replace(plan, joined=True)
+    found = replay(profile, joined, MACHINE)
+    assert found.late_ns == found.demand_ns == 0
+    assert found.peak_bytes == 60 * MB
+    narrow = replay(profile, replace(joined, budgets=Budgets(50 * MB, AMPLE, AMPLE)), MACHINE)
+    assert narrow.peak_bytes == 40 * MB
+    assert narrow.feasible

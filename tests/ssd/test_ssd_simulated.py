@@ -12,7 +12,14 @@ from penstock.ssd.energy import Boundary
 from penstock.ssd.graph import BUS, DIE, ELEMENT, Phase, Stage, spread
 from penstock.ssd.operations import phases
 from penstock.ssd.optimizers import OPTIMIZERS
-from penstock.ssd.simulated import Engine, Times, extrapolate, run_phase, simulate
+from penstock.ssd.simulated import (
+    Engine,
+    Times,
+    channel_waits,
+    extrapolate,
+    run_phase,
+    simulate,
+)
 
 DEVICE = load("optimstore")
 HOST, CONTROLLER, DIE_PLACED, SPLIT = Placement
@@ -248,6 +255,21 @@ def test_registers_let_engines_overlap_too():
     # the array's registers are the bus's as well: dies wait for it while they hold them
     assert both[0] < overlaps[0] < double[0] < took()[0]
     assert 1.05 < overlaps[0] / overlaps[1] < 1.2
+
+
+def test_waits_for_the_channel_by_hand():
+    read = (Stage("read", DIE, 10, 1), Stage("out", BUS, 5, 0))
+    write = (Stage("in", BUS, 4, 0), Stage("program", DIE, 20, 1))
+    phase = Phase(
+        name="both", kinds=(read,), pattern=(0,), units=3, channels=1, dies=3, sets=1,
+        release_ps=0, erase_ps=0, erase_every=1,
+    )  # fmt: skip
+    # all three dies ask for the bus at 10: they wait 0, 5 and 10 of 15, 20 and 25
+    assert channel_waits(phase) == (15 / 60,)
+    # at 0 the second write waits 4, of 24 and 28; beside it a read of 15 finds the bus free
+    both = dataclasses.replace(phase, kinds=(write, read), pattern=(0, 0, 1))
+    assert channel_waits(both) == (4 / 52, 0)
+    assert channel_waits(dataclasses.replace(phase, release_ps=20)) == (0,)
 
 
 @pytest.mark.parametrize("placement", PLACED)

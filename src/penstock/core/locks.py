@@ -8,6 +8,11 @@
     ``Lock`` of this module, which counts per thread how many are held, and finalizers say
     ``defer(action, ...)``: done at once if the thread holds none, else when it lets go of the last.
     An action may take locks; it must not raise, log, or wait for I/O.
+
+    Python's own table of threads has a lock, too, and the collector may run a finalizer while this thread
+    holds that: as it starts a thread or becomes one. If the finalizer then took a lock of ours whose
+    holder starts a thread, the two would wait for each other, and so would every thread that is started
+    from then on. So the action is left to whoever lets go of a lock of ours next.
 """
 
 from __future__ import annotations
@@ -25,8 +30,21 @@ class _Held(threading.local):
 
 _held = _Held()
 _deferred: deque[tuple[Callable[..., None], tuple[object, ...]]] = deque()
+_in_table_of_threads: Callable[[], bool]
+"""Whether this thread holds the lock of Python's table of threads; see [Note: finalizers]."""
+
+
+def _find_table_of_threads() -> None:
+    """Look the lock up. It is private to Python: without it, such a deadlock is as likely as it was."""
+    global _in_table_of_threads  # noqa: PLW0603  (a child that was forked has another one)
+    lock = getattr(threading, "_active_limbo_lock", None)
+    _in_table_of_threads = getattr(lock, "_is_owned", bool)
+
+
+_find_table_of_threads()
 if hasattr(os, "register_at_fork"):  # a forked child has nothing of its parent's to give back
     os.register_at_fork(after_in_child=_deferred.clear)
+    os.register_at_fork(after_in_child=_find_table_of_threads)
 
 
 class Lock:
@@ -86,8 +104,11 @@ class Lock:
 
 
 def defer(action: Callable[..., None], *args: object) -> None:
-    """Call ``action(*args)`` as soon as this thread holds none of our locks: now, if that is so now."""
-    if _held.count:
+    """Call ``action(*args)`` as soon as this thread holds none of our locks: now, if that is so now.
+
+    But see [Note: finalizers] for a thread that is starting another one.
+    """
+    if _held.count or _in_table_of_threads():
         _deferred.append((action, args))
         return
     _held.count = 1  # an action's own finalizers join the queue instead of nesting

@@ -101,7 +101,8 @@ class Plan:
     ahead would take the room of what is saved or made again in backward, and be dropped for that."""
     joined: bool = False
     """Whether a layer of forward is over only when what is written under it is, as vDNN has it (section
-    3.2). On paper only: the runtime writes behind while there is room."""
+    3.2), and reads begin at their ``prefetch_at`` without regard to the window: vDNN has none. On
+    paper only: the runtime writes behind while there is room."""
     _by_match: dict[MatchKey, Decision] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

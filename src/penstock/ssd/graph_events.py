@@ -31,7 +31,13 @@ class _Resource:
 
 
 class ChannelRun:
-    """One channel of a phase. ``run`` it once."""
+    """One channel of a phase. ``run`` it once.
+
+    Attributes:
+        units_ps: By kind, the sum over units of the time from asking for the first stage to the last's
+            end.
+        waits_ps: By kind, the part of it spent waiting for the bus.
+    """
 
     def __init__(self, phase: Phase, number: int) -> None:
         """Channel ``number``."""
@@ -46,6 +52,9 @@ class ChannelRun:
         self._element = [_Resource() for _ in range(phase.dies)]
         self._holder = [-1] * phase.dies  # the set that holds a die between stages
         self._place: dict[tuple[int, int], int] = {}  # by (die, unit), its stage
+        self._began: dict[tuple[int, int], int] = {}  # by the same, when it asked first
+        self.units_ps = [0] * len(phase.kinds)
+        self.waits_ps = [0] * len(phase.kinds)
         self._filled = [0] * phase.dies
         self._bus_ps = self._die_ps = self._end_ps = 0
 
@@ -75,8 +84,9 @@ class ChannelRun:
             return
         self._place[die, number] = 0
         unit = self._number + order * self._phase.channels
-        release = (unit + 1) * self._phase.release_ps
-        self._at(max(self._now_ps, release), lambda: self._ask(die, number))
+        begins = max(self._now_ps, (unit + 1) * self._phase.release_ps)
+        self._began[die, number] = begins
+        self._at(begins, lambda: self._ask(die, number))
 
     def _stage(self, die: int, number: int) -> Stage:
         kind = self._phase.kinds[self._phase.kind_of(die, number)]
@@ -109,7 +119,8 @@ class ChannelRun:
             if claim := self._element[die].next():
                 self._work(die, claim[2], self._stage(die, claim[2]), self._element[die])
         if claim := self._bus.next():
-            _, die, number = claim
+            asked, die, number = claim
+            self.waits_ps[self._phase.kind_of(die, number)] += self._now_ps - asked
             self._work(die, number, self._stage(die, number), self._bus)
 
     def _work(self, die: int, number: int, stage: Stage, resource: _Resource) -> None:
@@ -136,9 +147,10 @@ class ChannelRun:
         """A stage is done."""
         self._end_ps = self._now_ps
         self._place[die, number] += 1
-        kind = self._phase.kinds[self._phase.kind_of(die, number)]
-        if self._place[die, number] < len(kind):
+        kind = self._phase.kind_of(die, number)
+        if self._place[die, number] < len(self._phase.kinds[kind]):
             self._ask(die, number)
             return
+        self.units_ps[kind] += self._now_ps - self._began.pop((die, number))
         del self._place[die, number]
         self._begin(die, number + self._phase.sets)

@@ -88,6 +88,17 @@ def run_phase(phase: Phase, engine: Engine) -> Times:
     )
 
 
+def channel_waits(phase: Phase) -> tuple[float, ...]:
+    """The share of their time that units of each kind spend waiting for the channel, by events."""
+    runs = [ChannelRun(phase, number) for number in range(phase.channels)]
+    for one in runs:
+        one.run()
+    return tuple(
+        sum(one.waits_ps[kind] for one in runs) / sum(one.units_ps[kind] for one in runs)
+        for kind in range(len(phase.kinds))
+    )
+
+
 def _kernel() -> _RunChannel:
     """Numba is loaded when it is first needed: it takes longer to load than most of what is asked."""
     run: _RunChannel = importlib.import_module("penstock.ssd.timeline_kernel").run_channel

@@ -13,7 +13,7 @@ As the runtime does it (``runtime/executor.py``, ``traffic.py``, ``reads.py``, `
    it runs the module again: that needs its inputs, and all that it made, and backward still needs, is
    there from then on.
 6. Under a plan that is ``joined``, each layer of forward is over when what is written under it is
-   (:mod:`.joins`).
+   (:mod:`.joins`), and the window of point 4 does not hold: vDNN has none.
 7. While bytes move, computing is slower by the machine's ``interference``; and each write and each read
    makes it later by the runtime's work (``Machine.write_work_s``, ``read_work_s``), when it is queued.
 
@@ -82,7 +82,7 @@ class Walk:
         self._reruns = reruns
         self._slower = round(interference * _MILLION)
         self._slowed = False  # whether bytes may be moving, so that computing is slower
-        self._window = plan.window_bytes
+        self._window = plan.budgets.device_bytes if plan.joined else plan.window_bytes
         self._joined = plan.joined
         self._small = profile.small_beside
         self._small_at_need = profile.small_at_need
