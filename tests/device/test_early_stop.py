@@ -24,7 +24,8 @@ recompute.stop_early = lambda: stopped.append(1) or stop_early()
 for program in (programs.one_stream_recomputed, programs.two_streams_recomputed):
     expected, found = program(None), program(Path(sys.argv[1]))
     assert all(map(torch.equal, found, expected)), f"{program.__name__}: the bits differ"
-assert stopped, "nothing ended early"
+# of torch 2.8 one operator more saves something, and what it saves is not complete before the module ends
+assert stopped or torch.__version__.startswith("2.8."), "nothing ended early"
 print("the same bits")
 """
 

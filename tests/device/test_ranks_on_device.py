@@ -69,7 +69,7 @@ def elsewhere():
     return {each for each in emulator.uses(0) if not each.startswith("cudaSetDevice ")}
 
 expected = train(None)
-foreign = elsewhere()
+foreign, before = elsewhere(), emulator.calls.emu_context(0).decode()
 flash = place / str(rank)
 flash.mkdir()
 with plugin.judged() as order:
@@ -79,8 +79,8 @@ with plugin.judged() as order:
     complaints = plugin.faults(order)
 if rank == 1:
     assert not foreign, foreign
-    # gloo copies in a thread of torch's own, which makes a context there
-    assert not made or made.endswith("in thread pt_gloo_runloop"), made
+    # gloo copies in a thread of torch's own, which makes a context there; torch 2.8 makes one by itself
+    assert made in ("", before) or made.endswith("in thread pt_gloo_runloop"), made
 assert not complaints, complaints
 assert order.checked > 1000, f"only {order.checked} accesses were judged"
 assert all(map(torch.equal, found, expected)), "the bits differ"
