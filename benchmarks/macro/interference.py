@@ -5,11 +5,15 @@ programs on the CPU then run as fast beside training as beside training that off
 offloading to host memory takes memory bandwidth from them. Here there may be no GPU: the tensors are in
 host memory already, flash takes them by DMA, and the host tier copies them with a core.
 
-One training process with one thread has two neighbours in turn, each a process of one thread: one bound
-by memory bandwidth (it copies an array larger than any cache), one by its core (it multiplies matrices
-that fit in the innermost cache). Every round measures, for each neighbour and each mode of offloading,
-steps per second of training and rounds per second of the neighbour while both run; before it, each of
-them alone. Ratios are to the neighbour, or to the training, alone in the same round.
+So training is of a network that moves as much as it can: layers of one cheap operator each, whose
+inputs are saved and nearly all moved. It has one thread. Its neighbour, a process of one thread, is bound
+by memory bandwidth (it copies an array larger than any cache) or by its core (it multiplies matrices that
+fit in the innermost cache). Every round measures, for each neighbour and each mode of offloading, what
+training moves, and rounds of the neighbour by the clock and by the processor time that it got: the second
+leaves out that the scheduler gives its core to threads of the training, and shows what memory is to blame
+for. ``copies`` is no training but a process that copies memory all the time, as much as a core can: if
+that did not slow the neighbour down, nothing could be shown here. Ratios are to the neighbour alone in
+the same round, and to the neighbour beside training that moves nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import tempfile
 import time
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -37,14 +41,19 @@ import torch
 
 import _results
 import penstock
-from penstock import zoo
+from penstock.observe.events import Stage
 
 NEIGHBOURS = ("memory", "core")
 MODES = ("plain", "flash", "host")
+COPIES = "copies"
+MOVES: Final = (Stage.WRITE, Stage.READ)
 COPY_BYTES = 64 << 20
+LAYERS = 16
+LAYER_BYTES = 32 << 20
 TILE = 48
 """Floats on the edge of matrices that fit in the innermost cache, three of them."""
-BUDGET_SHARE = 0.3
+BUDGET_SHARE = 0.2
+"""Of what is saved; the rest moves, in every step."""
 
 
 def main() -> None:
@@ -53,19 +62,16 @@ def main() -> None:
     figures = measure(args)
     show(figures)
     if not args.quick:
-        names = ("network", "batch", "image_size", "rounds", "seconds")
-        config = {key: getattr(args, key) for key in names} | {"memory": _memory.KEEPS}
+        config = {key: getattr(args, key) for key in ("rounds", "seconds")}
+        config |= {"layers": LAYERS, "layer_bytes": LAYER_BYTES, "memory": _memory.KEEPS}
         path = _results.write("interference", figures, config, directory=args.dir)
         print(f"wrote {path.name}")
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--network", default="vgg16")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--image-size", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
     parser.add_argument("--dir", default=tempfile.gettempdir(), help="directory to spill to")
     parser.add_argument("--quick", action="store_true", help="one short round; no result")
     args = parser.parse_args()
@@ -74,20 +80,34 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def neighbour(kind: str, running: Synchronized[int], rounds: Synchronized[int]) -> None:
-    """Work while ``running``, counting rounds; until it is negative."""
+def neighbour(
+    kind: str,
+    running: Synchronized[int],
+    rounds: Synchronized[int],
+    processor_s: Synchronized[float],
+) -> None:
+    """Work while ``running``, counting rounds and processor time; until it is negative."""
     source, target = np.ones(COPY_BYTES, np.uint8), np.empty(COPY_BYTES, np.uint8)
     tile = np.ones((TILE, TILE), np.float32)
     while running.value >= 0:
         if not running.value:
             time.sleep(0.005)
             continue
-        if kind == "memory":
-            np.copyto(target, source)
-        else:
+        start = time.process_time()
+        if kind == "core":
             for _ in range(500):
                 tile @ tile
+        else:
+            np.copyto(target, source)
+        processor_s.value += time.process_time() - start
         rounds.value += 1
+
+
+class Speed(NamedTuple):
+    """Rounds per second, by the clock and by the processor time that a process got."""
+
+    clock: float
+    processor: float
 
 
 class Neighbour:
@@ -96,44 +116,72 @@ class Neighbour:
     def __init__(self, kind: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._running, self._rounds = context.Value("q", 0), context.Value("q", 0)
+        self._processor_s = context.Value("d", 0.0)
         os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
-        self._process = context.Process(
-            target=neighbour, args=(kind, self._running, self._rounds), daemon=True
-        )
+        shared = (self._running, self._rounds, self._processor_s)
+        self._process = context.Process(target=neighbour, args=(kind, *shared), daemon=True)
         self._process.start()
 
     def start(self) -> None:
         self._running.value = 1
-        time.sleep(0.05)
-        self._before, self._since = self._rounds.value, time.perf_counter()
+        self._wait_for_a_round()  # it may still be importing what it needs
+        self._before = self._rounds.value, self._processor_s.value
+        self._since = time.perf_counter()
 
-    def stop(self) -> float:
-        """Rounds per second since ``start``."""
-        rate = (self._rounds.value - self._before) / (time.perf_counter() - self._since)
+    def stop(self) -> Speed:
+        """How fast it has been since ``start``."""
+        self._wait_for_a_round()
+        rounds = self._rounds.value - self._before[0]
+        processor_s = self._processor_s.value - self._before[1]
+        seconds = time.perf_counter() - self._since
         self._running.value = 0
-        return rate
+        return Speed(rounds / seconds, rounds / processor_s)
+
+    def _wait_for_a_round(self) -> None:
+        rounds = self._rounds.value
+        while self._rounds.value == rounds:
+            time.sleep(0.001)
+
+    def during(self, seconds: float) -> Speed:
+        """How fast it is for so long."""
+        self.start()
+        time.sleep(seconds)
+        return self.stop()
 
     def close(self) -> None:
         self._running.value = -1
         self._process.join()
 
 
-class Training:
-    """A network under each mode of offloading, one at a time."""
+class Chain(torch.nn.Module):
+    """Layers that do next to nothing with what they save, all of it."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        torch.manual_seed(0)
-        self.network = zoo.build(args.network, image_size=args.image_size)
-        self._batch = zoo.example_batch(self.network, args.batch)
-        self._optimizer = torch.optim.SGD(self.network.parameters(), lr=1e-3)
-        self._directory = args.dir
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        for _ in range(LAYERS):
+            x = x.square()
+        return x.mean()
+
+
+class Training:
+    """The chain under each mode of offloading, one at a time."""
+
+    def __init__(self, directory: str) -> None:
+        self.network = Chain()
+        self._input = torch.ones(LAYER_BYTES // 4)
+        self._optimizer = torch.optim.SGD(self.network.parameters(), lr=0.0)
+        self._directory = directory
         with penstock.offload(self.network, policy="keep") as session:
             self.step()
             self.saved_bytes = session.budget.peak_bytes
         self.budget_bytes = int(self.saved_bytes * BUDGET_SHARE)
 
     def step(self) -> None:
-        self.network(self._batch.inputs, self._batch.targets).backward()
+        self.network(self._input).backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
 
@@ -148,7 +196,7 @@ class Training:
             self.network, self._optimizer, device_memory=self.budget_bytes, codec="none", **where
         )
 
-    def rate(self, seconds: float) -> float:
+    def run(self, seconds: float) -> float:
         """Steps per second."""
         steps, start = 0, time.perf_counter()
         while time.perf_counter() - start < seconds:
@@ -157,53 +205,76 @@ class Training:
         return steps / (time.perf_counter() - start)
 
 
+def moved_bytes(session: Any) -> int:
+    """Written to tiers and read from them, so far."""
+    totals = session.recorder.snapshot()
+    return sum(
+        flow.nbytes for (stage, tier), flow in totals.flows.items() if tier and stage in MOVES
+    )
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    training = Training(args)
-    neighbours = {kind: Neighbour(kind) for kind in NEIGHBOURS}
-    alone: dict[str, list[float]] = {}
-    together: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    unhindered: dict[str, list[float]] = {}
+    training = Training(args.dir)
+    neighbours = {kind: Neighbour(kind) for kind in (*NEIGHBOURS, COPIES)}
+    alone: dict[str, list[Speed]] = {kind: [] for kind in NEIGHBOURS}
+    beside: dict[tuple[str, str], list[Speed]] = {}
+    moved: dict[str, list[float]] = {mode: [] for mode in MODES}
+    unhindered: dict[str, list[float]] = {mode: [] for mode in MODES}
+    hindered: dict[tuple[str, str], list[float]] = {}
     try:
         for turn in range(args.rounds):
-            for kind, beside in neighbours.items():
-                beside.start()
-                time.sleep(args.seconds)
-                alone.setdefault(kind, []).append(beside.stop())
+            for kind in NEIGHBOURS:
+                alone[kind].append(neighbours[kind].during(args.seconds))
+                neighbours[COPIES].start()
+                found = neighbours[kind].during(args.seconds)
+                neighbours[COPIES].stop()
+                beside.setdefault((kind, COPIES), []).append(found)
             for mode in MODES if turn % 2 else reversed(MODES):
-                with training.session(mode):
+                with training.session(mode) as session:
                     for _ in range(3):  # profile, plan, steady state
                         training.step()
-                    unhindered.setdefault(mode, []).append(training.rate(args.seconds))
-                    for kind, beside in neighbours.items():
-                        beside.start()
-                        steps = training.rate(args.seconds)
-                        together.setdefault((kind, mode), []).append((steps, beside.stop()))
+                    unhindered[mode].append(training.run(args.seconds))
+                    for kind in NEIGHBOURS:
+                        before, start = moved_bytes(session), time.perf_counter()
+                        neighbours[kind].start()
+                        steps = training.run(args.seconds)
+                        beside.setdefault((kind, mode), []).append(neighbours[kind].stop())
+                        hindered.setdefault((kind, mode), []).append(steps)
+                        if kind == "memory":
+                            bytes_per_s = moved_bytes(session) - before
+                            moved[mode].append(bytes_per_s / (time.perf_counter() - start))
     finally:
-        for beside in neighbours.values():
-            beside.close()
+        for each in neighbours.values():
+            each.close()
     figures: dict[str, Any] = {
         "saved_bytes": training.saved_bytes,
         "budget_bytes": training.budget_bytes,
         "cores": os.cpu_count(),
-        "training_alone_steps_per_s": {m: statistics.median(r) for m, r in unhindered.items()},
+        "moved_bytes_per_s": {mode: round(statistics.median(each)) for mode, each in moved.items()},
         "training_alone_against_plain": {
             mode: ratio(rates, unhindered["plain"]) for mode, rates in unhindered.items()
         },
     }
+    figures["copied_bytes_per_s"] = round(
+        COPY_BYTES * statistics.median(each.clock for each in alone["memory"])
+    )
     for kind in NEIGHBOURS:
-        figures[kind] = {
-            mode: {
-                "neighbour_slowdown": ratio(alone[kind], [n for _, n in together[kind, mode]]),
-                "neighbour_slowdown_against_plain": ratio(
-                    [n for _, n in together[kind, "plain"]], [n for _, n in together[kind, mode]]
-                ),
-                "training_slowdown": ratio(
-                    unhindered[mode], [steps for steps, _ in together[kind, mode]]
-                ),
-            }
-            for mode in MODES
-        }
+        figures[kind] = {}
+        for mode in (COPIES, *MODES):
+            found = beside[kind, mode]
+            one = figures[kind][mode] = slower(alone[kind], found)
+            if mode != COPIES:
+                one["beside_plain"] = slower(beside[kind, "plain"], found)
+                one["training"] = ratio(unhindered[mode], hindered[kind, mode])
     return figures
+
+
+def slower(alone: list[Speed], beside: list[Speed]) -> dict[str, Any]:
+    """How many times as long the neighbour takes."""
+    return {
+        "clock": ratio([each.clock for each in alone], [each.clock for each in beside]),
+        "processor": ratio([each.processor for each in alone], [each.processor for each in beside]),
+    }
 
 
 def ratio(numerators: list[float], denominators: list[float]) -> float:
@@ -213,16 +284,22 @@ def ratio(numerators: list[float], denominators: list[float]) -> float:
 
 
 def show(figures: dict[str, Any]) -> None:
-    print("times as long as alone     neighbour  training   neighbour beside plain = 1")
+    moved = {mode: f"{each / 1e9:.2f} GB/s" for mode, each in figures["moved_bytes_per_s"].items()}
+    print("training moves:", moved)
+    print(f"the neighbour alone copies {figures['copied_bytes_per_s'] / 1e9:.1f} GB/s")
+    print(
+        "times as long as alone:      by the clock  by processor time  (beside plain = 1)  training"
+    )
     for kind in NEIGHBOURS:
-        for mode in MODES:
-            one = figures[kind][mode]
+        for mode, one in figures[kind].items():
+            plain = one.get("beside_plain", {}).get("processor", float("nan"))
             print(
-                f"  {kind:<6} beside {mode:<6}      {one['neighbour_slowdown']:8.2f}  "
-                f"{one['training_slowdown']:8.2f}  {one['neighbour_slowdown_against_plain']:8.2f}"
+                f"  {kind:<6} beside {mode:<6} {one['clock']:18.2f} {one['processor']:18.2f}"
+                f" {plain:19.2f} {one.get('training', float('nan')):9.2f}"
             )
-    against = figures["training_alone_against_plain"]
-    print("training's speed with nobody beside it, of plain:", against)
+    print(
+        "training's speed with nobody beside it, of plain:", figures["training_alone_against_plain"]
+    )
 
 
 if __name__ == "__main__":
