@@ -5,15 +5,17 @@ programs on the CPU then run as fast beside training as beside training that off
 offloading to host memory takes memory bandwidth from them. Here there may be no GPU: the tensors are in
 host memory already, flash takes them by DMA, and the host tier copies them with a core.
 
-So training is of a network that moves as much as it can: layers of one cheap operator each, whose
-inputs are saved and nearly all moved. It has one thread. Its neighbour, a process of one thread, is bound
-by memory bandwidth (it copies an array larger than any cache) or by its core (it multiplies matrices that
-fit in the innermost cache). Every round measures, for each neighbour and each mode of offloading, what
-training moves, and rounds of the neighbour by the clock and by the processor time that it got: the second
-leaves out that the scheduler gives its core to threads of the training, and shows what memory is to blame
-for. ``copies`` is no training but a process that copies memory all the time, as much as a core can: if
-that did not slow the neighbour down, nothing could be shown here. Ratios are to the neighbour alone in
-the same round, and to the neighbour beside training that moves nothing.
+So training is played: each layer "computes" by sleeping, as it would on a device of its own, and saves
+32 MiB, nearly all of which moves. What training takes of memory is then what offloading takes, and no
+more. Its neighbour, a process of one thread, is bound by memory bandwidth (it copies an array larger than
+any cache) or by its core (it multiplies matrices that fit in the innermost cache).
+
+Every round measures, for each neighbour and each mode of offloading, what training moves, and rounds of
+the neighbour by the clock and by the processor time that it got: the second leaves out that the scheduler
+gives its core to threads of the training, and shows what memory is to blame for. ``copies`` is no
+training but a process that copies memory all the time, as much as a core can: if that did not slow the
+neighbour down, nothing could be shown here. Ratios are to the neighbour alone in the same round, and to
+the neighbour beside training that moves nothing.
 """
 
 from __future__ import annotations
@@ -50,6 +52,8 @@ MOVES: Final = (Stage.WRITE, Stage.READ)
 COPY_BYTES = 64 << 20
 LAYERS = 16
 LAYER_BYTES = 32 << 20
+LAYER_S = 0.01
+"""What a layer takes, each way: 3.4 GB/s out, and as much back."""
 TILE = 48
 """Floats on the edge of matrices that fit in the innermost cache, three of them."""
 BUDGET_SHARE = 0.2
@@ -63,7 +67,12 @@ def main() -> None:
     show(figures)
     if not args.quick:
         config = {key: getattr(args, key) for key in ("rounds", "seconds")}
-        config |= {"layers": LAYERS, "layer_bytes": LAYER_BYTES, "memory": _memory.KEEPS}
+        config |= {
+            "layers": LAYERS,
+            "layer_bytes": LAYER_BYTES,
+            "layer_s": LAYER_S,
+            "memory": _memory.KEEPS,
+        }
         path = _results.write("interference", figures, config, directory=args.dir)
         print(f"wrote {path.name}")
 
@@ -153,18 +162,33 @@ class Neighbour:
         self._process.join()
 
 
-class Chain(torch.nn.Module):
-    """Layers that do next to nothing with what they save, all of it."""
+class Elsewhere(torch.autograd.Function):
+    """Saves its output, and computes where neither this machine's cores nor its memory are needed."""
 
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(LAYER_S)
+        y = torch.empty_like(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        time.sleep(LAYER_S)
+        assert ctx.saved_tensors
+        return grad
+
+
+class Chain(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = torch.nn.Parameter(torch.ones(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x * self.scale
+        x = self.scale.expand(x.shape)
         for _ in range(LAYERS):
-            x = x.square()
-        return x.mean()
+            x = Elsewhere.apply(x)
+        return x[0]
 
 
 class Training:
@@ -277,29 +301,32 @@ def slower(alone: list[Speed], beside: list[Speed]) -> dict[str, Any]:
     }
 
 
-def ratio(numerators: list[float], denominators: list[float]) -> float:
-    """The median of the ratios of the rounds."""
-    pairs = zip(numerators, denominators, strict=True)
-    return round(statistics.median(n / d for n, d in pairs), 3)
+def ratio(numerators: list[float], denominators: list[float]) -> dict[str, float]:
+    """The median of the ratios of the rounds, and the least and most of them."""
+    found = [n / d for n, d in zip(numerators, denominators, strict=True)]
+    figures = {"median": statistics.median(found), "least": min(found), "most": max(found)}
+    return {name: round(figure, 3) for name, figure in figures.items()}
 
 
 def show(figures: dict[str, Any]) -> None:
     moved = {mode: f"{each / 1e9:.2f} GB/s" for mode, each in figures["moved_bytes_per_s"].items()}
     print("training moves:", moved)
     print(f"the neighbour alone copies {figures['copied_bytes_per_s'] / 1e9:.1f} GB/s")
-    print(
-        "times as long as alone:      by the clock  by processor time  (beside plain = 1)  training"
-    )
+    print("times as long as alone: by the clock; by processor time; as beside plain; training")
     for kind in NEIGHBOURS:
         for mode, one in figures[kind].items():
-            plain = one.get("beside_plain", {}).get("processor", float("nan"))
-            print(
-                f"  {kind:<6} beside {mode:<6} {one['clock']:18.2f} {one['processor']:18.2f}"
-                f" {plain:19.2f} {one.get('training', float('nan')):9.2f}"
-            )
+            parts = [one["clock"], one["processor"]]
+            if mode != COPIES:
+                parts += [one["beside_plain"]["processor"], one["training"]]
+            print(f"  {kind:<6} beside {mode:<6}  ", ";  ".join(map(text, parts)))
+    alone = figures["training_alone_against_plain"]
     print(
-        "training's speed with nobody beside it, of plain:", figures["training_alone_against_plain"]
+        "training's speed with nobody beside it, of plain:", {m: text(r) for m, r in alone.items()}
     )
+
+
+def text(found: dict[str, float]) -> str:
+    return f"{found['median']:.2f} ({found['least']:.2f} to {found['most']:.2f})"
 
 
 if __name__ == "__main__":
