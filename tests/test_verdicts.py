@@ -17,48 +17,67 @@ PAPERS = """\
 --  step of overfeat, batch 128, nothing moved: Titan X, cuDNN 4
 --  step of vgg11, batch 64, nothing moved: Titan X, cuDNN 4
 --  step of googlenet, batch 128, nothing moved: Titan X, cuDNN 4
-no  average memory of alexnet, batch 128, managed pool
-yes average memory of overfeat, batch 128, managed pool
+yes average memory of alexnet, batch 128, managed pool
+no  average memory of overfeat, batch 128, managed pool
 yes average memory of googlenet, batch 128, managed pool
 --  the same of alexnet with the widths and normalizations of 2012
+--  loss of vdnn-all (m) in 12 GB, layers joined, by network and batch
+--  loss of vdnn-conv (m) in 12 GB, layers joined, by network and batch
+--  loss of vdnn-all (p) in 12 GB, layers joined, by network and batch
+--  loss of vdnn-conv (p) in 12 GB, layers joined, by network and batch
+--  loss of vdnn-dyn in 12 GB, layers joined, by network and batch
 yes VGG-16, batch 256: static need
-no  VGG-16, batch 256, 12 GB: loss of vdnn-dyn, layers joined as in the paper
-yes VGG-16, batch 256, 12 GB: loss of vdnn-dyn, written behind as our runtime does
---  the same, joined, by vdnn-dyn's next configuration: only the maps of convolutions
+no  VGG-16, batch 256, 12 GB: loss of vdnn-dyn's first two configurations, layers joined as in the paper
+--  the same, written behind as our runtime does: not vDNN's rule
 yes the same: loss of auto
 yes vgg116, batch 32: who trains it in 12 GB
 yes vgg216, batch 32: who trains it in 12 GB
 yes vgg316, batch 32: who trains it in 12 GB
 yes vgg416, batch 32: who trains it in 12 GB
-yes resnet1922: largest batch of flashneuron
-no  resnet1922, batch 78: throughput of flashneuron over memory only
-no  the same, cast to 16 bits and without zeros (assumed: 32.4 % of an output of ReLU, else a half)
-yes resnet1922, batch 78: throughput of auto over flashneuron
-yes densenet264: largest batch of flashneuron
-no  densenet264, batch 780: throughput of flashneuron over memory only
-no  the same, cast to 16 bits and without zeros (assumed: 30.9 % of an output of ReLU, else a half)
-yes densenet264, batch 780: throughput of auto over flashneuron
-yes bert-xlarge: largest batch of flashneuron
-no  bert-xlarge, batch 65: throughput of flashneuron over memory only
-no  the same, cast to 16 bits and without zeros (assumed: 47.9 % of an output of ReLU, else a half)
-yes bert-xlarge, batch 65: throughput of auto over flashneuron
-yes bert-large: largest batch of flashneuron
-no  bert-large, batch 286: throughput of flashneuron over memory only
-no  the same, cast to 16 bits and without zeros (assumed: 47.9 % of an output of ReLU, else a half)
-yes bert-large, batch 286: throughput of auto over flashneuron
---  the mean of these gains of flashneuron
-no  bert-base, batch 256: flashneuron's share of ideal
-yes bert-base, batch 256: auto's share of ideal
-no  bert-base, batch 256, kernels as traced: flashneuron's share of ideal
-yes bert-base, batch 256, kernels as traced: auto's share of ideal
-no  resnet152, batch 1280: flashneuron's share of ideal
-no  resnet152, batch 1280: auto's share of ideal
+no  resnet1922: largest batch of flashneuron, with what FlashNeuron leaves on the device
+yes resnet1922, one SSD: throughput of flashneuron, compressed, at its best batch, over memory only
+no  resnet1922, one SSD: largest batch at which its transfers add nothing to the step
+yes resnet1922, two SSDs: throughput of flashneuron, compressed, at its best batch, over memory only
+no  resnet1922, two SSDs: largest batch at which its transfers add nothing to the step
+yes resnet1922, batch 78: throughput of auto over flashneuron in 32 bits
+no  densenet264: largest batch of flashneuron, with what FlashNeuron leaves on the device
+no  densenet264, one SSD: throughput of flashneuron, compressed, at its best batch, over memory only
+no  densenet264, one SSD: largest batch at which its transfers add nothing to the step
+no  densenet264, two SSDs: throughput of flashneuron, compressed, at its best batch, over memory only
+no  densenet264, two SSDs: largest batch at which its transfers add nothing to the step
+yes densenet264, batch 780: throughput of auto over flashneuron in 32 bits
+no  bert-xlarge: largest batch of flashneuron, with what FlashNeuron leaves on the device
+yes bert-xlarge, one SSD: throughput of flashneuron, compressed, at its best batch, over memory only
+no  bert-xlarge, one SSD: largest batch at which its transfers add nothing to the step
+yes bert-xlarge, two SSDs: throughput of flashneuron, compressed, at its best batch, over memory only
+no  bert-xlarge, two SSDs: largest batch at which its transfers add nothing to the step
+yes bert-xlarge, batch 26: throughput of auto over flashneuron in 32 bits
+no  bert-large: largest batch of flashneuron, with what FlashNeuron leaves on the device
+no  bert-large, one SSD: throughput of flashneuron, compressed, at its best batch, over memory only
+no  bert-large, one SSD: largest batch at which its transfers add nothing to the step
+no  bert-large, two SSDs: throughput of flashneuron, compressed, at its best batch, over memory only
+no  bert-large, two SSDs: largest batch at which its transfers add nothing to the step
+yes bert-large, batch 156: throughput of auto over flashneuron in 32 bits
+no  the mean of these gains, one SSD
+no  the mean of these gains, two SSDs
+--  bert-base, batch 256, PyTorch's tensors
+no  bert-base, batch 256, G10's kernels and tensors: flashneuron's share of ideal
+yes bert-base, batch 256, G10's kernels and tensors: lifetime's share of ideal
+yes bert-base, batch 256, G10's kernels and tensors: auto's share of ideal
+--  resnet152, batch 1280, roofline: flashneuron's share of ideal
+no  resnet152, batch 1280, roofline: auto's share of ideal
 no  resnet152, batch 1280, kernels as traced: flashneuron's share of ideal
 yes resnet152, batch 1280, kernels as traced: auto's share of ideal
-no  senet154, batch 1024: flashneuron's share of ideal
-no  senet154, batch 1024: auto's share of ideal
-yes senet154, batch 1024, kernels as traced: flashneuron's share of ideal
+yes resnet152, batch 1280, G10's kernels and tensors: flashneuron's share of ideal
+yes resnet152, batch 1280, G10's kernels and tensors: lifetime's share of ideal
+yes resnet152, batch 1280, G10's kernels and tensors: auto's share of ideal
+--  senet154, batch 1024, roofline: flashneuron's share of ideal
+no  senet154, batch 1024, roofline: auto's share of ideal
+no  senet154, batch 1024, kernels as traced: flashneuron's share of ideal
 yes senet154, batch 1024, kernels as traced: auto's share of ideal
+no  senet154, batch 1024, G10's kernels and tensors: flashneuron's share of ideal
+yes senet154, batch 1024, G10's kernels and tensors: lifetime's share of ideal
+no  senet154, batch 1024, G10's kernels and tensors: auto's share of ideal
 """
 
 OPTIMSTORE = """\
