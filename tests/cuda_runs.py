@@ -8,7 +8,7 @@ from penstock.runtime.encoding.scratch import SCRATCH
 
 def slabs(session):
     """The pinned memory of a session."""
-    return session._stores.cuda_mover._slabs
+    return session._stores._accelerator.mover._slabs
 
 
 def wait_until_settled(session):

@@ -72,6 +72,26 @@ def test_planning_io_and_observation_do_without_torch(module):
     assert run(code) == "[]"
 
 
+def test_offloading_loads_what_a_run_of_training_needs_and_no_more(disk_path):
+    """``suspend``, checkpoints, optimizers and the parts of accelerators come when they are called."""
+    code = f"""
+import sys, torch, penstock.api
+print(sum(name.partition(".")[0] == "penstock" for name in sys.modules))
+model = torch.nn.Linear(256, 256)
+with penstock.offload(model, device_memory="1MiB", flash={str(disk_path)!r}, policy="all"):
+    model(torch.ones(4096, 256, requires_grad=True)).sum().backward()
+print(*sorted({{".".join(name.split(".")[:2]) for name in sys.modules if name.startswith("penstock.")}}))
+print("penstock.runtime.cuda.link" in sys.modules)
+"""
+    count, packages, cuda = run(code).splitlines()
+    assert int(count) <= 150
+    assert not set(packages.split()) & {
+        *("penstock.jobs", "penstock.checkpoint", "penstock.optim", "penstock.data"),
+        *("penstock.ssd", "penstock.zoo", "penstock.dry", "penstock.characterize"),
+    }
+    assert cuda == "False"
+
+
 def test_planning_is_imported_in_a_blink():
     def best(code):
         """Seconds of a core, for others may want the cores too."""

@@ -32,7 +32,8 @@ from penstock.core.errors import (
 )
 
 if TYPE_CHECKING:
-    from penstock.api import Session, Suspended, close, offload, resume, suspend
+    from penstock.api import Session, close, offload
+    from penstock.jobs.suspend import Suspended, resume, suspend
 
 __version__ = "0.1.0.dev0"
 
@@ -68,13 +69,16 @@ __all__ = [
     "resume",
     "suspend",
 ]
-_LAZY = ("Session", "Suspended", "close", "offload", "resume", "suspend")
+_LAZY = {
+    **dict.fromkeys(("Session", "close", "offload"), "penstock.api"),
+    **dict.fromkeys(("Suspended", "resume", "suspend"), "penstock.jobs.suspend"),
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import what needs torch when it is first asked for: planning does without (PEP 562)."""
     if name in _LAZY:
-        return getattr(importlib.import_module("penstock.api"), name)
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")
 
 

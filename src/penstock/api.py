@@ -1,4 +1,4 @@
-"""The front door: ``offload``, and what can be done with the session that it returns."""
+"""``penstock.offload``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import torch
 
 from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError
-from penstock.jobs.suspend import Suspended, resume, suspend
 from penstock.plan.plan import Plan
 from penstock.session import Session, close
 
-__all__ = ["Session", "Suspended", "close", "offload", "resume", "suspend"]
+__all__ = ["Session", "close", "offload"]
 
 
 def offload(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -21,8 +22,6 @@ from penstock.core.units import format_bytes
 from penstock.hooks.attachment import Attachment
 from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.io.engine import Engine
-from penstock.jobs.space import Space
-from penstock.jobs.suspend import Suspended, resume
 from penstock.observe.clients import close_account, open_account
 from penstock.observe.counters import REFUSED, SESSION
 from penstock.observe.log import EventLog
@@ -36,13 +35,17 @@ from penstock.plan.plan import INFEASIBLE, Action, Plan
 from penstock.plan.profile import Profile
 from penstock.runtime import given
 from penstock.runtime.compute_time import ComputeTime
-from penstock.runtime.cuda.allowance import Allowance
 from penstock.runtime.devices import Devices
 from penstock.runtime.executor import Executor
 from penstock.runtime.loaders import Loaders, Reads
 from penstock.runtime.planner import Planner
 from penstock.runtime.stores import Stores, check_device_codec
 from penstock.tier.base import Tier
+
+if TYPE_CHECKING:
+    from penstock.jobs.space import Space
+    from penstock.jobs.suspend import Suspended
+    from penstock.runtime.cuda.allowance import Allowance
 
 _open: list[Session] = []
 """The session that is open in this process, if there is one. It lives until it is closed."""
@@ -184,7 +187,8 @@ class Session:
                 f"this session was opened in thread {thread.name!r}, and its hooks can only be removed"
                 " there; close it in that thread"
             )
-        resume(self)
+        if self.suspended is not None:
+            importlib.import_module("penstock.jobs.suspend").resume(self)
         self._state = "closed"
         try:
             self._detach()

@@ -5,6 +5,7 @@ from lazy_device import LazyLink
 
 from penstock.core.units import KIB, MIB
 from penstock.runtime import stores
+from penstock.runtime.cuda import accelerator
 
 
 @pytest.fixture
@@ -12,9 +13,9 @@ def link(monkeypatch, small_knobs, one_thread):
     """Every device counts as one that runs behind, and its parts of host memory are small."""
     link = LazyLink()
     monkeypatch.setattr(stores, "_runs_behind", lambda device: True)
-    monkeypatch.setattr(stores, "CudaLink", lambda device_type: link)
-    monkeypatch.setattr(stores, "LEAST_STAGING_BYTES", 256 * KIB)
-    monkeypatch.setattr(stores, "ALL_STAGING_BYTES", 10 * MIB)
+    monkeypatch.setattr(accelerator, "CudaLink", lambda device_type: link)
+    monkeypatch.setattr(accelerator, "LEAST_STAGING_BYTES", 256 * KIB)
+    monkeypatch.setattr(accelerator, "ALL_STAGING_BYTES", 10 * MIB)
     yield link
     link.end()
     assert not link.pinned

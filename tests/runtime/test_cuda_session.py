@@ -16,6 +16,7 @@ from penstock.core.errors import ConfigError, PenstockWarning
 from penstock.core.units import GIB, KIB, MIB
 from penstock.io.engine import Priority
 from penstock.runtime import stores
+from penstock.runtime.cuda import accelerator
 from penstock.runtime.cuda.mover import CudaMover
 from penstock.runtime.residency import Residency
 from penstock.runtime.traffic import Traffic
@@ -114,7 +115,7 @@ def test_host_memory_that_cannot_do_is_refused(link, disk_path, settings, messag
 )
 def test_host_memory_is_shared_out_as_documented(tmp_path, host_memory, flash, parts):
     config = OffloadConfig(host_memory=host_memory, flash=tmp_path if flash else ())
-    assert stores._host_parts(config) == parts
+    assert accelerator._host_parts(config) == parts
 
 
 class Work(torch.autograd.Function):
@@ -370,7 +371,7 @@ def test_trap_36_memory_of_a_cuda_graph_stays_and_is_said_once(link, disk_path):
 
 
 def test_without_a_tier_no_host_memory_is_taken():
-    assert stores._host_parts(OffloadConfig(policy="keep")) == {}
+    assert accelerator._host_parts(OffloadConfig(policy="keep")) == {}
 
 
 def test_a_device_that_nobody_knows_is_refused(disk_path, tmp_path):

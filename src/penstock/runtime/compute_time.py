@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from penstock.observe.clock import Clock
-from penstock.runtime.cuda.timing import DeviceTimer, Reached
+
+if TYPE_CHECKING:
+    from penstock.runtime.cuda.timing import DeviceTimer, Reached
 
 
 class ComputeTime:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,7 +19,6 @@ from penstock.plan.operators import Operator
 from penstock.plan.plan import Action, Decision
 from penstock.runtime.completion import Completion
 from penstock.runtime.compute_time import ComputeTime
-from penstock.runtime.cuda.allowance import Allowance
 from penstock.runtime.kept import KeptStorage, KeptStorages
 from penstock.runtime.movers import RESTORED, Encoding, Mover
 from penstock.runtime.passes import Pass
@@ -33,6 +33,9 @@ from penstock.runtime.small import SmallStorages
 from penstock.runtime.traffic import SAVED, Traffic, in_memory, is_settled
 from penstock.runtime.weak import TensorRef
 from penstock.tier.base import Tier
+
+if TYPE_CHECKING:
+    from penstock.runtime.cuda.allowance import Allowance
 
 
 class Executor:

@@ -1,25 +1,19 @@
 """Opens what a session spills to: engine, tiers, and the mover of its device; closes them together.
 
-[Note: host memory on CUDA]
-    Everything between a device and flash is staged in pinned host memory, so with ``host_memory=0``
-    there is no way out. Up to 512 MiB all of it is for staging; of more, half is, up to 16 GiB, and
-    the rest is the host tier. Without flash, or if flash is GPU-direct, all of it is the host tier, and
-    there may be none. It is taken, touched and pinned when the session is opened, and given back as a
-    whole: when it is closed, and while the job is suspended.
+What devices that run behind the interpreter need is in :mod:`.cuda.accelerator`, loaded only for them.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final, cast
 
 import torch
 
 from penstock.codec import registry
+from penstock.core import knobs
 from penstock.core.budget import Budget
 from penstock.core.config import UNLIMITED, OffloadConfig
 from penstock.core.errors import BudgetError, ConfigError, free_space_bytes
@@ -27,26 +21,20 @@ from penstock.core.units import GIB, MIB, format_bytes, round_down
 from penstock.io.aio import default_engine
 from penstock.io.arena import Arena
 from penstock.io.engine import Engine
-from penstock.io.mapping import HUGE_PAGE_BYTES
 from penstock.observe.recorder import Recorder
 from penstock.plan.machine import Machine
-from penstock.runtime.cuda import gpu_direct
-from penstock.runtime.cuda.allowance import Allowance
-from penstock.runtime.cuda.direct import DirectMover
-from penstock.runtime.cuda.link import CudaLink, Link
-from penstock.runtime.cuda.mover import CudaMover
-from penstock.runtime.cuda.pinned import Slab
-from penstock.runtime.cuda.timing import DeviceTimer
-from penstock.runtime.encoding.mover import AnyEncodingMover, EncodingMover
 from penstock.runtime.movers import CpuMover, Mover, page_slack_bytes
-from penstock.runtime.probe import host_memory, measure
+from penstock.runtime.probe import measure
 from penstock.runtime.sampling import CodecSampler, Sampler
 from penstock.tier.base import Tier
 from penstock.tier.flash import FlashTier
 from penstock.tier.host import HostTier
 
-LEAST_STAGING_BYTES: Final = 64 * MIB
-"""Less would make every transfer wait for another."""
+if TYPE_CHECKING:
+    from penstock.runtime.cuda.accelerator import Accelerator
+    from penstock.runtime.cuda.allowance import Allowance
+    from penstock.runtime.cuda.timing import DeviceTimer
+
 SCRATCH_SHARE: Final = 32
 """Part of the device budget that codecs work in, where they pay."""
 LEAST_SCRATCH_BYTES: Final = MIB
@@ -58,8 +46,6 @@ MOST_DEVICE_SCRATCH_BYTES: Final = 256 * MIB
 """On CUDA: pieces are longer there, so that they take longer than to launch what encodes them."""
 LEAST_CODEC_BUDGET_BYTES: Final = LEAST_SCRATCH_BYTES * SCRATCH_SHARE // 2
 """Device budgets below this have no room for codecs."""
-ALL_STAGING_BYTES: Final = 512 * MIB
-MOST_STAGING_BYTES: Final = 16 * GIB
 
 
 class Stores:
@@ -67,7 +53,6 @@ class Stores:
 
     Attributes:
         tiers: ``"flash"`` and ``"host"``, those that the configuration asks for.
-        timer: Of the device, if that runs behind the interpreter.
     """
 
     def __init__(
@@ -92,12 +77,14 @@ class Stores:
         self._mover: Mover | None = None
         self._budget = budget
         wrap = wrap_tier or (lambda tier: tier)
-        self._link = link = CudaLink(device.type) if _runs_behind(device) else None
-        self.timer = None if link is None else DeviceTimer(link, device, recorder.clock)
+        self._accelerator: Accelerator | None = None
+        if _runs_behind(device):
+            opening = importlib.import_module("penstock.runtime.cuda.accelerator")
+            self._accelerator = opening.Accelerator(device, budget=budget, recorder=recorder)
         try:
             if config.directories:
-                self.tiers["flash"] = wrap(self._open_flash(config, device, link))
-            self._mover, arena = self._open_mover(config, device, budget, link)
+                self.tiers["flash"] = wrap(self._open_flash(config, device))
+            self._mover, arena = self._open_mover(config)
             if arena is not None:
                 self._host_arena = arena
                 host = HostTier(arena, capacity_bytes=arena.capacity_bytes, recorder=recorder)
@@ -113,12 +100,9 @@ class Stores:
         return self._mover
 
     @property
-    def cuda_mover(self) -> CudaMover | None:
-        """The mover, or the one that it hands frames to; None: device memory is the host's."""
-        mover = self.mover
-        if isinstance(mover, AnyEncodingMover):
-            mover = mover.inner
-        return mover if isinstance(mover, CudaMover) else None
+    def timer(self) -> DeviceTimer | None:
+        """Of the device; ``None``: it does not run behind the interpreter."""
+        return None if self._accelerator is None else self._accelerator.timer
 
     @property
     def engine(self) -> Engine | None:
@@ -131,19 +115,11 @@ class Stores:
 
         ``None``: the memory is the host's, or torch does not tell how much there is.
         """
-        usable_bytes = None if self._link is None else self._link.usable_bytes(device)
-        if self._link is None or usable_bytes is None:
-            return None
-        recorder = self._recorder
-        return Allowance(self._link, device, usable_bytes, budget=budget, recorder=recorder)
+        return None if self._accelerator is None else self._accelerator.allowance(device, budget)
 
     def make_sampler(self) -> CodecSampler:
         """Make what measures codecs on storages of the mover's device."""
-        if self._link is None:
-            return Sampler()
-        samples = importlib.import_module("penstock.runtime.cuda.encoding_samples")
-        sampler: CodecSampler = samples.DeviceSampler(self._link, self._budget)
-        return sampler
+        return Sampler() if self._accelerator is None else self._accelerator.make_sampler()
 
     def open_codecs(self, budget: Budget, device_bytes: int) -> int:
         """Let the mover encode, from now on.
@@ -157,7 +133,8 @@ class Stores:
             The scratch memory in bytes; 0 if there is no room for it.
         """
         mover = self.mover
-        most = MOST_SCRATCH_BYTES if self._link is None else MOST_DEVICE_SCRATCH_BYTES
+        accelerator = self._accelerator
+        most = MOST_SCRATCH_BYTES if accelerator is None else MOST_DEVICE_SCRATCH_BYTES
         scratch_bytes = max(
             min(device_bytes // SCRATCH_SHARE, most),
             min(2 * device_bytes // SCRATCH_SHARE, GOOD_SCRATCH_BYTES),
@@ -165,10 +142,11 @@ class Stores:
         if scratch_bytes < LEAST_SCRATCH_BYTES:
             return 0
         mover.trim(scratch_bytes)
-        wrap: Callable[..., Mover] = EncodingMover
-        if self._link is not None:
-            encoding = importlib.import_module("penstock.runtime.cuda.encoding")
-            wrap = partial(encoding.DeviceEncodingMover, link=self._link)
+        wrap: Callable[..., Mover]
+        if accelerator is None:
+            wrap = importlib.import_module("penstock.runtime.encoding.mover").EncodingMover
+        else:
+            wrap = accelerator.encoding_mover()
         try:
             self._mover = wrap(
                 mover, scratch_bytes=scratch_bytes, budget=budget, recorder=self._recorder
@@ -190,16 +168,9 @@ class Stores:
 
     def measure(self) -> Machine:
         """The bandwidths of these tiers, measured now."""
-        mover = self.cuda_mover
-        if mover is None:
+        if self._accelerator is None:
             return measure(self.tiers)
-        flash = {name: tier for name, tier in self.tiers.items() if name != "host"}
-        lend = mover.lend if isinstance(mover, DirectMover) else host_memory
-        machine = measure(flash, lend=lend)
-        out, back = mover.measure()
-        if not out:
-            return machine
-        return replace(machine, host_write_bytes_per_s=out, host_read_bytes_per_s=back)
+        return self._accelerator.measure(self.tiers)
 
     def rest(self) -> None:
         """Give the system all memory that holds nothing at the moment; nothing moves until ``wake``."""
@@ -223,7 +194,7 @@ class Stores:
         if self._host_arena is not None:
             self._host_arena.close()
 
-    def _open_flash(self, config: OffloadConfig, device: torch.device, link: Link | None) -> Tier:
+    def _open_flash(self, config: OffloadConfig, device: torch.device) -> Tier:
         """The flash tier over the engine that fits the device; see :mod:`.cuda.gpu_direct`."""
         capacity = config.capacity_bytes or _default_capacity(config.directories)
 
@@ -232,57 +203,30 @@ class Stores:
                 config.directories, capacity_bytes=capacity, engine=engine, recorder=self._recorder
             )
 
-        direct = gpu_direct.open_flash(open_tier, device, link, self._recorder)
-        if direct is not None:
-            self._engine, tier = direct
-            return tier
+        accelerator = self._accelerator
+        if accelerator is not None or knobs.gpu_direct() == "on":  # of which the CPU has to be told
+            gpu_direct = importlib.import_module("penstock.runtime.cuda.gpu_direct")
+            link = None if accelerator is None else accelerator.link
+            direct = gpu_direct.open_flash(open_tier, device, link, self._recorder)
+            if direct is not None:
+                self._engine, tier = direct
+                return cast(Tier, tier)
         self._engine = default_engine()
         return open_tier(self._engine)
 
-    def _open_mover(
-        self, config: OffloadConfig, device: torch.device, budget: Budget, link: Link | None
-    ) -> tuple[Mover, Arena | None]:
+    def _open_mover(self, config: OffloadConfig) -> tuple[Mover, Arena | None]:
         """The mover, and what the host tier's bytes rest in, if there is one."""
         host = Budget(
             config.host_bytes,
             name="host",
             on_change=partial(self._recorder.level, "host"),
         )
-        if link is not None:
-            return self._open_cuda(config, device, budget, host, link)
-        mover = CpuMover(budget=budget)
+        if self._accelerator is not None:
+            return self._accelerator.open_mover(config, host, self.tiers.get("flash"))
+        mover = CpuMover(budget=self._budget)
         if not config.host_bytes:
             return mover, None
         return mover, Arena(config.host_bytes, budget=host, owner="host tier")
-
-    def _open_cuda(
-        self,
-        config: OffloadConfig,
-        device: torch.device,
-        budget: Budget,
-        host: Budget,
-        link: Link,
-    ) -> tuple[Mover, Arena | None]:
-        flash = self.tiers.get("flash")
-        direct = flash is not None and flash.spec.gpu_direct
-        slabs: dict[str, Slab] = {}
-        try:
-            for name, nbytes in _host_parts(config, staged=not direct).items():
-                slabs[name] = Slab(nbytes, link=link, device=device, budget=host, name=name)
-            tier = slabs.get("host tier")
-            mover = (DirectMover if direct else CudaMover)(
-                device=device,
-                budget=budget,
-                recorder=self._recorder,
-                link=link,
-                staging=slabs.get("staging"),
-                host=tier,
-            )
-        except BaseException:
-            for slab in slabs.values():
-                slab.close()
-            raise
-        return mover, None if tier is None else tier.arena
 
 
 def check_device_codec(name: str, device: torch.device) -> None:
@@ -312,40 +256,6 @@ def _runs_behind(device: torch.device) -> bool:
             " use 'cpu' or 'cuda'"
         )
     return True
-
-
-def _host_parts(config: OffloadConfig, *, staged: bool = True) -> dict[str, int]:
-    """Bytes of host memory by use; see [Note: host memory on CUDA].
-
-    Args:
-        config: Asks for so much.
-        staged: Whether what goes to flash passes through it.
-    """
-    total = config.host_bytes
-    if not config.has_tier:
-        return {}
-    physical = physical_bytes()
-    if total > physical:
-        raise ConfigError(
-            f"host_memory is {format_bytes(total)} ({total} bytes), but this machine has"
-            f" {format_bytes(physical)}, and on CUDA all of host_memory is taken at once; lower it"
-        )
-    if not config.directories or not staged:
-        return {"host tier": total} if total else {}
-    if total < LEAST_STAGING_BYTES:
-        raise ConfigError(
-            f"host_memory is {total} bytes: on CUDA all that goes to flash passes through it; give at"
-            f" least {format_bytes(LEAST_STAGING_BYTES)}, and better some times the largest tensor"
-        )
-    if total <= ALL_STAGING_BYTES:
-        return {"staging": total}
-    staging = min(round_down(total // 2, HUGE_PAGE_BYTES), MOST_STAGING_BYTES)
-    return {"staging": staging, "host tier": total - staging}
-
-
-def physical_bytes() -> int:
-    """The memory of this machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _default_capacity(directories: tuple[str, ...]) -> int:

@@ -166,7 +166,7 @@ def _compare(
     }
     machine = session.planner.machine
     stores: Any = session._stores
-    out, back = stores.cuda_mover.measure()
+    out, back = stores._accelerator.mover.measure()
     figures |= {
         "rounds": done,
         "budget_bytes": session.budget.limit_bytes,

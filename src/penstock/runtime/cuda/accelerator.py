@@ -1,0 +1,175 @@
+"""What a session opens for devices that run behind the interpreter: link, timer, pinned memory, mover.
+
+[Note: host memory on CUDA]
+    Everything between a device and flash is staged in pinned host memory, so with ``host_memory=0``
+    there is no way out. Up to 512 MiB all of it is for staging; of more, half is, up to 16 GiB, and
+    the rest is the host tier. Without flash, or if flash is GPU-direct, all of it is the host tier, and
+    there may be none. It is taken, touched and pinned when the session is opened, and given back as a
+    whole: when it is closed, and while the job is suspended.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+import torch
+
+from penstock.core.budget import Budget
+from penstock.core.config import OffloadConfig
+from penstock.core.errors import ConfigError
+from penstock.core.units import GIB, MIB, format_bytes, round_down
+from penstock.io.arena import Arena
+from penstock.io.mapping import HUGE_PAGE_BYTES
+from penstock.observe.recorder import Recorder
+from penstock.plan.machine import Machine
+from penstock.runtime.cuda.allowance import Allowance
+from penstock.runtime.cuda.direct import DirectMover
+from penstock.runtime.cuda.link import CudaLink
+from penstock.runtime.cuda.mover import CudaMover
+from penstock.runtime.cuda.pinned import Slab
+from penstock.runtime.cuda.timing import DeviceTimer
+from penstock.runtime.movers import Mover
+from penstock.runtime.probe import host_memory, measure
+from penstock.runtime.sampling import CodecSampler
+from penstock.tier.base import Tier
+
+LEAST_STAGING_BYTES: Final = 64 * MIB
+"""Less would make every transfer wait for another."""
+ALL_STAGING_BYTES: Final = 512 * MIB
+MOST_STAGING_BYTES: Final = 16 * GIB
+
+
+class Accelerator:
+    """One session's part that is for devices of one kind.
+
+    Attributes:
+        link: To the devices.
+        timer: Of the session's device, and of others as they appear.
+    """
+
+    def __init__(self, device: torch.device, *, budget: Budget, recorder: Recorder) -> None:
+        """Make the link.
+
+        Args:
+            device: The session's.
+            budget: Of its memory.
+            recorder: Gets spans, counters and marks.
+        """
+        self.link = CudaLink(device.type)
+        self.timer = DeviceTimer(self.link, device, recorder.clock)
+        self._device = device
+        self._budget = budget
+        self._recorder = recorder
+        self._mover: CudaMover | None = None
+
+    @property
+    def mover(self) -> CudaMover:
+        """What ``open_mover`` has opened."""
+        assert self._mover is not None, "open_mover comes first"
+        return self._mover
+
+    def allowance(self, device: torch.device, budget: Budget) -> Allowance | None:
+        """Return what finds the limit of a device's ``budget``; None if torch tells no figures."""
+        usable_bytes = self.link.usable_bytes(device)
+        if usable_bytes is None:
+            return None
+        return Allowance(self.link, device, usable_bytes, budget=budget, recorder=self._recorder)
+
+    def make_sampler(self) -> CodecSampler:
+        """Make what measures codecs on storages of the device."""
+        samples = importlib.import_module("penstock.runtime.cuda.encoding_samples")
+        sampler: CodecSampler = samples.DeviceSampler(self.link, self._budget)
+        return sampler
+
+    def encoding_mover(self) -> Callable[..., Mover]:
+        """Return the class of movers that encode on the device, but for what a session adds to it."""
+        encoding = importlib.import_module("penstock.runtime.cuda.encoding")
+        return partial(encoding.DeviceEncodingMover, link=self.link)
+
+    def open_mover(
+        self, config: OffloadConfig, host: Budget, flash: Tier | None
+    ) -> tuple[Mover, Arena | None]:
+        """Take and pin host memory, and open the mover over it.
+
+        Args:
+            config: Says how much; see [Note: host memory on CUDA].
+            host: It is charged to.
+            flash: The flash tier, if there is one.
+
+        Returns:
+            The mover, which closes the memory, and what the host tier's bytes rest in, if there is one.
+
+        Raises:
+            ConfigError: The machine has not so much, or that is too little.
+        """
+        direct = flash is not None and flash.spec.gpu_direct
+        slabs: dict[str, Slab] = {}
+        try:
+            for name, nbytes in _host_parts(config, staged=not direct).items():
+                slabs[name] = Slab(
+                    nbytes, link=self.link, device=self._device, budget=host, name=name
+                )
+            tier = slabs.get("host tier")
+            self._mover = (DirectMover if direct else CudaMover)(
+                device=self._device,
+                budget=self._budget,
+                recorder=self._recorder,
+                link=self.link,
+                staging=slabs.get("staging"),
+                host=tier,
+            )
+        except BaseException:
+            for slab in slabs.values():
+                slab.close()
+            raise
+        return self._mover, None if tier is None else tier.arena
+
+    def measure(self, tiers: dict[str, Tier]) -> Machine:
+        """The bandwidths of these tiers, and of the link as those of the host tier; measured now."""
+        mover = self.mover
+        flash = {name: tier for name, tier in tiers.items() if name != "host"}
+        lend = mover.lend if isinstance(mover, DirectMover) else host_memory
+        machine = measure(flash, lend=lend)
+        out, back = mover.measure()
+        if not out:
+            return machine
+        return replace(machine, host_write_bytes_per_s=out, host_read_bytes_per_s=back)
+
+
+def _host_parts(config: OffloadConfig, *, staged: bool = True) -> dict[str, int]:
+    """Bytes of host memory by use; see [Note: host memory on CUDA].
+
+    Args:
+        config: Asks for so much.
+        staged: Whether what goes to flash passes through it.
+    """
+    total = config.host_bytes
+    if not config.has_tier:
+        return {}
+    physical = physical_bytes()
+    if total > physical:
+        raise ConfigError(
+            f"host_memory is {format_bytes(total)} ({total} bytes), but this machine has"
+            f" {format_bytes(physical)}, and on CUDA all of host_memory is taken at once; lower it"
+        )
+    if not config.directories or not staged:
+        return {"host tier": total} if total else {}
+    if total < LEAST_STAGING_BYTES:
+        raise ConfigError(
+            f"host_memory is {total} bytes: on CUDA all that goes to flash passes through it; give at"
+            f" least {format_bytes(LEAST_STAGING_BYTES)}, and better some times the largest tensor"
+        )
+    if total <= ALL_STAGING_BYTES:
+        return {"staging": total}
+    staging = min(round_down(total // 2, HUGE_PAGE_BYTES), MOST_STAGING_BYTES)
+    return {"staging": staging, "host tier": total - staging}
+
+
+def physical_bytes() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
