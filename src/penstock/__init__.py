@@ -33,7 +33,7 @@ from penstock.core.errors import (
 
 if TYPE_CHECKING:
     from penstock.api import Session, close, offload
-    from penstock.jobs.suspend import Suspended, resume, suspend
+    from penstock.swap.suspend import Suspended, resume, suspend
 
 __version__ = "0.1.0.dev0"
 
@@ -71,7 +71,7 @@ __all__ = [
 ]
 _LAZY = {
     **dict.fromkeys(("Session", "close", "offload"), "penstock.api"),
-    **dict.fromkeys(("Suspended", "resume", "suspend"), "penstock.jobs.suspend"),
+    **dict.fromkeys(("Suspended", "resume", "suspend"), "penstock.swap.suspend"),
 }
 
 

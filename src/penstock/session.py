@@ -43,9 +43,9 @@ from penstock.runtime.stores import Stores, check_device_codec
 from penstock.tier.base import Tier
 
 if TYPE_CHECKING:
-    from penstock.jobs.space import Space
-    from penstock.jobs.suspend import Suspended
     from penstock.runtime.cuda.allowance import Allowance
+    from penstock.swap.space import Space
+    from penstock.swap.suspend import Suspended
 
 _open: list[Session] = []
 """The session that is open in this process, if there is one. It lives until it is closed."""
@@ -188,7 +188,7 @@ class Session:
                 " there; close it in that thread"
             )
         if self.suspended is not None:
-            importlib.import_module("penstock.jobs.suspend").resume(self)
+            importlib.import_module("penstock.swap.suspend").resume(self)
         self._state = "closed"
         try:
             self._detach()

@@ -79,9 +79,9 @@ FILES = (
     "optim/update.py",
     "checkpoint/moves.py",
     "checkpoint/prepared.py",
-    "jobs/leaving.py",
-    "jobs/returning.py",
-    "jobs/suspend.py",
+    "swap/swap_out.py",
+    "swap/swap_in.py",
+    "swap/suspend.py",
 )
 STATEMENTS = {
     "_use",

@@ -22,8 +22,8 @@ import subprocess
 import sys
 import time
 
-from penstock.jobs.channel import JobEnd
-from penstock.jobs.early import listen_to_manager
+from penstock.swap.channel import JobEnd
+from penstock.swap.pending_signals import listen_to_manager
 
 MIB = 1024**2
 MOVING_S = 0.25

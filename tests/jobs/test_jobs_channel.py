@@ -17,7 +17,6 @@ from offload_runs import same_bits, session_in
 from penstock.core.errors import ClosedError, JobError, SuspendError, TransferError
 from penstock.core.units import MIB
 from penstock.io.pages import PrivateMemory
-from penstock.jobs.channel import JobEnd, ManagerEnd, Status, start_ticks
 from penstock.jobs.logs import last_lines, length_of, no_room, turn_over
 from penstock.jobs.processes import (
     Identity,
@@ -26,8 +25,9 @@ from penstock.jobs.processes import (
     end_holders,
     held_bytes,
 )
-from penstock.jobs.signals import Sleeper
 from penstock.observe.summary_text import render, to_text
+from penstock.swap.channel import JobEnd, ManagerEnd, Status, start_ticks
+from penstock.swap.signals import Sleeper
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def test_a_process_that_has_just_begun_is_waited_for(tmp_path, monkeypatch):
     assert manager.who().pid == os.getpid()
     later.join()
     manager.clear()
-    monkeypatch.setattr("penstock.jobs.channel._SAYS_WHO_S", 0.05)
+    monkeypatch.setattr("penstock.swap.channel._SAYS_WHO_S", 0.05)
     with pytest.raises(JobError, match="does not say which it is"):
         manager.who()
     os.close(fd)
@@ -357,7 +357,7 @@ def test_what_cannot_come_ahead_does_not_wake_it(trained, ends, monkeypatch):
         states.append(manager.look().state)
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("penstock.jobs.suspend.Suspended.fetch", refuse)
+    monkeypatch.setattr("penstock.swap.suspend.Suspended.fetch", refuse)
 
     def manage():
         until(manager, lambda status: status.state == "asleep")
@@ -468,7 +468,7 @@ def test_what_the_system_refuses_is_a_refusal_and_not_the_end_of_the_script(
     def refuse(*_, **__):
         raise error
 
-    monkeypatch.setattr("penstock.jobs.signals.suspend", refuse)
+    monkeypatch.setattr("penstock.swap.signals.suspend", refuse)
     Sleeper(session, tell=lambda line: None, channel=job)
     manager.want(sleep=True)
     for _ in range(2):

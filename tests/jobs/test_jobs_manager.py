@@ -20,12 +20,12 @@ from manager_program import fake_command
 from penstock.core.errors import ConfigError, JobError
 from penstock.core.units import MIB
 from penstock.jobs import Client, Description, JobSpec, Machine, Manager
-from penstock.jobs.channel import JobEnd, ManagerEnd, start_ticks
 from penstock.jobs.command import run_command
 from penstock.jobs.description import load
 from penstock.jobs.policy import MOVING_SHARE
 from penstock.jobs.processes import held_bytes
 from penstock.jobs.record import StateDirectory
+from penstock.swap.channel import JobEnd, ManagerEnd, start_ticks
 
 PATIENCE_S = 100
 """For so long a test waits for what comes at once, or never."""
@@ -197,7 +197,7 @@ def test_who_holds_more_than_the_machine_has_is_put_to_sleep_and_stays_so(manage
 
 def test_who_just_fits_is_not_put_to_sleep_for_the_slack_that_it_does_not_have(managed):
     """It would sleep for ever, and nobody else would run."""
-    job = {"name": "a", "memory": "30MiB", "how": "mib=200", "lasts": True}
+    job = {"name": "a", "memory": "30MiB", "how": "mib=205", "lasts": True}
     with managed(job, memory="220MiB") as run:
         run.until(lambda jobs: jobs["a"]["need_bytes"] > 220 * MIB)
         run.may_end()

@@ -17,8 +17,8 @@ from offload_runs import session_in
 from penstock.checkpoint import Checkpointer, training_state
 from penstock.checkpoint.listeners import listeners
 from penstock.core.errors import CheckpointError, ConfigError, SuspendError
-from penstock.jobs.keeper import Keeper, Record
-from penstock.jobs.signals import Sleeper
+from penstock.swap.resume_record import Keeper, Record
+from penstock.swap.signals import Sleeper
 
 SCRIPT = """
 import os, sys, time, torch

@@ -41,12 +41,12 @@ from penstock.io.pages import (
     whole_pages,
 )
 from penstock.io.threads import ThreadEngine
-from penstock.jobs import leaving, returning, suspend
-from penstock.jobs.parcels import BUFFER_BYTES, BUFFERS, packed
-from penstock.jobs.recall import Recall, _Range
-from penstock.jobs.space import Space
-from penstock.jobs.state import LEAST_BYTES, Held, storages_of, tensors_of
 from penstock.optim import FlashAdamW
+from penstock.swap import suspend, swap_in, swap_out
+from penstock.swap.recall import Recall, _Range
+from penstock.swap.space import Space
+from penstock.swap.state import LEAST_BYTES, Held, storages_of, tensors_of
+from penstock.swap.write_batch import BUFFER_BYTES, BUFFERS, packed
 from penstock.testing.faults import GatedSyscalls
 from penstock.tier.base import Tier
 from penstock.tier.wrappers import FaultyTier, LoggedTier
@@ -130,7 +130,7 @@ def test_devices_are_waited_for_before_their_memory_goes(disk_path, monkeypatch)
 def collected():
     """Generations that Python's garbage collector, more than eager, collects while a job is moved."""
     generations, before = [], gc.get_threshold()
-    movers = {leaving.__name__, returning.__name__}
+    movers = {swap_out.__name__, swap_in.__name__}
 
     def note(phase, details):
         frame = sys._getframe()
@@ -661,7 +661,7 @@ def test_what_cannot_be_fetched_ahead_comes_with_the_rest(disk_path, monkeypatch
     """The reads before it went on into memory that the next ones were to fill."""
     model = network()
     expected = [each.detach().clone() for each in model.parameters()]
-    real = returning.memory.open_to_refill
+    real = swap_in.memory.open_to_refill
     with session_in(disk_path, model) as session:
         suspended = penstock.suspend(session)
         opened = []
@@ -672,7 +672,7 @@ def test_what_cannot_be_fetched_ahead_comes_with_the_rest(disk_path, monkeypatch
                 raise TransferError(errno=12, op="mprotect", path="", offset_bytes=0, nbytes=0)
             real(which)
 
-        monkeypatch.setattr(returning.memory, "open_to_refill", refuse)
+        monkeypatch.setattr(swap_in.memory, "open_to_refill", refuse)
         assert suspended.fetch(suspended.nbytes) == suspended.nbytes - opened[1].nbytes
         penstock.resume(session)
     assert_same([each.detach() for each in model.parameters()], expected)
@@ -731,7 +731,7 @@ def test_after_ctrl_c_in_a_resume_all_that_is_not_back_is_closed_and_takes_no_me
 def test_ctrl_c_while_memory_is_opened_leaves_it_closed(disk_path, monkeypatch):
     model = network()
     expected = [each.detach().clone() for each in model.parameters()]
-    real = returning.memory.open_to_refill
+    real = swap_in.memory.open_to_refill
 
     def interrupted(which):
         real(which)
@@ -740,7 +740,7 @@ def test_ctrl_c_while_memory_is_opened_leaves_it_closed(disk_path, monkeypatch):
     with session_in(disk_path, model) as session:
         suspended = penstock.suspend(session)
         with monkeypatch.context() as patched:
-            patched.setattr(returning.memory, "open_to_refill", interrupted)
+            patched.setattr(swap_in.memory, "open_to_refill", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 penstock.resume(session)
         assert not any(PrivateMemory().holds(each.held.pages) for each in suspended._away)
@@ -919,7 +919,7 @@ def test_what_is_no_memory_of_the_host_goes_as_a_whole_and_has_its_bytes_again(s
 
 
 def test_little_of_it_is_in_the_host_at_once(suspended_wholly, monkeypatch):
-    for each in (leaving, returning):
+    for each in (swap_out, swap_in):
         monkeypatch.setattr(each, "STAGED_BYTES", 3 * MIB // 2)
     tensors = [torch.randn(MIB // 4) for _ in range(5)]
     expected = [each.clone() for each in tensors]

@@ -4,7 +4,7 @@
 2. The script becomes ``__main__`` (:mod:`penstock.cli.script`).
 3. When it has imported torch, a session is opened in this thread (:mod:`penstock.cli.torch_import`).
 4. Between two of its steps it can be suspended, by a signal or by a manager of jobs
-   (:mod:`penstock.jobs.signals`).
+   (:mod:`penstock.swap.signals`).
 5. When it is over, its other threads and its ``atexit`` functions included, and however it ended, the
    summary is told and the session closed. What ends a process without Python's doing (SIGTERM,
    ``os._exit``) ends it without a summary.
@@ -36,11 +36,11 @@ from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.files import absolute_path
 from penstock.core.ranks import of_rank, rank
 from penstock.core.units import MIB
-from penstock.jobs.channel import JobEnd
-from penstock.jobs.early import Early, listen_to_manager
 from penstock.jobs.logs import print_if_there_is_room
 from penstock.plan import policies
 from penstock.runtime.given import SUFFIX, load_plan
+from penstock.swap.channel import JobEnd
+from penstock.swap.pending_signals import Early, listen_to_manager
 
 if TYPE_CHECKING:
     from penstock.api import Session
@@ -296,7 +296,7 @@ class _Attendant:
                 self._config, event_bytes=kept_bytes
             )
             if self.keep is not None:
-                keeper = importlib.import_module("penstock.jobs.keeper")
+                keeper = importlib.import_module("penstock.swap.resume_record")
                 self._keeper = keeper.opened(**self.keep, tell=say)
             session.__enter__()
             if self._states is not None:
@@ -308,7 +308,7 @@ class _Attendant:
             self._was_refused = True
             raise SystemExit(report(error)) from None
         self._session = session
-        self._sleeper = importlib.import_module("penstock.jobs.signals").Sleeper(
+        self._sleeper = importlib.import_module("penstock.swap.signals").Sleeper(
             session, tell=say, channel=self.channel, keeper=self._keeper, early=self.early
         )
         # before what the script registers from now on, so that it runs after that

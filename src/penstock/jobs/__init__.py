@@ -1,12 +1,10 @@
-"""Jobs that share a machine: suspended in place, their memory on flash, and resumed.
+"""The manager of jobs that share a machine: who computes, and who sleeps with its memory on flash.
 
-Read in this order:
+How one job sleeps is in :mod:`penstock.swap`. Read in this order:
 
-- ``job``, ``state``, ``space``, ``suspend``, ``recall``: one job, to flash and back, in its process;
-- ``early``, ``signals``: a script that knows nothing of it, told by signal or by a manager;
-- ``description``: what a manager is told; ``policy``: who computes, who sleeps;
-- ``channel``: between manager and job; ``processes``: jobs from outside; ``logs``: what they print;
-  ``command``: what they run; ``task``: one job's life; ``keeper``: what of it survives its process;
+- ``description``: what a manager is told; ``policy``: which job computes, which sleeps;
+- ``processes``: jobs from outside; ``logs``: what they print; ``command``: what they run; ``task``: one
+  job's life;
 - ``manager``; ``limits``; ``budget``, ``enclosure``, ``cgroups``: what keeps the budget; ``interrupts``,
   ``ending``: how it ends; ``teller``; ``record``: what it leaves on disk; ``control``: its socket.
 """

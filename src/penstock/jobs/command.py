@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from penstock.jobs.description import JobSpec, Machine
-from penstock.jobs.record import KEPT_FILE
+from penstock.swap import RECORD_FILE
 
 Command = Callable[[JobSpec, Machine, str, str], Sequence[str]]
 """Program and arguments of a job, given where its channel is, and where it is kept if it is durable."""
@@ -19,6 +19,6 @@ def run_command(spec: JobSpec, machine: Machine, channel: str, kept: str) -> lis
     command = [sys.executable, "-m", "penstock", "run", "--channel", channel, *flash]
     if spec.durable:
         command += ["--state", kept]
-        if os.path.exists(os.path.join(kept, KEPT_FILE)):
+        if os.path.exists(os.path.join(kept, RECORD_FILE)):
             command.append("--resume")
     return [*command, *spec.options, *spec.words]

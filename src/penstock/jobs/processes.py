@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from penstock.core.errors import JobError
-from penstock.jobs.channel import start_ticks
+from penstock.swap.channel import start_ticks
 
 _SHELLS: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 """Names of variables that every shell hands on; others it may leave out."""

@@ -21,8 +21,6 @@ from penstock.core.files import absolute_path, open_regular, parse_json
 
 SCHEMA: Final = 1
 _RECORD: Final = "record.json"
-KEPT_FILE: Final = "run.json"
-"""In the directory of a durable run: what there is to resume."""
 _RECORD_S: Final = 5.0
 _MOST_BYTES: Final = 16 * 1024**2
 

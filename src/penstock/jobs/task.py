@@ -10,7 +10,6 @@ from typing import Any, Final
 from penstock.core.errors import JobError
 from penstock.core.units import MIB, format_bytes
 from penstock.jobs.budget import Budget
-from penstock.jobs.channel import ManagerEnd, Status
 from penstock.jobs.description import JobSpec, Machine
 from penstock.jobs.enclosure import Room
 from penstock.jobs.ending import Ending
@@ -18,6 +17,7 @@ from penstock.jobs.logs import last_lines, length_of, no_room, turn_over
 from penstock.jobs.policy import ALIVE, Entry, Phase
 from penstock.jobs.processes import Identity, Process, describe_end, end_holders
 from penstock.jobs.record import StateDirectory
+from penstock.swap.channel import ManagerEnd, Status
 
 _SLACK: Final = 1.05
 """What is measured is needed, and so much more."""

@@ -117,7 +117,7 @@ def storages_are_aligned(gpu: Device) -> None:
 
 @fact(
     "Idle memory goes back to the device by empty_cache, and the device then has as much more.",
-    relies="jobs/suspend.py: a suspended job holds little device memory",
+    relies="swap/suspend.py: a suspended job holds little device memory",
 )
 def idle_memory_is_returned(gpu: Device) -> None:
     """256 MiB."""

@@ -17,9 +17,9 @@ from penstock.io.arena import Arena, Block
 from penstock.io.engine import Transfer
 from penstock.io.pages import Pages
 from penstock.io.supply import Supply
-from penstock.jobs.parcels import BUFFER_BYTES, BUFFERS, STAGED_BYTES, Away, Parcel, Part
-from penstock.jobs.recall import Recall
 from penstock.staging import bytes_of, copy_across, ready_event
+from penstock.swap.recall import Recall
+from penstock.swap.write_batch import BUFFER_BYTES, BUFFERS, STAGED_BYTES, Away, Parcel, Part
 from penstock.tier.base import Tier
 
 _NO_PAGES: Final = Pages(0, 0)

@@ -11,8 +11,8 @@ from penstock.observe.recorder import Recorder
 from penstock.tier.base import Tier
 
 if TYPE_CHECKING:
-    from penstock.jobs.space import Space
-    from penstock.jobs.suspend import Suspended
+    from penstock.swap.space import Space
+    from penstock.swap.suspend import Suspended
 
 
 class Job(Protocol):

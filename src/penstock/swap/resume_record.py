@@ -34,9 +34,9 @@ from penstock.checkpoint.reading import Opened
 from penstock.core.errors import CheckpointError, ConfigError, PenstockError, SuspendError
 from penstock.core.files import absolute_path, open_regular, parse_json
 from penstock.core.units import MIB
-from penstock.jobs.job import Job
-from penstock.jobs.record import KEPT_FILE
-from penstock.jobs.state import tensors_of
+from penstock.swap import RECORD_FILE
+from penstock.swap.job import Job
+from penstock.swap.state import tensors_of
 
 _SCHEMA: Final = 1
 _SHOWN: Final = 3
@@ -58,7 +58,7 @@ class Record:
             ConfigError: The directory or the script cannot be read.
         """
         self.directory = absolute_path(directory, "--state")
-        self._path = os.path.join(self.directory, KEPT_FILE)
+        self._path = os.path.join(self.directory, RECORD_FILE)
         try:
             os.makedirs(self.directory, mode=0o700, exist_ok=True)
             self._run = {"schema": _SCHEMA, "words": words, "script": _digest_of_file(script)}

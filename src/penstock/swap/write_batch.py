@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from penstock.core.units import MIB
 from penstock.io.pages import Pages
-from penstock.jobs.state import Held
+from penstock.swap.state import Held
 from penstock.tier.base import Ticket
 
 STAGED_BYTES: Final = 256 * MIB

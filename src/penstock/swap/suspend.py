@@ -30,13 +30,13 @@ from penstock.checkpoint.moves import await_devices
 from penstock.core.errors import ClosedError, ConfigError, PenstockError, SuspendError
 from penstock.core.garbage import collected_later
 from penstock.io import pages as memory
-from penstock.jobs.job import Job
-from penstock.jobs.leaving import Departure
-from penstock.jobs.parcels import Away
-from penstock.jobs.recall import Recall
-from penstock.jobs.returning import Return
-from penstock.jobs.space import Space
-from penstock.jobs.state import Held, storages_of, tensors_of
+from penstock.swap.job import Job
+from penstock.swap.recall import Recall
+from penstock.swap.space import Space
+from penstock.swap.state import Held, storages_of, tensors_of
+from penstock.swap.swap_in import Return
+from penstock.swap.swap_out import Departure
+from penstock.swap.write_batch import Away
 from penstock.tier.base import Tier
 from penstock.tier.flash import StrPath
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from penstock.io.aio import default_engine
-from penstock.jobs.state import Held
 from penstock.observe.clients import SUSPENDED
 from penstock.observe.recorder import Recorder
+from penstock.swap.state import Held
 from penstock.tier import checksums
 from penstock.tier.base import Tier
 from penstock.tier.flash import FlashTier, StrPath

@@ -20,7 +20,8 @@ import torch
 from penstock.io.arena import Arena, Block
 from penstock.io.engine import Priority
 from penstock.io.pages import Pages, around, huge_pages_within
-from penstock.jobs.parcels import (
+from penstock.staging import bytes_of, copy_across, ready_event
+from penstock.swap.write_batch import (
     BUFFER_BYTES,
     BUFFERS,
     STAGED_BYTES,
@@ -29,7 +30,6 @@ from penstock.jobs.parcels import (
     Part,
     packed,
 )
-from penstock.staging import bytes_of, copy_across, ready_event
 from penstock.tier.base import Ticket, Tier
 
 

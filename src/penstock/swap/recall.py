@@ -20,7 +20,7 @@ from penstock.checkpoint.manifest import TensorEntry
 from penstock.checkpoint.moves import Region
 from penstock.checkpoint.reading import Opened
 from penstock.io.pages import Pages
-from penstock.jobs.state import Held
+from penstock.swap.state import Held
 
 
 class Recall:
