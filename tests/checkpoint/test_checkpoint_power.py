@@ -13,6 +13,7 @@ from penstock import TransferError
 from penstock.checkpoint import Checkpointer
 from penstock.io.threads import ThreadEngine
 from penstock.testing.power import LOST, Disk
+from penstock.testing.power_calls import recording
 from power_runs import Chance, examples, renaming
 
 BY_CHANCE = [
@@ -25,7 +26,7 @@ def trained(settings, disk_path):
     """A disk on which a run has saved as it trained, and the run."""
     with Chance(None, disk_path).folder_for() as path:
         disk = Disk(path)
-        with disk.recording():
+        with recording(disk):
             run = Run(disk, **settings)
             train(run)
         assert not disk.missed()
@@ -70,7 +71,7 @@ def test_a_kill_or_a_loss_of_power_and_then_a_loss_of_power(kind, count, disk_pa
                 left = disk.kill(at, stack.enter_context(chance.folder_for()))
             else:
                 left = stack.enter_context(chance.without_power(disk, at))
-            with left.recording():
+            with recording(left):
                 second = Run(left, run, at, **settings)
                 second.save(data.draw(st.integers(1, 6)), 20)
                 second.save(6, 6)
@@ -92,7 +93,7 @@ def test_one_name_has_the_old_one_or_the_new_after_a_kill_and_a_loss_of_power(
     monkeypatch.setattr("penstock.checkpoint.streams._shared_engine", lambda: engine)
     with Chance(None, disk_path).folder_for() as path:
         disk = Disk(path)
-        with disk.recording():
+        with recording(disk):
             run = Named(disk, with_dcp)
             for seed in (2, 4):
                 run.save(seed)
@@ -111,7 +112,7 @@ def test_one_name_has_the_old_one_or_the_new_after_a_kill_and_a_loss_of_power(
             second = Named(killed, with_dcp)
             second.points = [(seed, 0, 0) for seed in run.possible(at)]
             assert second.load() in run.possible(at)
-            with killed.recording():
+            with recording(killed):
                 second.save(6)
             then = chance.moment(at, killed.now)
             allowed = [*(run.possible(at) if then < killed.now else ()), 6]
@@ -136,7 +137,7 @@ def test_what_a_failed_sync_has_left_in_doubt_is_not_relied_on(kind, disk_path, 
         """With one wait that fails; how many there were."""
         with Chance(None, disk_path).folder_for() as path, monkeypatch.context() as patch:
             disk, waits = Disk(path), Waits(patch, at)
-            with disk.recording():
+            with recording(disk):
                 with contextlib.suppress(TransferError):
                     Run(disk, **settings).ours.close()
                 run = Run(disk, **settings)
@@ -172,14 +173,14 @@ def test_what_a_killed_process_has_renamed_has_that_name_before_anything_else_ch
     settings = KINDS[kind]
     with Chance(None, disk_path).folder_for() as path:
         disk = Disk(path)
-        with disk.recording():
+        with recording(disk):
             run = Run(disk, **settings)
             for step, seed in [(1, 1), (2, 2), (2, 3)]:
                 run.save(step, seed)
     for at in renaming(disk, "step-000000000002"):
         with Chance(None, disk_path).folder_for() as path:
             killed = disk.kill(at, path)
-            with killed.recording():
+            with recording(killed):
                 second = Run(killed, run, at, **settings)
                 second.ours.close()
             for then, left in each_loss(killed, range(at, killed.now + 1), disk_path):
@@ -189,14 +190,14 @@ def test_what_a_killed_process_has_renamed_has_that_name_before_anything_else_ch
 def test_what_a_killed_process_has_swapped_stays_until_the_swap_is_on_the_device(disk_path):
     with Chance(None, disk_path).folder_for() as path:
         disk = Disk(path)
-        with disk.recording():
+        with recording(disk):
             run = Named(disk, with_dcp=False)
             for seed in (2, 4):
                 run.save(seed)
     at = renaming(disk, "a")[-1]
     with Chance(None, disk_path).folder_for() as path:
         killed = disk.kill(at, path)
-        with killed.recording():
+        with recording(killed):
             Named(killed, with_dcp=False).save(6)
         for then, left in each_loss(killed, range(at, killed.now + 1), disk_path):
             allowed = [6] if then == killed.now else [2, 4, 6]
@@ -207,12 +208,12 @@ def test_the_directory_that_was_made_for_checkpoints_is_there(disk_path):
     """Also if it was made by a process that was killed; or else no checkpoint in it is."""
     with Chance(None, disk_path).folder_for() as path:
         disk = Disk(path)
-        with disk.recording():
+        with recording(disk):
             first = Run(disk, keep=1)
         for at in range(disk.now + 1):
             with Chance(None, disk_path).folder_for() as again:
                 killed = disk.kill(at, again)
-                with killed.recording():
+                with recording(killed):
                     run = Run(killed, first, at, keep=1)
                     run.save(1, 1)
                 for then, left in each_loss(killed, [killed.now], disk_path):
@@ -225,7 +226,7 @@ def test_after_a_wait_that_failed_the_old_one_is_there_until_another_is(disk_pat
     def saved(failing):
         with Chance(None, disk_path).folder_for() as path, monkeypatch.context() as patch:
             disk, waits = Disk(path), Waits(patch)
-            with disk.recording():
+            with recording(disk):
                 run = Named(disk, with_dcp=False)
                 run.save(2)
                 waits.count, waits.failing = 0, failing
@@ -246,7 +247,7 @@ def test_after_a_wait_that_failed_the_old_one_is_there_until_another_is(disk_pat
 def test_nothing_that_was_removed_comes_back_in_part(kind, disk_path):
     with Chance(None, disk_path).folder_for() as path:
         disk = Disk(path)
-        with disk.recording():
+        with recording(disk):
             run = Run(disk, **KINDS[kind])
             run.save(1, 1)
             run.save(2, 2)
@@ -275,7 +276,7 @@ def test_files_that_were_copied_there_and_are_linked_are_waited_for(disk_path):
     store().save(disk_path / "elsewhere", state(1))
     with Chance(None, disk_path).folder_for() as path:
         disk = Disk(path)
-        with disk.recording():
+        with recording(disk):
             os.mkdir(path / "base")
             for name in os.listdir(disk_path / "elsewhere"):
                 file = os.open(path / "base" / name, os.O_CREAT | os.O_WRONLY)

@@ -12,6 +12,7 @@ from optim_runs import assert_same, assert_same_states, give_gradients, paramete
 from penstock import TransferError
 from penstock.optim import FlashAdamW
 from penstock.testing.power import Disk
+from penstock.testing.power_calls import recording
 from power_runs import Chance, examples
 
 SIZES = [(5, 1000), (257,)]
@@ -68,7 +69,7 @@ def test_a_loss_of_power_leaves_the_last_completed_step(format_name, dtype, smal
     settings = {**small, "format": format_name}
     with Chance(None, small["flash"]).folder_for() as path:
         disk = Disk(path)
-        with disk.recording():
+        with recording(disk):
             run = Run(disk, dtype, settings)
             for step in range(3):
                 run.step(step)
@@ -98,7 +99,7 @@ def test_what_a_killed_process_did_not_wait_for_is_waited_for_by_the_next(when, 
         for name in "ab":
             (path / name).mkdir()
         disk = Disk(path)
-        with disk.recording():
+        with recording(disk):
             run = Run(disk, torch.float32, small)
             for step in range(3):
                 run.step(step)
@@ -114,7 +115,7 @@ def test_what_a_killed_process_did_not_wait_for_is_waited_for_by_the_next(when, 
         with chance.folder_for() as path:
             killed = disk.kill(at, path)
             possible = run.may_be_found(at)
-            with killed.recording():
+            with recording(killed):
                 next_run = Run(killed, torch.float32, small, possible)
                 found, steps = next_run.resume(possible)
                 if found is possible[0]:
@@ -145,7 +146,7 @@ def test_what_a_failed_sync_may_have_lost_is_written_again(small, monkeypatch):
     monkeypatch.setattr(os, "fdatasync", fail_once)
     with Chance(None, small["flash"]).folder_for() as path:
         disk = Disk(path)
-        with disk.recording():
+        with recording(disk):
             run = Run(disk, torch.float32, small)
             run.step(0)
             give_gradients(run.params, 1)

@@ -21,7 +21,7 @@ from penstock.observe.counters import MOVED_EARLIER, PLANS, WINDOW_GROWN
 
 if TYPE_CHECKING:
     from penstock.observe.foreseen import ComparedLine
-    from penstock.observe.summary import FlowLine, MemoryLine, PlaceLine, Summary
+    from penstock.observe.summary_values import FlowLine, MemoryLine, PlaceLine, SummaryValues
 
 NARROWEST: Final = 60
 WIDEST: Final = 110
@@ -59,7 +59,7 @@ def to_text(renderable: RenderableType, *, width: int | None = None) -> str:
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
-def render(summary: Summary) -> RenderableType:
+def render(summary: SummaryValues) -> RenderableType:
     """The summary as something that rich can print; parts with nothing to say are left out."""
     parts: list[RenderableType] = [_head(summary)]
     for part in (
@@ -108,7 +108,7 @@ def percent(share: float) -> str:
     return f"{share * 100:.1f} %"
 
 
-def _head(summary: Summary) -> Text:
+def _head(summary: SummaryValues) -> Text:
     line = Text("Penstock", style="bold")
     rank = "" if summary.rank is None else f"rank {summary.rank}: "
     line.append(
@@ -125,7 +125,7 @@ def _head(summary: Summary) -> Text:
     return line
 
 
-def _against_budget(summary: Summary) -> str:
+def _against_budget(summary: SummaryValues) -> str:
     peak_bytes = sum(line.peak_bytes for line in _devices(summary))
     if not peak_bytes:
         return ""
@@ -134,12 +134,12 @@ def _against_budget(summary: Summary) -> str:
     return f"; it was done in {format_bytes(peak_bytes)}{less}"
 
 
-def _devices(summary: Summary) -> list[MemoryLine]:
+def _devices(summary: SummaryValues) -> list[MemoryLine]:
     """The memories of devices: the session's own, and "device cuda:1" and the like."""
     return [line for line in summary.memory if line.memory.split()[0] == "device"]
 
 
-def _memory(summary: Summary) -> Table | None:
+def _memory(summary: SummaryValues) -> Table | None:
     if not summary.memory:
         return None
     table = grid("Resident bytes", ("memory", "peak", "average", "budget", "peak of budget"))
@@ -166,7 +166,7 @@ def _of_budget(line: MemoryLine) -> Text:
     return Text(f"{text} OVER" if over else text, style="bold red" if over else "green")
 
 
-def _traffic(summary: Summary) -> Table | None:
+def _traffic(summary: SummaryValues) -> Table | None:
     if not summary.flows:
         return None
     columns = ("stage", "tier", "transfers", "bytes", PER_STEP, "busy", "rate")
@@ -189,7 +189,7 @@ def _bytes_per_step(line: FlowLine, steps: int) -> str:
     return format_bytes(line.nbytes / steps) if steps and not is_once(line.tier) else "-"
 
 
-def _codecs(summary: Summary) -> Table | None:
+def _codecs(summary: SummaryValues) -> Table | None:
     if not summary.codecs:
         return None
     table = grid("Encoded", ("codec", "bytes", "became", "of the bytes"))
@@ -204,7 +204,7 @@ def _codecs(summary: Summary) -> Table | None:
     return table
 
 
-def _stalls(summary: Summary) -> Table | None:
+def _stalls(summary: SummaryValues) -> Table | None:
     if not summary.stalls:
         return None
     table = grid("Stalls", ("cause", "times", "total", PER_STEP, "of the run"))
@@ -220,7 +220,7 @@ def _stalls(summary: Summary) -> Table | None:
     return table
 
 
-def _prediction(summary: Summary) -> Table | None:
+def _prediction(summary: SummaryValues) -> Table | None:
     found = summary.prediction
     if found is None or not found.lines:
         return None
@@ -241,7 +241,7 @@ def _figure(line: ComparedLine, value: float) -> str:
     return format_bytes(value) if line.unit == "bytes" else format_duration(value)
 
 
-def _suggestion(summary: Summary) -> Table | None:
+def _suggestion(summary: SummaryValues) -> Table | None:
     found = summary.suggestion
     if found is None or not found.budgets:
         return None
@@ -253,7 +253,7 @@ def _suggestion(summary: Summary) -> Table | None:
     return table
 
 
-def _written(summary: Summary) -> Table | None:
+def _written(summary: SummaryValues) -> Table | None:
     if not summary.ssd_written:
         return None
     table = grid("Written to flash", ("by", "bytes", PER_STEP))
@@ -268,7 +268,7 @@ def _written(summary: Summary) -> Table | None:
     return table
 
 
-def _places(summary: Summary) -> Table | None:
+def _places(summary: SummaryValues) -> Table | None:
     if not summary.places:
         return None
     table = grid("What went and what stayed", ("", "why", "tensors", "bytes"), first=2)
@@ -288,7 +288,7 @@ def _place(line: PlaceLine) -> str:
     return f"{line.action} → {line.tier}" if line.tier else line.action
 
 
-def _notes(summary: Summary) -> Iterable[Text]:
+def _notes(summary: SummaryValues) -> Iterable[Text]:
     yield Text(
         f"{_plural(summary.misses, 'miss', 'misses')} (needed before a prefetch had begun),"
         f" {_plural(summary.fallbacks, 'fallback')}"
@@ -311,7 +311,7 @@ def _notes(summary: Summary) -> Iterable[Text]:
         yield Text(f"warning: {warning}", style="yellow")
 
 
-def _plans(summary: Summary) -> str:
+def _plans(summary: SummaryValues) -> str:
     parts = []
     if summary.replans:
         made = ", ".join(f"{line.count} {line.reason}" for line in summary.replans)
@@ -325,7 +325,7 @@ def _plans(summary: Summary) -> str:
     return "; ".join(parts)
 
 
-def _recomputed(summary: Summary) -> str:
+def _recomputed(summary: SummaryValues) -> str:
     line = summary.recomputed
     return (
         f"{_plural(line.count, 'module')} run again in backward:"
@@ -338,7 +338,7 @@ def _in_table(counter: str) -> bool:
     return counter.startswith(_TOLD)
 
 
-def _wear(summary: Summary) -> str:
+def _wear(summary: SummaryValues) -> str:
     text = f"{format_bytes(summary.ssd_written_bytes)} written to the SSD"
     if summary.tbw_bytes is None or summary.tbw_share is None:
         return text

@@ -35,8 +35,8 @@ from penstock.core.errors import CheckpointError, ConfigError, PenstockError, Su
 from penstock.core.files import absolute_path, open_regular, parse_json
 from penstock.core.units import MIB
 from penstock.swap import RECORD_FILE
-from penstock.swap.job import Job
 from penstock.swap.state import tensors_of
+from penstock.swap.suspend import Job
 
 _SCHEMA: Final = 1
 _SHOWN: Final = 3

@@ -18,10 +18,9 @@ from typing import Any, Final, Protocol
 from penstock.core.errors import PenstockError
 from penstock.core.units import MIB, format_bytes
 from penstock.swap.channel import JobEnd
-from penstock.swap.job import Job
 from penstock.swap.pending_signals import SLEEP, WAKE, Early
 from penstock.swap.resume_record import Keeper
-from penstock.swap.suspend import resume, suspend
+from penstock.swap.suspend import Job, resume, suspend
 
 _LOOK_S: Final = 0.02
 """How often a sleeping job looks whether it is to wake: a signal handler must not take locks."""

@@ -21,6 +21,7 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import torch
 
@@ -30,7 +31,7 @@ from penstock.checkpoint.moves import await_devices
 from penstock.core.errors import ClosedError, ConfigError, PenstockError, SuspendError
 from penstock.core.garbage import collected_later
 from penstock.io import pages as memory
-from penstock.swap.job import Job
+from penstock.observe.recorder import Recorder
 from penstock.swap.recall import Recall
 from penstock.swap.space import Space
 from penstock.swap.state import Held, storages_of, tensors_of
@@ -41,6 +42,36 @@ from penstock.tier.base import Tier
 from penstock.tier.flash import StrPath
 
 _asleep: weakref.WeakSet[Suspended] = weakref.WeakSet()
+
+
+class Job(Protocol):
+    """What can be suspended; a :class:`penstock.Session` can."""
+
+    suspended: Suspended | None
+    """While it is."""
+    space: Space | None
+    """Where it rested last."""
+    recorder: Recorder
+    wrap_tier: Callable[[Tier], Tier] | None
+    """Applied to each tier that is opened for it."""
+
+    @property
+    def directories(self) -> tuple[str, ...]:
+        """Where it spills to."""
+
+    @property
+    def modules(self) -> list[tuple[str, torch.nn.Module]]:
+        """Those that it knows, outermost ones, by name."""
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that it knows."""
+
+    def rest(self) -> None:
+        """Give back to the system what it holds in reserve; it moves nothing until ``wake``."""
+
+    def wake(self) -> None:
+        """Take again what ``rest`` gave back, as far as that is not taken when it is needed."""
 
 
 class Suspended:

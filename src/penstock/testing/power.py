@@ -1,6 +1,6 @@
 """A disk whose power fails: what may be left of all that was written below a directory.
 
-1. ``Disk(directory)``; in ``with disk.recording():`` whatever is to be tried. All of it is done, and each
+1. ``Disk(directory)``; in ``with recording(disk):`` whatever is to be tried. All of it is done, and each
    change is noted, with the moments at which its system call began and ended.
 2. ``disk.volatile(at)``: the changes that nobody can rely on at a moment.
 3. ``disk.lose_power(at, into, fates)``: what is left then, in another directory; ``disk.kill(at, into)``:
@@ -23,14 +23,12 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any, Final, Literal
 
 from penstock.core.locks import Lock
-from penstock.testing.power_calls import CALLS
 
 Content = bytearray | dict[str, int]
 """Of a file, or of a directory: which node has which name."""
@@ -125,19 +123,6 @@ class Disk:
         self._held: list[int] = []
         self._lock = Lock()
         self._take(self.root)
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Note what is changed; of one disk at a time, by any thread."""
-        before = {place: getattr(*place) for place in CALLS}
-        for place, wrap in CALLS.items():
-            setattr(*place, wrap(self, before[place]))
-        try:
-            yield
-        finally:
-            for place, call in before.items():
-                setattr(*place, call)
-            self._let_go()
 
     def volatile(self, at: int) -> list[Change]:
         """What was begun by then and is not safe. See [Note: what a loss of power leaves]."""
@@ -234,7 +219,8 @@ class Disk:
         with self._lock:
             self._held.append(os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC))
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """Close what was held open so that no inode number came back."""
         while self._held:
             held = self._held.pop()
             if os.fstat(held).st_nlink == 0:

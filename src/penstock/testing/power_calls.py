@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from penstock.checkpoint import disk as checkpoint_disk
-
-if TYPE_CHECKING:
-    from penstock.testing.power import Disk
+from penstock.testing.power import Disk
 
 _Call = Callable[..., Any]
-_Wrap = Callable[["Disk", _Call], _Call]
+_Wrap = Callable[[Disk, _Call], _Call]
 
 
 def _full(path: Any, dir_fd: int | None) -> str:
@@ -207,3 +206,17 @@ CALLS: Final[dict[tuple[ModuleType, str], _Wrap]] = {
     (checkpoint_disk, "renameat2"): _rename_in,
 }
 """By where they are called."""
+
+
+@contextmanager
+def recording(disk: Disk) -> Iterator[None]:
+    """Note what is changed; of one disk at a time, by any thread."""
+    before = {place: getattr(*place) for place in CALLS}
+    for place, wrap in CALLS.items():
+        setattr(*place, wrap(disk, before[place]))
+    try:
+        yield
+    finally:
+        for place, call in before.items():
+            setattr(*place, call)
+        disk.let_go()
