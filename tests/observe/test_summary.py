@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import dataclasses
+import io
 import json
 from dataclasses import replace
 
