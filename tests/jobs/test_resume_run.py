@@ -17,7 +17,7 @@ from offload_runs import session_in
 from penstock.checkpoint import Checkpointer, training_state
 from penstock.checkpoint.listeners import listeners
 from penstock.core.errors import CheckpointError, ConfigError, SuspendError
-from penstock.swap.resume_record import Keeper, Record
+from penstock.swap.resume_record import ResumeFile, ResumeRecord
 from penstock.swap.signals import Sleeper
 
 SCRIPT = """
@@ -103,8 +103,8 @@ def keeper_for(disk_path):
 
     def make(*, resume=False, words=("script.py",)):
         script = str(disk_path / "script.py")
-        record = Record(str(disk_path / "kept"), words=list(words), script=script)
-        return Keeper(record, resume=resume, tell=lines.append)
+        record = ResumeFile(str(disk_path / "kept"), words=list(words), script=script)
+        return ResumeRecord(record, resume=resume, tell=lines.append)
 
     make.lines = lines
     yield make
@@ -306,7 +306,7 @@ def test_another_checkpoint_than_the_one_it_slept_with_is_refused(disk_path, kee
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_directory_keeps_one_run_at_a_time(tmp_path):
     """Two runs would overwrite what the other sleeps on, and the first to end would remove it."""
-    first, second = (Record(str(tmp_path), words=[], script=None) for _ in range(2))
+    first, second = (ResumeFile(str(tmp_path), words=[], script=None) for _ in range(2))
     held = first.hold()
     with pytest.raises(ConfigError, match="keeps another run, which has not ended"):
         second.hold()

@@ -40,7 +40,7 @@ from penstock.jobs.logs import print_if_there_is_room
 from penstock.plan import policies
 from penstock.runtime.given import SUFFIX, load_plan
 from penstock.swap.channel import JobEnd
-from penstock.swap.pending_signals import Early, listen_to_manager
+from penstock.swap.pending_signals import PendingSignals, listen_to_manager
 
 if TYPE_CHECKING:
     from penstock.api import Session
@@ -201,7 +201,7 @@ def checked(
 
 def _run(program: Program, attendant: _Attendant) -> int:
     os.environ.setdefault(_HUGE_PAGES, "1")
-    attendant.early = Early()
+    attendant.early = PendingSignals()
     atexit.register(attendant.finish)
     when_imported(attendant.start)
     attendant.code = 1
@@ -259,7 +259,7 @@ class _Attendant:
         self.answer: IO[str] | None = None
         self.channel: JobEnd | None = None
         self.keep: dict[str, Any] | None = None
-        self.early: Early | None = None
+        self.early: PendingSignals | None = None
         self._keeper: Any = None
         self.code = 0
         self.failure: str | None = None

@@ -27,7 +27,7 @@ def listen_to_manager() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
 
 
-class Early:
+class PendingSignals:
     """Remembers what was asked for last. Make it in the main thread.
 
     Attributes:

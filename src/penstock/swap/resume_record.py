@@ -43,7 +43,7 @@ _SHOWN: Final = 3
 _MOST_BYTES: Final = 64 * MIB
 
 
-class Record:
+class ResumeFile:
     """What is known of a run that sleeps, in a directory. Loads no torch tensor; any process may look."""
 
     def __init__(self, directory: str, *, words: list[str], script: str | None) -> None:
@@ -140,10 +140,10 @@ class Record:
             os.unlink(self._path)
 
 
-class Keeper:
+class ResumeRecord:
     """Sees to it that what sleeps can be resumed by another process. For the thread that trains."""
 
-    def __init__(self, record: Record, *, resume: bool, tell: Callable[[str], None]) -> None:
+    def __init__(self, record: ResumeFile, *, resume: bool, tell: Callable[[str], None]) -> None:
         """Listen to Checkpointers from now on.
 
         Args:
@@ -303,11 +303,11 @@ def opened(
     script: str | None,
     resume: bool,
     tell: Callable[[str], None],
-) -> Keeper:
-    """A keeper of a run, which has the directory to itself; see :class:`Record` and :class:`Keeper`."""
-    record = Record(directory, words=words, script=script)
+) -> ResumeRecord:
+    """Take the directory of a run and read its record; see :class:`ResumeFile`, :class:`ResumeRecord`."""
+    record = ResumeFile(directory, words=words, script=script)
     record.hold()
-    return Keeper(record, resume=resume, tell=tell)
+    return ResumeRecord(record, resume=resume, tell=tell)
 
 
 def _is_whole(found: dict[str, Any]) -> bool:
@@ -335,7 +335,7 @@ def _saved_since(before: dict[str, Any]) -> dict[str, int]:
     return {os.path.realpath(path): step for step, path in found if step >= before["step"]}
 
 
-def _check_is_there(before: dict[str, Any], record: Record) -> None:
+def _check_is_there(before: dict[str, Any], record: ResumeFile) -> None:
     path = before["path"]
     try:
         Opened(path).close()

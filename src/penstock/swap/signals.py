@@ -18,8 +18,8 @@ from typing import Any, Final, Protocol
 from penstock.core.errors import PenstockError
 from penstock.core.units import MIB, format_bytes
 from penstock.swap.channel import JobEnd
-from penstock.swap.pending_signals import SLEEP, WAKE, Early
-from penstock.swap.resume_record import Keeper
+from penstock.swap.pending_signals import SLEEP, WAKE, PendingSignals
+from penstock.swap.resume_record import ResumeRecord
 from penstock.swap.suspend import Job, resume, suspend
 
 _LOOK_S: Final = 0.02
@@ -50,8 +50,8 @@ class Sleeper:
         *,
         tell: Callable[[str], None],
         channel: JobEnd | None = None,
-        keeper: Keeper | None = None,
-        early: Early | None = None,
+        keeper: ResumeRecord | None = None,
+        early: PendingSignals | None = None,
     ) -> None:
         """Listen from now on, to those of the signals that nobody listens to.
 

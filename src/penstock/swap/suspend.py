@@ -35,9 +35,9 @@ from penstock.observe.recorder import Recorder
 from penstock.swap.recall import Recall
 from penstock.swap.space import Space
 from penstock.swap.state import Held, storages_of, tensors_of
-from penstock.swap.swap_in import Return
-from penstock.swap.swap_out import Departure
-from penstock.swap.write_batch import Away
+from penstock.swap.swap_in import SwapIn
+from penstock.swap.swap_out import SwapOut
+from penstock.swap.write_batch import SwappedStorage
 from penstock.tier.base import Tier
 from penstock.tier.flash import StrPath
 
@@ -112,10 +112,10 @@ class Suspended:
         self._tier = tier
         self._recall = recall
         known = frozenset[Held]() if recall is None else recall.held
-        self._away = [Away(each, recalled=each in known) for each in held]
+        self._away = [SwappedStorage(each, recalled=each in known) for each in held]
         leaving = [each for each in self._away if not each.recalled]
         self.written_bytes = sum(each.held.nbytes for each in leaving)
-        departure = Departure(tier)
+        departure = SwapOut(tier)
         self._parcels = departure.parcels
         try:
             departure.run(leaving, meanwhile)
@@ -177,7 +177,7 @@ class Suspended:
                 memory.give_back(each.held.pages)
                 each.ahead = False
                 there -= each.held.nbytes
-        wanted = list[Away]()
+        wanted = list[SwappedStorage]()
         for each in self._away:
             if each.back or each.ahead or each.held.pages is None or each.recalled:
                 continue
@@ -221,9 +221,9 @@ class Suspended:
 
     # -- back -------------------------------------------------------------------------------------
 
-    def _bring_back(self, wanted: Sequence[Away]) -> dict[str, BaseException]:
+    def _bring_back(self, wanted: Sequence[SwappedStorage]) -> dict[str, BaseException]:
         """Have them filled and open; why some could not be, by name."""
-        coming = Return(wanted, self._parcels, tier=self._tier, recall=self._recall)
+        coming = SwapIn(wanted, self._parcels, tier=self._tier, recall=self._recall)
         coming.run()
         return coming.failed
 

@@ -19,14 +19,21 @@ from penstock.io.pages import Pages
 from penstock.io.supply import Supply
 from penstock.staging import bytes_of, copy_across, ready_event
 from penstock.swap.recall import Recall
-from penstock.swap.write_batch import BUFFER_BYTES, BUFFERS, STAGED_BYTES, Away, Parcel, Part
+from penstock.swap.write_batch import (
+    BUFFER_BYTES,
+    BUFFERS,
+    STAGED_BYTES,
+    Part,
+    SwappedStorage,
+    WriteBatch,
+)
 from penstock.tier.base import Tier
 
 _NO_PAGES: Final = Pages(0, 0)
 
 
 class _Read(NamedTuple):
-    parcel: Parcel
+    parcel: WriteBatch
     wanted: Sequence[Part]
     transfer: Transfer
     block: Block | None = None
@@ -35,7 +42,7 @@ class _Read(NamedTuple):
     """Host memory from which a device's storage is filled."""
 
 
-class Return:
+class SwapIn:
     """Brings some storages back to where they were. Not thread-safe; serves once.
 
     Attributes:
@@ -44,8 +51,8 @@ class Return:
 
     def __init__(
         self,
-        wanted: Sequence[Away],
-        parcels: Sequence[Parcel],
+        wanted: Sequence[SwappedStorage],
+        parcels: Sequence[WriteBatch],
         *,
         tier: Tier,
         recall: Recall | None,
@@ -66,11 +73,11 @@ class Return:
         self._arena = Arena(BUFFERS * BUFFER_BYTES, owner="resume")
         self._reads: deque[_Read] = deque()
         self._staged_bytes = 0
-        self._to_come = Counter[Away]()
+        self._to_come = Counter[SwappedStorage]()
 
     def run(self) -> None:
         """Fill them. What is ``back`` then is open, all else is closed, and nothing is on its way."""
-        opened = list[Away]()
+        opened = list[SwappedStorage]()
         try:
             for each in self._in_order():
                 opened.append(each)  # first, so that it is closed again should this be interrupted
@@ -100,7 +107,7 @@ class Return:
             lost = [each.held.pages for each in opened if not each.back]
             memory.abandon(each for each in lost if each is not None)
 
-    def _in_order(self) -> Sequence[Away]:
+    def _in_order(self) -> Sequence[SwappedStorage]:
         """What a checkpoint has comes first, in the order of its files."""
         ordered = [each for each in self._wanted if each.recalled]
         if self._recall is not None:
@@ -108,7 +115,9 @@ class Return:
             ordered.sort(key=lambda each: place_of(each.held))
         return ordered + [each for each in self._wanted if not each.recalled]
 
-    def _coming(self, numbers: Mapping[Away, int]) -> list[tuple[int, Parcel, list[Part]]]:
+    def _coming(
+        self, numbers: Mapping[SwappedStorage, int]
+    ) -> list[tuple[int, WriteBatch, list[Part]]]:
         """Parcels with parts that are wanted, in the order in which the last of those is supplied."""
         coming = []
         for parcel in self._parcels:
@@ -117,7 +126,7 @@ class Return:
                 coming.append((max(numbers[each.away] for each in parts), parcel, parts))
         return sorted(coming, key=lambda one: one[0])
 
-    def _open(self, away: Away, pages: Pages) -> bool:
+    def _open(self, away: SwappedStorage, pages: Pages) -> bool:
         try:
             memory.open_to_refill(pages)
         except PenstockError as refused:
@@ -125,7 +134,7 @@ class Return:
             return False
         return True
 
-    def _recall_one(self, away: Away) -> None:
+    def _recall_one(self, away: SwappedStorage) -> None:
         assert self._recall is not None
         try:
             self._recall.bring_back(away.held)
@@ -134,7 +143,7 @@ class Return:
         else:
             away.back = True
 
-    def _begin(self, parcel: Parcel, wanted: Sequence[Part]) -> None:
+    def _begin(self, parcel: WriteBatch, wanted: Sequence[Part]) -> None:
         try:
             self._reads.append(self._read(parcel, wanted))
         except (PenstockError, OSError) as error:
@@ -142,7 +151,7 @@ class Return:
         while self._staged_bytes > STAGED_BYTES:
             self._end()
 
-    def _read(self, parcel: Parcel, wanted: Sequence[Part]) -> _Read:
+    def _read(self, parcel: WriteBatch, wanted: Sequence[Part]) -> _Read:
         ticket, (away, pages, _) = parcel.ticket, parcel.parts[0]
         if len(parcel.parts) > 1:
             while (block := self._arena.allocate(BUFFER_BYTES)) is None:

@@ -25,15 +25,15 @@ from penstock.swap.write_batch import (
     BUFFER_BYTES,
     BUFFERS,
     STAGED_BYTES,
-    Away,
-    Parcel,
     Part,
+    SwappedStorage,
+    WriteBatch,
     packed,
 )
 from penstock.tier.base import Ticket, Tier
 
 
-class Departure:
+class SwapOut:
     """Writes some storages to a tier. Not thread-safe; serves once.
 
     Attributes:
@@ -42,10 +42,10 @@ class Departure:
 
     def __init__(self, tier: Tier) -> None:
         """Write nothing yet."""
-        self.parcels: list[Parcel] = []
+        self.parcels: list[WriteBatch] = []
         self._tier = tier
 
-    def run(self, leaving: Sequence[Away], meanwhile: Callable[[], None]) -> None:
+    def run(self, leaving: Sequence[SwappedStorage], meanwhile: Callable[[], None]) -> None:
         """Write them; returns when all is written.
 
         Args:
@@ -57,7 +57,7 @@ class Departure:
                 until its ticket has settled.
         """
         self._send_devices([each for each in leaving if each.held.pages is None])
-        small = list[tuple[Away, Pages]]()
+        small = list[tuple[SwappedStorage, Pages]]()
         for each in leaving:
             if each.held.pages is not None:
                 whole = huge_pages_within(each.held.pages)
@@ -90,7 +90,7 @@ class Departure:
         ticket.written.add_done_callback(lambda _: block.free())
         return ticket
 
-    def _send_devices(self, leaving: Sequence[Away]) -> None:
+    def _send_devices(self, leaving: Sequence[SwappedStorage]) -> None:
         """Through host memory, of which there is no more than so much at once."""
         staged = deque[Ticket]()
         for each in leaving:
@@ -117,5 +117,5 @@ class Departure:
         ticket = self._tier.write(
             address, nbytes, keep_alive=keep_alive, label=label, priority=priority
         )
-        self.parcels.append(Parcel(parts, ticket))
+        self.parcels.append(WriteBatch(parts, ticket))
         return ticket

@@ -19,7 +19,7 @@ BUFFERS: Final = 8
 
 
 @dataclass(slots=True, eq=False)
-class Away:
+class SwappedStorage:
     """A storage on flash."""
 
     held: Held
@@ -36,21 +36,21 @@ class Away:
 class Part(NamedTuple):
     """Bytes of a storage in a parcel."""
 
-    away: Away
+    away: SwappedStorage
     pages: Pages | None
     """Where they belong; None: to the whole of a device's storage."""
     offset: int = 0
     """Where in the parcel they begin."""
 
 
-class Parcel(NamedTuple):
+class WriteBatch(NamedTuple):
     """What went in one write: pages as they lay, or many small ones that were gathered."""
 
     parts: tuple[Part, ...]
     ticket: Ticket
 
 
-def packed(parts: Iterable[tuple[Away, Pages]]) -> Iterator[tuple[Part, ...]]:
+def packed(parts: Iterable[tuple[SwappedStorage, Pages]]) -> Iterator[tuple[Part, ...]]:
     """Cut them such that they fill buffers, one after the other; the last may not be full."""
     buffer, filled = list[Part](), 0
     for away, pages in parts:
