@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from penstock.core.errors import ConfigError
 from penstock.ssd.blocks import EMPTY, Block
@@ -13,10 +13,6 @@ from penstock.ssd.commands import GC_PROGRAM, GC_READ, MAP_PROGRAM, QUEUED_ERASE
 from penstock.ssd.device import Device
 from penstock.ssd.flash import Flash
 from penstock.ssd.ftl import Ftl
-
-if TYPE_CHECKING:
-    from penstock.ssd.mapping import CachedMap
-
 
 _ROUNDS: Final = 4
 """For which all pages of a drive may be moved between two of the host's."""
@@ -43,6 +39,19 @@ class _Victim:
         return not any(block.pending for block in self.blocks)
 
 
+class StoredMap(Protocol):
+    """A page map that is on flash, as far as garbage collection tells it of pages."""
+
+    def moved(self, lpn: int) -> bool:
+        """Note in memory that a page moves; False if its entry is on flash only."""
+
+    def page_of(self, lpn: int) -> int:
+        """The page of the map with the entry of a logical page, by its number."""
+
+    def update(self, number: int, ops: list[Op]) -> None:
+        """Add to ``ops`` what programs a page of the map anew."""
+
+
 class Cleaner:
     """Of one drive.
 
@@ -58,7 +67,7 @@ class Cleaner:
         self._waiting: dict[int, deque[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
         self._placed = self._moved_then = 0
         self._most_moves = _ROUNDS * device.geometry.planes * device.geometry.pages_per_plane
-        self.map: CachedMap | None = None
+        self.map: StoredMap | None = None
         self._map_program = GC_PROGRAM
         if device.ftl.gc_preemptible:
             flash.put_host_first(ftl.short)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
-from penstock.ssd.cache import CacheUse
+from penstock.ssd.cache import Cache, CacheUse
 from penstock.ssd.closed import program_bytes_per_s
-from penstock.ssd.device import PS_PER_S
+from penstock.ssd.device import PS_PER_S, Device
+from penstock.ssd.events import Events
+from penstock.ssd.flash import Flash
+from penstock.ssd.ftl import Ftl
+from penstock.ssd.link import Lane
+from penstock.ssd.pages import Pages
 from penstock.ssd.requests import Request
-
-if TYPE_CHECKING:
-    from penstock.ssd.drive import Drive
 
 _PARTS: Final = 64
 """Of an octave: a percentile is off by less than 1 / 64."""
@@ -186,6 +188,19 @@ class Run:
         return math.fsum(joules for _, joules in self.energy_j)
 
 
+class Metered(Protocol):
+    """A drive, as far as a meter reads it."""
+
+    device: Device
+    events: Events
+    ftl: Ftl
+    flash: Flash
+    pages: Pages
+    cache: Cache | None
+    up: Lane
+    down: Lane
+
+
 class Meter:
     """Watches a drive.
 
@@ -193,7 +208,7 @@ class Meter:
         outstanding: Requests between queue and completion, now.
     """
 
-    def __init__(self, drive: Drive, skip: int) -> None:
+    def __init__(self, drive: Metered, skip: int) -> None:
         """Measures from the completion of the request before which ``skip`` were."""
         self._drive = drive
         self._skip = skip

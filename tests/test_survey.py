@@ -1,0 +1,53 @@
+"""What the source must be like to read, by ``scripts/survey``."""
+
+import ast
+import importlib.machinery
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def survey():
+    loader = importlib.machinery.SourceFileLoader("survey", str(ROOT / "scripts" / "survey"))
+    spec = importlib.util.spec_from_loader("survey", loader)
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def trees(survey):
+    return {
+        survey.module_of(path): ast.parse(path.read_text())
+        for path in sorted(survey.SOURCE.rglob("*.py"))
+    }
+
+
+def test_the_only_circle_of_modules_is_in_the_runtime(survey, trees):
+    circles = survey.circles_of(survey.imports_of(trees))
+    assert len(circles) <= 1
+    assert all(module.startswith("penstock.runtime.") for circle in circles for module in circle)
+
+
+def test_circles_are_found_in_any_order(survey):
+    assert survey.circles_of({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
+    assert survey.circles_of({"a": {"c"}, "b": {"a"}, "c": {"b"}}) == [["a", "b", "c"]]
+    assert survey.circles_of({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_imports_for_typing_count(survey):
+    source = "if TYPE_CHECKING:\n    from p import b\n    import p.c\n"
+    found = survey.imports_of(
+        {"p.a": ast.parse(source), "p.b": ast.parse(""), "p.c": ast.parse("")}
+    )
+    assert found["p.a"] == {"p.b", "p.c"}
+
+
+def test_the_readme_is_one_screen_and_a_half():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 110
+    assert sum(line.startswith("| ") for line in lines) <= 13  # a heading, and twelve rows
