@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from penstock import zoo
 from penstock.core.errors import ConfigError
+from penstock.lab import zoo
 from penstock.observe import Stage
 from penstock.observe.summary import ENCODED_FRAME, ENCODED_SOURCE
 

@@ -30,8 +30,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import penstock
-from penstock import zoo
 from penstock.core.units import format_bytes
+from penstock.lab import zoo
 from penstock.observe import Recorder, Stage
 from penstock.observe.log import EventLog
 from penstock.observe.records import read_events

@@ -20,8 +20,8 @@ from offload_runs import (
     read_bytes,
     written_bytes,
 )
-from penstock import zoo
 from penstock.core.units import MIB
+from penstock.lab import zoo
 from penstock.plan import Action
 
 LANGUAGE = ("bert-base", "gpt2", "gpt-neo-125m")

@@ -38,10 +38,10 @@ from offload_runs import (
     wait_until,
     written_bytes,
 )
-from penstock import zoo
 from penstock.core.errors import NoSpaceError, PenstockError, PenstockWarning, RestoreError
 from penstock.core.units import KIB, MIB
 from penstock.hooks.saved_tensors import SavedTensorHooks
+from penstock.lab import zoo
 from penstock.plan import Machine
 from penstock.runtime.encoding.jobs import WriteJob
 from penstock.runtime.encoding.mover import EncodingMover

@@ -26,6 +26,9 @@ from penstock.data.packing import pack
 from penstock.jobs import Client, Description
 from penstock.jobs.description import load as load_jobs
 from penstock.jobs.record import StateDirectory
+from penstock.lab.ssd.description import describe
+from penstock.lab.ssd.mqsim_xml import parse as parse_xml
+from penstock.lab.ssd.traces import Format, read_trace
 from penstock.observe.clock import ManualClock
 from penstock.observe.events import Stage
 from penstock.observe.log import EventLog
@@ -37,9 +40,6 @@ from penstock.plan import Budgets, Machine, PassProfile, SlotKey, SlotProfile, p
 from penstock.plan.profile import Profile
 from penstock.report.run_file import read_run
 from penstock.runtime.given import load_plan
-from penstock.ssd.description import describe
-from penstock.ssd.mqsim_xml import parse as parse_xml
-from penstock.ssd.traces import Format, read_trace
 from penstock.tier.flash import FlashTier
 
 MACHINE = Machine.preset("cpu")
@@ -77,9 +77,9 @@ def a_plan():
 
 
 def a_device():
-    import penstock.ssd.devices
+    import penstock.lab.ssd.devices
 
-    return (Path(penstock.ssd.devices.__path__[0]) / "optimstore.toml").read_bytes()
+    return (Path(penstock.lab.ssd.devices.__path__[0]) / "optimstore.toml").read_bytes()
 
 
 def jobs_of(path):

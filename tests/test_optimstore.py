@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.lab.ssd import Placement, Update, load, step
 from penstock.plan import Budgets, Machine, policies
 from penstock.plan.replay import replay
-from penstock.ssd import Placement, Update, load, step
 
 MACRO = Path(__file__).parents[1] / "benchmarks" / "macro"
 

@@ -65,7 +65,7 @@ def test_the_version_is_that_of_the_project():
 
 
 @pytest.mark.parametrize(
-    "module", ["core.units", "plan", "plan.policies", "observe", "io", "tier", "ssd", "data"]
+    "module", ["core.units", "plan", "plan.policies", "observe", "io", "tier", "lab.ssd", "data"]
 )
 def test_planning_io_and_observation_do_without_torch(module):
     code = f"import penstock.{module}, sys; print([m for m in sys.modules if m == 'torch'])"
@@ -87,7 +87,7 @@ print("penstock.runtime.cuda.link" in sys.modules)
     assert int(count) <= 150
     assert not set(packages.split()) & {
         *("penstock.jobs", "penstock.checkpoint", "penstock.optim", "penstock.data"),
-        *("penstock.ssd", "penstock.zoo", "penstock.dry", "penstock.characterize"),
+        *("penstock.lab.ssd", "penstock.lab.zoo", "penstock.lab.dry", "penstock.lab.characterize"),
     }
     assert cuda == "False"
 

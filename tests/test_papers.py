@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.dry.networks import dry_zoo_profile
+from penstock.lab.dry.networks import dry_zoo_profile
 from penstock.plan import Machine
 from penstock.plan.algorithms import fastest
 from penstock.plan.baseline import static_bytes

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from penstock import zoo
-from penstock.dry import dry_profile
+from penstock.lab import zoo
+from penstock.lab.dry import dry_profile
+from penstock.lab.ssd import Placement, Update
+from penstock.lab.ssd.device import Device
+from penstock.lab.ssd.simulated import Engine, simulate
 from penstock.plan import Budgets, Machine, Profile, policies
 from penstock.plan.replay import replay
 from penstock.plan.roofline import retimed
-from penstock.ssd import Placement, Update
-from penstock.ssd.device import Device
-from penstock.ssd.simulated import Engine, simulate
 
 CARDS = ("a100-g10", "rtx-3090", "v100-nvme")
 """Assumed. The first is shown; a verdict is "yes" only if every card that holds the network has it so."""

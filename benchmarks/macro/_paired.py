@@ -35,11 +35,11 @@ from typing import Any, NamedTuple
 import torch
 
 import penstock
-from penstock import zoo
 from penstock.api import Session
 from penstock.core.config import OffloadConfig
 from penstock.core.units import GIB, MIB
 from penstock.io.arena import Arena
+from penstock.lab import zoo
 from penstock.observe.recorder import Stage
 from penstock.plan import Budgets, Machine, Plan, Profile, policies
 from penstock.plan.replay import Replayed, replay

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.dry import dry_profile
+from penstock.lab.dry import dry_profile
 from penstock.plan import Machine, Profile
 
 CLASSES, IMAGE_SIZE = 1000, 224

@@ -24,7 +24,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from penstock.dry.profile import of_whole_device
+from penstock.lab.dry.profile import of_whole_device
 from penstock.plan import PassProfile, Profile, SlotKey, SlotProfile, Transient
 
 DERIVED = Path(__file__).with_suffix(".json")

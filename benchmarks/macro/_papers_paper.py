@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from penstock.dry.networks import dry_zoo_profile
+from penstock.lab.dry.networks import dry_zoo_profile
 from penstock.plan import Budgets, Machine, Plan, Profile, policies
 from penstock.plan.baseline import oracle_ns
 from penstock.plan.bound import least_step_ns

@@ -44,7 +44,7 @@ from _beside import Mover
 import _memory
 import _results
 import penstock
-from penstock import zoo
+from penstock.lab import zoo
 from penstock.observe import Stage
 from penstock.observe.totals import Totals
 

@@ -19,8 +19,8 @@ from rich.table import Table
 
 import _results
 from _parts import OutOfTimeError, Parts
-from penstock.characterize import Settings, characterize, merge, plot, table
-from penstock.characterize.networks import NETWORKS
+from penstock.lab.characterize import Settings, characterize, merge, plot, table
+from penstock.lab.characterize.networks import NETWORKS
 from penstock.report.table import to_text
 
 ASKED = {
@@ -75,7 +75,7 @@ def main():
 
 
 def markdown(page):
-    """The tables and the words of ``penstock.characterize.table``."""
+    """The tables and the words of ``penstock.lab.characterize.table``."""
     lines = []
     for part in page.renderables:
         if isinstance(part, Table):

@@ -19,8 +19,8 @@ import torch
 
 import _results
 from penstock import checkpoint
-from penstock.characterize.training import Training
 from penstock.checkpoint.manifest import CODECS
+from penstock.lab.characterize.training import Training
 
 STATES = {"alexnet": (0.5, 40), "resnet18": (1.0, 12), "gpt2": (0.5, 12)}
 """How much of the published size, and how many steps of training."""

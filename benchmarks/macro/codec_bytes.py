@@ -29,8 +29,8 @@ import _activations
 import _memory
 import _results
 import penstock
-from penstock import zoo
 from penstock.core.units import MIB
+from penstock.lab import zoo
 from penstock.plan import Machine
 
 NAME = Path(__file__).stem

@@ -35,7 +35,7 @@ import _activations
 import _memory
 import _results
 import penstock
-from penstock import zoo
+from penstock.lab import zoo
 from penstock.tier import ThrottledTier
 
 NAME = Path(__file__).stem

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 import _results
-from penstock import zoo
 from penstock.data import FlashDataset, FlashLoader
+from penstock.lab import zoo
 
 LIMIT = 1.02
 TURN = 4

@@ -25,10 +25,10 @@ import torch
 
 import _results
 from penstock.io.spoiled import SpoiledEngine
+from penstock.lab.ssd import load
+from penstock.lab.ssd.faults import LIGHT, NO_CODE, raw_rate
+from penstock.lab.ssd.flips import Check, Flips
 from penstock.optim import FlashAdamW
-from penstock.ssd import load
-from penstock.ssd.faults import LIGHT, NO_CODE, raw_rate
-from penstock.ssd.flips import Check, Flips
 
 CONTEXT, BATCH, WIDTH = 32, 64, 256
 GUARDS = {

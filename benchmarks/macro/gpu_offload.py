@@ -29,8 +29,8 @@ import activation_offload as peers
 
 import _results
 import penstock
-from penstock import zoo
 from penstock.core.units import GIB, format_bytes, parse_bytes
+from penstock.lab import zoo
 from penstock.testing.gpu import steps
 
 

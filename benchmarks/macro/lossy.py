@@ -30,8 +30,8 @@ import torch
 import _activations
 import _results
 import penstock
-from penstock import zoo
 from penstock.codec import registry
+from penstock.lab import zoo
 from penstock.plan import Machine
 
 LOSSY = ("float16", "bfloat16", "float8", "int8", "zero-value+bfloat16")

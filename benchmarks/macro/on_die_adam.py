@@ -1,7 +1,7 @@
 """What on-die arithmetic costs in accuracy: networks trained by the simulated element, and by torch.
 
 The element has no division: Adam is fused into five passes, its root is a guess from the bits of a number
-and Newton steps, constants are broadcast (penstock.ssd.element). Two small networks are trained by it on
+and Newton steps, constants are broadcast (lab.ssd.element). Two small networks are trained by it on
 real data, a perceptron on scikit-learn's digits and a GPT on the bytes of Python's standard library: with
 0 to 3 Newton steps, with new weights returned in bfloat16 as OptimStore does, with states of two bytes,
 by three kinds of rounding, and with bits of flash that are wrong in what is read, behind a check or none.
@@ -26,8 +26,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import _results
-from penstock.ssd.element import Element, Rounding, constants, inverse_root, widened
-from penstock.ssd.flips import Check, Flips
+from penstock.lab.ssd.element import Element, Rounding, constants, inverse_root, widened
+from penstock.lab.ssd.flips import Check, Flips
 
 RATE = 1e-3
 CONTEXT, WIDTH = 32, 64

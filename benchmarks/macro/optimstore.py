@@ -24,11 +24,11 @@ import _optimstore_plot
 from _optimstore_models import CARDS
 
 import _results
-from penstock.ssd import Gradient, Placement, Update, load, step, with_field
-from penstock.ssd.energy import Boundary
-from penstock.ssd.operations import phases
-from penstock.ssd.optimizers import OPTIMIZERS
-from penstock.ssd.simulated import Engine, channel_waits, extrapolate, simulate
+from penstock.lab.ssd import Gradient, Placement, Update, load, step, with_field
+from penstock.lab.ssd.energy import Boundary
+from penstock.lab.ssd.operations import phases
+from penstock.lab.ssd.optimizers import OPTIMIZERS
+from penstock.lab.ssd.simulated import Engine, channel_waits, extrapolate, simulate
 
 DEVICE = load("optimstore")
 ADAM = Update(parameters=6_700_000_000, optimizer="adam")

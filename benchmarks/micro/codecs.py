@@ -42,10 +42,10 @@ import _activations
 import _memory
 import _results
 from _codec_sides import PEERS, SIDES, memory
-from penstock import zoo
 from penstock.codec import registry
 from penstock.codec.base import Fidelity
 from penstock.core.units import parse_bytes
+from penstock.lab import zoo
 
 TARGET_GB_PER_S = 5.0
 """Of zero-value, each way."""

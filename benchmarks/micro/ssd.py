@@ -16,11 +16,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import _results
-from penstock.ssd import Placement, Update, load, step, with_field
-from penstock.ssd.drive import Drive
-from penstock.ssd.operations import phases
-from penstock.ssd.requests import Workload
-from penstock.ssd.simulated import Engine, simulate
+from penstock.lab.ssd import Placement, Update, load, step, with_field
+from penstock.lab.ssd.drive import Drive
+from penstock.lab.ssd.operations import phases
+from penstock.lab.ssd.requests import Workload
+from penstock.lab.ssd.simulated import Engine, simulate
 
 EVENTS_PER_S = 500_000
 PAGES_PER_S = 10_000_000

@@ -3,9 +3,9 @@
     python benchmarks/peers/mqsim.py --source MQSIM --commit ITS_COMMIT
 
 MQSIM is a checkout of github.com/CMU-SAFARI/MQSim, of which a copy gets three lines that print
-nanoseconds and counts, and is built with `make`. The table, tests/ssd/mqsim.json, has for each point the
-keys of MQSim's files that differ from those in tests/ssd/mqsim_files.py, and MQSim's figures: facts, and
-none of its code.
+nanoseconds and counts, and is built with `make`. The table, tests/lab/ssd/mqsim.json, has for each point
+the keys of MQSim's files that differ from those in tests/lab/ssd/mqsim_files.py, and its figures: facts,
+and none of its code.
 """
 
 import argparse
@@ -18,16 +18,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "ssd"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "lab" / "ssd"))
 
 from mqsim_files import files
 
-from penstock.ssd import with_field
-from penstock.ssd.drive import Drive
-from penstock.ssd.mqsim import read_device
-from penstock.ssd.mqsim_flows import read_workload
+from penstock.lab.ssd import with_field
+from penstock.lab.ssd.drive import Drive
+from penstock.lab.ssd.mqsim import read_device
+from penstock.lab.ssd.mqsim_flows import read_workload
 
-TABLE = Path(__file__).resolve().parents[2] / "tests" / "ssd" / "mqsim.json"
+TABLE = Path(__file__).resolve().parents[2] / "tests" / "lab" / "ssd" / "mqsim.json"
 PRINTS = (
     (
         "src/host/IO_Flow_Base.cpp",

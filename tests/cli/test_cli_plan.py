@@ -13,7 +13,7 @@ from penstock.cli.plan_batches import MOST, LargestBatch, between
 from penstock.cli.plan_network import parse_settings
 from penstock.core.errors import PlanError
 from penstock.core.units import MIB
-from penstock.dry import dry_zoo_profile
+from penstock.lab.dry import dry_zoo_profile
 from penstock.plan import policies
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import Plan

@@ -170,7 +170,7 @@ def test_a_run_that_is_interrupted_tells_what_was_done(capsys, monkeypatch):
         random = press_ctrl_c
 
     try:
-        monkeypatch.setattr("penstock.ssd.requests.random.Random", Pressed)
+        monkeypatch.setattr("penstock.lab.ssd.requests.random.Random", Pressed)
         assert main([*RUN, "randread", "--requests", "1e15", "--json"]) == 130
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:

@@ -6,7 +6,7 @@ import torch
 
 from cuda_runs import assert_nothing_held, wait_until_settled
 from offload_runs import Trace, counted, session_in
-from penstock import zoo
+from penstock.lab import zoo
 from penstock.observe.recorder import Stage
 
 DEVICE = "cuda"

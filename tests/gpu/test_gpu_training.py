@@ -25,8 +25,8 @@ from torch import nn
 
 from cuda_runs import assert_nothing_held, wait_until_settled
 from offload_runs import Trace, counted, session_in
-from penstock import zoo
 from penstock.core.errors import PenstockWarning
+from penstock.lab import zoo
 from penstock.runtime.cuda.link import CudaLink
 from penstock.runtime.cuda.pinned import Slab
 from penstock.tier.wrappers import FaultyTier

@@ -5,7 +5,8 @@ import torch
 from optim_runs import assert_same, give_gradients, parameters, train
 from torch import nn
 
-from penstock import ConfigError, zoo
+from penstock import ConfigError
+from penstock.lab import zoo
 from penstock.optim import FlashAdamW, FlashLion, FlashSGD, on_flash
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from offload_runs import arena, assert_nothing_held, assert_within_budget, same_bits
-from penstock import zoo
 from penstock.core.budget import Budget
 from penstock.core.errors import ClosedError, ConfigError
 from penstock.core.units import MIB
 from penstock.io.arena import Arena
 from penstock.io.mapping import PAGE_BYTES
+from penstock.lab import zoo
 from penstock.runtime.heap import Heap, heap_is_better
 
 KEEPS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")

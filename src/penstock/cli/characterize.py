@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from penstock.characterize.networks import NETWORKS, SCALE_MEANS
-from penstock.characterize.settings import Settings
 from penstock.cli.command import add_common, formatter
 from penstock.cli.output import say, show, write_json
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.files import given_path, parse_json, read_text
+from penstock.lab.characterize.networks import NETWORKS, SCALE_MEANS
+from penstock.lab.characterize.settings import Settings
 
 _DESCRIPTION = """\
 Train the nine networks of the poster "How to Exploit Flash Memory for DNN Training" on this
@@ -103,7 +103,7 @@ def execute(options: argparse.Namespace) -> int:
         if options.json:
             write_json(document, sys.stdout)
         else:
-            from penstock.characterize.tables import table  # noqa: PLC0415  (loads torch)
+            from penstock.lab.characterize.tables import table  # noqa: PLC0415  (loads torch)
 
             show(table(document), sys.stdout)
     return 0
@@ -119,7 +119,7 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
         scale=options.scale,
         directory=options.dir,
     )
-    from penstock.characterize.experiment import characterize  # noqa: PLC0415  (loads torch)
+    from penstock.lab.characterize.experiment import characterize  # noqa: PLC0415  (loads torch)
 
     before = signal.signal(signal.SIGTERM, _interrupt)  # processes and files must go
     try:
@@ -133,7 +133,7 @@ def _interrupt(*_: object) -> None:
 
 
 def _merged(names: list[str]) -> dict[str, Any]:
-    from penstock.characterize.experiment import merge  # noqa: PLC0415  (loads torch)
+    from penstock.lab.characterize.experiment import merge  # noqa: PLC0415  (loads torch)
 
     return merge([_document(name) for name in names])
 
@@ -172,7 +172,7 @@ def _directory(name: str) -> Path:
 
 
 def _write(document: dict[str, Any], out: Path) -> None:
-    from penstock.characterize.figures import plot  # noqa: PLC0415  (loads torch)
+    from penstock.lab.characterize.figures import plot  # noqa: PLC0415  (loads torch)
 
     with (out / "characterize.json").open("w", encoding="utf-8") as file:
         write_json(document, file)

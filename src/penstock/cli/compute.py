@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from penstock import zoo
+from penstock.lab import zoo
 from penstock.plan.machine import Compute
 
 ROUND_S: Final = 0.3

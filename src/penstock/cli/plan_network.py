@@ -77,8 +77,8 @@ def subject(text: str, training: Training, settings: Mapping[str, Any]) -> Subje
     if text.endswith(".json"):
         _refuse_settings(settings, text)
         return Subject(text, None, _read(text))
-    importlib.import_module("penstock.zoo").config(text, **settings)  # refused before any work
-    dry = importlib.import_module("penstock.dry")
+    importlib.import_module("penstock.lab.zoo").config(text, **settings)  # refused before any work
+    dry = importlib.import_module("penstock.lab.dry")
 
     def profile_of(batch: int) -> Profile:
         with _told(f"{text} with a batch of {batch}"):
@@ -123,7 +123,7 @@ def _read(path: str) -> Profile:
 
 def _from_function(path: str, name: str, training: Training) -> Callable[[int], Profile]:
     build = _load(path, name)
-    dry = importlib.import_module("penstock.dry")
+    dry = importlib.import_module("penstock.lab.dry")
     torch = importlib.import_module("torch")
 
     def profile_of(batch: int) -> Profile:

@@ -10,12 +10,12 @@ from penstock.cli.command import add_common, formatter
 from penstock.cli.machine_file import answer
 from penstock.cli.paths import file_to_write, picture_to_write
 from penstock.cli.ssd_options import add_fields, device_of, known_devices
+from penstock.lab.ssd import Device
+from penstock.lab.ssd.run_plot import plot_service
+from penstock.lab.ssd.service import DEPTH, REQUEST_BYTES, Measured, measure
 from penstock.plan import machines
 from penstock.plan.machine import Machine
 from penstock.plan.service import Service
-from penstock.report.ssd_run_plot import plot_service
-from penstock.ssd import Device
-from penstock.ssd.service import DEPTH, REQUEST_BYTES, Measured, measure
 
 _EXAMPLES: Final = """\
 examples:

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from penstock.core.errors import ConfigError
 from penstock.core.files import parse_toml
-from penstock.ssd import Device, load, presets, with_field
-from penstock.ssd.mqsim import read_device
-from penstock.ssd.mqsim_xml import Ignored, is_mqsim
+from penstock.lab.ssd import Device, load, presets, with_field
+from penstock.lab.ssd.mqsim import read_device
+from penstock.lab.ssd.mqsim_xml import Ignored, is_mqsim
 
 MOST: Final = 2**53
 """A count: as far as floats know every whole number."""

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from penstock.core.errors import ConfigError
+from penstock.lab.ssd.requests import Request
 from penstock.observe.clock import Clock, RealClock
-from penstock.ssd.requests import Request
 
 INTERRUPTED: Final = "interrupted"
 TIME_IS_UP: Final = "its time is up"

@@ -30,18 +30,18 @@ from penstock.cli.ssd_options import (
 from penstock.cli.ssd_pace import INTERRUPTED, Pace
 from penstock.core.errors import ConfigError
 from penstock.core.units import format_bandwidth, format_bytes, format_duration, parse_bytes
+from penstock.lab.ssd import with_field
+from penstock.lab.ssd.aging import fill
+from penstock.lab.ssd.description import nearest
+from penstock.lab.ssd.drive import Drive
+from penstock.lab.ssd.measure import Latencies, Run
+from penstock.lab.ssd.mqsim_flows import Scenario, read_workload
+from penstock.lab.ssd.mqsim_xml import is_mqsim
+from penstock.lab.ssd.requests import Request, Workload
+from penstock.lab.ssd.run_plot import plot_usage
+from penstock.lab.ssd.traces import Format, read_trace
 from penstock.observe.summary_text import percent
-from penstock.report.ssd_run_plot import plot_usage
 from penstock.report.table import Row, side_by_side
-from penstock.ssd import with_field
-from penstock.ssd.aging import fill
-from penstock.ssd.description import nearest
-from penstock.ssd.drive import Drive
-from penstock.ssd.measure import Latencies, Run
-from penstock.ssd.mqsim_flows import Scenario, read_workload
-from penstock.ssd.mqsim_xml import is_mqsim
-from penstock.ssd.requests import Request, Workload
-from penstock.ssd.traces import Format, read_trace
 
 _SYNTHETIC: Final = {
     "randread": (True, 1.0),

@@ -21,10 +21,10 @@ from penstock.cli.paths import picture_to_write
 from penstock.cli.ssd_options import device_of, toml_value
 from penstock.core.errors import ConfigError
 from penstock.core.units import format_duration
+from penstock.lab.ssd import Device, Placement, Step, Update, with_field
+from penstock.lab.ssd.plot import check_lines, plot_sweep
+from penstock.lab.ssd.simulated import Engine, simulate
 from penstock.observe.summary_text import add_row, grid
-from penstock.report.ssd_plot import check_lines, plot_sweep
-from penstock.ssd import Device, Placement, Step, Update, with_field
-from penstock.ssd.simulated import Engine, simulate
 
 _MOST: Final = 100_000
 """Devices: more are a mistake."""

@@ -18,14 +18,14 @@ from penstock.cli.paths import picture_to_write
 from penstock.cli.ssd_options import add_fields, count, device_of, known_devices, list_of
 from penstock.core.errors import ConfigError
 from penstock.core.units import format_bytes, format_duration
+from penstock.lab.ssd import Device, Gradient, Placement, Step, Update
+from penstock.lab.ssd.description import nearest
+from penstock.lab.ssd.energy import Boundary
+from penstock.lab.ssd.optimizers import OPTIMIZERS
+from penstock.lab.ssd.plot import plot_steps
+from penstock.lab.ssd.simulated import Engine, simulate
 from penstock.observe.summary_text import percent
-from penstock.report.ssd_plot import plot_steps
 from penstock.report.table import Row, side_by_side
-from penstock.ssd import Device, Gradient, Placement, Step, Update
-from penstock.ssd.description import nearest
-from penstock.ssd.energy import Boundary
-from penstock.ssd.optimizers import OPTIMIZERS
-from penstock.ssd.simulated import Engine, simulate
 
 _HOW: Final = {
     Engine.CLOSED: "in closed form",

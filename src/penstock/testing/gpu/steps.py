@@ -18,8 +18,8 @@ from typing import Any, Final, Literal, TypeAlias
 import torch
 
 import penstock
-from penstock import zoo
 from penstock.core.units import GIB, MIB
+from penstock.lab import zoo
 from penstock.observe import Stage
 
 Modes: TypeAlias = Mapping[str, Callable[[], AbstractContextManager[Any]]]
@@ -33,7 +33,7 @@ class Job:
     """A network in training.
 
     Attributes:
-        network: Its name in :mod:`penstock.zoo`.
+        network: Its name in :mod:`penstock.lab.zoo`.
         batch: How many samples.
         overrides: Of its configuration.
         dtype: Of autocast; float32 for none.

@@ -1,0 +1,117 @@
+"""A result as a picture: stalls, latencies, slowdowns and memory, network by network.
+
+Needs matplotlib: ``pip install 'penstock[plot]'``.
+"""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from penstock.core.errors import ConfigError
+from penstock.core.units import GIB, MIB
+from penstock.lab.characterize.claims import rows
+from penstock.lab.characterize.tables import scale_words
+from penstock.report.look import BUDGET_COLOUR, COLOURS, INK, STYLE, dress, matplotlib
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_STALLS: Final = {"torch_save": "torch.save", "sync": "ours", "async": "ours, in the background"}
+_BESIDE: Final = {"copies": "copies of itself", "cpu": "CPU", "memory": "memory", "io": "I/O"}
+_LEAST_SHARE: Final = 1e-5
+
+
+def plot(document: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Draw a document of :func:`.characterize`; the file's suffix decides the format.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or the file cannot be written in that format.
+    """
+    figure_module, style, _ = matplotlib()
+    records = document["networks"]
+    panels = [_draw_stalls, _draw_latencies, _draw_memory]
+    if all(each["colocation"] for each in records):
+        panels.insert(2, _draw_beside)
+    with style.context(STYLE):
+        figure = figure_module.Figure(
+            figsize=(10, 3.1 * len(panels) + 0.5), dpi=150, layout="constrained"
+        )
+        axes = figure.subplots(len(panels), 1, squeeze=False)
+        for axis, draw in zip(axes[:, 0], panels, strict=True):
+            draw(axis, records)
+        title = textwrap.fill(f"The poster's networks at {scale_words(document)}", 110)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)
+        try:
+            figure.savefig(path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the picture {str(path)!r} cannot be written: {error}") from error
+
+
+def _draw_stalls(axis: Axes, records: Any) -> None:
+    found = {
+        label: [100 * stage["checkpoint"][way]["stall_share"] for _, stage in rows(records)]
+        for way, label in _STALLS.items()
+    }
+    _bars(axis, [title for title, _ in rows(records)], found)
+    axis.set_yscale("log")
+    for share in (1, 5):
+        axis.axhline(share, color=BUDGET_COLOUR, linewidth=0.9, linestyle=(0, (5, 3)))
+        axis.annotate(
+            f"{share} %", (1, share), xycoords=("axes fraction", "data"), xytext=(2, 0),
+            textcoords="offset points", va="center", fontsize=8, color=BUDGET_COLOUR,
+        )  # fmt: skip
+    dress(axis, "stall at a checkpoint every 100 steps", "% of training")
+
+
+def _draw_latencies(axis: Axes, records: Any) -> None:
+    found = {}
+    for way, label in (("torch_save", "torch"), ("sync", "ours")):
+        for name, what in (("latency_s", "until durable"), ("restore_s", "restored, cold")):
+            found[f"{label}, {what}"] = [
+                1e3 * stage["checkpoint"][way][name] for _, stage in rows(records)
+            ]
+    _bars(axis, [title for title, _ in rows(records)], found)
+    axis.set_yscale("log")
+    dress(axis, "latency of a checkpoint", "milliseconds")
+
+
+def _draw_beside(axis: Axes, records: Any) -> None:
+    found = {
+        label: [each["colocation"][kind]["slowdown"] for each in records]
+        for kind, label in _BESIDE.items()
+    }
+    _bars(axis, [each["title"] for each in records], found)
+    axis.axhline(1, color=INK, linewidth=0.9, linestyle=(0, (5, 3)))
+    count = records[0]["colocation"]["copies"]["count"]
+    dress(axis, f"time of a step beside {count} of each, over alone", "times")
+
+
+def _draw_memory(axis: Axes, records: Any) -> None:
+    most = max(each["dram"]["idle_bytes"] for each in records)
+    scale, unit = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
+    found = {
+        label: [each["dram"][name] / scale for each in records]
+        for name, label in (("idle_bytes", "idle"), ("suspended_bytes", "suspended to flash"))
+    }
+    _bars(axis, [each["title"] for each in records], found)
+    dress(axis, "DRAM of a job that waits", unit)
+
+
+def _bars(axis: Axes, titles: Sequence[str], found: Mapping[str, Sequence[float]]) -> None:
+    """A group for each title, in it a bar for each label."""
+    width = 0.8 / len(found)
+    for number, (label, values) in enumerate(found.items()):
+        places = [group + (number - (len(found) - 1) / 2) * width for group in range(len(titles))]
+        axis.bar(
+            places,
+            [max(each, _LEAST_SHARE) for each in values],
+            0.9 * width,
+            color=COLOURS[number],
+            label=label,
+        )
+    axis.set_xticks(range(len(titles)), [title.replace(", ", ",\n") for title in titles])
+    axis.margins(x=0.01, y=0.16)
+    axis.legend(frameon=False, fontsize=8, ncols=len(found), loc="upper right")

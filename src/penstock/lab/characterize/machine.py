@@ -1,0 +1,64 @@
+"""What the experiment ran on, for its document. Loads torch to ask for devices only."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from penstock import __version__
+from penstock.core.errors import ConfigError
+from penstock.io.files import filesystem_of
+from penstock.lab.characterize.energy import Meter
+
+_PIPELINE: Final = 2
+
+
+def device_kind() -> str:
+    """``cuda`` where there is a device, else ``cpu``."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def world_of(parallel: str) -> int:
+    """How many processes a job has. Raises ConfigError if there are GPUs, but too few."""
+    if parallel == "none":
+        return 1
+    if device_kind() == "cpu":
+        return _PIPELINE
+    count = torch.cuda.device_count()
+    if count < _PIPELINE:
+        raise ConfigError(
+            f"parallel={parallel!r} wants two GPUs and there is {count}; hide it with"
+            " CUDA_VISIBLE_DEVICES= to have two processes on the CPU"
+        )
+    return count if parallel == "ddp" else _PIPELINE
+
+
+def machine(directory: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Without host name and paths: results are published."""
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "device": torch.cuda.get_device_name() if facts["device"] == "cuda" else "cpu",
+        "processes": facts["world"],
+        "filesystem": filesystem_of(directory).kind,
+        "energy": Meter().source,
+        "penstock": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _cpu() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    match = re.search(r"model name\s*:\s*(.+)", text)
+    return match[1].strip() if match else platform.machine()

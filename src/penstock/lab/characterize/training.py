@@ -1,0 +1,130 @@
+"""One rank of a job in training: a network, its optimizer, its batches, and how long steps take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from typing import Any, Final
+
+import torch
+import xxhash
+
+from penstock import checkpoint
+from penstock.lab import zoo
+from penstock.lab.characterize.data import batches
+from penstock.lab.characterize.networks import NETWORKS
+from penstock.lab.characterize.parallel import way
+
+_RATES: Final = {"pre-training": 1e-4, "fine-tuning": 2e-5, "training": 1e-4}
+_SGD_RATE: Final = 1e-3
+
+
+class Training:
+    """Of one network, stage after stage. Not thread-safe.
+
+    Attributes:
+        module: What this rank trains: the network, or its half of it.
+        optimizer: Its optimizer.
+        saves: Whether a checkpoint of the job needs this rank.
+        data: What it is trained on.
+        loss: Of the last step, where this rank knows it.
+        count: Steps that were made.
+    """
+
+    def __init__(
+        self, name: str, *, scale: float, parallel: str, device: torch.device, seed: int = 0
+    ) -> None:
+        """Build it, with the same weights on every rank, and make a first step.
+
+        Args:
+            name: Of one of the nine.
+            scale: See :mod:`penstock.lab.characterize.networks`.
+            parallel: ``none``, ``ddp`` or ``pipeline``; the other ranks have been met.
+            device: Where it is trained.
+            seed: Of weights and batches.
+        """
+        self._case = NETWORKS[name]
+        self._device = device
+        self._seed = seed
+        torch.manual_seed(seed)
+        network = zoo.build(self._case.zoo, **self._case.settings(scale)).to(device)
+        self.parameters = sum(each.numel() for each in network.parameters())
+        self._config = network.config
+        self.loss: float | None = None
+        self.count = 0
+        self._begin(self._case.stages[0])
+        self._way = way(parallel, network, next(self._batches))
+        self.module, self.saves = self._way.module, self._way.saves
+        self.optimizer = self._make_optimizer(self._case.stages[0])
+        self.step()  # states of the optimizer are made by the first
+
+    def tune(self) -> None:
+        """Go on with the next stage: other data, a smaller rate, the weights as they are."""
+        stage = self._case.stages[1]
+        self._begin(stage)
+        for group in self.optimizer.param_groups:
+            group["lr"] = _RATES[stage]
+
+    def step(self) -> float:
+        """One step of the optimizer; how many seconds it took."""
+        batch = next(self._batches)
+        start = time.perf_counter()
+        self.loss = self._way.loss_and_gradients(batch)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._settle()
+        self.count += 1
+        return time.perf_counter() - start
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint of this rank holds."""
+        return checkpoint.training_state(
+            model=self.module, optimizer=self.optimizer, step=self.count
+        )
+
+    @property
+    def state_bytes(self) -> int:
+        """Of parameters, buffers and states of the optimizer, each tensor once."""
+        found = {each.data_ptr(): each.nbytes for each in self.module.state_dict().values()}
+        for state in self.optimizer.state.values():
+            found |= {v.data_ptr(): v.nbytes for v in state.values() if torch.is_tensor(v)}
+        return sum(found.values())
+
+    def fingerprint(self) -> str:
+        """Of all bits of parameters and states of the optimizer, compared before and after a restore."""
+        total = xxhash.xxh3_128()
+        for each in self._tensors():
+            plain = each.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            total.update(plain.numpy().data)
+        return total.hexdigest()
+
+    @torch.no_grad()
+    def wipe(self) -> None:
+        """Have none of those bits any more."""
+        for each in self._tensors():
+            each.zero_()
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        for each in self.module.parameters():
+            yield each
+            kept = self.optimizer.state.get(each, {})
+            yield from (kept[name] for name in sorted(kept) if torch.is_tensor(kept[name]))
+
+    def _begin(self, stage: str) -> None:
+        self.data, made = batches(self._config, self._case.batch, stage, seed=self._seed)
+        self._batches = cycle([each.to(self._device) for each in made])
+
+    def _make_optimizer(self, stage: str) -> torch.optim.Optimizer:
+        parameters = list(self.module.parameters())
+        if self._case.optimizer == "adam":
+            return torch.optim.Adam(parameters, lr=_RATES[stage])
+        return torch.optim.SGD(parameters, lr=_SGD_RATE, momentum=0.9)
+
+    @property
+    def _settle(self) -> Callable[[], None]:
+        return torch.cuda.synchronize if self._device.type == "cuda" else _nothing
+
+
+def _nothing() -> None:
+    """The CPU has done what it was asked for."""

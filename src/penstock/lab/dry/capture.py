@@ -1,0 +1,170 @@
+"""Penstock's own hooks on fake tensors: what a session would save, by the session's rules.
+
+Nothing is moved: the policy is to keep. Time is the operators' (:mod:`.recording`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from penstock.core.budget import Budget
+from penstock.core.config import UNLIMITED
+from penstock.hooks.boundaries import Boundaries
+from penstock.hooks.modules import ModuleTracker
+from penstock.hooks.observer import Observer
+from penstock.hooks.protected import ProtectedStorages
+from penstock.hooks.recompute import left_alone
+from penstock.hooks.saved_tensors import SavedTensorHooks
+from penstock.lab.dry.ledger import Entry, Ledger
+from penstock.observe.clock import ManualClock
+from penstock.observe.recorder import Recorder
+from penstock.plan.machine import Budgets, Machine
+from penstock.plan.profile import PassProfile, Profile
+from penstock.runtime.executor import Executor
+from penstock.runtime.movers import CpuMover
+from penstock.runtime.planner import Planner
+from penstock.runtime.residency import SavedStorage
+
+_BETWEEN_NEEDS_NS: Final = 1
+"""One node asks for one storage after the other; in no time, but in an order that is to be kept."""
+
+
+class Capture:
+    """What autograd saves in one step, and wants back.
+
+    Attributes:
+        modules: Knows the running module.
+        backwards: How many are over.
+    """
+
+    def __init__(
+        self, *, clock: ManualClock, ledger: Ledger, machine: Machine, floor_bytes: int
+    ) -> None:
+        """Capture nothing yet.
+
+        Args:
+            clock: Of the step.
+            ledger: Is told which storages are slots.
+            machine: Whatever the step is timed for.
+            floor_bytes: Storages below it are no slots.
+        """
+        self._protected = ProtectedStorages()
+        self.modules = ModuleTracker(
+            on_root=self._protected.add_module, on_missed_thread=lambda thread: None
+        )
+        self.backwards = 0
+        recorder = Recorder(clock=clock, event_bytes=0)
+        budget = Budget(UNLIMITED, name="dry profile")
+        self._mover = CpuMover(budget=budget)
+        self._planner = Planner(
+            policy="keep",
+            machine=machine,
+            budgets=Budgets(device_bytes=UNLIMITED),
+            budget=budget,
+            floor_bytes=floor_bytes,
+            recorder=recorder,
+            device="cpu",
+        )
+        self._executor = _Executor(
+            budget=budget, tiers={}, mover=self._mover, planner=self._planner, recorder=recorder
+        )
+        self._executor.follow(clock, ledger)
+        self._boundaries = Boundaries(on_backward_end=self._ended, on_step=lambda optimizer: None)
+        self._hooks = _Hooks(
+            executor=self._executor,
+            protected=self._protected,
+            modules=self.modules,
+            boundaries=self._boundaries,
+            recorder=recorder,
+            device_type="cpu",
+            floor_bytes=floor_bytes,
+        )
+        self._observer = self._hooks.observer = Observer(
+            modules=self.modules,
+            compute_ns=self._executor.compute_ns,
+            storage_of=self._hooks.storage_of,
+        )
+
+    @contextmanager
+    def attached(self, module: torch.nn.Module) -> Iterator[None]:
+        """Within, this thread's hooks are here, and ``module`` is the root by which slots are named."""
+        self.modules.register(module)
+        with ExitStack() as stack:
+            stack.callback(self._mover.close)
+            self.modules.attach()
+            stack.callback(self.modules.detach)
+            self._observer.attach()
+            stack.callback(self._observer.detach)
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._hooks.pack, self._hooks.unpack)
+            stack.enter_context(hooks)
+            yield
+
+    def profile(self, end_ns: int) -> Profile:
+        """What a session would have learnt from the step, which has ended."""
+        profile = self._planner.profile
+        if profile is not None:
+            return profile
+        small = self._executor.small_only
+        return Profile("cpu", (), (PassProfile(1, 0, end_ns, end_ns),), *small)
+
+    def _ended(self) -> None:
+        self.backwards += 1
+        if self.backwards > 1:
+            return
+        self._executor.observed(self._observer.finish)
+        self._planner.unrepeatable |= self._observer.unrepeatable
+        self._planner.unrepeatable |= left_alone(self.modules.known())
+        self._executor.end_backward()
+
+
+class _Executor(Executor):
+    """Tells the ledger which storages are slots, and for how long."""
+
+    def follow(self, clock: ManualClock, ledger: Ledger) -> None:
+        """Begin to."""
+        self._clock = clock
+        self._ledger = ledger
+        self._entries: dict[SavedStorage, Entry] = {}
+
+    @property
+    def small_only(self) -> tuple[int, int]:
+        """The most bytes below the floor at once, and the count, in a pass that saved nothing else."""
+        return self._pass.small_bytes, self._pass.small_count
+
+    def save(self, storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> SavedStorage:
+        """Take charge of a storage that autograd saves."""
+        saved = super().save(storage, *args, **kwargs)
+        entry = self._ledger.find(storage)
+        if entry is not None:
+            self._entries[saved] = entry
+            self._ledger.into_slot(entry)
+        return saved
+
+    def restore(self, saved: SavedStorage, *, first: bool) -> torch.UntypedStorage:
+        """The fake storage, a moment after the one before."""
+        asked = saved.record.needed_at_ns is not None
+        storage = super().restore(saved, first=first)
+        if not asked:
+            self._clock.advance(_BETWEEN_NEEDS_NS)
+        return storage
+
+    def release(self, saved: SavedStorage, unpacked: bool) -> None:
+        """A handle has died."""
+        super().release(saved, unpacked)
+        if saved.handles <= 0 and saved in self._entries:
+            self._ledger.out_of_slot(self._entries.pop(saved))
+
+
+class _Hooks(SavedTensorHooks):
+    """Takes fake tensors for what they stand for."""
+
+    plain_types = (*SavedTensorHooks.plain_types, FakeTensor)
+
+    def address_of(self, storage: torch.UntypedStorage) -> int:
+        """As of any allocation of torch, as far as cache lines go."""
+        return 0

@@ -1,0 +1,258 @@
+"""The dry profile: one forward and backward on shapes alone, as a session would have measured it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+
+from penstock.core import knobs
+from penstock.core.errors import ConfigError, HookError
+from penstock.lab.dry.capture import Capture
+from penstock.lab.dry.fakes import Fakes
+from penstock.lab.dry.kernels import CudaKernels
+from penstock.lab.dry.ledger import Ledger
+from penstock.lab.dry.recording import OperatorRecorder
+from penstock.observe.clock import ManualClock
+from penstock.plan.machine import Machine
+from penstock.plan.profile import Profile, Transient
+from penstock.plan.roofline import compute_of
+
+Step = Callable[..., torch.Tensor | None]
+"""``step(module, *inputs)`` runs forward and returns the loss, or runs backward itself as well."""
+AUTOCASTS: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+DEVICES: Final = {"cpu": nullcontext, "cuda": CudaKernels}
+_NEEDS_DATA: Final = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+
+def dry_profile(
+    module: torch.nn.Module,
+    step: Step,
+    *,
+    machine: Machine,
+    inputs: Sequence[torch.Tensor] = (),
+    device: str = "cpu",
+    optimizer_state_copies: int = 0,
+    autocast: str | None = None,
+    whole_device: bool = True,
+    floor_bytes: int | None = None,
+    nonzero_count: int | None = None,
+) -> Profile:
+    """Profile one step of ``module`` without memory, without data, and without ``machine``.
+
+    The step's forward and backward run on fake tensors: they have shapes and no elements. What autograd
+    saves is what it saves on a CPU, to the byte; with ``device="cuda"`` what CUDA's kernels save, where
+    a difference is known (:mod:`.kernels`). The tensors say that they are on the CPU in either case. ::
+
+        with torch.device("meta"):  # or a real module
+            model = Net()
+        profile = dry_profile(
+            model,
+            lambda model, x, y: F.cross_entropy(model(x), y),
+            inputs=(torch.empty(512, 3, 224, 224, device="meta"), torch.empty(512, device="meta").long()),
+            machine=machine,
+        )
+
+    Args:
+        module: What is trained: real, or on the device "meta". It is copied, and not touched.
+        step: Called once with the copy and the fake inputs. It returns the loss; or ``None``, if it has
+            run one backward itself. Tensors that it makes are fake.
+        machine: What times are for; it must say what it computes with.
+        inputs: Real tensors, or such on "meta"; only their shapes are looked at.
+        device: ``"cpu"`` or ``"cuda"``: whose kernels compute.
+        optimizer_state_copies: How many tensors of a parameter's size the optimizer keeps: 2 for Adam, 1
+            for SGD with momentum.
+        autocast: ``"bfloat16"`` or ``"float16"``: the step runs under that autocast.
+        whole_device: Whether the profile is of all device memory: parameters, gradients, buffers and
+            optimizer state are ``fixed_bytes``, all else that is no slot is in ``transients``, and each
+            slot's ``small_bytes`` are the most of both beside it, when it is saved and when it is needed.
+            Otherwise it is of saved tensors only, as a session on a CPU measures it.
+        floor_bytes: Storages below it are no slots; the knob ``PENSTOCK_FLOOR`` if not given.
+        nonzero_count: How many elements ``nonzero`` finds, which depends on data. Without it, a step
+            that calls it is refused.
+
+    Raises:
+        ConfigError: The module has no parameters or cannot be copied, the step runs no backward or
+            several, a setting is unknown, or ``machine`` does not say what it computes with.
+        HookError: The step calls an operator whose result, or its shape, depends on data.
+    """
+    compute = compute_of(machine)
+    _check(module, device, optimizer_state_copies, autocast)
+    with FakeTensorMode(), torch.random.fork_rng(devices=[]):
+        fakes = Fakes()
+        model = fakes.module(module)
+        batch = tuple(fakes.tensor(one) for one in inputs)
+        clock = ManualClock()
+        ledger = Ledger(clock, fixed=(*model.parameters(), *model.buffers()))
+        for one in batch:
+            ledger.add(one, at_ns=0)
+        capture = Capture(
+            clock=clock,
+            ledger=ledger,
+            machine=machine,
+            floor_bytes=knobs.floor_bytes() if floor_bytes is None else floor_bytes,
+        )
+        recorder = OperatorRecorder(
+            clock=clock,
+            compute=compute,
+            ledger=ledger,
+            modules=capture.modules,
+            nonzero_count=nonzero_count,
+        )
+        with _explained(recorder), recorder, capture.attached(model), DEVICES[device]():
+            _run(step, model, batch, autocast, capture)
+        profile = replace(_completed(capture, recorder, clock), device=device)
+        if not whole_device:
+            return profile
+        gradients = [one.grad for one in model.parameters() if one.grad is not None]
+        fixed_bytes = _bytes_of(
+            (*model.parameters(), *model.buffers(), *gradients)
+        ) + optimizer_state_copies * _bytes_of(p for p in model.parameters() if p.requires_grad)
+        return of_whole_device(profile, fixed_bytes, ledger.timeline(without=gradients))
+
+
+def _check(
+    module: torch.nn.Module, device: str, optimizer_state_copies: int, autocast: str | None
+) -> None:
+    name = type(module).__name__
+    if not any(one.requires_grad for one in module.parameters()):
+        raise ConfigError(
+            f"dry profile: this {name} has no parameters that require gradients: there is no backward"
+        )
+    if optimizer_state_copies < 0:
+        raise ConfigError(
+            f"dry profile: optimizer_state_copies is {optimizer_state_copies}, it must be 0 or more"
+        )
+    if device not in DEVICES:
+        raise ConfigError(
+            f"dry profile: device is {device!r}; it is {' or '.join(map(repr, DEVICES))}"
+        )
+    if autocast is not None and autocast not in AUTOCASTS:
+        raise ConfigError(
+            f"dry profile: autocast is {autocast!r}; it is None, {', '.join(map(repr, AUTOCASTS))}"
+        )
+
+
+def _run(
+    step: Step,
+    model: torch.nn.Module,
+    batch: tuple[torch.Tensor, ...],
+    autocast: str | None,
+    capture: Capture,
+) -> None:
+    with torch.autocast("cpu", AUTOCASTS.get(autocast or ""), enabled=autocast is not None):
+        loss = step(model, *batch)
+    if not capture.backwards:
+        if not isinstance(loss, torch.Tensor):
+            raise ConfigError(
+                f"dry profile: the step ran no backward, and returned {type(loss).__name__}, not a loss"
+            )
+        if not loss.requires_grad:
+            raise ConfigError(
+                "dry profile: the loss that the step returned does not require gradients: there is no"
+                " backward; was it computed under no_grad, detached, or without the model it was given?"
+            )
+        loss.backward()  # type: ignore[no-untyped-call]
+    if capture.backwards > 1:
+        raise ConfigError(
+            f"dry profile: the step ran {capture.backwards} backwards; a dry profile is of one forward"
+            " and one backward: profile one micro-batch, or measure a real step"
+        )
+
+
+@contextmanager
+def _explained(recorder: OperatorRecorder) -> Iterator[None]:
+    """Say where it was that fake tensors did not do, and what to do instead."""
+    try:
+        yield
+    except _NEEDS_DATA as error:
+        func: Any = getattr(error, "func", None) or (error.args[0] if error.args else error)
+        raise HookError(
+            f"dry profile: operator {func} of module {recorder.place or '<root>'!r} cannot run on shapes"
+            " alone: its result, or its shape, depends on data. Measure a real step instead (a"
+            " session's profile), or, if it is nonzero, give nonzero_count"
+        ) from error
+    except AssertionError as error:
+        if "convert all Tensors to FakeTensors" not in str(error):
+            raise
+        raise ConfigError(
+            "dry profile: the step uses a real tensor: it must use the module that it is given, and"
+            f" tensors that are among `inputs` or made in it ({error})"
+        ) from error
+
+
+def _completed(capture: Capture, recorder: OperatorRecorder, clock: ManualClock) -> Profile:
+    """The profile of a session, and what a session does not know."""
+    profile = capture.profile(clock.now_ns())
+    (only,) = profile.passes
+    operators = tuple(replace(one, pass_index=only.index) for one in recorder.operators)
+    backward = (one.start_ns for one in operators if one.backward)
+    backward_ns = min(only.backward_start_ns, next(backward, only.end_ns))
+    return replace(
+        profile,
+        passes=(replace(only, backward_start_ns=backward_ns),),
+        operators=operators,
+    )
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Of all their storages, each once."""
+    storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in tensors}
+    return sum(one.nbytes() for one in storages.values())
+
+
+def of_whole_device(
+    profile: Profile, fixed_bytes: int, transients: tuple[Transient, ...]
+) -> Profile:
+    """The profile with what else is in device memory, and the most of it beside each slot.
+
+    What is beside a slot is what is there from its save, and from its need, until any slot is next
+    saved or needed: so every moment is beside some slot, but for those before the first, which are in
+    ``Profile.small_bytes``.
+    """
+    moments = sorted(
+        {slot.saved_at_ns for slot in profile.slots}
+        | {slot.needed_at_ns for slot in profile.slots if slot.needed_at_ns is not None}
+    )
+    worst = dict(zip(moments, _worst_after(moments, transients), strict=True))
+    slots = tuple(
+        replace(
+            slot,
+            small_bytes=fixed_bytes + worst[slot.saved_at_ns],
+            small_bytes_at_need=fixed_bytes
+            + worst[slot.saved_at_ns if slot.needed_at_ns is None else slot.needed_at_ns],
+        )
+        for slot in profile.slots
+    )
+    return replace(
+        profile,
+        slots=slots,
+        small_bytes=fixed_bytes + max((one.nbytes for one in transients), default=0),
+        fixed_bytes=fixed_bytes,
+        transients=transients,
+    )
+
+
+def _worst_after(moments: Sequence[int], transients: Sequence[Transient]) -> Iterator[int]:
+    """For each moment, the most transient bytes from it to the next one; of the last, to the end."""
+    starts = [one.at_ns for one in transients]
+    for place, moment in enumerate(moments):
+        first = max(bisect_right(starts, moment) - 1, 0)
+        last = len(starts)
+        if place + 1 < len(moments):
+            last = bisect_right(starts, moments[place + 1] - 1)
+        yield max((one.nbytes for one in transients[first:last]), default=0)

@@ -1,0 +1,334 @@
+"""The write cache: memory of the controller in which writes are done before flash has them.
+
+A page is kept with the sectors of it that are known. A write is done when the memory has taken its bytes
+and there is a place for each of its pages; where all places hold what flash has not, it waits until one
+has been written. A read takes from the cache what is there and the rest from flash, and leaves nothing
+behind: it is no cache of reads.
+
+Pages that flash has not are written back, the one written longest ago first, when they are more than
+``flush_from`` of all places, until they are ``flush_to`` of them; those of one super-page together. What
+has been written back stays, to be read, until its place is wanted: then the one used longest ago goes.
+The memory carries one transfer at a time, those to flash included.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from penstock.core.errors import ConfigError
+from penstock.lab.ssd.cells import SECTOR_BYTES
+from penstock.lab.ssd.commands import Owner
+from penstock.lab.ssd.device import PS_PER_NS, Device, duration_ps
+from penstock.lab.ssd.events import Events
+from penstock.lab.ssd.ftl import Ftl
+from penstock.lab.ssd.pages import Pages, Part
+from penstock.lab.ssd.requests import Request
+
+_COUNTS: Final = ("read_hits", "read_misses", "write_hits", "write_misses", "flushed")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUse:
+    """What a cache did, in pages."""
+
+    read_hits: int
+    """Found whole."""
+    read_misses: int
+    write_hits: int
+    """Written again before their place was given away."""
+    write_misses: int
+    flushed: int
+    """Written to flash."""
+    most_dirty_bytes: int
+    """That flash had not, at any time: what a loss of power would have lost, or capacitors carried."""
+    dirty_bytes: int
+    """At the end."""
+
+
+class Line:
+    """A page in the cache.
+
+    Attributes:
+        known: Its sectors that are there, as bits; dirty: those that flash has not.
+        flushing: Whether it is on its way to flash.
+        waiters: Flushes of the host that it holds up.
+    """
+
+    __slots__ = ("dirty", "flushing", "known", "lpn", "stream", "waiters")
+
+    def __init__(self, lpn: int, stream: int) -> None:
+        self.lpn = lpn
+        self.stream = stream
+        self.known = self.dirty = 0
+        self.flushing = False
+        self.waiters: list[Owner] = []
+
+
+class WriteBack(Owner):
+    """Pages on their way to flash.
+
+    Attributes:
+        lines: These.
+        sectors: That count against what may be on the way at once, where sectors do.
+    """
+
+    __slots__ = ("lines", "sectors")
+
+    def __init__(self, lines: list[Line]) -> None:
+        super().__init__(is_read=False, stream=lines[0].stream)
+        self.lines = lines
+        self.sectors = 0
+
+
+class Cache:
+    """The cache of one drive.
+
+    Attributes:
+        moved_bytes: In and out of its memory, since the drive was new.
+    """
+
+    def __init__(self, device: Device, events: Events, ftl: Ftl, pages: Pages) -> None:
+        """Empty.
+
+        Raises:
+            ConfigError: It holds no page.
+        """
+        settings = device.cache
+        self._events, self._ftl, self._pages = events, ftl, pages
+        self._page_bytes = device.geometry.page_bytes
+        self._room = settings.capacity_bytes // self._page_bytes
+        if not self._room:
+            raise ConfigError(
+                f"cache.capacity_bytes is {settings.capacity_bytes}, less than one page of"
+                f" {self._page_bytes}"
+            )
+        self._protected = settings.protected
+        self._from, self._to = (
+            int(share * self._room) for share in (settings.flush_from, settings.flush_to)
+        )
+        self._most_flushing = settings.flush_pages
+        self._rate, self._access_ps = settings.bytes_per_s, settings.access_ns * PS_PER_NS
+        self._free_ps = 0
+        self._whole = (1 << self._page_bytes // SECTOR_BYTES) - 1
+        self._lines: dict[int, Line] = {}
+        self._clean: OrderedDict[int, Line] = OrderedDict()  # by use
+        self._dirty: OrderedDict[int, Line] = (
+            OrderedDict()
+        )  # by their last write, unless on the way
+        self._waiting: deque[tuple[Request, Part]] = deque()
+        self._on_the_way = self._flushes = 0
+        self._draining = self._ending = False
+        self._counts = dict.fromkeys(_COUNTS, 0)
+        self._most_dirty = 0
+        self.moved_bytes = 0
+
+    @property
+    def dirty_pages(self) -> int:
+        """That flash has not."""
+        return min(len(self._dirty) + self._on_the_way, len(self._lines))
+
+    def use(self) -> CacheUse:
+        """Since the drive was new, or counts were forgotten."""
+        size = self._page_bytes
+        return CacheUse(
+            **self._counts,
+            most_dirty_bytes=self._most_dirty * size,
+            dirty_bytes=self.dirty_pages * size,
+        )
+
+    def forget_counts(self) -> None:
+        """Begin to count anew."""
+        self._counts = dict.fromkeys(_COUNTS, 0)
+        self._most_dirty = self.dirty_pages
+
+    def write(self, request: Request) -> None:
+        """Take what a request writes; it is done when everything is in memory."""
+        parts = list(self._parts(request))
+        request.left = len(parts) + 1
+        self._transfer(request.nbytes, (request,))
+        for part in parts:
+            self._waiting.append((request, part))
+        self._take_waiting()
+
+    def read(self, request: Request) -> None:
+        """Serve what is there, and have flash read the rest."""
+        misses: list[Part] = []
+        found = 0
+        for lpn, nbytes, sectors in self._parts(request):
+            line = self._lines.get(lpn)
+            there = 0 if line is None else line.known & sectors
+            if line is not None and there:
+                found += there.bit_count()
+                if lpn in self._clean:
+                    self._clean.move_to_end(lpn)
+            self._counts["read_hits" if there == sectors else "read_misses"] += 1
+            if there != sectors:
+                left = sectors & ~there
+                rest = nbytes - there.bit_count() * SECTOR_BYTES
+                misses.append((lpn, rest, 0 if left == self._whole else left))
+        if found:
+            request.left += 1
+            self._transfer(found * SECTOR_BYTES, (request,))
+        if misses:
+            self._pages.serve_parts(request, misses)
+
+    def flush(self, owner: Owner) -> None:
+        """Have ``owner.done`` happen when flash has all that is in the cache now, or need not have it."""
+        lines = () if self._protected else self._all()
+        held = [line for line in lines if line.dirty or line.flushing]
+        owner.left += 1 + len(held)
+        for line in held:
+            line.waiters.append(owner)
+        self._flushes += len(held)
+        one_less(owner)
+        self._write_back()
+
+    def drain(self) -> None:
+        """Write everything to flash, as when power is lost and capacitors last."""
+        self._ending = True
+        self._write_back()
+
+    def _all(self) -> Iterable[Line]:
+        """All that flash may not have, and more."""
+        return self._lines.values()
+
+    def _parts(self, request: Request) -> Iterable[Part]:
+        size, begin = self._page_bytes, request.offset_bytes
+        end = begin + request.nbytes
+        for lpn in range(begin // size, (end - 1) // size + 1):
+            low, high = max(begin, lpn * size), min(end, (lpn + 1) * size)
+            sectors = (1 << -(-(high - low) // SECTOR_BYTES)) - 1
+            yield lpn, high - low, sectors << low % size // SECTOR_BYTES
+
+    def _transfer(self, nbytes: int, owners: tuple[Owner, ...]) -> None:
+        """Occupy the memory, behind all before; then each owner has one thing less to wait for."""
+        self.moved_bytes += nbytes
+        begin = max(self._free_ps, self._events.now_ps)
+        self._free_ps = begin + self._access_ps + duration_ps(nbytes, self._rate)
+        self._events.at(self._free_ps, _each_one_less, owners)
+
+    # -- places ---------------------------------------------------------------------------------------
+
+    def _take_waiting(self) -> None:
+        """Give places to pages that wait for one, in turn; then write back where that is due."""
+        while self._waiting:
+            request, (lpn, _, sectors) = self._waiting[0]
+            line = self._place(lpn, request.stream)
+            if line is None:
+                break
+            self._waiting.popleft()
+            line.known |= sectors
+            line.dirty |= sectors
+            self._clean.pop(lpn, None)
+            self._dirty[lpn] = line
+            self._dirty.move_to_end(lpn)
+            one_less(request)
+        self._most_dirty = max(self._most_dirty, self.dirty_pages)
+        self._write_back()
+
+    def _place(self, lpn: int, stream: int) -> Line | None:
+        """The line of a page, or a new one; None: every place holds what flash has not."""
+        line = self._lines.get(lpn)
+        if line is not None:
+            self._counts["write_hits"] += 1
+            line.stream = stream
+            return line
+        if len(self._lines) >= self._room:
+            if not self._clean:
+                return None
+            old, _ = self._clean.popitem(last=False)
+            del self._lines[old]
+        self._counts["write_misses"] += 1
+        line = self._lines[lpn] = Line(lpn, stream)
+        return line
+
+    # -- to flash -------------------------------------------------------------------------------------
+
+    def _write_back(self) -> None:
+        """Send pages to flash while there is cause, as many at once as may be."""
+        while self._dirty and self._on_the_way < self._most_flushing and self._due():
+            line = next((one for one in self._dirty.values() if not one.flushing), None)
+            if line is None:
+                return  # all are on their way already, and were written again meanwhile
+            lines = [line, *self._beside(line)]
+            back = WriteBack(lines)
+            back.left = 1
+            back.done = self._leave
+            nbytes = 0
+            for each in lines:
+                del self._dirty[each.lpn]
+                each.flushing = True
+                nbytes += each.known.bit_count() * SECTOR_BYTES
+            self._on_the_way += len(lines)
+            self._transfer(nbytes, (back,))
+
+    def _due(self) -> bool:
+        if self._flushes or self._waiting or self._ending:
+            return True
+        if len(self._dirty) > self._from:
+            self._draining = True
+        elif len(self._dirty) <= self._to:
+            self._draining = False
+        return self._draining
+
+    def _beside(self, line: Line) -> list[Line]:
+        """The other pages of its super-page that are to be written."""
+        superpages = self._ftl.superpages
+        if superpages is None or line.lpn >= superpages.pages:
+            return []
+        first = line.lpn - line.lpn % superpages.width
+        others = (self._dirty.get(lpn) for lpn in range(first, first + superpages.width))
+        return [one for one in others if one is not None and one is not line and not one.flushing]
+
+    def _leave(self, back: Owner) -> None:
+        """Pages have left the memory: flash takes them."""
+        assert isinstance(back, WriteBack)  # nothing else is told this
+        self._pages.serve_parts(back, self._let_go(back))
+
+    def _let_go(self, back: WriteBack) -> list[Part]:
+        """What flash is to take."""
+        back.done = self._written
+        parts: list[Part] = []
+        for line in back.lines:
+            # sectors that are known, and that flash has as well, save their being read
+            whole = line.known == self._whole
+            parts.append(
+                (line.lpn, line.known.bit_count() * SECTOR_BYTES, 0 if whole else line.known)
+            )
+            if self._dirty.get(line.lpn) is not line:
+                line.dirty = 0
+        self._counts["flushed"] += len(parts)
+        return parts
+
+    def _keep(self, line: Line) -> None:
+        """Flash has all of a line: it stays, to be read."""
+        self._clean[line.lpn] = line
+
+    def _written(self, back: Owner) -> None:
+        assert isinstance(back, WriteBack)  # nothing else is told this
+        self._on_the_way -= len(back.lines)
+        for line in back.lines:
+            line.flushing = False
+            if self._dirty.get(line.lpn) is line:
+                continue  # written again meanwhile
+            self._keep(line)
+            waiters, line.waiters = line.waiters, []
+            self._flushes -= len(waiters)
+            for owner in waiters:
+                one_less(owner)
+        self._take_waiting()
+
+
+def one_less(owner: Owner) -> None:
+    """Of what it waits for one thing is done."""
+    owner.left -= 1
+    if not owner.left:
+        owner.done(owner)
+
+
+def _each_one_less(owners: tuple[Owner, ...]) -> None:
+    for owner in owners:
+        one_less(owner)

@@ -1,0 +1,152 @@
+"""A write cache from which pages start to flash in the instant in which they come, as MQSim's do.
+
+What was not written within the last second is sent to flash at once, with all such pages of a request, so
+that those of several planes go in one command; the memory takes the request's bytes meanwhile, and is not
+read for them. What is written again stays until its place is wanted. What flash has does not stay.
+Where too much is on its way to flash, requests wait, each with the pages that were not taken yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from penstock.lab.ssd.cache import Cache, Line, WriteBack
+from penstock.lab.ssd.cells import SECTOR_BYTES
+from penstock.lab.ssd.commands import Owner
+from penstock.lab.ssd.device import PS_PER_S, Device
+from penstock.lab.ssd.events import Events
+from penstock.lab.ssd.ftl import Ftl
+from penstock.lab.ssd.pages import Pages
+from penstock.lab.ssd.requests import Request
+
+_FORGET_PS: Final = PS_PER_S
+"""After which it is forgotten what was written: all of it at once, as by MQSim."""
+
+
+class Destage(Cache):
+    """The cache of one drive."""
+
+    def __init__(self, device: Device, events: Events, ftl: Ftl, pages: Pages) -> None:
+        """Empty. Raises ConfigError: it holds no page."""
+        super().__init__(device, events, ftl, pages)
+        self._most_sectors = device.cache.flush_pages * (self._page_bytes // SECTOR_BYTES)
+        self._sectors = 0  # on their way
+        self._evicted: set[Line] = set()  # on their way, and in no place
+        self._met: set[int] = set()
+        self._forget_ps = 0
+
+    @property
+    def dirty_pages(self) -> int:
+        """That flash has not; one that is written again while it is on its way is two."""
+        return len(self._dirty) + self._on_the_way
+
+    def write(self, request: Request) -> None:
+        """Take what a request writes; it is done when everything is in memory."""
+        parts = list(self._parts(request))
+        request.left = len(parts)
+        self._waiting += ((request, part) for part in parts)
+        self._take_waiting()
+
+    def _take_waiting(self) -> None:
+        while self._waiting and self._take(self._waiting[0][0]):
+            pass
+        self._most_dirty = max(self._most_dirty, self.dirty_pages)
+        self._write_back()
+
+    def _take(self, request: Request) -> bool:
+        """Take pages of the request that waits first; whether there was room for any."""
+        evicted: list[Line] = []
+        new: list[Line] = []
+        taken = nbytes = 0
+        while self._waiting and self._waiting[0][0] is request:
+            if self._sectors >= self._most_sectors:
+                break
+            lpn, size, sectors = self._waiting[0][1]
+            if lpn not in self._lines and len(self._lines) >= self._room:
+                old = self._evict()
+                if old is None:
+                    break
+                evicted.append(old)
+                self._sectors += old.known.bit_count()
+            self._waiting.popleft()
+            taken, nbytes = taken + 1, nbytes + size
+            line = self._place(lpn, request.stream)
+            assert line is not None  # room was made for it
+            line.known |= sectors
+            line.dirty |= sectors
+            self._dirty.pop(lpn, None)
+            if lpn in self._met or line.flushing:
+                self._dirty[lpn] = line
+            else:
+                self._met.add(lpn)
+                new.append(line)
+                self._sectors += line.known.bit_count()
+        if not taken:
+            return False
+        if evicted:
+            self._evicted.update(evicted)
+            backs = self._backs(evicted)
+            leaving = Owner(is_read=False, stream=0)
+            leaving.left = 1
+            leaving.done = lambda _: self._start(backs)
+            self._transfer(sum(back.sectors for back in backs) * SECTOR_BYTES, (leaving,))
+        request.left += 1 - taken
+        self._transfer(nbytes, (request,))
+        if new:
+            self._start(self._backs(new))
+        if self._events.now_ps > self._forget_ps:
+            self._met.clear()
+            self._forget_ps = self._events.now_ps + _FORGET_PS
+        return True
+
+    def _evict(self) -> Line | None:
+        """Take the place of the page that was written longest ago; None: all are on their way."""
+        old = next((line for line in self._dirty.values() if not line.flushing), None)
+        if old is not None:
+            del self._dirty[old.lpn], self._lines[old.lpn]
+        return old
+
+    def _backs(self, lines: list[Line]) -> list[WriteBack]:
+        """Each page by itself, for it makes room when flash has it; those of a super-page together."""
+        groups: dict[int, list[Line]] = {}
+        rows = self._ftl.superpages
+        for line in lines:
+            key = line.lpn
+            if rows is not None and key < rows.pages:
+                key -= key % rows.width
+            groups.setdefault(key, []).append(line)
+            line.flushing = True
+        self._on_the_way += len(lines)
+        backs = [WriteBack(each) for each in groups.values()]
+        for back in backs:
+            back.sectors = sum(line.known.bit_count() for line in back.lines)
+        return backs
+
+    def _start(self, backs: list[WriteBack]) -> None:
+        self._pages.serve_together([(back, self._let_go(back)) for back in backs])
+
+    def _due(self) -> bool:
+        return self._flushes > 0 or self._ending
+
+    def _all(self) -> Iterable[Line]:
+        return [*self._lines.values(), *self._evicted]
+
+    def _keep(self, line: Line) -> None:
+        if line in self._evicted:
+            self._evicted.remove(line)
+        else:
+            del self._lines[line.lpn]
+
+    def _written(self, back: Owner) -> None:
+        assert isinstance(back, WriteBack)  # nothing else is told this
+        self._sectors -= back.sectors
+        super()._written(back)
+
+
+def cache_of(device: Device, events: Events, ftl: Ftl, pages: Pages) -> Cache | None:
+    """As the device's settings ask; None: it has none."""
+    if not device.cache.capacity_bytes:
+        return None
+    kind = Destage if device.cache.at_once else Cache
+    return kind(device, events, ftl, pages)

@@ -1,0 +1,1 @@
+"""Descriptions of SSDs, one TOML file each; see :mod:`penstock.lab.ssd.description`."""

@@ -1,0 +1,244 @@
+"""The event-driven engine: a host's requests, from the queue to the plane and back.
+
+A request's way, after NVMe:
+
+1. It comes to the submission queue; the host rings the doorbell (down).
+2. The drive asks for the entry (up) and has it (down), if fewer than ``fetch_depth`` are inside.
+3. Firmware. Of a write the drive asks for the data (up) and has it (down).
+4. Its pages go to the write cache, where there is one (:mod:`.cache`), or become operations of flash
+   (:mod:`.pages`, :mod:`.ftl`, :mod:`.flash`).
+5. When all are done another request may be fetched. Of a read the data goes to the host (up).
+6. The completion goes to the host (up), which rings a doorbell (down) and may ask for more.
+
+A plane whose erased blocks run out takes nothing from the host until one has been erased. If none can be,
+the drive is full, and that is an error, never a wait without end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from penstock.core.errors import ConfigError
+from penstock.lab.ssd.aging import fill, store_map
+from penstock.lab.ssd.destage import cache_of
+from penstock.lab.ssd.device import PS_PER_NS, Device
+from penstock.lab.ssd.events import Events
+from penstock.lab.ssd.flash import Flash
+from penstock.lab.ssd.ftl import Ftl
+from penstock.lab.ssd.link import REQUEST_BYTES, Lane
+from penstock.lab.ssd.measure import Meter, Run
+from penstock.lab.ssd.pages import Pages
+from penstock.lab.ssd.requests import Request, Workload
+from penstock.lab.ssd.usage import Usage
+
+
+class Drive:
+    """One simulated drive. ``run`` it once.
+
+    Attributes:
+        user_bytes: That the host can address.
+        cache: Its write cache; None: it has none.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        seed: int = 1,
+        watch: bool = False,
+        power_cap_w: float | None = None,
+    ) -> None:
+        """An empty drive.
+
+        Args:
+            device: What it is made of.
+            seed: For victims that are chosen among a random few.
+            watch: Whether ``usage`` tells what it does over time.
+            power_cap_w: What it may draw; commands wait for others to be done. None: no cap.
+
+        Raises:
+            ConfigError: Settings that leave no room, or a cap too low for any command.
+        """
+        self.device = device
+        self.events = Events()
+        self.ftl = Ftl(device, seed=seed)
+        self.flash = Flash(device, self.events, power_cap_w=power_cap_w)
+        self.pages = Pages(device, self.ftl, self.flash)
+        if self.pages.map is not None and device.ftl.map_stored:
+            store_map(self.ftl, self.ftl.user_pages)
+        self.cache = cache_of(device, self.events, self.ftl, self.pages)
+        if watch:
+            self.flash.usage = Usage(device, len(self.flash.targets_busy_ps()))
+        link = device.link
+        self.up = Lane(link, link.up_bytes_per_s, self.events)
+        self.down = Lane(link, link.down_bytes_per_s, self.events)
+        self.user_bytes = self.ftl.user_pages * device.geometry.page_bytes
+        self._firmware_ps = (
+            link.write_firmware_ns * PS_PER_NS,
+            link.read_firmware_ns * PS_PER_NS,
+        )
+        self._link = link
+        self._streams = device.ftl.streams
+        self._queue: deque[Request] = deque()
+        self._inside = 0
+        self._flows: list[Iterator[Request]] = []
+        self.meter = Meter(self, 0)
+        self._when_done = self._flash_done
+
+    @property
+    def usage(self) -> Usage | None:
+        """What it did over time, if that was asked for."""
+        return self.flash.usage
+
+    def run(self, workload: Workload) -> Run:
+        """Everything that a workload asks for.
+
+        Raises:
+            ConfigError: The workload does not fit the drive, or the drive is full.
+        """
+        fill(self.ftl, int(self.ftl.user_pages * workload.filled))
+        return self.serve(
+            workload.stream(self.user_bytes), queue_depth=workload.queue_depth, skip=workload.skip
+        )
+
+    def serve(self, requests: Iterator[Request], *, queue_depth: int, skip: int = 0) -> Run:
+        """Everything that is asked for.
+
+        Args:
+            requests: Those with an ``arrival_ps`` must come in its order, and wait for nobody.
+            queue_depth: How many of the others are in the queue at once.
+            skip: Requests that complete before anything is measured.
+
+        Raises:
+            ConfigError: A request is beyond the drive's end, or the drive is full.
+        """
+        return self.serve_flows([(requests, queue_depth)], skip=skip)
+
+    def serve_flows(self, flows: Sequence[tuple[Iterator[Request], int]], *, skip: int = 0) -> Run:
+        """The same of several streams of requests at once, each with its queue depth."""
+        self._flows = [requests for requests, _ in flows]
+        self.meter = Meter(self, skip)
+        for flow, (_, depth) in enumerate(flows):
+            for _ in range(depth):
+                if not self._next(flow):
+                    break
+        self.events.run()
+        if self.meter.outstanding:
+            raise ConfigError(
+                f"the drive is full: {self.meter.outstanding} requests wait for erased blocks, and"
+                " garbage collection has nothing left to clean; use less of the drive, or give it more"
+                " over-provisioning"
+            )
+        return self.meter.run()
+
+    def drain(self) -> int:
+        """Write all of the cache to flash, as when power is lost; what that takes, in ps.
+
+        Raises:
+            ConfigError: The drive is full.
+        """
+        begin = self.events.now_ps
+        if self.cache is not None:
+            self.cache.drain()
+        self.events.run()
+        if self.cache is not None and self.cache.dirty_pages:
+            raise ConfigError(
+                f"the drive is full: {self.cache.dirty_pages} pages of the cache find no room on flash"
+            )
+        return self.events.now_ps - begin
+
+    # -- the host, and NVMe ---------------------------------------------------------------------------
+
+    def _next(self, flow: int) -> bool:
+        """Have the host ask for the next one of a stream; whether there is one."""
+        request = next(self._flows[flow], None)
+        if request is None:
+            return False
+        request.flow = flow
+        request.done = self._when_done
+        request.stream = (request.stream + flow) % self._streams
+        if request.offset_bytes < 0 or request.offset_bytes + request.nbytes > self.user_bytes:
+            raise ConfigError(
+                f"a request of {request.nbytes} bytes at {request.offset_bytes} is beyond the end of"
+                f" the drive, {self.user_bytes}"
+            )
+        if request.arrival_ps is None:
+            self._ask(request)
+        else:
+            self.events.at(max(request.arrival_ps, self.events.now_ps), self._timed, request)
+        return True
+
+    def _timed(self, request: Request) -> None:
+        self._ask(request)
+        self._next(request.flow)
+
+    def _ask(self, request: Request) -> None:
+        request.began_ps = self.events.now_ps
+        self.meter.asked()
+        self.down.send(self._link.doorbell_bytes, self._rung, request)
+
+    def _rung(self, request: Request) -> None:
+        self._queue.append(request)
+        self._fetch()
+
+    def _fetch(self) -> None:
+        if self._queue and self._inside < self._link.fetch_depth:
+            self._inside += 1
+            self.up.send(REQUEST_BYTES, self._asked_entry, self._queue.popleft())
+
+    def _asked_entry(self, request: Request) -> None:
+        self.down.send(self._link.command_bytes, self._fetched, request)
+
+    def _fetched(self, request: Request) -> None:
+        took = self._firmware_ps[request.is_read]
+        at_once = request.is_read or request.is_flush
+        action = self._translate if at_once else self._ask_data
+        if took:
+            self.events.at(self.events.now_ps + took, action, request)
+        else:
+            action(request)
+
+    def _ask_data(self, request: Request) -> None:
+        self.up.send(REQUEST_BYTES, self._asked_data, request)
+
+    def _asked_data(self, request: Request) -> None:
+        self.down.nbytes += request.nbytes
+        self.down.send(request.nbytes, self._translate, request)
+
+    def _translate(self, request: Request) -> None:
+        """Of a write the data is there: its pages are looked for, or placed."""
+        if request.is_flush:
+            self._flush(request)
+        elif self.cache is None or not request.cached:
+            begin = request.offset_bytes
+            self.pages.serve(request, begin, begin + request.nbytes)
+        elif request.is_read:
+            self.cache.read(request)
+        else:
+            self.cache.write(request)
+
+    def _flush(self, request: Request) -> None:
+        """Without a cache every write that was completed is on flash already."""
+        if self.cache is None:
+            request.done(request)
+        else:
+            self.cache.flush(request)
+
+    def _flash_done(self, request: Request) -> None:
+        self._inside -= 1
+        if request.is_read:
+            self.up.nbytes += request.nbytes
+            self.up.send(request.nbytes, _nothing, None)
+        self._fetch()
+        self.up.send(self._link.completion_bytes, self._completed, request)
+
+    def _completed(self, request: Request) -> None:
+        self.down.send(self._link.doorbell_bytes, _nothing, None)
+        self.meter.completed(request)
+        if request.arrival_ps is None:
+            self._next(request.flow)
+
+
+def _nothing(_: object) -> None:
+    """What happens when a message that nobody waits for has arrived."""

@@ -1,0 +1,277 @@
+"""What a processing element computes: a weight update on pages of words, by its four operations.
+
+:mod:`.closed` and :mod:`.simulated` tell how long an update takes; this tells what comes out of it. The
+element of OptimStore (HPCA 2023) has no divider and no root: Adam is fused into the five passes that
+:mod:`.optimizers` counts, and whatever is the same for all words (the rate, both corrections of bias,
+decay, the scale of gradients) is reckoned once in the controller and broadcast, as constants of passes.
+
+What is known of the paper tells the operations, FP32, and the fused Adam without division. Assumed, and
+knobs here: the inverse root is a first guess from the bits of a number and Newton steps, two as
+:class:`~penstock.lab.ssd.optimizers.Pass` counts them; every product and sum is rounded to FP32 by
+itself, to nearest; a state of two bytes is bfloat16.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.core.errors import ConfigError
+from penstock.lab.ssd.optimizers import OPTIMIZERS, Pass, optimizer
+
+Words = npt.NDArray[np.float32]
+"""In the element: FP32, of any shape."""
+Page = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
+"""In flash: FP32, or the upper halves of FP32 words (bfloat16)."""
+
+_MAGIC: Final = np.uint32(0x5F37_59DF)
+"""Of the first guess (Lomont, 2003): at most 3.5 % off."""
+_HALF: Final = np.float32(0.5)
+_ONE_AND_A_HALF: Final = np.float32(1.5)
+
+
+class Rounding(enum.StrEnum):
+    """How an FP32 word becomes one of two bytes."""
+
+    NEAREST = "nearest"
+    """Ties to even."""
+    ZERO = "zero"
+    """The lower half is dropped: no hardware at all."""
+    STOCHASTIC = "stochastic"
+    """Up as often as the lower half is large: an addition of random bits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Constants:
+    """What is broadcast for one step: a and b of each linear and quadratic pass, and e of the root."""
+
+    linear: tuple[tuple[float, float], ...]
+    """``a x + b y``: in the order of the passes."""
+    quadratic: tuple[float, float] | None = None
+    """``a x + b y y``."""
+    inside: float = 0.0
+    """e of ``1 / sqrt(x + e)``."""
+
+
+def constants(
+    name: str,
+    number: int,
+    *,
+    rate: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    momentum: float = 0.9,
+    decay: float = 0.0,
+    scale: float = 1.0,
+) -> Constants:
+    """What the controller reckons before a step, in double precision.
+
+    Torch's Adam divides by ``sqrt(v) / sqrt(c2) + eps``, with the corrections of bias c1 and c2; the
+    element multiplies by ``1 / sqrt(v + eps^2 c2)`` and has ``rate sqrt(c2) / c1`` for a rate. Both are
+    the same where v is 0, and where it is large; between them the element's step is larger, by a factor
+    of root 2 at most.
+
+    Args:
+        name: Of the optimizer: sgd, momentum, adam or adamw.
+        number: Of the step, from 1.
+        rate: Learning rate, with its schedule.
+        betas: Of Adam's moments.
+        eps: Of Adam, as torch has it.
+        momentum: Of Momentum.
+        decay: Of the weights, decoupled, as AdamW has it: of all but adam.
+        scale: By which gradients come too large.
+
+    Raises:
+        ConfigError: An optimizer that the element is not programmed for here, or decay of adam.
+    """
+    if number < 1 or scale <= 0:
+        raise ConfigError(
+            f"step {number} at a scale of {scale}: steps go from 1, scales are over 0"
+        )
+    kept = 1 - rate * decay
+    if name == "sgd":
+        return Constants(linear=((kept, -rate / scale),))
+    if name == "momentum":
+        return Constants(linear=((momentum, 1 / scale), (kept, -rate)))
+    if name not in {"adam", "adamw"}:
+        raise ConfigError(f"the element has no program for {optimizer(name).name}")
+    if name == "adam" and decay:
+        raise ConfigError("the element has no pass for Adam's decay; adamw has it in a constant")
+    first, second = 1 - betas[0] ** number, 1 - betas[1] ** number
+    return Constants(
+        linear=((betas[0], (1 - betas[0]) / scale), (kept, -rate * math.sqrt(second) / first)),
+        quadratic=(betas[1], (1 - betas[1]) / scale**2),
+        inside=eps**2 * second,
+    )
+
+
+def inverse_root(x: Words, newton_steps: int = 2) -> Words:
+    """``1 / sqrt(x)`` of positive FP32 words, by the bits of the first guess and Newton steps.
+
+    A step is three products and one difference, ``y (1.5 - (x / 2) y y)``; a half is one less in the
+    exponent. Of a negative number nearer to 0 than 0.2, as a wrong sign of a variance makes it, the
+    result is tiny and no NaN; no error is raised, as on a die that checks nothing.
+    """
+    half = x * _HALF
+    y = (_MAGIC - (x.view(np.uint32) >> np.uint32(1))).view(np.float32)
+    for _ in range(newton_steps):
+        y = y * (_ONE_AND_A_HALF - half * y * y)
+    return y
+
+
+def widened(page: Page) -> Words:
+    """A page in the element's words, exactly; of FP32 a copy."""
+    if page.dtype == np.float32:
+        return page.astype(np.float32)
+    return (page.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Element:
+    """A processing element, by how it computes; it holds no states.
+
+    Attributes:
+        newton_steps: Of the inverse root.
+        state_bytes: Of each state of the optimizer, 4 or 2, the weight first; empty: 4 of each.
+        rounding: Of states of two bytes.
+        random: What stochastic rounding draws from.
+        read: Called with each page of states that was read, to spoil a copy of it in place: see
+            :class:`~penstock.lab.ssd.flips.Flips`.
+        check: Called with the words that go to the element, to mend them in place.
+    """
+
+    newton_steps: int = 2
+    state_bytes: tuple[int, ...] = ()
+    rounding: Rounding = Rounding.NEAREST
+    random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
+    read: Callable[[Page], None] | None = None
+    check: Callable[[Words], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.newton_steps < 0:
+            raise ConfigError(f"newton_steps is {self.newton_steps}, it is 0 or more")
+        if any(size not in {2, 4} for size in self.state_bytes):
+            raise ConfigError(f"state_bytes is {self.state_bytes}; the element knows 4 and 2")
+
+    def programmed(self, name: str, weights: Words) -> tuple[Page, ...]:
+        """Pages of the states of an optimizer before its first step: the weights, and zeros.
+
+        Args:
+            name: Of the optimizer.
+            weights: FP32, of any shape, which all states then have.
+        """
+        states = optimizer(name).states
+        sizes = self._sizes(name)
+        begin = (weights, *[np.zeros_like(weights)] * (len(states) - 1))
+        return tuple(self._stored(one, size) for one, size in zip(begin, sizes, strict=True))
+
+    def step(
+        self, name: str, pages: Sequence[Page], gradient: Words, told: Constants
+    ) -> tuple[Page, ...]:
+        """One step of all words: the states as they are programmed, the weight first.
+
+        Args:
+            name: Of the optimizer.
+            pages: Its states as they are on flash; they are left as they are.
+            gradient: FP32, of the shape of the states.
+            told: The constants of this step.
+        """
+        states = [self._loaded(page) for page in pages]
+        with np.errstate(all="ignore"):  # a die raises nothing
+            new = self._passes(name, states, gradient, told)
+        sizes = self._sizes(name)
+        return tuple(self._stored(one, size) for one, size in zip(new, sizes, strict=True))
+
+    def _passes(
+        self, name: str, states: Sequence[Words], gradient: Words, told: Constants
+    ) -> Sequence[Words]:
+        run = _Run(told, self.newton_steps)
+        if name == "sgd":
+            new = [run.linear(states[0], gradient)]
+        elif name == "momentum":
+            moment = run.linear(states[1], gradient)
+            new = [run.linear(states[0], moment), moment]
+        else:
+            moment = run.linear(states[1], gradient)
+            variance = run.quadratic(states[2], gradient)
+            factor = run.multiply(moment, run.inverse_root(variance))
+            new = [run.linear(states[0], factor), moment, variance]
+        assert run.done == list(OPTIMIZERS[name].passes)
+        return new
+
+    def _sizes(self, name: str) -> tuple[int, ...]:
+        states = optimizer(name).states
+        if self.state_bytes and len(self.state_bytes) != len(states):
+            raise ConfigError(
+                f"state_bytes has {len(self.state_bytes)} values, {name} has {len(states)} states:"
+                f" {', '.join(states)}"
+            )
+        return self.state_bytes or (4,) * len(states)
+
+    def _loaded(self, page: Page) -> Words:
+        if self.read is not None:
+            page = page.copy()
+            self.read(page)
+        words = widened(page)
+        if self.check is not None:
+            self.check(words)
+        return words
+
+    def _stored(self, words: Words, size: int) -> Page:
+        return words if size == 4 else halved(words, self.rounding, self.random)
+
+
+class _Run:
+    """The passes of one step, in order, each on all words; they are what the model of time counts."""
+
+    def __init__(self, told: Constants, newton_steps: int) -> None:
+        self._linear = iter(told.linear)
+        self._told = told
+        self._steps = newton_steps
+        self.done: list[Pass] = []
+
+    def linear(self, x: Words, y: Words) -> Words:
+        self.done.append(Pass.LINEAR)
+        a, b = map(np.float32, next(self._linear))
+        return a * x + b * y
+
+    def quadratic(self, x: Words, y: Words) -> Words:
+        self.done.append(Pass.QUADRATIC)
+        assert self._told.quadratic is not None
+        a, b = map(np.float32, self._told.quadratic)
+        return a * x + b * (y * y)
+
+    def multiply(self, x: Words, y: Words) -> Words:
+        self.done.append(Pass.MULTIPLY)
+        return x * y
+
+    def inverse_root(self, x: Words) -> Words:
+        self.done.append(Pass.INVERSE_ROOT)
+        return inverse_root(x + np.float32(self._told.inside), self._steps)
+
+
+def halved(words: Words, rounding: Rounding, random: np.random.Generator) -> npt.NDArray[np.uint16]:
+    """FP32 words as bfloat16, which is their upper half; what is no number stays none.
+
+    Args:
+        words: FP32, of any shape.
+        rounding: What becomes of the lower half.
+        random: Of stochastic rounding.
+    """
+    bits = np.ascontiguousarray(words).view(np.uint32)
+    added: npt.NDArray[np.uint32] | np.uint32 = np.uint32(0)
+    if rounding is Rounding.NEAREST:
+        added = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    elif rounding is Rounding.STOCHASTIC:
+        added = random.integers(0, 1 << 16, bits.shape, np.uint32)
+    finite = np.isfinite(words)
+    upper = np.where(finite, bits + added, bits) >> np.uint32(16)
+    # a NaN that has its mark in the lower half only would become infinite
+    upper = np.where(np.isnan(words), upper | np.uint32(0x40), upper)
+    return upper.astype(np.uint16)

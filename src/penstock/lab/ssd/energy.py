@@ -1,0 +1,126 @@
+"""Joules by component, told at three boundaries and never as one number.
+
+- *movement*: bits read, programmed, erased, corrected and carried, up to the host's memory;
+- *ssd*: what the drive draws: its flash, channels, memory, elements, its end of the link, its controller;
+- *system*: the drive and its host for as long as the step takes; its memory is in its power.
+
+Each is the sum of its entries, and an entry says in which boundaries it is, so nothing is counted twice.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from penstock.lab.ssd.device import Device
+from penstock.lab.ssd.update import Bytes, Update
+
+_PJ: Final = 1e-12
+_BITS: Final = 8
+
+
+class Boundary(enum.StrEnum):
+    """Around what joules are counted."""
+
+    MOVEMENT = "movement"
+    SSD = "ssd"
+    SYSTEM = "system"
+
+
+_ALL: Final = frozenset(Boundary)
+_DRIVE: Final = frozenset({Boundary.SSD, Boundary.SYSTEM})
+_MOVED: Final = frozenset({Boundary.MOVEMENT})
+_HOST: Final = frozenset({Boundary.SYSTEM})
+STATIC: Final = "controller, static"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What one component takes in one activity."""
+
+    component: str
+    joules: float
+    boundaries: frozenset[Boundary]
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """All entries of a step."""
+
+    entries: tuple[Entry, ...]
+    time_s: float
+
+    def joules(self, boundary: Boundary) -> float:
+        """The sum of what is within."""
+        return math.fsum(e.joules for e in self.entries if boundary in e.boundaries)
+
+    def within(self, boundary: Boundary) -> dict[str, float]:
+        """Joules by component."""
+        return {e.component: e.joules for e in self.entries if boundary in e.boundaries}
+
+    @property
+    def ssd_w(self) -> float:
+        """Mean power of the drive."""
+        return self.joules(Boundary.SSD) / self.time_s
+
+    @property
+    def ssd_dynamic_w(self) -> float:
+        """The same without what the controller takes in any case."""
+        return self.ssd_w - self.within(Boundary.SSD)[STATIC] / self.time_s
+
+
+def ledger(
+    device: Device, update: Update, moved: Bytes, *, time_s: float, on_host: bool, on_die: float
+) -> Ledger:
+    """What a step takes.
+
+    Args:
+        device: Has the constants.
+        update: Has the passes.
+        moved: Bytes of the whole step.
+        time_s: How long it takes.
+        on_host: Whether the host's processor updates; its arithmetic is then within its power.
+        on_die: Share of the units that dies update: their states pass no correction but the die's.
+    """
+    cost, host = device.energy, device.host
+    link = _joules(moved.link_up + moved.link_down, cost.link_pj_per_bit)
+    arithmetic = 0.0 if on_host else _arithmetic_pj(device, update) * update.parameters * _PJ
+    ecc = on_die * cost.die_ecc_pj_per_bit + (1 - on_die) * cost.controller_ecc_pj_per_bit
+    host_w = host.busy_w if on_host else host.idle_w
+    return Ledger(
+        (
+            Entry("flash, read", _joules(moved.flash_read, cost.read_pj_per_bit), _ALL),
+            Entry("flash, program", _joules(moved.flash_written, cost.program_pj_per_bit), _ALL),
+            Entry("flash, erase", _joules(moved.flash_written, cost.erase_pj_per_bit), _ALL),
+            Entry("channel", _joules(moved.channel, cost.channel_pj_per_bit), _ALL),
+            Entry("error correction", _joules(moved.flash_read, ecc), _ALL),
+            # what the host sends is buffered: once in, once out
+            Entry(
+                "controller's memory",
+                _joules(2 * moved.link_down, cost.controller_dram_pj_per_bit),
+                _DRIVE,
+            ),
+            Entry("link, the drive's end", link / 2, _ALL),
+            Entry("link, the host's end", link / 2, _MOVED),
+            Entry("host's memory", _joules(moved.host_dram, cost.host_dram_pj_per_bit), _MOVED),
+            Entry("arithmetic", arithmetic, _DRIVE),
+            Entry(STATIC, cost.controller_static_w * time_s, _DRIVE),
+            Entry("host", host_w * time_s, _HOST),
+        ),
+        time_s,
+    )
+
+
+def _joules(nbytes: int, pj_per_bit: float) -> float:
+    return nbytes * _BITS * pj_per_bit * _PJ
+
+
+def _arithmetic_pj(device: Device, update: Update) -> float:
+    """Of one parameter, all passes."""
+    cost = device.energy
+    return math.fsum(
+        one.multiplications * cost.multiply_pj + one.additions * cost.add_pj
+        for one in update.rule.passes
+    )

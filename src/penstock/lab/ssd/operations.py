@@ -1,0 +1,240 @@
+"""A weight update as operations: the phases of a step, and the stages of their units.
+
+- die: the gradient comes over the channel; states are read; passes; the new weight goes over the channel;
+  states are programmed, and with the last page of a block one is erased.
+- controller: states are read, and go over the channel; they come back, and are programmed.
+- split: units of both kinds, evenly mixed.
+- host: one phase reads states and gradient, another programs states; the processor is between them. A
+  unit is then what all planes of a die read, or program, at once. A host that overlaps has one phase of
+  both kinds of units.
+
+A unit holds as many parameters as values of the longest state fit in a page. A gradient that is
+programmed is another stage. Of garbage collection, which a write amplification above 1 asks for, further
+programs are told, for some of the units; its reads take no time, as in the closed form.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from penstock.lab.ssd import closed
+from penstock.lab.ssd.closed import Placement
+from penstock.lab.ssd.device import PS_PER_NS, PS_PER_S, Device, duration_ps
+from penstock.lab.ssd.graph import BUS, DIE, ELEMENT, Phase, Stage, spread
+from penstock.lab.ssd.update import Gradient, Update
+
+_Stages = tuple[Stage, ...]
+_EVEN: Final = 1e-9
+
+
+def phases(
+    device: Device, update: Update, placement: Placement, *, on_die: float | None = None
+) -> tuple[Phase, ...]:
+    """The operation graph of a step; ``on_die`` as of :func:`penstock.lab.ssd.step`."""
+    if placement is Placement.HOST:
+        return _host(device, update)
+    share = closed.share_on_die(device, update, placement)
+    if placement is Placement.SPLIT and on_die is not None:
+        share = on_die
+    kinds: list[_Stages] = []
+    shares: list[float] = []
+    for part, made in ((share, _on_die), (1 - share, _in_controller)):
+        for of_them, extra in _collections(update.write_amplification):
+            if part * of_them > _EVEN:
+                kinds.append(made(device, update, extra))
+                shares.append(part * of_them)
+    unit = device.unit
+    sets = 1 + (unit.double_buffered + unit.overlaps_array if share else 0)
+    rounds = _rounds(device, update, share)
+    if update.gradient is Gradient.PROGRAMMED:
+        rounds += update.gradient_bytes / max(update.sizes)
+    words = _words(device, update)
+    return (
+        Phase(
+            name="update",
+            kinds=tuple(kinds),
+            pattern=spread(shares),
+            units=-(-update.parameters // words),
+            channels=device.geometry.channels,
+            dies=closed.workers(device),
+            sets=sets,
+            release_ps=duration_ps(words * update.gradient_bytes, device.link.down_bytes_per_s),
+            erase_ps=_erase_ps(device, rounds * update.write_amplification),
+            erase_every=device.geometry.pages_per_block,
+        ),
+    )
+
+
+def _collections(amplification: float) -> tuple[tuple[float, int], ...]:
+    """(share of units, programs of garbage collection beside each of their own)."""
+    fewer = math.floor(amplification) - 1
+    more = amplification - 1 - fewer
+    return (1 - more, fewer), (more, fewer + 1)
+
+
+def _words(device: Device, update: Update) -> int:
+    """Parameters of a unit."""
+    return max(1, device.geometry.page_bytes // max(update.sizes))
+
+
+def _page_ps(device: Device, update: Update, nbytes: float) -> int:
+    """For which so many bytes of each parameter of a unit cross the channel."""
+    return round(device.page_bus_ps * nbytes / max(update.sizes))
+
+
+def _on_die(device: Device, update: Update, extra: int) -> _Stages:
+    """Beside the page registers; what garbage collection moves stays on the die."""
+    unit, cell, count = device.unit, device.cell, len(update.sizes)
+    planes = max(1, device.geometry.planes_per_die - 1)  # one is the gradient's
+    rounds = closed.rounds(device, update, planes)
+    into, back = _commands_ps(device, count, rounds)
+    program = round(rounds * cell.mean_program_ns * PS_PER_NS)
+    passes = len(update.rule.passes) * duration_ps(
+        _words(device, update) * unit.divider, device.channel.bytes_per_s
+    )
+    # one set of registers is the array's, and the bus's with it, the other the element's: what comes from
+    # the element is sent, programmed, and its set filled anew, before they change places
+    port = unit.overlaps_array and not unit.double_buffered
+    element = ELEMENT if unit.overlaps_array else DIE
+    arrives = _page_ps(device, update, update.gradient_bytes) + into
+    leaves = _page_ps(device, update, update.weight_bytes) + back
+    read = round(rounds * cell.mean_read_ns * PS_PER_NS)
+    return (
+        Stage("gradient in", BUS, arrives, 0, port, keeps=port),
+        *_spilled(device, update, extra, keeps=port),
+        Stage("read states", DIE, read, count),
+        Stage("passes", element, passes, 0),
+        Stage("weight out", BUS, leaves, 0, port, keeps=port),
+        Stage(
+            "program states", DIE, (1 + extra) * program, (1 + extra) * count, keeps=port, fills=True
+        ),
+    )  # fmt: skip
+
+
+def _in_controller(device: Device, update: Update, extra: int) -> _Stages:
+    """Over the channel; what garbage collection moves comes back over it once more."""
+    cell, count = device.cell, len(update.sizes)
+    rounds = closed.rounds(device, update, device.geometry.planes_per_die)
+    out, back = _commands_ps(device, count, rounds)
+    gradient: _Stages = ()
+    states = update.states_bytes
+    if update.gradient is Gradient.PROGRAMMED:
+        arrives = _page_ps(device, update, update.gradient_bytes * (1 + extra))
+        gradient = (
+            Stage("gradient in", BUS, arrives, 0, True),
+            *_spilled(device, update, extra, keeps=False),
+        )
+        out += _page_ps(device, update, update.gradient_bytes)
+    program = round(rounds * cell.mean_program_ns * PS_PER_NS)
+    return (
+        *gradient,
+        Stage("read states", DIE, round(rounds * cell.mean_read_ns * PS_PER_NS), count),
+        Stage("states out", BUS, _page_ps(device, update, states) + out, 0, True),
+        Stage("states in", BUS, _page_ps(device, update, states * (1 + extra)) + back, 0, True),
+        Stage("program states", DIE, (1 + extra) * program, (1 + extra) * count, fills=True),
+    )
+
+
+def _spilled(device: Device, update: Update, extra: int, *, keeps: bool) -> _Stages:
+    """A gradient into a page of its own; it is read beside the states, from its plane."""
+    if update.gradient is Gradient.REGISTER:
+        return ()
+    pages = update.gradient_bytes / max(update.sizes) * (1 + extra)
+    took = round(pages * device.cell.mean_program_ns * PS_PER_NS)
+    return (Stage("program gradient", DIE, took, 1 + extra, keeps=keeps),)
+
+
+def _commands_ps(device: Device, pages: int, rounds: int) -> tuple[int, int]:
+    """For which the channel carries the commands of reads, and of programs."""
+    channel, further = device.channel, pages - rounds
+    read = rounds * channel.read_command_ns + further * channel.read_plane_ns
+    program = rounds * channel.program_command_ns + further * channel.program_plane_ns
+    return read * PS_PER_NS, program * PS_PER_NS
+
+
+def _rounds(device: Device, update: Update, share: float) -> float:
+    """Multi-plane programs of a unit, over both kinds."""
+    planes = device.geometry.planes_per_die
+    on_die, in_controller = (
+        closed.rounds(device, update, count) for count in (max(1, planes - 1), planes)
+    )
+    return share * on_die + (1 - share) * in_controller
+
+
+def _erase_ps(device: Device, count: float) -> int:
+    return round(count * device.cell.erase_ns * PS_PER_NS)
+
+
+def _host(device: Device, update: Update) -> tuple[Phase, ...]:
+    """Pages in sequence, as many planes at once as can."""
+    page = device.geometry.page_bytes
+    planes = closed.planes_at_once(device)
+    states = -(-update.states_bytes * update.parameters // page)
+    gradients = -(-update.gradient_bytes * update.parameters // page)
+    reads, writes = -(-(states + gradients) // planes), -(-states // planes)
+    cached = device.channel.cache_read, device.channel.cache_program
+    if device.host.overlap:
+        share = reads / (reads + writes)
+        parts: list[tuple[float, _Stages]] = [(share, _read(device))]
+        for of_them, extra in _collections(update.write_amplification):
+            parts.append(((1 - share) * of_them, _write(device, extra)))
+        units = reads + writes
+        return (_phase(device, update, "both", parts, units=units, cached=any(cached)),)
+    write = [(of, _write(device, extra)) for of, extra in _collections(update.write_amplification)]
+    return (
+        _phase(device, update, "read", [(1.0, _read(device))], units=reads, cached=cached[0]),
+        _phase(device, update, "write", write, units=writes, cached=cached[1]),
+    )
+
+
+def _read(device: Device) -> _Stages:
+    channel, planes = device.channel, closed.planes_at_once(device)
+    command = (channel.read_command_ns + (planes - 1) * channel.read_plane_ns) * PS_PER_NS
+    port = not channel.cache_read
+    return (
+        Stage("read", DIE, round(device.cell.mean_read_ns * PS_PER_NS), planes),
+        Stage("out", BUS, planes * device.page_bus_ps + command, 0, port),
+    )
+
+
+def _write(device: Device, extra: int) -> _Stages:
+    """With what garbage collection reads and programs, over the channel both ways."""
+    channel, planes = device.channel, closed.planes_at_once(device)
+    command = (channel.program_command_ns + (planes - 1) * channel.program_plane_ns) * PS_PER_NS
+    program = (1 + extra) * round(device.cell.mean_program_ns * PS_PER_NS)
+    moved = (1 + 2 * extra) * planes * device.page_bus_ps
+    port = not channel.cache_program
+    return (
+        Stage("in", BUS, moved + command, 0, port),
+        Stage("program", DIE, program, (1 + extra) * planes, fills=True),
+    )
+
+
+def _phase(
+    device: Device,
+    update: Update,
+    name: str,
+    parts: list[tuple[float, _Stages]],
+    *,
+    units: int,
+    cached: bool,
+) -> Phase:
+    parts = [part for part in parts if part[0] > _EVEN]
+    return Phase(
+        name=name,
+        kinds=tuple(stages for _, stages in parts),
+        pattern=spread([share for share, _ in parts]),
+        units=units,
+        channels=device.geometry.channels,
+        dies=closed.workers(device),
+        sets=2 if cached else 1,
+        release_ps=0,
+        erase_ps=_erase_ps(device, update.write_amplification),
+        erase_every=device.geometry.pages_per_block,
+    )
+
+
+def seconds(ps: int) -> float:
+    """Of picoseconds."""
+    return ps / PS_PER_S

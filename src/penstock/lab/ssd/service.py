@@ -1,0 +1,92 @@
+"""What a simulated drive takes for transfers of several sizes, for whoever plans with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from penstock.core.errors import ConfigError
+from penstock.lab.ssd.aging import fill
+from penstock.lab.ssd.device import Device
+from penstock.lab.ssd.drive import Drive
+from penstock.lab.ssd.requests import Request
+
+REQUEST_BYTES: Final = 128 * 1024
+"""As an engine cuts a transfer: what many drives take at most (NVMe's MDTS)."""
+DEPTH: Final = 32
+SIZES: Final = tuple(4096 << each for each in range(0, 15, 2))
+"""4 KiB to 64 MiB."""
+_SHARED: Final = 1.2
+"""Reads and writes share a drive if both at once move less than so many times what either does alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One drive."""
+
+    sizes_bytes: tuple[int, ...]
+    write_s: tuple[float, ...]
+    """Of one transfer alone, cut into requests."""
+    read_s: tuple[float, ...]
+    latency_s: float
+    """Of a read of 4 KiB."""
+    write_bytes_per_s: float
+    """Of the largest transfer."""
+    read_bytes_per_s: float
+    shared: bool
+    """Whether reading and writing at once take from each other."""
+
+
+def measure(device: Device, *, sizes_bytes: Sequence[int] = SIZES) -> Measured:
+    """Transfers of each size on a new drive each; reads of what was written before.
+
+    Args:
+        device: Simulated event by event.
+        sizes_bytes: Two or more, growing.
+
+    Raises:
+        ConfigError: Sizes that make no sense, or larger than a quarter of the drive.
+    """
+    sizes = tuple(sizes_bytes)
+    if len(sizes) < 2 or sizes[0] < 1 or sorted(set(sizes)) != list(sizes):
+        raise ConfigError(f"sizes are {sizes}; they must be two or more, growing")
+    largest = Drive(device).user_bytes // 4
+    if sizes[-1] > largest:
+        raise ConfigError(f"a transfer of {sizes[-1]} bytes is more than a quarter of the drive")
+    read = tuple(_seconds(device, size, (True,)) for size in sizes)
+    write = tuple(_seconds(device, size, (False,)) for size in sizes)
+    both = _seconds(device, sizes[-1], (True, False))
+    latency_s = _seconds(device, 4096, (True,))
+    return Measured(
+        sizes_bytes=sizes,
+        write_s=_rising(write),
+        read_s=_rising(read),
+        latency_s=latency_s,
+        write_bytes_per_s=sizes[-1] / write[-1],
+        read_bytes_per_s=sizes[-1] / read[-1],
+        shared=2 * sizes[-1] / both < _SHARED * sizes[-1] / min(read[-1], write[-1]),
+    )
+
+
+def _rising(times: Sequence[float]) -> tuple[float, ...]:
+    """A page that is written in part may take longer than whole ones; no curve falls."""
+    return tuple(max(times[: place + 1]) for place in range(len(times)))
+
+
+def _seconds(device: Device, nbytes: int, kinds: tuple[bool, ...]) -> float:
+    """From the first request to the last completion, of a transfer of each kind at once."""
+    drive = Drive(device)
+    if True in kinds:
+        fill(drive.ftl, -(-nbytes // device.geometry.page_bytes))
+    begins = (0, -(-nbytes // REQUEST_BYTES) * REQUEST_BYTES)
+    flows = [
+        (_pieces(is_read, begin, nbytes), DEPTH)
+        for is_read, begin in zip(kinds, begins, strict=False)
+    ]
+    return drive.serve_flows(flows).time_s
+
+
+def _pieces(is_read: bool, begin: int, nbytes: int) -> Iterator[Request]:
+    for offset in range(0, nbytes, REQUEST_BYTES):
+        yield Request(is_read, begin + offset, min(REQUEST_BYTES, nbytes - offset))

@@ -1,0 +1,232 @@
+"""A weight update on the engines: by events, or by timelines; and how far to go on from a part of it.
+
+Both run the same operations (:mod:`.operations`) and must give the same picoseconds. The link to the host
+bounds a step beside them, as in the closed form: it delivers gradients one after the other, and weights
+leave while others are updated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.core.errors import ConfigError
+from penstock.lab.ssd import closed, energy, timeline
+from penstock.lab.ssd.closed import Placement, Step
+from penstock.lab.ssd.device import Device
+from penstock.lab.ssd.graph import Phase
+from penstock.lab.ssd.graph_events import ChannelRun
+from penstock.lab.ssd.operations import phases, seconds
+from penstock.lab.ssd.update import Update
+from penstock.lab.ssd.wear import levelled_time, wear_of
+
+_TRIED = 8
+"""Parts of a split that are tried."""
+
+
+class Engine(enum.StrEnum):
+    """What tells how long a step takes."""
+
+    CLOSED = "closed"
+    """The bound of each resource."""
+    TIMELINE = "timeline"
+    """The fast path, by Numba."""
+    TWIN = "twin"
+    """The same, plain."""
+    EVENTS = "events"
+    """The reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Of one phase, in ps."""
+
+    end_ps: int
+    bus_ps: int
+    """For which buses work, over all channels."""
+    die_ps: int
+
+
+_RunChannel = Callable[..., tuple[int, int, int]]
+
+
+def run_phase(phase: Phase, engine: Engine) -> Times:
+    """All units of a phase. Raises ConfigError for the closed form, which has none."""
+    if engine is Engine.EVENTS:
+        done = [ChannelRun(phase, number).run() for number in range(phase.channels)]
+    elif engine is Engine.CLOSED:
+        raise ConfigError("the closed form runs no phases")
+    else:
+        run = _kernel() if engine is Engine.TIMELINE else timeline.run_channel
+        stages = np.array(
+            [
+                (s.resource, s.took_ps, s.port, s.keeps, s.fills)
+                for kind in phase.kinds
+                for s in kind
+            ],
+            np.int64,
+        )
+        begins = np.cumsum([0, *map(len, phase.kinds)], dtype=np.int64)
+        pattern = np.array(phase.pattern, np.int64)
+        done = [
+            run(
+                stages, begins, pattern, number, phase.units, phase.channels, phase.dies, phase.sets,
+                phase.release_ps, phase.erase_ps, phase.erase_every,
+            )
+            for number in range(phase.channels)
+        ]  # fmt: skip
+    return Times(
+        max(int(end) for end, _, _ in done),
+        sum(int(bus) for _, bus, _ in done),
+        sum(int(die) for _, _, die in done),
+    )
+
+
+def channel_waits(phase: Phase) -> tuple[float, ...]:
+    """The share of their time that units of each kind spend waiting for the channel, by events."""
+    runs = [ChannelRun(phase, number) for number in range(phase.channels)]
+    for one in runs:
+        one.run()
+    return tuple(
+        sum(one.waits_ps[kind] for one in runs) / sum(one.units_ps[kind] for one in runs)
+        for kind in range(len(phase.kinds))
+    )
+
+
+def _kernel() -> _RunChannel:
+    """Numba is loaded when it is first needed: it takes longer to load than most of what is asked."""
+    run: _RunChannel = importlib.import_module("penstock.lab.ssd.timeline_kernel").run_channel
+    return run
+
+
+def simulate(device: Device, update: Update, placement: Placement, engine: Engine) -> Step:
+    """One step, as :func:`penstock.lab.ssd.step` tells it, with the engine's time and use."""
+    if engine is Engine.CLOSED:
+        return closed.step(device, update, placement)
+    share = best_share(device, update) if placement is Placement.SPLIT else None
+    formula = closed.step(device, update, placement, on_die=share)
+    graph = phases(device, update, placement, on_die=share)
+    times = [run_phase(phase, engine) for phase in graph]
+    return _told(device, update, formula, graph, times)
+
+
+def extrapolate(
+    device: Device, update: Update, placement: Placement, engine: Engine, *, periods: int = 4
+) -> tuple[Step, float]:
+    """The same from the first units only, which are as good as all once a rhythm is found.
+
+    Args:
+        device: Of which a period is as many units as fill a block on every die.
+        update: The step.
+        placement: Where it runs.
+        engine: What simulates.
+        periods: How many are simulated, 4 or more; the first half only to find the rhythm.
+
+    Returns:
+        The step, and its error, a share: by how much the rates of the last two quarters differ, or the
+        last from what it could become at best, for dies may wait for each other less in the long run.
+    """
+    if periods < 4 or periods % 4:
+        raise ConfigError(f"periods is {periods}, it must be a multiple of 4")
+    share = best_share(device, update) if placement is Placement.SPLIT else None
+    graph = phases(device, update, placement, on_die=share)
+    times, error = _extrapolated(graph, engine, periods)
+    formula = closed.step(device, update, placement, on_die=share)
+    return _told(device, update, formula, graph, times), error
+
+
+def best_share(device: Device, update: Update) -> float:
+    """Of units on the die, in split: what is quickest on timelines.
+
+    By the formulas buses and dies may both be busy all the time; but then they wait for each other, more
+    than what mixing gains. So shares are tried, on a part of the step.
+    """
+    formula = closed.share_on_die(device, update, Placement.SPLIT)
+    tried = sorted({*(part / _TRIED for part in range(_TRIED + 1)), formula}, reverse=True)
+
+    def rate(share: float) -> float:
+        graph = phases(device, update, Placement.SPLIT, on_die=share)
+        times, _ = _extrapolated(graph, Engine.TIMELINE, 4)
+        return _told(
+            *(device, update, closed.step(device, update, Placement.SPLIT, on_die=share)),
+            *(graph, times),
+        ).time_s
+
+    return min(tried, key=rate)
+
+
+def _extrapolated(
+    graph: tuple[Phase, ...], engine: Engine, periods: int
+) -> tuple[list[Times], float]:
+    times: list[Times] = []
+    error = 0.0
+    for phase in graph:
+        part = phase.erase_every * phase.dies * phase.channels * periods // 4
+        if phase.units <= 4 * part:
+            times.append(run_phase(phase, engine))
+            continue
+        half, more, whole = (run_phase(_first(phase, n * part), engine) for n in (2, 3, 4))
+        rate = (whole.end_ps - half.end_ps) / (2 * part)
+        early, late = more.end_ps - half.end_ps, whole.end_ps - more.end_ps
+        error = max(error, abs(late - early) / part / rate, abs(1 - phase.bound_ps / rate))
+        scale = phase.units / (4 * part)
+        times.append(
+            Times(
+                whole.end_ps + round(rate * (phase.units - 4 * part)),
+                round(whole.bus_ps * scale),
+                round(whole.die_ps * scale),
+            )
+        )
+    return times, error
+
+
+def _first(phase: Phase, units: int) -> Phase:
+    return dataclasses.replace(phase, units=units)
+
+
+def _told(
+    device: Device, update: Update, formula: Step, graph: tuple[Phase, ...], times: list[Times]
+) -> Step:
+    """The closed form's step with other times; what depends on them is reckoned anew."""
+    busy = dict(formula.busy_s)
+    on_host = formula.placement is Placement.HOST
+    if on_host:
+        time_s = _with_host(device, formula, times, busy)
+    else:
+        others = (busy[name] for name in ("link up", "link down", "controller"))
+        time_s = max(seconds(times[0].end_ps) * levelled_time(device, formula.on_die), *others)
+    channels = graph[0].channels
+    busy["channel"] = math.fsum(seconds(one.bus_ps) for one in times) / channels
+    busy["die"] = math.fsum(seconds(one.die_ps) for one in times) / channels / graph[0].dies
+    return dataclasses.replace(
+        formula,
+        time_s=time_s,
+        busy_s=tuple(busy.items()),
+        ledger=energy.ledger(
+            device,
+            update,
+            formula.moved,
+            time_s=time_s,
+            on_host=on_host,
+            on_die=formula.on_die,
+        ),
+        wear=wear_of(device, update, time_s, on_die=formula.on_die),
+    )
+
+
+def _with_host(device: Device, formula: Step, times: list[Times], busy: dict[str, float]) -> float:
+    """Seconds of a step, of which the host's processor does its part; ``busy`` is told what reads."""
+    share, link = device.host.io_efficiency, device.link
+    up = formula.moved.link_up / link.up_bytes_per_s / share
+    down = formula.moved.link_down / link.down_bytes_per_s / share
+    flash = [seconds(one.end_ps) / share for one in times]
+    if device.host.overlap:
+        return max(*flash, up, down, busy["processor"])
+    busy["read"], busy["write"] = max(flash[0], up), max(flash[1], down)
+    return busy["read"] + busy["write"] + busy["processor"]

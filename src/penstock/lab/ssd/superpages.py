@@ -1,0 +1,93 @@
+"""Super-pages: pages of all planes of a die at one offset, with one entry of the map.
+
+OptimStore (HPCA 2023) keeps weight, momentum, variance and gradient of the same parameters so, to read
+and program them by one multi-plane operation. A super-page lies on the die that its number tells (static
+allocation over channels, chips and dies), in a *row*: a block of each plane of that die, filled, cleaned
+and erased together. It is written whole: what the host does not write of it is read first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.lab.ssd.allocation import die_order
+from penstock.lab.ssd.blocks import EMPTY, Block, Plane
+from penstock.lab.ssd.device import Device
+
+
+class Superpages:
+    """The part of a drive's addresses, from their start, that is mapped by super-pages.
+
+    Attributes:
+        width: Pages of one.
+        pages: Logical pages that are mapped so.
+    """
+
+    def __init__(self, device: Device, planes: Sequence[Plane], count: int) -> None:
+        """Of ``count`` super-pages; ``planes`` are those of the drive."""
+        geometry, settings = device.geometry, device.ftl
+        self.width = geometry.planes_per_die
+        self.pages = count * self.width
+        self._planes = planes
+        self._block_pages = geometry.pages_per_block
+        self._streams = settings.streams
+        self._dies = die_order(geometry, settings.allocation)
+        self._where: dict[int, tuple[tuple[Block, ...], int]] = {}
+        self._frontiers: dict[tuple[int, int], tuple[Block, ...]] = {}
+
+    @classmethod
+    def of(cls, device: Device, planes: Sequence[Plane]) -> Superpages | None:
+        """As the device's settings ask; None: they ask for none."""
+        count = (
+            int(device.user_pages * device.ftl.superpage_share) // device.geometry.planes_per_die
+        )
+        return cls(device, planes, count) if count else None
+
+    def plane_of(self, lpn: int) -> int:
+        """Where a logical page lives."""
+        number, plane = divmod(lpn, self.width)
+        return self._dies[number % len(self._dies)] * self.width + plane
+
+    def planes_of(self, number: int) -> range:
+        """Of the die of a super-page."""
+        first = self._dies[number % len(self._dies)] * self.width
+        return range(first, first + self.width)
+
+    def find(self, lpn: int) -> tuple[Block, int] | None:
+        """The page of flash that holds it; None: it was never written."""
+        number, plane = divmod(lpn, self.width)
+        place = self._where.get(number)
+        return None if place is None else (place[0][plane], place[1])
+
+    def place(self, number: int, *, cleaning: bool, stream: int) -> tuple[tuple[Block, ...], int]:
+        """New pages for a super-page; see :meth:`.Ftl.place_row`."""
+        old = self._where.get(number)
+        if old is not None:
+            row, page = old
+            for block in row:
+                block.lpns[page] = EMPTY
+                block.valid -= 1
+            if cleaning:
+                stream = row[0].stream
+        key = (self._dies[number % len(self._dies)], stream + self._streams * cleaning)
+        row = self._frontiers.get(key) or self._open(key, number, stream)
+        page = row[0].filled
+        for plane, block in enumerate(row):
+            block.lpns[page] = number * self.width + plane
+            block.filled = page + 1
+            block.valid += 1
+        if page + 1 == self._block_pages:
+            del self._frontiers[key]
+        self._where[number] = (row, page)
+        return row, page
+
+    def open_blocks(self) -> list[int]:
+        """Erases of those that are being filled."""
+        return [block.erases for row in self._frontiers.values() for block in row]
+
+    def _open(self, key: tuple[int, int], number: int, stream: int) -> tuple[Block, ...]:
+        row = tuple(self._planes[plane].open(stream) for plane in self.planes_of(number))
+        for block in row:
+            block.row = row
+        self._frontiers[key] = row
+        return row

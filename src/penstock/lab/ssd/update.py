@@ -1,0 +1,145 @@
+"""What a weight update is, and which bytes it moves where; nothing here takes time.
+
+A *unit* is what a die updates at once: as many parameters as FP32 words fit in a page, ``k = S / 4``,
+with one page of each state in a plane of its own. Symbols in the comments are those of docs/ssd.md.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Final
+
+from penstock.core.errors import ConfigError
+from penstock.lab.ssd.device import WORD_BYTES, Device
+from penstock.lab.ssd.optimizers import Optimizer, optimizer
+
+_BYTES: Final = (1, 2, 4)
+"""That a value may have."""
+
+
+class Gradient(enum.StrEnum):
+    """Where a gradient waits for its unit."""
+
+    REGISTER = "register"
+    """In the cache register of its plane, or in the controller's memory: it is never programmed."""
+    PROGRAMMED = "programmed"
+    """In a page of its own, which is programmed when it comes and read when it is used."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """One step of an optimizer over all parameters."""
+
+    parameters: int
+    optimizer: str
+    state_bytes: tuple[int, ...] = ()
+    """Of each state, the weight first; empty: 4 of each."""
+    gradient_bytes: int = 4
+    """As it comes from the host."""
+    weight_bytes: int = 2
+    """Of the new weight, as it goes to the host."""
+    gradient: Gradient = Gradient.REGISTER
+    write_amplification: float = 1.0
+    """Pages programmed for each that the update writes; 1 where it writes in sequence."""
+
+    def __post_init__(self) -> None:
+        if self.parameters < 1:
+            raise ConfigError(f"parameters is {self.parameters}, it must be 1 or more")
+        states = len(self.rule.states)
+        if self.state_bytes and len(self.state_bytes) != states:
+            raise ConfigError(
+                f"state_bytes has {len(self.state_bytes)} values, {self.optimizer} has {states} states:"
+                f" {', '.join(self.rule.states)}"
+            )
+        for nbytes in (*self.state_bytes, self.gradient_bytes, self.weight_bytes):
+            if nbytes not in _BYTES:
+                raise ConfigError(f"a value of {nbytes} bytes is none of {_BYTES}")
+        if not 1 <= self.write_amplification < 1000:
+            raise ConfigError(
+                f"write_amplification is {self.write_amplification}, it is at least 1 and below 1000"
+            )
+
+    @property
+    def rule(self) -> Optimizer:
+        """Its states and passes."""
+        return optimizer(self.optimizer)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each state for a parameter."""
+        return self.state_bytes or (WORD_BYTES,) * len(self.rule.states)
+
+    @property
+    def states_bytes(self) -> int:
+        """b: of all states, for a parameter."""
+        return sum(self.sizes)
+
+    @property
+    def returned_bytes(self) -> int:
+        """What goes to the host for each parameter."""
+        return self.weight_bytes
+
+    def units(self, device: Device) -> float:
+        """U = P / k; the last may be a part of one."""
+        return self.parameters / (device.geometry.page_bytes // WORD_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """What a whole step moves, by the place."""
+
+    flash_read: int
+    flash_written: int
+    """Programmed, with write amplification."""
+    channel: int
+    """Both ways, over all channels."""
+    link_up: int
+    link_down: int
+    host_dram: int
+    """Both ways: a transfer touches it once, the update on a processor once more."""
+
+
+def host_bytes(update: Update) -> Bytes:
+    """States and gradient are read from flash, and the states written back.
+
+    The gradient was written when backward made it, which is no part of the step.
+    """
+    count, b, wa = update.parameters, update.states_bytes, update.write_amplification
+    read = (b + update.gradient_bytes) * count
+    written = b * count
+    # garbage collection reads and programs within the drive, over its channels
+    moved = round(written * (wa - 1))
+    return Bytes(
+        flash_read=read + moved,
+        flash_written=written + moved,
+        channel=read + written + 2 * moved,
+        link_up=read,
+        link_down=written,
+        host_dram=2 * (read + written),
+    )
+
+
+def drive_bytes(update: Update, *, on_die: float) -> Bytes:
+    """States stay in the drive: the gradient comes, the new weight goes.
+
+    Args:
+        update: The step.
+        on_die: Which share of the units dies update; the controller updates the others.
+    """
+    count, b, wa = update.parameters, update.states_bytes, update.write_amplification
+    gradient = update.gradient_bytes * count
+    spilled = gradient if update.gradient is Gradient.PROGRAMMED else 0
+    read = b * count + spilled + round((b * count + spilled) * (wa - 1))
+    written = round((b * count + spilled) * wa)
+    returned = update.returned_bytes * count
+    by_die = gradient + returned
+    by_controller = b * count + 2 * spilled + round(b * count * wa)
+    return Bytes(
+        flash_read=read,
+        flash_written=written,
+        channel=round(on_die * by_die + (1 - on_die) * by_controller),
+        link_up=returned,
+        link_down=gradient,
+        host_dram=gradient + returned,
+    )

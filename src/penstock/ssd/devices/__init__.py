@@ -1,1 +1,0 @@
-"""Descriptions of SSDs, one TOML file each; see :mod:`penstock.ssd.description`."""
