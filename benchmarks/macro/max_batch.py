@@ -95,7 +95,7 @@ def trial(spec: dict[str, Any]) -> None:
     import torch  # noqa: PLC0415
 
     import penstock  # noqa: PLC0415
-    from penstock import zoo  # noqa: PLC0415
+    from penstock.lab import zoo  # noqa: PLC0415
 
     torch.manual_seed(0)
     network = zoo.build(spec["network"], **spec["overrides"])

@@ -1,6 +1,6 @@
 """The networks of the papers, in plain torch, for the command line, tests and benchmarks.
 
->>> from penstock import zoo
+>>> from penstock.lab import zoo
 >>> network = zoo.build("gpt2", size="tiny")
 >>> loss = network(*zoo.example_batch(network, batch_size=2))
 >>> loss.backward()
