@@ -400,10 +400,10 @@ class Session:
             self._attachment.follow()
         self.recorder.end_step()
         self._interrupts.raise_lost()
-        self.recorder.raise_warning()
         if self.on_step is not None:
             self.on_step()
         self.recorder.begin_step(self._steps)
+        self.recorder.raise_warning()
 
     @property
     def plan(self) -> Plan | None:

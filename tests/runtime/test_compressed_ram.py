@@ -177,6 +177,7 @@ def test_a_warning_that_is_an_error_is_raised_after_the_step_and_stops_no_transf
             except PenstockWarning as error:
                 told.append(str(error))
         assert len(told) == len(set(told)) < 4
+        assert len(session.recorder.steps()) == 5  # all of them, also those that raised
     assert session.budget.used_bytes == 0
 
 
