@@ -68,7 +68,7 @@ class Source(Region):
 
     @property
     def was_changed(self) -> bool:
-        """Whether the tensor is not what it was."""
+        """Return whether the tensor is not what it was."""
         return self.has_version and self._leaf.tensor._version != self._version
 
     @property
@@ -86,7 +86,7 @@ class Source(Region):
         return file, start + piece * PIECE_BYTES + self.piece_bytes(piece)
 
     def has_copy(self, piece: int) -> bool:
-        """Whether the tensor is not needed for it."""
+        """Return whether the tensor is not needed for it."""
         return piece in self._copies
 
     def copy_out(self, start: int, stop: int, address: int) -> None:
@@ -194,7 +194,7 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """Return whether it is over, well or not."""
         return self._over
 
     def wait(self) -> Saved:

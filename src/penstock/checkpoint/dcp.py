@@ -188,7 +188,7 @@ class DcpWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path."""
+        """Return whether it is a path."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
     def _let_go(self, error: BaseException | None = None) -> None:
@@ -263,7 +263,7 @@ class DcpReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path."""
+        """Return whether it is a path."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
 

@@ -157,7 +157,7 @@ class Checkpointer:
         self.close()
 
     def due(self, step: int) -> bool:
-        """Whether to save after this step; call it once after each.
+        """Return whether to save after this step; call it once after each.
 
         It is true also when the process is to sleep, and what it then has must survive.
         """

@@ -355,7 +355,7 @@ def is_alone(fd: int) -> bool:
 
 
 def is_still(parent: Directory, name: str, directory: Directory) -> bool:
-    """Whether a name still leads to a directory that was opened by it."""
+    """Return whether a name still leads to a directory that was opened by it."""
     with suppress(OSError):
         named = os.stat(name, dir_fd=parent.fd, follow_symlinks=False)
         return os.path.samestat(named, os.fstat(directory.fd))
@@ -374,7 +374,7 @@ def having_threads(path: str) -> Iterator[None]:
 
 
 def leads_to(path: str, directory: Directory) -> bool:
-    """Whether a path still leads to a directory that was opened by it."""
+    """Return whether a path still leads to a directory that was opened by it."""
     with suppress(OSError):
         return os.path.samestat(os.stat(path), os.fstat(directory.fd))
     return False

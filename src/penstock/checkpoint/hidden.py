@@ -50,7 +50,7 @@ def hidden_name_of(name: str) -> str:
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a name is that of a directory in which something is being saved."""
+    """Return whether a name is that of a directory in which something is being saved."""
     return name.startswith(".") and name.endswith(".saving")
 
 

@@ -41,7 +41,7 @@ class Info:
 
     @property
     def ok(self) -> bool:
-        """Whether it may load; ``verify`` reads it and knows."""
+        """Return whether it may load; ``verify`` reads it and knows."""
         return not self.damage
 
 

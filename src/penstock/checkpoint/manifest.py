@@ -278,7 +278,7 @@ def _check_places(manifest: Manifest) -> None:
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements lie one after another in memory, in whatever order."""
+    """Return whether elements lie one after another in memory, in whatever order."""
     expected = 1
     for step, size in sorted(zip(strides, shape, strict=True)):
         if size == 1:

@@ -32,7 +32,7 @@ def is_stateful(value: object) -> TypeGuard[Stateful]:
 
 
 def is_plain_value(value: object, depth: int = 0) -> bool:
-    """Whether nothing in it has memory or a state of its own: only numbers, words and the like."""
+    """Return whether nothing in it has memory or a state of its own: only numbers, words and the like."""
     if isinstance(value, torch.Tensor | np.ndarray) or is_stateful(value) or depth > MAX_DEPTH:
         return False
     if isinstance(value, Mapping):

@@ -310,5 +310,5 @@ class Health:
 
     @property
     def ok(self) -> bool:
-        """Whether all of it is what was written."""
+        """Return whether all of it is what was written."""
         return not self.damage

@@ -255,7 +255,7 @@ def _decode_tagged(
 
 
 def has_later(document: Json) -> bool:
-    """Whether anything in it is of version 3 of the format."""
+    """Return whether anything in it is of version 3 of the format."""
     left = [document]
     while left:  # however deep somebody has made it
         each = left.pop()
@@ -269,7 +269,7 @@ def has_later(document: Json) -> bool:
 
 
 def has_tensors(document: Json) -> bool:
-    """Whether tensors or arrays are in it."""
+    """Return whether tensors or arrays are in it."""
     if isinstance(document, list):
         return any(map(has_tensors, document))
     if not isinstance(document, dict):

@@ -165,7 +165,7 @@ class FilesWriter:
         return entry
 
     def linked(self, name: str, nbytes: int) -> bool:
-        """Whether the base's file of that name, of that length, could be had here as well."""
+        """Return whether the base's file of that name, of that length, could be had here as well."""
         assert self._base is not None
         source = self._base.file(name)
         if source is None:

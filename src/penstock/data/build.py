@@ -37,7 +37,7 @@ class Opened:
     index_path: str | None
     """Where the index is kept; ``None`` if it is only in memory."""
     built: bool
-    """Whether the index was built now."""
+    """True if the index was built now."""
 
 
 def open_index(

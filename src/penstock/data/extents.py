@@ -37,7 +37,7 @@ class Plan:
     extent: Numbers
     """``[samples, fields]``: the extent that has it."""
     apart: bool
-    """Whether no byte is part of two samples, nor a sample there twice."""
+    """True if no byte is part of two samples, nor a sample there twice."""
 
     @property
     def total_bytes(self) -> int:

@@ -34,7 +34,7 @@ class Group:
     taken: Taken
     lock: Lock
     lends: bool
-    """Whether ``lend`` may be asked: no byte is in two samples, and the ring has room beside it."""
+    """True if ``lend`` may be asked: no byte is in two samples, and the ring has room beside it."""
     bad: dict[int, Exception] = field(default_factory=dict)
     """By row: why it could not be read."""
 

@@ -117,7 +117,7 @@ class Index:
 
     @cached_property
     def alike(self) -> bool:
-        """Whether each field is equally long in all samples."""
+        """Return whether each field is equally long in all samples."""
         lengths = self.columns["nbytes"]
         return bool((self.columns["row"] < 0).all() and (lengths == lengths[0]).all())
 

@@ -272,7 +272,7 @@ class FlashLoader:
         self.close()
 
     def _is_over(self) -> bool:
-        """Whether the last batch of the epoch was delivered."""
+        """Return whether the last batch of the epoch was delivered."""
         return self._consumed > 0 and not self.share.count(len(self.dataset), self._consumed)
 
     def _have_plant(self) -> Plant:

@@ -187,7 +187,7 @@ def lends_mostly(
     waiting: int,
     ring_bytes: int,
 ) -> bool:
-    """Whether batches of this order are memory of the ring, but for one now and then.
+    """Return whether batches of this order are memory of the ring, but for one now and then.
 
     They are where the samples of a batch lie side by side in the ring, where reads begin at whole blocks;
     and where the ring has as much room again as all the batches that wait.

@@ -40,7 +40,7 @@ class Rates:
 
     @property
     def full_is_quick(self) -> bool:
-        """Whether samples may as well be read one by one."""
+        """Return whether samples may as well be read one by one."""
         return self.random_bytes_per_s >= FULL_SHARE * self.sequential_bytes_per_s
 
 

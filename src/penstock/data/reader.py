@@ -101,7 +101,7 @@ class Reader:
 
     @property
     def is_direct(self) -> bool:
-        """Whether the first file is read past the page cache. Raises as ``start``."""
+        """Return whether the first file is read past the page cache. Raises as ``start``."""
         return self._open(0).direct
 
     def plan(self, samples: Numbers) -> Plan:
@@ -298,7 +298,7 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """Whether all has arrived."""
+        """Return whether all has arrived."""
         return self._transfer is None or self._transfer.done
 
     def when_done(self, action: Callable[[], None]) -> None:

@@ -28,7 +28,7 @@ class Verdict:
     first_bad: tuple[str, ...]
     """What is wrong with the first of them."""
     checksums: bool
-    """Whether there were any to compare."""
+    """True if there were any to compare."""
     seconds: float
 
 

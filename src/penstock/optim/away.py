@@ -70,7 +70,7 @@ class InVain:
         self._times: dict[int, int] = {}
 
     def __contains__(self, param: int) -> bool:
-        """Whether a parameter's gradient has left in vain in two steps, one after the other."""
+        """Return whether a parameter's gradient has left in vain in two steps, one after the other."""
         return self._times.get(param, 0) > 1
 
     def leaves(self, param: int) -> None:
@@ -177,7 +177,7 @@ def discard_all(tier: Tier, tickets: list[Ticket]) -> None:
 
 
 def _is_norm(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether it is the 2-norm of one gradient."""
+    """Return whether it is the 2-norm of one gradient."""
     return (
         func is torch.ops.aten.linalg_vector_norm.default
         and isinstance(args[0], Away)
@@ -187,7 +187,7 @@ def _is_norm(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _gives_views(func: Any) -> bool:
-    """Whether what it returns shares memory with an argument that it does not write to."""
+    """Return whether what it returns shares memory with an argument that it does not write to."""
     infos = [each.alias_info for each in func._schema.returns]
     return any(info is not None and not info.is_write for info in infos)
 

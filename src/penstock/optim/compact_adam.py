@@ -19,7 +19,7 @@ _STATES: Final = ("exp_avg", "exp_avg_sq")
 
 
 def is_for(cls: type[torch.optim.Optimizer], form: Form) -> bool:
-    """Whether steps of a class on records of a form can be made by ``step``."""
+    """Return whether steps of a class on records of a form can be made by ``step``."""
     return (
         cls in _CLASSES
         and form.master == "low"

@@ -159,7 +159,7 @@ class Pipeline:
         return self.store.record_bytes(tile, self._slots.of(tile))
 
     def is_filled(self, tile: Tile) -> bool:
-        """Whether the tile has a record."""
+        """Return whether the tile has a record."""
         return tile.index in self._slots.filled
 
     def forget_all(self) -> None:

@@ -41,11 +41,11 @@ class Source:
     """States that exist before a first step, given a group's options: a number where each element has
     it, a tensor where the parameter has one."""
     prefers_master: bool
-    """Whether 16-bit parameters have a float32 master, unless the config says."""
+    """True if 16-bit parameters have a float32 master, unless the config says."""
 
     @property
     def with_master(self) -> bool:
-        """Whether they have one."""
+        """Return whether they have one."""
         master = self.config.master
         return self.prefers_master if master is None else master
 

@@ -346,7 +346,7 @@ def _chunks(
 
 
 def _is_copy(master: Array, weight: Tensor) -> bool:
-    """Whether the record's master merely repeats the weight, which is the master."""
+    """Return whether the record's master merely repeats the weight, which is the master."""
     return (
         master.packing == "plain" and weight.dtype == master.dtype and weight.device.type == "cpu"
     )

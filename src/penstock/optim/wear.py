@@ -35,7 +35,7 @@ class Wear:
 
     @property
     def is_beyond(self) -> bool:
-        """Whether the planned steps write more than that."""
+        """Return whether the planned steps write more than that."""
         steps = self.steps_until_tbw
         return steps is not None and self.planned_steps is not None and self.planned_steps > steps
 

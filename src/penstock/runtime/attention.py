@@ -53,7 +53,7 @@ class Attention:
             self.full_passes = FULL_PASSES
 
     def would_tell(self, plan: Plan, kinds: Sequence[Pass]) -> bool:
-        """Whether a better plan may be made if the next pass is observed; ``kinds`` are known."""
+        """Return whether a better plan may be made if the next pass is observed; ``kinds`` are known."""
         if self._observed_passes >= MAX_OBSERVED_PASSES:
             return False
         unseen = self._recompute and not all(known.observed for known in kinds)

@@ -156,7 +156,7 @@ class CodecUse:
         return sampled
 
     def want_samples(self, in_force: InForce, kinds: Sequence[Pass]) -> bool:
-        """Whether a better plan may be made if the next pass is sampled; ``kinds`` are known."""
+        """Return whether a better plan may be made if the next pass is sampled; ``kinds`` are known."""
         plan = in_force.plan
         return (
             plan is not None

@@ -87,7 +87,7 @@ class Comparison:
 
     @property
     def at_hand(self) -> bool:
-        """Whether the answer is known without waiting for a device."""
+        """Return whether the answer is known without waiting for a device."""
         return isinstance(self._answer, bool)
 
     def differ(self) -> bool:

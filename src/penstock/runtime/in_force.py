@@ -27,9 +27,9 @@ class InForce:
     first_ranks: dict[str, int] = field(default_factory=dict)
     """By path of a module that is run again: when backward first asks for anything in it."""
     codecs_pay: bool = False
-    """Whether codecs could win something: a channel is as busy as the network, or tiers are too small."""
+    """True if codecs could win something: a channel is as busy as the network, or tiers are too small."""
     moves_nothing: bool = False
-    """Whether nothing is moved, and there is no budget, or no tier, to depart from the plan for."""
+    """True if nothing is moved, and there is no budget, or no tier, to depart from the plan for."""
     _by_module: dict[tuple[str, int], Decision] = field(default_factory=dict)
 
     @classmethod

@@ -61,7 +61,7 @@ class Loaders:
         return sum(each.read_demand_bytes_per_s for each in list(self._sources))
 
     def moved(self, machine: Machine) -> bool:
-        """Whether they need another share of this machine's flash than the plan leaves to them."""
+        """Return whether they need another share of this machine's flash than the plan leaves to them."""
         change = abs(self.demand_bytes_per_s - self.planned_bytes_per_s)
         return change > MOVED_SHARE * machine.flash_read_bytes_per_s
 

@@ -69,7 +69,7 @@ class Mover(ABC):
 
     device: torch.device
     runs_behind: ClassVar[bool] = False
-    """Whether the device runs behind the interpreter, so that ``use`` says something."""
+    """True if the device runs behind the interpreter, so that ``use`` says something."""
 
     @abstractmethod
     def write(
@@ -85,7 +85,7 @@ class Mover(ABC):
         """
 
     def frees(self, storage: torch.UntypedStorage) -> bool:
-        """Whether memory comes free for others when ``storage`` dies."""
+        """Return whether memory comes free for others when ``storage`` dies."""
         return True
 
     @abstractmethod

@@ -216,5 +216,5 @@ def _index(saved: SavedStorage | KeptStorage) -> int:
 
 
 def in_tier_only(saved: SavedStorage) -> bool:
-    """Whether no live copy of its bytes is left, in whosever hands."""
+    """Return whether no live copy of its bytes is left, in whosever hands."""
     return saved.source() is None and (saved.restored is None or saved.restored() is None)

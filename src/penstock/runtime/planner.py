@@ -270,11 +270,11 @@ class Planner:
         return self.decide(record)
 
     def recomputes(self, module: str, ordinal: int) -> bool:
-        """Whether the plan has a slot made again, of whatever size."""
+        """Return whether the plan has a slot made again, of whatever size."""
         return (module, ordinal) in self._in_force.made_again
 
     def too_early(self, key: SlotKey, place: int) -> bool:
-        """Whether reading a slot back must wait until backward has come further than ``place``."""
+        """Return whether reading a slot back must wait until backward has come further than ``place``."""
         return bool(self.triggers) and self.triggers.get(key.match_key, -1) > place
 
     def place_of(self, path: str) -> int | None:
@@ -394,11 +394,11 @@ class Planner:
         return "observed" if like is not None and not like.observed else ""
 
     def _crowded_out(self) -> bool:
-        """Whether the plan in force leaves data loaders too little of flash, or too much."""
+        """Return whether the plan in force leaves data loaders too little of flash, or too much."""
         return self.plan is not None and not self.moves_nothing and self._loaders.moved(self._whole)
 
     def _tells_all(self, finished: Pass) -> bool:
-        """Whether a plan could be made of a pass: nothing was dropped, or it was observed."""
+        """Return whether a plan could be made of a pass: nothing was dropped, or it was observed."""
         return finished.observed or not (self.plan and self.plan.recomputed)
 
     def _replan(self, finished: Pass, reason: str) -> None:

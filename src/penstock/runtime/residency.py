@@ -66,7 +66,7 @@ class View(Protocol):
     view: torch.Tensor | None
     """That; ``None`` once it is stripped."""
     unpacked: bool
-    """Whether it has been asked for."""
+    """True if it has been asked for."""
     saved: SavedStorage | KeptStorage | None
     """What it is a view of."""
 
@@ -94,7 +94,7 @@ class SlotRecord:
     frame_bytes: int | None = None
     """What it took in a tier, if it was encoded."""
     planned: bool = False
-    """Whether the plan of then knew it."""
+    """True if the plan of then knew it."""
     waited_ns: int = 0
     """How long backward waited for it to be read."""
     producer: str | None = None
@@ -137,7 +137,7 @@ class SavedStorage:
     """Claim on the bytes in ``tier``; kept until DEAD, because a graph may be walked again."""
     tier: Any = None
     writing: bool = False
-    """Whether a write is under way, also after it was needed or has died: its charge stays."""
+    """True if a write is under way, also after it was needed or has died: its charge stays."""
     target: Any = None
     """Device memory being filled, while READING."""
     read: Any = None

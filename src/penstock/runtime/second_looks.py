@@ -51,7 +51,7 @@ class SecondLooks:
         return self._looked_at
 
     def found(self, records: Sequence[SlotRecord]) -> bool:
-        """Whether a codec makes of the slot that was looked at much less than it did."""
+        """Return whether a codec makes of the slot that was looked at much less than it did."""
         key = self._looked_at
         if key is None:
             return False

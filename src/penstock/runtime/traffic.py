@@ -214,7 +214,7 @@ class Traffic:
         self._try(saved, others)
 
     def may_go(self, saved: SavedStorage) -> bool:
-        """Whether a RESIDENT storage can be spilled, as far as is known. Under the lock."""
+        """Return whether a RESIDENT storage can be spilled, as far as is known. Under the lock."""
         return not saved.stuck or self.held_bytes < saved.refused_at_bytes
 
     @property

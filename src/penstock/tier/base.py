@@ -50,7 +50,7 @@ class TierSpec:
     where: str
     """For error messages: directories, or what memory."""
     gpu_direct: bool = False
-    """Whether addresses are those of device memory. The host cannot read that, so the tier makes no
+    """True if addresses are those of device memory. The host cannot read that, so the tier makes no
     checksums; whoever writes there makes its own."""
 
 

@@ -99,7 +99,7 @@ class SlabDirectory:
         return self.claimed_bytes - self.space.free_bytes
 
     def should_grow_for(self, nbytes: int) -> bool:
-        """Whether another slab may let ``nbytes`` be one extent."""
+        """Return whether another slab may let ``nbytes`` be one extent."""
         return self.space.largest_free_bytes < nbytes and self.claimable_bytes > 0
 
     def claim(self) -> tuple[DirectFile, int]:

@@ -180,7 +180,7 @@ def _absent(array: Any) -> Any:
 
 
 def _has_gaps(pa: Any, array: Any) -> bool:
-    """Whether a list in it has an item that is null."""
+    """Return whether a list in it has an item that is null."""
     types, kind = pa.types, array.type
     if not (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)):
         return False

@@ -31,7 +31,7 @@ class Job:
     options: Mapping[str, Any]
     progress: Progress
     whole: bool = False
-    """Whether the names are all that the root has, and not some that the user chose."""
+    """True if the names are all that the root has, and not some that the user chose."""
 
     def check_listed(self, listed: Sequence[str], where: str) -> None:
         """Raise DatasetError unless every file of a list that lies beside them is there."""
@@ -63,7 +63,7 @@ class Format(Protocol):
         """What the user may choose, with defaults."""
 
     def accept(self, name: str) -> bool:
-        """Whether a file of this name is one of the format's."""
+        """Return whether a file of this name is one of the format's."""
 
     def build(self, job: Job) -> IndexBuilder:
         """Find the samples.

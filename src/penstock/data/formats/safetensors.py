@@ -107,7 +107,7 @@ def _tensor(path: str, name: str, facts: Any) -> _Tensor:
 
 
 def _wholes(value: Any) -> bool:
-    """Whether it is a list of whole numbers, zero or more."""
+    """Return whether it is a list of whole numbers, zero or more."""
     return isinstance(value, list) and all(
         type(each) is int and 0 <= each <= MOST_BYTES for each in value
     )

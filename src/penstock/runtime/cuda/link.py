@@ -94,7 +94,7 @@ class Link(Protocol):
         """What is enqueued on ``stream`` from now on runs after ``event``."""
 
     def reached(self, event: Event) -> bool:
-        """Whether the device has come to ``event``."""
+        """Return whether the device has come to ``event``."""
 
     def synchronize(self, event: Event) -> None:
         """Wait, with the GIL released, until the device has come to ``event``."""
@@ -109,7 +109,7 @@ class Link(Protocol):
         """The same for what comes back and goes again, apart from what stays if that can be had."""
 
     def frees(self, storage: torch.UntypedStorage) -> bool:
-        """Whether its memory comes free for others when it dies: not that of a CUDA graph."""
+        """Return whether its memory comes free for others when it dies: not that of a CUDA graph."""
 
     def keep(self, storage: torch.UntypedStorage, stream: Stream) -> None:
         """Once freed, the memory is not used again before ``stream`` has done all it then has to do."""
@@ -133,7 +133,7 @@ class Link(Protocol):
         """What torch has allocated."""
 
     def capturing(self, stream: Stream | None = None) -> bool:
-        """Whether ``stream``, or else the current one, records a CUDA graph."""
+        """Return whether ``stream``, or else the current one, records a CUDA graph."""
 
     def pin(self, address: int, nbytes: int, device: torch.device) -> str:
         """Register host memory with the driver; ``""``, or why that failed."""

@@ -48,7 +48,7 @@ class Buffer:
     moving: int = 1
     """Transfers that touch it; whoever takes a buffer has begun one."""
     wanted: bool = True
-    """Whether its bytes are needed when no transfer touches it; else it is freed then."""
+    """True if its bytes are needed when no transfer touches it; else it is freed then."""
 
     @property
     def address(self) -> int:

@@ -47,7 +47,7 @@ class Pools:
 
     @property
     def supported(self) -> bool:
-        """Whether this torch has pools that lend; see [Note: own pool]."""
+        """Return whether this torch has pools that lend; see [Note: own pool]."""
         pool = getattr(self._cuda, "MemPool", None)
         if pool is None or not hasattr(self._cuda, "use_mem_pool"):
             return False
@@ -73,7 +73,7 @@ class Pools:
         return pool
 
     def own(self, pool_id: tuple[int, int]) -> bool:
-        """Whether a pool is one of these."""
+        """Return whether a pool is one of these."""
         return any(tuple(pool.id) == pool_id for pool in self._pools.values())
 
 

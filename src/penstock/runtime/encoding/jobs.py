@@ -36,11 +36,11 @@ class Job(ABC):
         self.error: BaseException | None = None
         """The first one. From then on no piece is taken up."""
         self.over = False
-        """Whether somebody settles it, or has."""
+        """True if somebody settles it, or has."""
 
     @property
     def waits(self) -> bool:
-        """Whether there are pieces to take up."""
+        """Return whether there are pieces to take up."""
         return self.error is None and self.begun < self.ticket.pieces
 
     def take_up(self) -> int:
@@ -50,7 +50,7 @@ class Job(ABC):
         return self.begun - 1
 
     def end(self) -> bool:
-        """Whether the caller is the one to settle it: nothing is pending, and nothing will be."""
+        """Return whether the caller is the one to settle it: nothing is pending, and nothing will be."""
         if self.over or self.pending or self.waits:
             return False
         self.over = True

@@ -277,7 +277,7 @@ class Worker:
         return job.withdrawals()
 
     def _is_last(self, job: Job) -> bool:
-        """Whether the caller has to settle a job. Under the lock."""
+        """Return whether the caller has to settle a job. Under the lock."""
         if not job.end():
             return False
         if isinstance(job, ReadJob):
