@@ -34,7 +34,7 @@ from penstock.core.locks import condition
 from penstock.core.units import MIB
 
 PIECE_BYTES: Final = 2 * MIB
-"""What is copied at once: a huge page, and less than a block."""
+"""Bytes copied at once: a huge page, and less than a block."""
 
 Write = Callable[["Saving", list[list[tuple[int, Region]]]], Saved]
 """Writes the regions of all files, telling the first argument which bytes are not read any more."""
@@ -114,7 +114,7 @@ class Source(Region):
         raise AssertionError("what is saved is not written to")
 
     def copy_of(self, piece: int) -> Region | None:
-        """What takes its place."""
+        """Return the copy of a piece, if there is one."""
         return self._copies.get(piece)
 
     def copied(self, piece: int, memory: torch.Tensor) -> Region:
@@ -303,7 +303,7 @@ class Saving:
 
 
 def failure_told(error: BaseException) -> str:
-    """What is said of a save that failed where nobody waited for it."""
+    """Return the message on a save that failed while nobody waited for it."""
     return f"a checkpoint could not be saved, and those before it stay: {error}"
 
 

@@ -46,7 +46,7 @@ from penstock.core.units import parse_bytes
 
 @dataclass(slots=True)
 class Stats:
-    """What saving has cost so far.
+    """Cost of saving so far.
 
     Attributes:
         saves: Checkpoints that became durable.
@@ -258,7 +258,7 @@ class Checkpointer:
             self._held_up(start)
 
     def checkpoints(self) -> list[Info]:
-        """What there is, the latest step first. Raises TransferError."""
+        """List the checkpoints, the latest step first. Raises TransferError."""
         return listing(self.directory)
 
     def latest(self) -> Info | None:

@@ -60,11 +60,11 @@ class Directory:
         self.close()
 
     def join(self, name: str) -> str:
-        """What to call something in it."""
+        """Return the path of an entry."""
         return os.path.join(self.path, name)
 
     def names(self) -> list[str]:
-        """What is in it, sorted. Raises TransferError."""
+        """List the names in the directory, sorted. Raises TransferError."""
         try:
             return sorted(os.listdir(self.fd))
         except OSError as error:

@@ -20,11 +20,11 @@ from penstock.codec.base import HEADER_BYTES, Bytes
 from penstock.core.errors import CodecError, ConfigError
 
 ALIGNMENT_BYTES: Final = 64
-"""What a tensor takes in its file is a multiple of this, so that those behind it are aligned."""
+"""Multiple to which each tensor is padded in its file, so that the next is aligned."""
 _SMALL_BYTES: Final = 4096
 """Shorter tensors stay as they are, for others to read."""
 _LENGTH: Final = slice(16, 24)
-"""Where in a frame's header the length of its payload is."""
+"""Bytes of a frame's header that hold the length of its payload."""
 
 
 class Encoder:
@@ -155,7 +155,7 @@ class Decoding(Region):
 
 
 def stored_in(entry: TensorEntry, target: Any) -> Region:
-    """What a tensor's bytes in its file fill, as they come in.
+    """Return the region that a tensor's bytes in its file fill as they arrive.
 
     Args:
         entry: What the manifest says of it.

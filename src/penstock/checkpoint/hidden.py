@@ -45,7 +45,7 @@ _SLACK_BYTES: Final = MIB
 
 
 def hidden_name_of(name: str) -> str:
-    """What a checkpoint is called while it is made."""
+    """Return the name of a checkpoint while it is being written."""
     return _SAVING.format(name)
 
 

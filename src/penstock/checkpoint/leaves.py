@@ -72,7 +72,7 @@ class Leaves:
         return len(self._tensors) - 1
 
     def all(self, frozen: frozenset[int] = frozenset()) -> list[Leaf]:
-        """What there is, with its owners.
+        """Return all leaves, with their owners.
 
         Args:
             frozen: Addresses of tensors that training leaves as they are.

@@ -1,4 +1,4 @@
-"""Who wants to know what a run's ``Checkpointer`` does, and may have it save now.
+"""Listeners to a run's ``Checkpointer``, which may also ask it to save now.
 
 A job that is put to sleep durably has its script save at its own next opportunity: nobody else knows what
 belongs to the script's state.

@@ -47,7 +47,7 @@ from penstock.io.supply import Supply
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """What a save has done.
+    """Result of a save.
 
     Attributes:
         path: The checkpoint.
@@ -184,7 +184,7 @@ class Store:
         watcher: Watcher | None,
         buffers_bytes: int,
     ) -> FilesWriter:
-        """Who has written all files, and the manifest."""
+        """Return the writer, after all files and the manifest are written."""
         entries = list(prepared.entries)
         engine = None if self.make_engine is None else self.make_engine()
         try:

@@ -37,7 +37,7 @@ from penstock.io.reporting import reported
 from penstock.observe.clients import CHECKPOINTS
 
 BUFFERS_BYTES: Final = 16 * MIB
-"""What is on its way at once. See [Note: few buffers]."""
+"""Bytes in flight at once. See [Note: few buffers]."""
 _DEPTH: Final = 6
 """Blocks that the engine has at once; the others are being filled or emptied."""
 _DEVICE_BYTES_PER_S: Final = 2e9
@@ -46,7 +46,7 @@ _LEAST_BUFFERS: Final = 3
 _MOST_BUFFERS: Final = 64
 
 Regions = Sequence[tuple[int, Region]]
-"""Where in a file something begins, and what; in this order, none over another."""
+"""Offsets in a file and the regions there; in order, without overlaps."""
 
 
 def count_within(memory_bytes: int, block_bytes: int) -> int:

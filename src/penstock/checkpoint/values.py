@@ -1,4 +1,4 @@
-"""What is no tensor, as JSON: exactly, or not at all.
+"""Values other than tensors, as JSON: exactly, or not at all.
 
 [Note: values in JSON]
     ``null``, ``true``, ``false``, strings, whole numbers below 2**53 and finite floats stand for
@@ -130,7 +130,7 @@ def _set(value: set[Any] | frozenset[Any], path: Path) -> Json:
 
 
 def _key(key: object, path: Path, how: str) -> Json:
-    """What is found by its hash."""
+    """Encode a key, which is found by its hash."""
     if type(key) not in _KEYS:
         raise _refused(key, path, how)
     made = encode(key, _no_tensor, path)
@@ -158,7 +158,7 @@ def _plain(value: object, path: Path) -> Json:
 
 
 def _tagged(value: object, path: Path) -> Json:
-    """What is one object in JSON; None: there is no form for it."""
+    """Encode a value as one JSON object; None: there is no form for it."""
     kind = type(value)
     made: Json = None
     if isinstance(value, bytes) and kind is bytes:
@@ -211,7 +211,7 @@ def _refused(value: object, path: Path, how: str) -> CheckpointError:
 def decode(
     document: Json, tensor: Callable[[int], Any], array: Callable[[int], Any], depth: int = 0
 ) -> Any:
-    """What ``encode`` was given.
+    """Rebuild the argument of ``encode``.
 
     Args:
         document: Its JSON.
@@ -302,7 +302,7 @@ def members_of(document: Json) -> dict[Any, Json] | None:
 
 
 def list_of(document: Json, kind: type) -> list[Json] | None:
-    """What is in a list, or in a tuple, if it is one."""
+    """Return the items of an encoded list or tuple; None: it is neither."""
     if kind is list:
         return document if isinstance(document, list) else None
     try:

@@ -35,7 +35,7 @@ class Opened:
     root: str
     index: Index
     index_path: str | None
-    """Where the index is kept; ``None`` if it is only in memory."""
+    """Path of the index; ``None``: it is only in memory."""
     built: bool
     """True if the index was built now."""
 

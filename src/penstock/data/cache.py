@@ -1,4 +1,4 @@
-"""What is kept from one run to the next, as indexes: read only where nobody else can have written it."""
+"""Files kept between runs, such as indexes: read only where no other user can have written them."""
 
 from __future__ import annotations
 

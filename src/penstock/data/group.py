@@ -15,7 +15,7 @@ from penstock.data.permutation import Numbers
 from penstock.data.ring import Ring, Span, Taken
 
 ALIGNED_BYTES: Final = 64
-"""What torch gives its own memory: kernels may compute other bits elsewhere."""
+"""Alignment of torch's own memory: with another, kernels may compute other bits."""
 LEAST_LENT_BYTES: Final = 16 << 10
 """Less is copied in no more time, and would keep a group from being used again."""
 

@@ -33,7 +33,7 @@ _BLOCK_BYTES: Final = 4 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedFile:
-    """What was written."""
+    """File that was written."""
 
     path: str
     records: int
@@ -125,7 +125,7 @@ def _write(
 
 
 def _facts(index: Index, align: int) -> dict[str, Any]:
-    """What the header says; of the largest numbers, so that it does not grow."""
+    """Return the header's facts, with the largest numbers, so that it does not grow."""
     packed = index.format == "packed"
     return {
         "format": index.meta["source"] if packed else index.format,

@@ -1,4 +1,4 @@
-"""What reads for one process: an engine, a ring and a reader, within the memory that the user gave.
+"""Resources for reading in one process: engine, ring and reader, within the memory that the user gave.
 
 [Note: batch memory]
     A batch that is new memory each time costs a fault for each of its pages; and where a virtual machine
@@ -108,7 +108,7 @@ class Plant:
 
     @property
     def held_bytes(self) -> int:
-        """What is held now: the index, the ring's resident part, and what is set aside."""
+        """Bytes held now: the index, the ring's resident part, and what is reserved."""
         workings = int(self.memory_bytes * _WORKINGS_SHARE)
         return workings + self._index.nbytes + self.ring.held_bytes + self.waiting_bytes
 
@@ -149,7 +149,7 @@ class Plant:
         self.ring.close()
 
     def room_beside(self, waiting_bytes: int) -> int:
-        """What the ring has beside batches of so many bytes. Raises BudgetError: nothing."""
+        """Return the ring's bytes beside batches of so many bytes. Raises BudgetError: none."""
         workings = int(self.memory_bytes * _WORKINGS_SHARE)
         needs = self._index.nbytes + waiting_bytes
         room = round_down(self.memory_bytes - workings - needs, PAGE_BYTES)

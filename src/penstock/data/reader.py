@@ -33,7 +33,7 @@ Policy = Literal["raise", "skip"]
 ENTRY_BYTES: Final = 1 << 20
 """Longer reads are cut: several at once fill the device's queue."""
 _SURCHARGE: Final = 1.1
-"""What is given more is not all for the ring."""
+"""Head-room when more memory is advised: not all of it goes to the ring."""
 _MOST_OPEN: Final = 256
 GROUP_PART: Final = 7
 """Of the ring: a group that is asked for is no more, if one batch is not. A batch that is in use keeps
@@ -44,7 +44,7 @@ LENT_PART: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class ReadSoFar:
-    """What was read, and what of it was wanted, by readers that are gone."""
+    """Bytes read, and bytes of them that were wanted, by readers that are closed."""
 
     read_bytes: int = 0
     wanted_bytes: int = 0

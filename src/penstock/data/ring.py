@@ -23,11 +23,11 @@ from penstock.io.mapping import HUGE_PAGE_BYTES, PAGE_BYTES, Mapping
 
 Places = tuple[Numbers, "Taken"]
 Span = tuple[int, int]
-"""Where something begins and ends."""
+"""Begin and end."""
 
 
 class Taken:
-    """What one ``take`` has, until ``free`` and the death of all that was lent of it."""
+    """Memory of one ``take``, held until ``free`` and until everything lent of it is gone."""
 
     __slots__ = ("holds", "mapping", "pieces")
 
@@ -119,7 +119,7 @@ class Ring:
 
     @property
     def used_bytes(self) -> int:
-        """What is taken."""
+        """Bytes taken."""
         return sum(stop - start for taken in self._taken for start, stop in taken.pieces)
 
     def close(self) -> None:

@@ -23,11 +23,11 @@ from penstock.core.locks import defer
 from penstock.tier.base import Ticket, Tier
 
 _OVERWRITE: Final = (torch.ops.aten.copy_.default, torch.ops.aten.zero_.default)
-"""What the first argument holds does not matter to these."""
+"""Operators for which the old contents of their first argument do not matter."""
 
 
 class Rest:
-    """Where the values of one gradient are. The keeper's lock guards what changes.
+    """Place of the values of one gradient. The keeper's lock guards what changes.
 
     Attributes:
         param: Number of its parameter.
@@ -88,7 +88,7 @@ class InVain:
 
 
 class Keeper(Protocol):
-    """Who knows where gradients rest."""
+    """Source of gradients that are on flash or in memory."""
 
     def bring(self, rest: Rest, *, values: bool = True) -> Tensor:
         """The values, read if they are not in memory, in the parameter's shape, on its device.
@@ -119,7 +119,7 @@ class Away(Tensor):
 
     @property
     def keeper(self) -> Keeper:
-        """Who knows where it rests. Raises ClosedError if that is gone."""
+        """Source of the gradient's values. Raises ClosedError if it is gone."""
         found = self._keeper()
         if found is None:
             raise ClosedError(

@@ -21,7 +21,7 @@ those that are shorter, so that as many bytes are under way in every format."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatesConfig:
-    """Where states rest, in which form, and when they are updated."""
+    """Settings of states on flash: directories, format, and when they are updated."""
 
     flash: str | Path | tuple[str | Path, ...] = ()
     """Directories, best on different SSDs; each record is spread over all of them."""

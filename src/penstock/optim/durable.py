@@ -53,7 +53,7 @@ _VERSION: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the record of a tile is, and what."""
+    """Place and kind of a tile's record."""
 
     slot: int
     checksum: Sum | None
@@ -62,7 +62,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a journal says."""
+    """Contents of a journal."""
 
     step: int
     layout: str

@@ -19,7 +19,7 @@ from penstock.optim.layout import Tile
 
 
 class Phase(enum.Enum):
-    """What a buffer holds."""
+    """Contents of a buffer."""
 
     FREE = "nothing"
     READING = "a record on its way in"

@@ -242,14 +242,14 @@ class FlashStates:
                 param.note()
 
     def _clip(self, grads: list[Tensor]) -> Tensor | None:
-        """What ``torch.nn.utils.clip_grad_norm_`` would multiply gradients with."""
+        """Return the factor by which ``torch.nn.utils.clip_grad_norm_`` would multiply gradients."""
         if not grads:
             return None
         self.last_norm = torch.nn.utils.get_total_norm(grads)
         return self.factor_of(self.last_norm)
 
     def factor_of(self, norm: Tensor | None) -> Tensor:
-        """What clips gradients of this norm, as ``torch.nn.utils.clip_grads_with_norm_`` does."""
+        """Return the factor that clips gradients of this norm, as ``clip_grads_with_norm_`` does."""
         assert self.config.clip_norm is not None
         assert norm is not None
         return torch.clamp(self.config.clip_norm / (norm.cpu() + 1e-6), max=1.0)

@@ -1,4 +1,4 @@
-"""Where tiles' records lie: files preallocated and overwritten in place, on one or several directories.
+"""Files of tiles' records: preallocated, overwritten in place, in one or several directories.
 
 [Note: records]
     A record has one place, or two where steps are durable. With several directories it is cut into as
@@ -305,7 +305,7 @@ class Store:
         return self._share(tile.record_bytes)
 
     def _share(self, nbytes: int) -> int:
-        """What each directory has of so many bytes, at most."""
+        """Return the most that each directory holds of ``nbytes``."""
         return round_up(-(-nbytes // len(self.directories)), RECORD_BYTES)
 
     def _check_space(

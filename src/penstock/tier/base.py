@@ -1,4 +1,4 @@
-"""Where bytes rest: the seam between those who spill and the memories that they spill to.
+"""Interface of tiers, between code that offloads and the memories that it offloads to.
 
 1. The runtime calls :meth:`Tier.write` and keeps the :class:`Ticket`. The source must stay alive
    and unmodified until ``ticket.written`` is settled; the tier holds ``keep_alive`` until then. If
@@ -33,12 +33,12 @@ from penstock.observe.recorder import Recorder, Stage
 from penstock.tier import checksums
 
 Place: TypeAlias = Any
-"""Where in a tier some bytes are: each tier has its own type, which only itself looks into."""
+"""Place of bytes in a tier: each tier has its own type, which no other code looks into."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierSpec:
-    """What a tier is, asked up front."""
+    """Properties of a tier, asked up front."""
 
     name: str
     """As in plans, logs and traces: ``"flash"``, ``"host"``."""
@@ -61,7 +61,7 @@ class Window:
     address: int
     nbytes: int
     skew: int
-    """Where in the window the data begin."""
+    """Offset of the data in the window."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +69,7 @@ class Ticket:
     """A claim on bytes that a tier holds. Made by ``Tier.write``; fields are for reading only."""
 
     label: str
-    """What the bytes are, for errors and traces."""
+    """Name of the bytes in errors and traces."""
     nbytes: int
     """Length of the data."""
     window: Window
@@ -305,7 +305,7 @@ class Tier(ABC):
             self._in_flight += 1
 
     def _end(self, transfer: Transfer | None = None) -> None:
-        """What ``_begin`` began is over and whoever waited for it has been told."""
+        """Note that what ``_begin`` began is over, and that whoever waited for it knows."""
         with self._lock:
             if transfer is not None:
                 self._moving.discard(transfer)

@@ -82,12 +82,12 @@ class FlashTier(Tier):
 
     @property
     def claimed_bytes(self) -> int:
-        """What the tier's files take of the file systems now."""
+        """Bytes of the file systems that the tier's files take now."""
         return self._space.claimed_bytes
 
     @property
     def taken_bytes(self) -> int:
-        """What is taken of the capacity now: held bytes, each ticket's rounded up to 4 KiB."""
+        """Bytes of the capacity in use: held bytes, each ticket's rounded up to 4 KiB."""
         return self._space.taken_bytes
 
     def _write(

@@ -90,12 +90,12 @@ class SlabDirectory:
 
     @property
     def claimable_bytes(self) -> int:
-        """What it may still claim of the file system."""
+        """Bytes that it may still claim of the file system."""
         return self.quota_bytes - self.claimed_bytes
 
     @property
     def taken_bytes(self) -> int:
-        """What is handed out."""
+        """Bytes handed out."""
         return self.claimed_bytes - self.space.free_bytes
 
     def should_grow_for(self, nbytes: int) -> bool:
@@ -151,7 +151,7 @@ class SlabDirectory:
         self.space.free(*extent)
 
     def pieces(self, extents: Iterable[Extent]) -> Iterator[Piece]:
-        """Where extents lie in files; they are cut where they pass from one slab to the next."""
+        """Locate extents in files; they are cut where they pass from one slab to the next."""
         for start, nbytes in extents:
             offset, end = start, start + nbytes
             while offset < end:

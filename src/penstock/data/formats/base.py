@@ -1,4 +1,4 @@
-"""What a format is: it tells which files are its own, and where the samples in them lie.
+"""Interface of a format: it recognises its files, and locates the samples in them.
 
 1. ``build_index`` picks a format by name, or the one whose ``accept`` takes the files.
 2. It calls :meth:`Format.build` with their names, once; what that returns is saved.
@@ -23,7 +23,7 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What there is to index."""
+    """Files to index, and how."""
 
     root: str
     names: Sequence[str]
@@ -60,7 +60,7 @@ class Format(Protocol):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """What the user may choose, with defaults."""
+        """Options of the user, with defaults."""
 
     def accept(self, name: str) -> bool:
         """Return whether a file of this name is one of the format's."""
