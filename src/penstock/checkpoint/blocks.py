@@ -110,7 +110,7 @@ class Blocks:
 
 
 def agrees(body: EncodedBody, out: Outbound, block_bytes: int, known: FileEntry) -> bool:
-    """Whether a file with encoded tensors is one that is known, by its checksums; nothing is written.
+    """Return whether a file with encoded tensors is known, by its checksums; nothing is written.
 
     Args:
         body: What is in it.

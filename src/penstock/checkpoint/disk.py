@@ -337,7 +337,7 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def is_alone(fd: int) -> bool:
-    """Whether nobody else has a file open or mapped, in any process; False where that cannot be told.
+    """Return whether no process has a file open or mapped; False where that cannot be determined.
 
     That is what the kernel wants to grant a write lease. Whoever opens the file at that very instant
     waits until it is given back, and we are sent a signal, which is to be one that is ignored by default.

@@ -49,7 +49,7 @@ class Encoder:
         self._frame = np.empty(HEADER_BYTES + FRAME_BYTES, np.uint8)
 
     def pays(self, region: Region, dtype: str) -> bool:
-        """Whether it makes the first piece of a tensor shorter; the tensor stays as it is if not."""
+        """Return whether it makes a tensor's first piece shorter; if not, the tensor stays as it is."""
         if region.nbytes < _SMALL_BYTES or not self._codec.accepts(dtype):
             return False
         return self._encode(region, dtype, 0).size < min(region.nbytes, FRAME_BYTES)

@@ -22,7 +22,7 @@ MAX_OBSERVED_PASSES: Final = 32
 
 
 class Attention:
-    """What is still to be looked at. Used under the planner's lock.
+    """Passes that are still to be profiled. Used under the planner's lock.
 
     Attributes:
         full_passes: Of so many of the next passes all slots are recorded.

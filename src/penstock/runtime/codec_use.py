@@ -125,7 +125,7 @@ class CodecUse:
         return replace(decision, codec=self._forced)
 
     def follow(self, plan: Plan, profile: Profile) -> None:
-        """What goes raw under ``plan``, made from ``profile``, is looked at again from now on."""
+        """Sample again, from now on, what ``plan``, made from ``profile``, stores as it is."""
         self._looks.begin(profile, plan)
         self.shortage.follow(plan, profile)
 

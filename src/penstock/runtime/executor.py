@@ -169,7 +169,7 @@ class Executor:
         return saved
 
     def free_early(self, storage: torch.UntypedStorage) -> None:
-        """What is saved is not held until backward; see ``Mover.free_early``."""
+        """Note that a saved storage is not held until backward; see ``Mover.free_early``."""
         self._mover.free_early(storage)
 
     def here(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
@@ -425,7 +425,7 @@ class Executor:
         return storage
 
     def _in_child(self, saved: SavedStorage) -> torch.UntypedStorage:
-        """What a forked child inherited; without the lock, whose holder did not come along."""
+        """Return what a forked child inherited; without the lock, whose holder does not exist here."""
         storage = in_memory(saved)
         if storage is None:
             raise RestoreError(

@@ -32,11 +32,11 @@ from penstock.core.units import GIB, round_up
 from penstock.io.mapping import PAGE_BYTES
 
 _KEEPS: Final = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
-"""What glibc reads when the process starts."""
+"""Environment variables that glibc reads when the process starts."""
 
 
 def heap_is_better() -> bool:
-    """Whether what comes back is to go into the heap: as ``PENSTOCK_RESTORE_INTO`` says, or see above."""
+    """Return whether to restore into the heap: as ``PENSTOCK_RESTORE_INTO`` says, or see above."""
     choice = knobs.restore_into()
     if choice != "auto":
         return choice == "heap"
@@ -118,17 +118,17 @@ class Heap:
 
     @property
     def used_bytes(self) -> int:
-        """What blocks hold, and are charged for, now."""
+        """Bytes that blocks hold, and are charged for, now."""
         return self._used_bytes
 
     @property
     def touched_bytes(self) -> int:
-        """What is resident, and charged to the budget, now."""
+        """Bytes resident, and charged to the budget, now."""
         return self._used_bytes
 
     @staticmethod
     def charge_bytes(nbytes: int) -> int:
-        """What a block takes from the budget: a page more, since it begins where a page does."""
+        """Return a block's charge to the budget: a page more, since it begins at a page."""
         return nbytes + PAGE_BYTES
 
     def allocate(self, nbytes: int) -> HeapBlock | None:

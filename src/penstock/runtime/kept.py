@@ -53,7 +53,7 @@ class KeptStorage:
     complete: bool = True
     """As in ``SavedStorage``."""
     promoted: SavedStorage | None = None
-    """What it has become."""
+    """Storage that it has become, once it can be spilled."""
 
     @property
     def key(self) -> SlotKey:
@@ -62,7 +62,7 @@ class KeptStorage:
 
     @property
     def label(self) -> str:
-        """What to call it in errors."""
+        """Name in errors."""
         return str(self.key)
 
 

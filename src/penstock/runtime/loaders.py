@@ -24,7 +24,7 @@ class Reads(Protocol):
 
     @property
     def read_demand_bytes_per_s(self) -> float:
-        """What it reads from flash, or will have to read; 0 if that is not known yet."""
+        """Bytes per second that it reads, or will have to read, from flash; 0: not known yet."""
 
     def rest(self) -> None:
         """Give its memory back until it is asked for the next batch."""
@@ -57,7 +57,7 @@ class Loaders:
 
     @property
     def demand_bytes_per_s(self) -> float:
-        """What all of them need now."""
+        """Bytes per second that all of them need now."""
         return sum(each.read_demand_bytes_per_s for each in list(self._sources))
 
     def moved(self, machine: Machine) -> bool:
@@ -66,6 +66,6 @@ class Loaders:
         return change > MOVED_SHARE * machine.flash_read_bytes_per_s
 
     def left_of(self, machine: Machine) -> Machine:
-        """What a plan has of the machine from now on."""
+        """Return the machine that is left for a plan from now on."""
         self.planned_bytes_per_s = self.demand_bytes_per_s
         return machine.less_read(self.planned_bytes_per_s) if self.planned_bytes_per_s else machine

@@ -1,4 +1,4 @@
-"""What went raw is looked at again: sparsity may appear during training where there was none.
+"""Repeated sampling of what is stored as it is: sparsity may appear during training.
 
 Of what is encoded each pass tells how long its frames were. Of what goes as it is, nothing is known but
 the sample of a pass long ago. So in every ``EVERY`` passes one such slot is sampled again, in turn, the

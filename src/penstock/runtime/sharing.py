@@ -1,4 +1,4 @@
-"""Whether a storage that was saved once serves another handle, and what that handle then holds."""
+"""Sharing of a storage that was saved once with another handle, and what that handle then holds."""
 
 from __future__ import annotations
 

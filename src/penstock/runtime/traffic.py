@@ -219,7 +219,7 @@ class Traffic:
 
     @property
     def held_bytes(self) -> int:
-        """What tiers hold."""
+        """Bytes that tiers hold."""
         return sum(tier.held_bytes for tier in self.tiers.values())
 
     def fill(self) -> str:

@@ -1,4 +1,4 @@
-"""What Penstock asks of a device that runs behind the interpreter: a thin layer over torch's own.
+"""Interface to a device that runs behind the interpreter: a thin layer over torch's own.
 
 The mover and its lanes know the device only through a :class:`Link`. So a test can put a simulated one
 in its place, whose streams run their queues as late, and in as unlucky an order, as they may.
@@ -91,7 +91,7 @@ class Link(Protocol):
         """Nobody asks for ``event`` any more, nor waits for it from now on: it may be recorded again."""
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """What is enqueued on ``stream`` from now on runs after ``event``."""
+        """Have everything enqueued on ``stream`` from now on run after ``event``."""
 
     def reached(self, event: Event) -> bool:
         """Return whether the device has come to ``event``."""
@@ -124,13 +124,13 @@ class Link(Protocol):
         """Put a :mod:`.digest` of a whole storage at ``address``; waits until ``stream`` has done it."""
 
     def usable_bytes(self, device: torch.device) -> int | None:
-        """What torch could have allocated at this moment: free memory, and what it has reserved.
+        """Return what torch could allocate at this moment: free memory, and what it has reserved.
 
         None: torch does not tell.
         """
 
     def allocated(self, device: torch.device) -> Allocated:
-        """What torch has allocated."""
+        """Return what torch has allocated."""
 
     def capturing(self, stream: Stream | None = None) -> bool:
         """Return whether ``stream``, or else the current one, records a CUDA graph."""
@@ -348,7 +348,7 @@ def _unpin(module: Any, address: int, device: torch.device) -> str:
 
 
 def _in_thread(call: Callable[..., str], *args: object) -> str:
-    """What ``call`` returns, or its error in words.
+    """Return the result of ``call`` in another thread, or its error in words.
 
     When the interpreter ends, Python 3.12 and later start no thread any more, and no kernel follows
     that could be blamed: then it is called here.

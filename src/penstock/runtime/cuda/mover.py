@@ -191,7 +191,7 @@ class CudaMover(Mover):
         return tuple(link.record(stream) for stream in streams)
 
     def frees(self, storage: torch.UntypedStorage) -> bool:
-        """Whether it is not memory of a CUDA graph; see [Note: memory of CUDA graphs] in ``.pools``."""
+        """Return whether no CUDA graph owns it; see [Note: memory of CUDA graphs] in ``.pools``."""
         return self._link.frees(storage)
 
     # -- back -------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ class Buffer:
 
     @property
     def address(self) -> int:
-        """Where it begins, a multiple of 4096."""
+        """Address, a multiple of 4096."""
         return self.block.address
 
 
@@ -124,7 +124,7 @@ class Slab:
 
     @property
     def used_bytes(self) -> int:
-        """What buffers hold now."""
+        """Bytes that buffers hold now."""
         return self.arena.used_bytes
 
     # -- taking -----------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ class Segments:
         self._without_traces = {"include_traces": False} if has_traces else {}
 
     def is_of_another_pool(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage's memory belongs to a pool that is neither torch's common one nor ours."""
+        """Return whether a storage's memory is of a pool that is neither torch's common one nor ours."""
         if self._cuda.get_allocator_backend() != "native":  # others have no snapshot
             return False
         index, address = storage.device.index, storage.data_ptr()

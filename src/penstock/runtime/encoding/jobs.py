@@ -22,7 +22,7 @@ from penstock.tier.base import Ticket, Tier
 
 
 class Job(ABC):
-    """What both directions have in common. Fields are guarded by the worker's lock."""
+    """Base of jobs in both directions. Fields are guarded by the worker's lock."""
 
     def __init__(self, ticket: EncodedTicket, tier: Tier, codec: Codec, transfer: Transfer) -> None:
         self.ticket = ticket
@@ -63,7 +63,7 @@ class Job(ABC):
 
     @abstractmethod
     def withdrawals(self) -> list[Callable[[], object]]:
-        """What to call, without the lock, when it has failed and again when it has ended."""
+        """Return what to call, without the lock, when it has failed and again when it has ended."""
 
     @abstractmethod
     def let_go(self) -> None:

@@ -1,4 +1,4 @@
-"""Where frames lie between a codec and a tier.
+"""Memory for frames between a codec and a tier.
 
 [Note: scratch]
     Encoding makes room, so it must not need any: what it works in is taken from the device budget once,
@@ -93,7 +93,7 @@ class Slots:
         self._give_back.atexit = False
 
     def _charged_bytes(self) -> int:
-        """What is charged from the beginning to the end."""
+        """Bytes charged from opening to close."""
         return self.working_bytes
 
     def piece_bytes(self, codec: Codec, dtype: str) -> int:

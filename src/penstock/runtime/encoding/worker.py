@@ -178,7 +178,7 @@ class Worker:
             return step
 
     def _next(self) -> Callable[[], None] | None:
-        """What to do now, if anything can be done. Under the lock."""
+        """Return the next thing to do, if anything can be done. Under the lock."""
         for read in sorted(self._reads, key=attrgetter("priority")):
             if read.waits and (slot := self._scratch.take(encoding=False)) is not None:
                 return partial(self._read, read, read.take_up(), slot, read.priority)
@@ -285,7 +285,7 @@ class Worker:
         return True
 
     def _finish(self, job: Job, withdrawals: list[Callable[[], object]], ended: bool) -> None:
-        """What follows without the lock: cancel the rest of what has failed, settle what has ended."""
+        """Cancel the rest of what has failed, and settle what has ended, without the lock."""
         for withdraw in withdrawals:
             withdraw()
         if not ended:
