@@ -144,7 +144,7 @@ def test_wrong_bits_meet_a_copy_and_a_check_mends_what_is_no_number():
         (lambda: constants("adam", 0, rate=1.0), "step 0"),
         (lambda: constants("adam", 1, rate=1.0, decay=0.1), "adamw has it in a constant"),
         (lambda: Element(newton_steps=-1), "newton_steps is -1"),
-        (lambda: Element(state_bytes=(4, 1, 1)), "the element knows 4 and 2"),
+        (lambda: Element(state_bytes=(4, 1, 1)), "the element supports 4 and 2"),
         (lambda: Element(state_bytes=(4, 2)).programmed("adam", words()), "adam has 3 states"),
     ],
 )

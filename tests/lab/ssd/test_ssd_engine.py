@@ -426,10 +426,10 @@ def test_every_allocation_visits_every_plane_in_its_order():
     [
         ({"requests": 0}, "requests is 0"),
         ({"queue_depth": 0}, "queue_depth is 0"),
-        ({"request_bytes": 100}, "no multiple of 512"),
+        ({"request_bytes": 100}, "use a multiple of 512"),
         ({"read_share": 1.5}, "read_share is 1.5"),
-        ({"skip": 10}, "skip is 10, of 10"),
-        ({"working_set": 1e-9}, "holds no request"),
+        ({"skip": 10}, "skip is 10; it must be below the 10"),
+        ({"working_set": 1e-9}, "has no room for a request"),
         ({"align_bytes": 100}, "align_bytes is 100"),
     ],
 )
@@ -439,12 +439,12 @@ def test_workloads_that_make_no_sense_are_refused(workload, says):
 
 
 def test_settings_that_leave_no_room_are_refused():
-    with pytest.raises(ConfigError, match="no room for what is moved"):
+    with pytest.raises(ConfigError, match="moved pages would have no room"):
         Ftl(tiny(ftl__gc_victims=4))
     with pytest.raises(ConfigError, match="no block would be left"):
         Ftl(tiny(ftl__gc_least_blocks=22))
 
 
 def test_a_request_beyond_the_end_is_refused():
-    with pytest.raises(ConfigError, match="beyond the end"):
+    with pytest.raises(ConfigError, match="ends beyond the"):
         serve(tiny(), Request(True, 1 << 40, PAGE))

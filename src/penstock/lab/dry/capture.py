@@ -94,7 +94,7 @@ class Capture:
 
     @contextmanager
     def attached(self, module: torch.nn.Module) -> Iterator[None]:
-        """Within, the hooks are active in this thread, and ``module`` is the root of slot names."""
+        """Activate the hooks in this thread, with ``module`` as the root of slot names."""
         self.modules.register(module)
         with ExitStack() as stack:
             stack.callback(self._mover.close)
