@@ -78,7 +78,7 @@ class Child:
             kind = getattr(errors, str(reply.get("kind")), PenstockError)
             plain = kind in (errors.ConfigError, errors.CheckpointError, errors.SuspendError)
             raise (kind if plain else PenstockError)(f"{self.what}: {reply['error']}")
-            return reply
+        return reply
 
     def fileno(self) -> int:
         """File descriptor of the replies, for a selector."""

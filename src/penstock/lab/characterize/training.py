@@ -38,11 +38,11 @@ class Training:
         """Build it, with the same weights on every rank, and make a first step.
 
         Args:
-            name: Of one of the nine.
+            name: Name of one of the nine networks.
             scale: See :mod:`penstock.lab.characterize.networks`.
-            parallel: ``none``, ``ddp`` or ``pipeline``; the other ranks have been met.
-            device: Where it is trained.
-            seed: Of weights and batches.
+            parallel: ``none``, ``ddp`` or ``pipeline``; the process group exists already.
+            device: Device of the training.
+            seed: Seed of weights and batches.
         """
         self._case = NETWORKS[name]
         self._device = device
