@@ -18,7 +18,7 @@ from penstock.plan.profile import Profile
 from penstock.plan.replay import replay
 from penstock.report.plan_table import Largest
 
-MOST: Final = 1 << 20
+MAX_BATCH: Final = 1 << 20
 """Largest batch that is tried."""
 _GUESSES: Final = 8
 """Number of guesses after which the needs count as too far from linear for more."""
@@ -58,7 +58,7 @@ class LargestBatch:
 
     def of(self, policy: str) -> Largest:
         """Return the largest batch for which the policy's plan fits."""
-        low, high, near, tried = 0, MOST + 1, 1, 0
+        low, high, near, tried = 0, MAX_BATCH + 1, 1, 0
         trial = self._found if policy == "auto" and self._found else self._given
         while high - low > 1:
             if self.fits(policy, trial):
@@ -78,7 +78,7 @@ class LargestBatch:
             if not low < trial < high:
                 trial = (low + high) // 2
         self._found = max(self._found, low)
-        return Largest(low, bounded=low < MOST)
+        return Largest(low, bounded=low < MAX_BATCH)
 
     def fits(self, policy: str, batch_size: int) -> bool:
         """Return True if the policy's plan for this batch fits."""
@@ -93,7 +93,7 @@ class LargestBatch:
 
     def _guess(self, policy: str, last: int, low: int, high: int) -> int:
         """Return the batch to try after ``last``: the largest that seems to fit, or one more."""
-        if low > 0 and high <= MOST:
+        if low > 0 and high <= MAX_BATCH:
             seeming = self._seeming(policy, low, high)
             if seeming is not None:
                 return max(seeming, low + 1)
@@ -121,7 +121,7 @@ class LargestBatch:
         needs = [self._need_bytes(policy, batch) for batch in (last, other)]
         each = (needs[0] - needs[1]) / (last - other)
         if each <= 0:
-            return MOST
+            return MAX_BATCH
         return int(last + (self._budgets.device_bytes - needs[0]) / each)
 
     def _need_bytes(self, policy: str, batch_size: int) -> int:

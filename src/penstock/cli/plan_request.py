@@ -18,7 +18,7 @@ from penstock.plan.profile import Profile
 
 ALL: Final = "all"
 """Value of ``--policy`` for all policies, not for the one of this name."""
-MOST_DATA_SHARE: Final = 0.9
+MAX_DATA_SHARE: Final = 0.9
 """Limit for the share of flash reads by data loaders; ``Machine.less_read`` always leaves a tenth."""
 
 
@@ -105,10 +105,10 @@ def _data_rate(given: str | None, machine: Machine) -> int:
     if given is None:
         return 0
     rate, flash = parse_bandwidth(given, what="--data-rate"), machine.flash_read_bytes_per_s
-    if rate > MOST_DATA_SHARE * flash:
+    if rate > MAX_DATA_SHARE * flash:
         raise ConfigError(
             f"--data-rate is {format_bandwidth(rate)}, and the flash of {machine.name!r} reads"
-            f" {format_bandwidth(flash)}; set at most {MOST_DATA_SHARE:.0%} of that, or keep the data"
+            f" {format_bandwidth(flash)}; set at most {MAX_DATA_SHARE:.0%} of that, or keep the data"
             " set on another device"
         )
     return rate

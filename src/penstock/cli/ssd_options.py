@@ -13,7 +13,7 @@ from penstock.lab.ssd import Device, load, presets, with_field
 from penstock.lab.ssd.mqsim import read_device
 from penstock.lab.ssd.mqsim_xml import Ignored, is_mqsim
 
-MOST: Final = 2**53
+MAX_COUNT: Final = 2**53
 """Largest count: floats are exact for whole numbers up to here."""
 
 
@@ -67,7 +67,7 @@ def count(text: str, option: str) -> int:
         whole = int(value)
     except (ValueError, OverflowError) as error:
         raise ConfigError(f"{option} is {text!r}, not a number like 6.7e9") from error
-    if whole != value or not 1 <= whole <= MOST:
+    if whole != value or not 1 <= whole <= MAX_COUNT:
         raise ConfigError(
             f"{option} is {text!r}; it must be a whole number, 1 or more and at most 2^53 (9e15)"
         )

@@ -328,7 +328,7 @@ def _latency(each: Latencies) -> dict[str, float]:
 def text(run: Run, workload: str) -> RenderableType:
     """Render a table for the terminal."""
 
-    def told(each: Latencies) -> str:
+    def latency(each: Latencies) -> str:
         if not each.count:
             return "none"
         names = ", ".join(
@@ -340,8 +340,8 @@ def text(run: Run, workload: str) -> RenderableType:
     rows = [
         Row("requests", (f"{run.requests} in {format_duration(run.time_s)}",)),
         Row("rate", (f"{run.iops:.0f} a second, {format_bandwidth(run.bytes_per_s)}",)),
-        Row("latency of reads", (told(run.read_latency),)),
-        Row("latency of writes", (told(run.write_latency),)),
+        Row("latency of reads", (latency(run.read_latency),)),
+        Row("latency of writes", (latency(run.write_latency),)),
         Row("outstanding, on average", (f"{run.outstanding:.1f}",)),
         Row("channels, dies busy", (f"{percent(run.channel_use)}, {percent(run.die_use)}",)),
         Row("link busy, up, down", (f"{percent(run.up_use)}, {percent(run.down_use)}",)),
@@ -360,15 +360,15 @@ def _memory_rows(run: Run) -> list[Row]:
     rows: list[Row] = []
     if run.map_use is not None:
         its = run.map_use
-        told = (
+        summary = (
             f"{percent(its.hit_rate)} found in memory; {its.reads} pages read, {its.writes} written"
         )
-        rows.append(Row("map", (told,)))
+        rows.append(Row("map", (summary,)))
     if run.cache_use is not None and run.power_loss is not None:
         use, loss = run.cache_use, run.power_loss
-        told = f"hits: {use.read_hits} of {use.read_hits + use.read_misses} pages read"
-        told += f", {use.write_hits} of {use.write_hits + use.write_misses} written"
-        rows.append(Row("write cache", (told,)))
+        summary = f"hits: {use.read_hits} of {use.read_hits + use.read_misses} pages read"
+        summary += f", {use.write_hits} of {use.write_hits + use.write_misses} written"
+        rows.append(Row("write cache", (summary,)))
         what = "lost" if loss.lost else f"{format_duration(loss.flush_s)}, {loss.flush_j:.3g} J"
         rows.append(Row("at a loss of power", (f"{format_bytes(loss.nbytes)} at most: {what}",)))
     return rows
@@ -384,5 +384,5 @@ def _progress(label: str, pace: Pace) -> Iterator[None]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(label, total=None)
-        pace.tell = lambda told: bar.update(task, description=f"{label}: {told}")
+        pace.tell = lambda progress: bar.update(task, description=f"{label}: {progress}")
         yield

@@ -26,7 +26,7 @@ from penstock.lab.ssd.plot import check_lines, plot_sweep
 from penstock.lab.ssd.simulated import Engine, simulate
 from penstock.observe.summary_text import add_row, grid
 
-_MOST: Final = 100_000
+_MAX_DEVICES: Final = 100_000
 """Limit for the number of devices; more are a mistake."""
 _EXAMPLES: Final = """\
 examples:
@@ -103,8 +103,8 @@ def sweep(
     count = 1
     for _, values in fields:
         count *= len(values)
-    if count > _MOST:
-        raise ConfigError(f"--field makes {count} devices; at most {_MOST} are possible")
+    if count > _MAX_DEVICES:
+        raise ConfigError(f"--field makes {count} devices; at most {_MAX_DEVICES} are possible")
     names = [name for name, _ in fields]
     for name in names:
         if names.count(name) > 1:
@@ -164,8 +164,8 @@ def text(device: Device, update: Update, points: Sequence[Point]) -> RenderableT
             *(format_duration(one.time_s) for one in point.steps),
             *(f"{first / one.time_s:.2f} x" for one in point.steps[1:]),
         )
-    told = f"{len(points)} devices"
+    note = f"{len(points)} devices"
     small = sum(not point.room["fits"] for point in points)
     if small:
-        told += f", of which {small} are too small for the states; their figures are as if they were not"
-    return Group(table, Text(), Text(told))
+        note += f", of which {small} are too small for the states; their figures are as if they were not"
+    return Group(table, Text(), Text(note))

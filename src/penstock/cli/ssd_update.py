@@ -223,19 +223,19 @@ def text(device: Device, update: Update, done: Sequence[Step], engine: Engine) -
         _row("  with retention credit", done, lambda one: f"{one.wear.days_credited:.3g}"),
     ]
     title = f"{update.optimizer}, {update.parameters:.4g} parameters, on {device.name}"
-    told = (
+    note = (
         f"{len(update.sizes)} states of {update.states_bytes} B a parameter,"
         f" {len(update.rule.passes)} passes; {_HOW[engine]}. What is inferred or assumed of a device is"
         " said in its file."
     )
     its = room(device, update)
     if not its["fits"]:
-        told += (
+        note += (
             f"\n\nThe drive is too small: these states take {format_bytes(its['states_bytes'])}, it holds"
             f" {format_bytes(its['drive_bytes'])}. The figures are of one that holds them and is else the"
             " same."
         )
-    return Group(side_by_side(title, [one.placement for one in done], rows), Text(), Text(told))
+    return Group(side_by_side(title, [one.placement for one in done], rows), Text(), Text(note))
 
 
 def _row(label: str, done: Sequence[Step], of: Any) -> Row:
@@ -245,8 +245,8 @@ def _row(label: str, done: Sequence[Step], of: Any) -> Row:
 def _energy_row(done: Sequence[Step], boundary: Boundary) -> Row:
     whole = done[0].ledger.joules(boundary)
 
-    def told(one: Step) -> str:
+    def energy(one: Step) -> str:
         joules = one.ledger.joules(boundary)
         return f"{joules:.4g} J ({whole / joules:.2f} x)"
 
-    return _row(f"energy: {boundary}", done, told)
+    return _row(f"energy: {boundary}", done, energy)

@@ -363,7 +363,7 @@ def test_events_and_no_time_have_the_same_write_amplification():
     ftl = Ftl(made)
     fill(ftl, ftl.user_pages)
     overwrite(ftl, ftl.user_pages, 4000)
-    ftl.forget_counts()
+    ftl.reset_counts()
     overwrite(ftl, ftl.user_pages, 8000, seed=2)
     assert one.write_amplification == pytest.approx(ftl.write_amplification, rel=0.05)
 
@@ -380,7 +380,7 @@ def test_write_amplification_against_the_closed_form(used):
     ftl = Ftl(made)
     fill(ftl, ftl.user_pages)
     overwrite(ftl, ftl.user_pages, 3 * ftl.user_pages)
-    ftl.forget_counts()
+    ftl.reset_counts()
     overwrite(ftl, ftl.user_pages, 4 * ftl.user_pages, seed=2)
     # one erased block is kept free, and two are being filled, half on average
     physical = (blocks - 2) * 64

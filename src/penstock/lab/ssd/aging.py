@@ -18,10 +18,10 @@ def fill(ftl: Ftl, pages: int) -> None:
             _place_row(ftl, number, wanted=width)
     for lpn in range(first, pages):
         ftl.place(lpn)
-        clean_at_once(ftl, ftl.plane_of(lpn))
+        clean_now(ftl, ftl.plane_of(lpn))
     if ftl.map_entries_per_page and pages:
         store_map(ftl, pages)
-    ftl.forget_counts()
+    ftl.reset_counts()
 
 
 def store_map(ftl: Ftl, pages: int) -> None:
@@ -30,8 +30,8 @@ def store_map(ftl: Ftl, pages: int) -> None:
         lpn = ftl.map_begin + number
         if ftl.find(lpn) is None:
             ftl.place(lpn)
-            clean_at_once(ftl, ftl.plane_of(lpn))
-    ftl.forget_counts()
+            clean_now(ftl, ftl.plane_of(lpn))
+    ftl.reset_counts()
 
 
 def overwrite(ftl: Ftl, pages: int, count: int, *, seed: int = 1) -> None:
@@ -43,10 +43,10 @@ def overwrite(ftl: Ftl, pages: int, count: int, *, seed: int = 1) -> None:
             _place_row(ftl, lpn // ftl.superpages.width, wanted=1)
         else:
             ftl.place(lpn)
-            clean_at_once(ftl, ftl.plane_of(lpn))
+            clean_now(ftl, ftl.plane_of(lpn))
 
 
-def clean_at_once(ftl: Ftl, plane: int) -> None:
+def clean_now(ftl: Ftl, plane: int) -> None:
     """Clean blocks of a plane as long as it needs cleaning."""
     while blocks := ftl.victim(plane):
         for lpn in blocks[0].lpns:
@@ -64,4 +64,4 @@ def _place_row(ftl: Ftl, number: int, *, wanted: int) -> None:
     assert ftl.superpages is not None  # otherwise there are no super-page numbers
     ftl.place_row(number, wanted=wanted)
     for plane in ftl.superpages.planes_of(number):
-        clean_at_once(ftl, plane)
+        clean_now(ftl, plane)

@@ -98,15 +98,15 @@ class Cache:
         settings = device.cache
         self._events, self._ftl, self._pages = events, ftl, pages
         self._page_bytes = device.geometry.page_bytes
-        self._room = settings.capacity_bytes // self._page_bytes
-        if not self._room:
+        self._places = settings.capacity_bytes // self._page_bytes
+        if not self._places:
             raise ConfigError(
                 f"cache.capacity_bytes is {settings.capacity_bytes}, less than one page of"
                 f" {self._page_bytes}"
             )
         self._protected = settings.protected
         self._from, self._to = (
-            int(share * self._room) for share in (settings.flush_from, settings.flush_to)
+            int(share * self._places) for share in (settings.flush_from, settings.flush_to)
         )
         self._most_flushing = settings.flush_pages
         self._rate, self._access_ps = settings.bytes_per_s, settings.access_ns * PS_PER_NS
@@ -138,7 +138,7 @@ class Cache:
             dirty_bytes=self.dirty_pages * size,
         )
 
-    def forget_counts(self) -> None:
+    def reset_counts(self) -> None:
         """Reset the counts."""
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._most_dirty = self.dirty_pages
@@ -182,7 +182,7 @@ class Cache:
         for line in held:
             line.waiters.append(owner)
         self._flushes += len(held)
-        one_less(owner)
+        count_down(owner)
         self._write_back()
 
     def drain(self) -> None:
@@ -207,7 +207,7 @@ class Cache:
         self.moved_bytes += nbytes
         begin = max(self._free_ps, self._events.now_ps)
         self._free_ps = begin + self._access_ps + duration_ps(nbytes, self._rate)
-        self._events.at(self._free_ps, _each_one_less, owners)
+        self._events.at(self._free_ps, _count_down_all, owners)
 
     # -- places ---------------------------------------------------------------------------------------
 
@@ -224,7 +224,7 @@ class Cache:
             self._clean.pop(lpn, None)
             self._dirty[lpn] = line
             self._dirty.move_to_end(lpn)
-            one_less(request)
+            count_down(request)
         self._most_dirty = max(self._most_dirty, self.dirty_pages)
         self._write_back()
 
@@ -235,7 +235,7 @@ class Cache:
             self._counts["write_hits"] += 1
             line.stream = stream
             return line
-        if len(self._lines) >= self._room:
+        if len(self._lines) >= self._places:
             if not self._clean:
                 return None
             old, _ = self._clean.popitem(last=False)
@@ -252,7 +252,7 @@ class Cache:
             line = next((one for one in self._dirty.values() if not one.flushing), None)
             if line is None:
                 return  # all are being written already, and were written again meanwhile
-            lines = [line, *self._beside(line)]
+            lines = [line, *self._superpage_mates(line)]
             back = WriteBack(lines)
             back.left = 1
             back.done = self._leave
@@ -273,7 +273,7 @@ class Cache:
             self._draining = False
         return self._draining
 
-    def _beside(self, line: Line) -> list[Line]:
+    def _superpage_mates(self, line: Line) -> list[Line]:
         """Return the other dirty pages of its super-page."""
         superpages = self._ftl.superpages
         if superpages is None or line.lpn >= superpages.pages:
@@ -285,9 +285,9 @@ class Cache:
     def _leave(self, back: Owner) -> None:
         """Hand pages that have left the memory to flash."""
         assert isinstance(back, WriteBack)  # the only kind of owner with this callback
-        self._pages.serve_parts(back, self._let_go(back))
+        self._pages.serve_parts(back, self._start_flush(back))
 
-    def _let_go(self, back: WriteBack) -> list[Part]:
+    def _start_flush(self, back: WriteBack) -> list[Part]:
         """Return the parts that flash is to write."""
         back.done = self._written
         parts: list[Part] = []
@@ -317,17 +317,17 @@ class Cache:
             waiters, line.waiters = line.waiters, []
             self._flushes -= len(waiters)
             for owner in waiters:
-                one_less(owner)
+                count_down(owner)
         self._take_waiting()
 
 
-def one_less(owner: Owner) -> None:
+def count_down(owner: Owner) -> None:
     """Count one finished part of an owner; call ``done`` after the last."""
     owner.left -= 1
     if not owner.left:
         owner.done(owner)
 
 
-def _each_one_less(owners: tuple[Owner, ...]) -> None:
+def _count_down_all(owners: tuple[Owner, ...]) -> None:
     for owner in owners:
-        one_less(owner)
+        count_down(owner)

@@ -10,7 +10,7 @@ from penstock.core.errors import ConfigError
 from penstock.lab.ssd.checks import whole
 
 SECTOR_BYTES: Final = 512
-MOST_BYTES: Final = 1 << 60
+MAX_BYTES: Final = 1 << 60
 """Limit for the bytes of a drive; more is a mistake."""
 
 
@@ -67,7 +67,7 @@ class Geometry:
                 f"geometry.blocks_per_plane is {self.blocks_per_plane}; a plane needs at least 4: two to"
                 " write to, one to clean and one to spare"
             )
-        if self.raw_bytes > MOST_BYTES:
+        if self.raw_bytes > MAX_BYTES:
             raise ConfigError(
                 f"geometry: {self.raw_bytes} bytes in total is impossible; check each of its numbers"
             )

@@ -119,7 +119,7 @@ class Cleaner:
                 " increase its over-provisioning"
             )
 
-    def quiet(self, block: Block) -> None:
+    def host_finished(self, block: Block) -> None:
         """React to the end of the host's operations on a block: erase it, or choose it as a victim."""
         victim = self._under_way.get(block)
         if victim is not None:

@@ -33,7 +33,7 @@ from penstock.lab.ssd import energy
 from penstock.lab.ssd.device import PS_PER_S, WORD_BYTES, Device
 from penstock.lab.ssd.energy import Ledger
 from penstock.lab.ssd.update import Bytes, Gradient, Update, drive_bytes, host_bytes
-from penstock.lab.ssd.wear import Wear, levelled_time, wear_of
+from penstock.lab.ssd.wear import Wear, levelling_factor, wear_of
 
 _NS: float = 1e-9
 _CACHE_SHARE: Final = 0.01
@@ -282,7 +282,7 @@ def _in_drive(device: Device, update: Update, placement: Placement, share: float
         ("element", units / channels * mean.compute / workers(device)),
         ("controller", words),
     )
-    flash = units / channels * mean.each(workers(device)) * levelled_time(device, share)
+    flash = units / channels * mean.each(workers(device)) * levelling_factor(device, share)
     time_s = max(flash, up, down, words)
     return _finished(device, update, placement, time_s=time_s, busy=busy, share=share, moved=moved)
 

@@ -64,7 +64,7 @@ class Destage(Cache):
             if self._sectors >= self._most_sectors:
                 break
             lpn, size, sectors = self._waiting[0][1]
-            if lpn not in self._lines and len(self._lines) >= self._room:
+            if lpn not in self._lines and len(self._lines) >= self._places:
                 old = self._evict()
                 if old is None:
                     break
@@ -125,7 +125,7 @@ class Destage(Cache):
         return backs
 
     def _start(self, backs: list[WriteBack]) -> None:
-        self._pages.serve_together([(back, self._let_go(back)) for back in backs])
+        self._pages.serve_together([(back, self._start_flush(back)) for back in backs])
 
     def _due(self) -> bool:
         return self._flushes > 0 or self._ending

@@ -55,7 +55,7 @@ class Constants:
     """(a, b) of ``a x + b y``, in the order of the passes."""
     quadratic: tuple[float, float] | None = None
     """(a, b) of ``a x + b y y``."""
-    inside: float = 0.0
+    root_term: float = 0.0
     """Term e of ``1 / sqrt(x + e)``."""
 
 
@@ -107,7 +107,7 @@ def constants(
     return Constants(
         linear=((betas[0], (1 - betas[0]) / scale), (kept, -rate * math.sqrt(second) / first)),
         quadratic=(betas[1], (1 - betas[1]) / scale**2),
-        inside=eps**2 * second,
+        root_term=eps**2 * second,
     )
 
 
@@ -125,7 +125,7 @@ def inverse_root(x: Words, newton_steps: int = 2) -> Words:
     return y
 
 
-def widened(page: Page) -> Words:
+def to_fp32(page: Page) -> Words:
     """Return a page in the element's words, exactly; an FP32 page is copied."""
     if page.dtype == np.float32:
         return page.astype(np.float32)
@@ -172,7 +172,7 @@ class Element:
         return tuple(self._stored(one, size) for one, size in zip(begin, sizes, strict=True))
 
     def step(
-        self, name: str, pages: Sequence[Page], gradient: Words, told: Constants
+        self, name: str, pages: Sequence[Page], gradient: Words, broadcast: Constants
     ) -> tuple[Page, ...]:
         """Make one step of all words; return the states as they are programmed, the weight first.
 
@@ -180,18 +180,18 @@ class Element:
             name: Name of the optimizer.
             pages: States on flash, which are not changed.
             gradient: FP32, of the shape of the states.
-            told: Constants of the step.
+            broadcast: Constants of the step.
         """
         states = [self._loaded(page) for page in pages]
         with np.errstate(all="ignore"):  # a die raises no errors
-            new = self._passes(name, states, gradient, told)
+            new = self._passes(name, states, gradient, broadcast)
         sizes = self._sizes(name)
         return tuple(self._stored(one, size) for one, size in zip(new, sizes, strict=True))
 
     def _passes(
-        self, name: str, states: Sequence[Words], gradient: Words, told: Constants
+        self, name: str, states: Sequence[Words], gradient: Words, broadcast: Constants
     ) -> Sequence[Words]:
-        run = _Run(told, self.newton_steps)
+        run = _Run(broadcast, self.newton_steps)
         if name == "sgd":
             new = [run.linear(states[0], gradient)]
         elif name == "momentum":
@@ -218,21 +218,21 @@ class Element:
         if self.read is not None:
             page = page.copy()
             self.read(page)
-        words = widened(page)
+        words = to_fp32(page)
         if self.check is not None:
             self.check(words)
         return words
 
     def _stored(self, words: Words, size: int) -> Page:
-        return words if size == 4 else halved(words, self.rounding, self.random)
+        return words if size == 4 else to_bfloat16(words, self.rounding, self.random)
 
 
 class _Run:
     """The passes of one step, in order, each on all words; the model of time counts the same passes."""
 
-    def __init__(self, told: Constants, newton_steps: int) -> None:
-        self._linear = iter(told.linear)
-        self._told = told
+    def __init__(self, broadcast: Constants, newton_steps: int) -> None:
+        self._linear = iter(broadcast.linear)
+        self._constants = broadcast
         self._steps = newton_steps
         self.done: list[Pass] = []
 
@@ -243,8 +243,8 @@ class _Run:
 
     def quadratic(self, x: Words, y: Words) -> Words:
         self.done.append(Pass.QUADRATIC)
-        assert self._told.quadratic is not None
-        a, b = map(np.float32, self._told.quadratic)
+        assert self._constants.quadratic is not None
+        a, b = map(np.float32, self._constants.quadratic)
         return a * x + b * (y * y)
 
     def multiply(self, x: Words, y: Words) -> Words:
@@ -253,10 +253,12 @@ class _Run:
 
     def inverse_root(self, x: Words) -> Words:
         self.done.append(Pass.INVERSE_ROOT)
-        return inverse_root(x + np.float32(self._told.inside), self._steps)
+        return inverse_root(x + np.float32(self._constants.root_term), self._steps)
 
 
-def halved(words: Words, rounding: Rounding, random: np.random.Generator) -> npt.NDArray[np.uint16]:
+def to_bfloat16(
+    words: Words, rounding: Rounding, random: np.random.Generator
+) -> npt.NDArray[np.uint16]:
     """Convert FP32 words to bfloat16, which is their upper half; NaN stays NaN.
 
     Args:

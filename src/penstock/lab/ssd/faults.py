@@ -149,13 +149,13 @@ class Bch:
             return []
         n, odds = self.bits, math.log(rate) - math.log1p(-rate)
         share = math.lgamma(n + 1) + n * math.log1p(-rate)
-        told = []
+        found = []
         for wrong in range(self.corrects + 1, n + 1):
             logged = share - math.lgamma(wrong + 1) - math.lgamma(n - wrong + 1) + wrong * odds
-            told.append((wrong, math.exp(logged)))
+            found.append((wrong, math.exp(logged)))
             if wrong > n * rate and logged < -80:
                 break
-        return told
+        return found
 
 
 NO_CODE: Final = Bch(data_bits=4096, corrects=0)

@@ -321,7 +321,7 @@ class Flash:
     def _begin(self, target: Target, ops: list[Op], more_ps: int = 0) -> None:
         """Start the array of a target; ``more_ps`` is the time to suspend other work first."""
         kind = target.array = KIND[ops[0].queue]
-        if self._cap is not None and not self._cap.draws(target, ops):
+        if self._cap is not None and not self._cap.try_start(target, ops):
             return
         if kind == ERASE:
             took = self._erase_ps
@@ -348,7 +348,7 @@ class Flash:
             return  # it was suspended meanwhile
         kind = target.array
         if self._cap is not None:
-            for waited in self._cap.rests(target):
+            for waited in self._cap.finish(target):
                 self._begin(*waited)
         if kind == READ:
             self.reads += len(ops)

@@ -226,7 +226,7 @@ class Ftl:
         rows = self.superpages.open_blocks() if self.superpages is not None else []
         return [*(each.erases for plane in self.planes for each in plane.blocks()), *rows]
 
-    def forget_counts(self) -> None:
+    def reset_counts(self) -> None:
         """Reset the counts, after the drive has been aged."""
         self.user_writes = self.moves = 0
 

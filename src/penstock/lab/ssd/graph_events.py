@@ -45,7 +45,7 @@ class ChannelRun:
         self._number = number
         self._mine = len(range(number, phase.units, phase.channels))
         self._heap: list[tuple[int, int, Callable[[], None]]] = []
-        self._told = 0
+        self._sequence = 0
         self._now_ps = 0
         self._bus = _Resource()
         self._die = [_Resource() for _ in range(phase.dies)]
@@ -67,12 +67,12 @@ class ChannelRun:
             self._now_ps = self._heap[0][0]
             while self._heap and self._heap[0][0] == self._now_ps:
                 heapq.heappop(self._heap)[2]()
-            self._give()
+            self._assign()
         return self._end_ps, self._bus_ps, self._die_ps
 
     def _at(self, when_ps: int, action: Callable[[], None]) -> None:
-        self._told += 1
-        heapq.heappush(self._heap, (when_ps, self._told, action))
+        self._sequence += 1
+        heapq.heappush(self._heap, (when_ps, self._sequence, action))
 
     def _begin(self, die: int, number: int) -> None:
         """Start a unit once its gradient has come."""
@@ -105,7 +105,7 @@ class ChannelRun:
             queue = (self._bus if stage.resource == BUS else self._element[die]).queue
         heapq.heappush(queue, (self._now_ps, die, number))
 
-    def _give(self) -> None:
+    def _assign(self) -> None:
         """Assign free resources to the first claims."""
         for die in range(self._phase.dies):
             if claim := self._die[die].next():

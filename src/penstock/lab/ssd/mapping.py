@@ -40,7 +40,7 @@ class CachedMap:
         # where garbage collection waits for the host, operations that the host needs must not wait
         own = settings.gc_preemptible
         self._queues = (MAP_READ, MAP_PROGRAM) if own else (GC_READ, GC_PROGRAM)
-        self._room = settings.map_cache_bytes // settings.map_entry_bytes
+        self._places = settings.map_cache_bytes // settings.map_entry_bytes
         self._per_page = ftl.map_entries_per_page
         self._whole = page_bytes + device.geometry.spare_bytes * device.channel.send_spare
         self._miss_bytes = settings.map_read_bytes or self._whole
@@ -116,7 +116,7 @@ class CachedMap:
         else:
             ops.append(read)
 
-    def forget_counts(self) -> None:
+    def reset_counts(self) -> None:
         """Reset the counts."""
         self.hits = self.misses = self.reads = self.writes = 0
 
@@ -133,7 +133,7 @@ class CachedMap:
         if entry in self._there:
             self._use(entry, dirty)
             return
-        while len(self._there) >= self._room:
+        while len(self._there) >= self._places:
             old, changed = self._there.popitem(last=False)
             if changed:
                 number = old // self._per_page
@@ -187,4 +187,4 @@ class CachedMap:
     def _left_alone(self, op: Op) -> None:
         op.block.pending -= 1
         if not op.block.pending and self._cleaner.busy:
-            self._cleaner.quiet(op.block)
+            self._cleaner.host_finished(op.block)

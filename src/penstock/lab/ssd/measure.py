@@ -44,7 +44,7 @@ class Latencies:
         place = shift * 128 + (took_ps >> shift) if shift > 0 else took_ps
         self._counts[place] += 1
 
-    def with_those_of(self, other: Latencies) -> Latencies:
+    def merged_with(self, other: Latencies) -> Latencies:
         """Return both together, as if all latencies had been added to one."""
         both = Latencies()
         for each in (self, other):
@@ -250,7 +250,7 @@ class Meter:
         erases = drive.ftl.erases()
         blocks = geometry.planes * geometry.blocks_per_plane
         user = done.user_writes
-        latency = self._reading.with_those_of(self._writing)
+        latency = self._reading.merged_with(self._writing)
         return Run(
             device=device.name,
             requests=latency.count,
@@ -292,7 +292,7 @@ class Meter:
         self._area = 0
         self._before = self._counts()
         if self._drive.cache is not None:
-            self._drive.cache.forget_counts()
+            self._drive.cache.reset_counts()
 
     def _map_use(self, done: _Counts) -> MapUse | None:
         if self._drive.pages.map is None:
@@ -349,6 +349,6 @@ class Meter:
             "controller's memory": (done.memory_bytes, cost.controller_dram_pj_per_bit),
             "link, the drive's end": (done.up_bytes + done.down_bytes, cost.link_pj_per_bit / 2),
         }
-        told = {name: nbytes * 8 * pj * _PJ for name, (nbytes, pj) in bits.items()}
-        told["controller, static"] = cost.controller_static_w * time_ps / PS_PER_S
-        return told
+        joules_by_name = {name: nbytes * 8 * pj * _PJ for name, (nbytes, pj) in bits.items()}
+        joules_by_name["controller, static"] = cost.controller_static_w * time_ps / PS_PER_S
+        return joules_by_name

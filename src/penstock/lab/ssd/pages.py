@@ -233,7 +233,7 @@ class Pages:
         block, owner = op.block, op.owner
         block.pending -= 1
         if not block.pending and self.cleaner.busy:
-            self.cleaner.quiet(block)
+            self.cleaner.host_finished(block)
         owner.left -= 1
         if not owner.left:
             owner.done(owner)
@@ -262,4 +262,4 @@ class Pages:
     def _free(self, block: Block) -> None:
         block.pending -= 1
         if not block.pending and self.cleaner.busy:
-            self.cleaner.quiet(block)
+            self.cleaner.host_finished(block)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLOUR: Final = dict(zip(Placement, COLOURS, strict=False))
-_MOST_LINES: Final = 16
+_MAX_LINES: Final = 16
 _DASHES: Final = ("-", "--", ":", "-.")
 _DIES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
@@ -95,12 +95,12 @@ def _draw_gains(axis: Axes, done: Sequence[Step]) -> None:
 
 def _draw_energy(axis: Axes, done: Sequence[Step]) -> None:
     """Draw a bar of the drive's components for each placement; the host's part would dwarf them."""
-    told = [one.ledger.within(Boundary.SSD) for one in done]
-    names = list(dict.fromkeys(name for its in told for name in its))
+    ledgers = [one.ledger.within(Boundary.SSD) for one in done]
+    names = list(dict.fromkeys(name for each in ledgers for name in each))
     ends = [0.0] * len(done)
     colours = [*COLOURS, *(f"{colour}80" for colour in COLOURS)]
     for name, colour in zip(names, itertools.cycle(colours), strict=False):
-        joules = [its.get(name, 0.0) for its in told]
+        joules = [each.get(name, 0.0) for each in ledgers]
         axis.barh(range(len(done)), joules, 0.6, left=ends, color=colour, label=name)
         ends = [end + more for end, more in zip(ends, joules, strict=True)]
     axis.set_yticks(range(len(done)), [one.placement for one in done])
@@ -144,9 +144,9 @@ def _with_dies(device: Device, dies: int) -> Device:
 
 def check_lines(count: int) -> None:
     """Raise ConfigError if a picture cannot show ``count`` distinguishable lines."""
-    if count > _MOST_LINES:
+    if count > _MAX_LINES:
         raise ConfigError(
-            f"--plot: {count} lines are too many to distinguish; sweep for at most {_MOST_LINES}"
+            f"--plot: {count} lines are too many to distinguish; sweep for at most {_MAX_LINES}"
         )
 
 

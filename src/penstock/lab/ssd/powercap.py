@@ -23,7 +23,7 @@ class PowerCap:
         self._drawn_w: dict[Target, float] = {}
         self._parked: deque[tuple[Target, list[Op]]] = deque()
 
-    def draws(self, target: Target, ops: list[Op]) -> bool:
+    def try_start(self, target: Target, ops: list[Op]) -> bool:
         """Return True if there is power for a command now; otherwise keep it, after all that wait."""
         need = self._power.watts(KIND[ops[0].queue], len(ops))
         if self._parked or sum(self._drawn_w.values()) + need > self._cap_w:
@@ -32,7 +32,7 @@ class PowerCap:
         self._drawn_w[target] = need
         return True
 
-    def rests(self, target: Target) -> Iterator[tuple[Target, list[Op]]]:
+    def finish(self, target: Target) -> Iterator[tuple[Target, list[Op]]]:
         """End a command and yield those that may start now; start each before taking the next."""
         del self._drawn_w[target]
         waiting, self._parked = self._parked, deque()

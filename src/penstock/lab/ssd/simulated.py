@@ -24,7 +24,7 @@ from penstock.lab.ssd.graph import Phase
 from penstock.lab.ssd.graph_events import ChannelRun
 from penstock.lab.ssd.operations import phases, seconds
 from penstock.lab.ssd.update import Update
-from penstock.lab.ssd.wear import levelled_time, wear_of
+from penstock.lab.ssd.wear import levelling_factor, wear_of
 
 _TRIED = 8
 """Number of shares that are tried for a split."""
@@ -113,7 +113,7 @@ def simulate(device: Device, update: Update, placement: Placement, engine: Engin
     formula = closed.step(device, update, placement, on_die=share)
     graph = phases(device, update, placement, on_die=share)
     times = [run_phase(phase, engine) for phase in graph]
-    return _told(device, update, formula, graph, times)
+    return _with_times(device, update, formula, graph, times)
 
 
 def extrapolate(
@@ -138,7 +138,7 @@ def extrapolate(
     graph = phases(device, update, placement, on_die=share)
     times, error = _extrapolated(graph, engine, periods)
     formula = closed.step(device, update, placement, on_die=share)
-    return _told(device, update, formula, graph, times), error
+    return _with_times(device, update, formula, graph, times), error
 
 
 def best_share(device: Device, update: Update) -> float:
@@ -153,7 +153,7 @@ def best_share(device: Device, update: Update) -> float:
     def rate(share: float) -> float:
         graph = phases(device, update, Placement.SPLIT, on_die=share)
         times, _ = _extrapolated(graph, Engine.TIMELINE, 4)
-        return _told(
+        return _with_times(
             *(device, update, closed.step(device, update, Placement.SPLIT, on_die=share)),
             *(graph, times),
         ).time_s
@@ -190,7 +190,7 @@ def _first(phase: Phase, units: int) -> Phase:
     return dataclasses.replace(phase, units=units)
 
 
-def _told(
+def _with_times(
     device: Device, update: Update, formula: Step, graph: tuple[Phase, ...], times: list[Times]
 ) -> Step:
     """Return the closed form's step with other times, and everything that depends on them."""
@@ -200,7 +200,7 @@ def _told(
         time_s = _with_host(device, formula, times, busy)
     else:
         others = (busy[name] for name in ("link up", "link down", "controller"))
-        time_s = max(seconds(times[0].end_ps) * levelled_time(device, formula.on_die), *others)
+        time_s = max(seconds(times[0].end_ps) * levelling_factor(device, formula.on_die), *others)
     channels = graph[0].channels
     busy["channel"] = math.fsum(seconds(one.bus_ps) for one in times) / channels
     busy["die"] = math.fsum(seconds(one.die_ps) for one in times) / channels / graph[0].dies

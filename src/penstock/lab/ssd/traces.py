@@ -29,7 +29,7 @@ _REQUESTS: Final = ("read", "write")
 _WINDOW: Final = 4096
 """Number of spans kept to sort them."""
 _ALIGN: Final = 4096
-_MOST_BYTES: Final = 128 * 1024
+_MAX_REQUEST_BYTES: Final = 128 * 1024
 """Largest request: the limit of many drives (NVMe's MDTS)."""
 _PASSED: Final = ("add", "open", "close", "sync", "datasync", "trim")
 
@@ -291,8 +291,8 @@ class _Places:
             offset = self._end
             self._end += -(-nbytes // _ALIGN) * _ALIGN
             self._of[slot] = (offset, self._end - offset)
-        for begin in range(0, nbytes, _MOST_BYTES):
-            piece = min(_MOST_BYTES, nbytes - begin)
+        for begin in range(0, nbytes, _MAX_REQUEST_BYTES):
+            piece = min(_MAX_REQUEST_BYTES, nbytes - begin)
             piece = -(-piece // SECTOR_BYTES) * SECTOR_BYTES
             yield t_ns * _PS["ns"], is_read, offset + begin, piece
 

@@ -51,7 +51,7 @@ def wear_of(device: Device, update: Update, time_s: float, *, on_die: float = 0.
     gradient = update.gradient_bytes if update.gradient is Gradient.PROGRAMMED else 0
     asked = (update.states_bytes + gradient) * update.parameters
     written = round(asked * update.write_amplification)
-    even = _evenness(device, update, on_die)
+    even = _wear_evenness(device, update, on_die)
     erases = written / rated.capacity_bytes / even
     steps = device.cell.cycles / erases
     credited = steps * rated.retention_credit
@@ -67,12 +67,12 @@ def wear_of(device: Device, update: Update, time_s: float, *, on_die: float = 0.
     )
 
 
-def levelled_time(device: Device, on_die: float) -> float:
+def levelling_factor(device: Device, on_die: float) -> float:
     """Return the factor of a step's time if wear is levelled within the dies; 1 if it is not."""
     return 1 + _LEVELLING_COST * on_die if device.ftl.levels_planes else 1.0
 
 
-def _evenness(device: Device, update: Update, on_die: float) -> float:
+def _wear_evenness(device: Device, update: Update, on_die: float) -> float:
     """Return the mean bytes of a plane over those of the plane that gets most.
 
     States go in turn to all planes but the gradient's. States that the host or the controller updates may
