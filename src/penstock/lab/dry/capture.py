@@ -18,7 +18,7 @@ from penstock.hooks.boundaries import Boundaries
 from penstock.hooks.modules import ModuleTracker
 from penstock.hooks.observer import Observer
 from penstock.hooks.protected import ProtectedStorages
-from penstock.hooks.recompute import left_alone
+from penstock.hooks.recompute import not_recomputable
 from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.lab.dry.ledger import Entry, Ledger
 from penstock.observe.clock import ManualClock
@@ -118,7 +118,7 @@ class Capture:
             return
         self._executor.observed(self._observer.finish)
         self._planner.unrepeatable |= self._observer.unrepeatable
-        self._planner.unrepeatable |= left_alone(self.modules.known())
+        self._planner.unrepeatable |= not_recomputable(self.modules.known())
         self._executor.end_backward()
 
 
