@@ -144,7 +144,7 @@ def test_what_is_printed_for_people(capsys):
         "alexnet, batch 512 on Two cores",
         "budget 36.00 MiB of what autograd saves",
         "policy ranked: it fits; largest batch that fits: ",
-        "with memory without end (the oracle)",
+        "with unlimited memory (the oracle)",
         "addresses, two-ended",
         "written to the SSD in each step",
         "offload → flash",
