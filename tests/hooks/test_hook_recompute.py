@@ -458,7 +458,7 @@ def test_a_paused_session_leaves_it_alone(session_for, disk):
         with session.paused():
             once(model, 0)
 
-    not_recomputable(session_for, disk, act)
+    left_alone(session_for, disk, act)
 
 
 def test_compiled_scripted_and_parallel_modules_are_left_alone():

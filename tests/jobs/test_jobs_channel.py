@@ -17,7 +17,7 @@ from offload_runs import same_bits, session_in
 from penstock.core.errors import ClosedError, JobError, SuspendError, TransferError
 from penstock.core.units import MIB
 from penstock.io.pages import PrivateMemory
-from penstock.jobs.logs import last_lines, length_of, disk_is_full, rotate
+from penstock.jobs.logs import disk_is_full, last_lines, length_of, rotate
 from penstock.jobs.processes import (
     Identity,
     Process,

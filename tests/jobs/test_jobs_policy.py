@@ -14,9 +14,9 @@ from penstock.jobs.policy import (
     MOVING_SHARE,
     Phase,
     Turn,
-    prefetch_allowance,
     decide,
     next_to_wake,
+    prefetch_allowance,
 )
 
 WEIGHTS = st.sampled_from([0.5, 1.0, 2.0, 3.0])
