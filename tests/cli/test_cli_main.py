@@ -79,7 +79,7 @@ def test_settings_that_make_no_sense_are_refused_before_the_script_runs(
         "codec is 'No'": [*flash, "--codec", "No", "x.py"],
         "device_memroy": ["--config", "bad.toml", "x.py"],
         "No such file": ["--config", "none.toml", "x.py"],
-        "'/proc/none' cannot be spilled to": ["--flash", "/proc/none", "x.py"],
+        "'/proc/none' cannot be used for offloading": ["--flash", "/proc/none", "x.py"],
         "Not a directory": ["--flash", "file", "x.py"],
         "names a directory twice": [*flash, *flash, "x.py"],
         "--trace: ": ["--trace", "no/such/trace.json", "x.py"],

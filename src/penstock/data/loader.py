@@ -35,7 +35,7 @@ class Lender(Protocol):
     def add_loader(self, loader: FlashLoader, /) -> None:
         """This loader reads from now on."""
 
-    def discard_loader(self, loader: FlashLoader, /) -> None:
+    def remove_loader(self, loader: FlashLoader, /) -> None:
         """It reads no more."""
 
 
@@ -262,7 +262,7 @@ class FlashLoader:
         self._closed = True
         self._end_stream()
         if self._session is not None:
-            self._session.discard_loader(self)
+            self._session.remove_loader(self)
         self.rest()
 
     def __enter__(self) -> FlashLoader:

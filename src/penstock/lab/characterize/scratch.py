@@ -1,4 +1,4 @@
-"""The directory of one run: made, locked, big enough, and removed; also what a killed run has left."""
+"""The temporary directory of a run: made, locked, checked for space, and removed, even after a kill."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from penstock.io.files import filesystem_of
 
 PREFIX: Final = ".penstock-characterize-"
 SLACK_BYTES: Final = 256 * MIB
-"""Beside checkpoints: the neighbours' files and the file system's own."""
+"""Space beside the checkpoints, for the neighbours' files and the file system's own data."""
 
 
 @contextmanager
 def scratch(directory: str) -> Iterator[Path]:
-    """A new directory in ``directory``, removed afterwards whatever happens.
+    """Make a new directory in ``directory`` and remove it afterwards, whatever happens.
 
     Raises:
-        ConfigError: It is in memory, or nothing can be made there.
+        ConfigError: The directory is in memory, or cannot be written to.
     """
     where = absolute_path(directory, "the directory for checkpoints")
     system = filesystem_of(where)
     if system.is_memory:
         raise ConfigError(
-            f"directory {where!r} is on {system.kind}: its files are in memory, and checkpoints there"
-            " would tell nothing of flash; name a directory on a disk"
+            f"directory {where!r} is on {system.kind}, which keeps files in memory, so checkpoints there"
+            " would say nothing about flash; name a directory on a disk"
         )
-    _remove_left(where)
+    _remove_leftovers(where)
     try:
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=where))
     except OSError as error:
@@ -51,7 +51,7 @@ def scratch(directory: str) -> Iterator[Path]:
 
 
 def check_space(folder: Path, nbytes: int) -> None:
-    """Raise NoSpaceError unless so many bytes, and some slack, are free."""
+    """Raise NoSpaceError unless ``nbytes`` and some slack are free."""
     free = free_space_bytes(str(folder))
     if 0 <= free < nbytes + SLACK_BYTES:
         raise NoSpaceError(
@@ -61,13 +61,13 @@ def check_space(folder: Path, nbytes: int) -> None:
             offset_bytes=0,
             nbytes=nbytes + SLACK_BYTES,
             free_bytes=free,
-            advice="checkpoints of every kind stand side by side: free some space, name another"
-            " directory, or take a smaller scale",
+            advice="checkpoints of every kind are on disk at the same time: free some space, name another"
+            " directory, or choose a smaller scale",
         )
 
 
-def _remove_left(where: str) -> None:
-    """What a run left that was killed: nobody holds its lock."""
+def _remove_leftovers(where: str) -> None:
+    """Remove directories of runs that were killed, whose locks are free."""
     for name in os.listdir(where):
         if not name.startswith(PREFIX):
             continue
@@ -80,6 +80,6 @@ def _remove_left(where: str) -> None:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
         except BlockingIOError:
-            pass  # of a run that goes on
+            pass  # its run still goes on
         finally:
             os.close(fd)
