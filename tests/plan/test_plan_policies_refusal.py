@@ -20,9 +20,9 @@ def test_an_infeasible_plan_tells_the_least_that_would_do_and_what_binds():
     profile = stack([10, 10, 30, 10, 5], small_bytes=MB)
     plan = policies.get("ranked")(profile, MACHINE, Budgets(20 * MB, 0, AMPLE))
     assert plan.notes[0] == (
-        "infeasible: what is kept or in use reaches 29.56 MiB (31000000 bytes) at slot layer.2#0"
+        "infeasible: kept and used slots reach 29.56 MiB (31000000 bytes) at slot layer.2#0"
         " (28.61 MiB), the device budget is 19.07 MiB (20000000 bytes); give at least 31000000 bytes;"
-        " there are then layer.2#0 (28.61 MiB), 976.56 KiB that are no slots"
+        " resident then: layer.2#0 (28.61 MiB), 976.56 KiB outside of slots"
     )
     assert policies.get("ranked")(profile, MACHINE, Budgets(31 * MB, 0, AMPLE)).feasible
 
@@ -30,14 +30,14 @@ def test_an_infeasible_plan_tells_the_least_that_would_do_and_what_binds():
 def test_of_many_slots_that_bind_the_largest_are_named():
     plan = policies.get("keep")(stack([10, 30, 5, 20, 1]), MACHINE, Budgets(20 * MB))
     assert plan.notes[0].endswith(
-        "there are then layer.1#0 (28.61 MiB), layer.3#0 (19.07 MiB), layer.0#0 (9.54 MiB),"
+        "resident then: layer.1#0 (28.61 MiB), layer.3#0 (19.07 MiB), layer.0#0 (9.54 MiB),"
         " 2 more slots (5.72 MiB)"
     )
 
 
 def test_what_a_module_makes_again_binds_as_well():
     plan = policies.get("recompute")(network([10, 40, 10, 40], width=2), MACHINE, Budgets(20 * MB))
-    named = plan.notes[0].partition("there are then ")[2]
+    named = plan.notes[0].partition("resident then: ")[2]
     assert named == "block.1.1#0 (38.15 MiB), block.0.0#0 (9.54 MiB), block.1.0#0 (9.54 MiB)"
 
 
