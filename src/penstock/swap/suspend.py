@@ -3,7 +3,7 @@
 1. Everything that can go is written (:mod:`.state` says what that is): straight from the tensors' own
    huge pages, and from small ones by way of a few buffers, by the engine that spills activations, to
    files that have no name.
-2. When all of it is written, and not before, the pages are given back ([Note: pages at rest]), and
+2. When all of it is written, and not before, the pages are given back ([Note: swapped pages]), and
    what Penstock and the C library hold in reserve. A write that fails leaves the job as it was. The
    files stay, to be overwritten when it is suspended again, and vanish with the session.
 3. To resume, each page is read to where it was. Storages, views and addresses are the same as before,
@@ -78,7 +78,7 @@ class Suspended:
     """A job whose memory is on flash. ``resume`` brings it back; until then nobody may use it.
 
     Not thread-safe: whoever suspends a job resumes it. While it lasts, reading or writing one of its
-    tensors ends the process by SIGSEGV ([Note: pages at rest]). A forked child must not resume it.
+    tensors ends the process by SIGSEGV ([Note: swapped pages]). A forked child must not resume it.
 
     Attributes:
         nbytes: What is on flash; so much memory has been given back.
@@ -247,7 +247,7 @@ def suspend(
 
     Parameters, gradients, buffers and states of the optimizers that the session knows go: those of its
     model, and of each optimizer that was given or has stepped. Storages, views and addresses stay valid,
-    but nobody may touch them until ``resume``: see [Note: pages at rest]. Not thread-safe.
+    but nobody may touch them until ``resume``: see [Note: swapped pages]. Not thread-safe.
 
     Args:
         job: An open :class:`penstock.Session`.
