@@ -47,7 +47,7 @@ def test_moved_between_owners():
     budget.try_take(60, "source")
     budget.move(25, "source", "target")
     assert (budget.used_by("source"), budget.used_by("target"), budget.used_bytes) == (35, 25, 60)
-    with pytest.raises(AssertionError, match="source hands on 36 bytes but holds 35"):
+    with pytest.raises(AssertionError, match="source moves 36 bytes but holds 35"):
         budget.move(36, "source", "target")
     budget.move(35, "source", "source")
     assert budget.used_by("source") == 35
