@@ -175,7 +175,7 @@ def test_a_damaged_dtype_is_a_damaged_frame_wherever_it_is_decoded_to():
     """It was a ConfigError, about the memory, where elements of that type could not lie."""
     frame = placed(encode(Keep(), placed(bytes(40)), "int32"))
     frame[6] = DTYPES.index("int64")
-    with pytest.raises(CodecError, match=r"int64.*the frame is damaged"):
+    with pytest.raises(CodecError, match=r"int64: corrupted frame"):
         decode(Keep(), frame, 40, skew=4)
     with pytest.raises(CodecError, match="the frame is of int64, expected int32"):
         Keep().decode(frame, placed(bytes(40), skew=4), dtype="int32")
