@@ -89,11 +89,11 @@ class Budget:
         with self._lock:
             self._add(nbytes, owner)
 
-    def give(self, nbytes: int, owner: str) -> None:
-        """Return ``nbytes`` of ``owner``'s."""
+    def free(self, nbytes: int, owner: str) -> None:
+        """Free ``nbytes`` of ``owner``."""
         with self._lock:
             left = self._used.get(owner, 0) - nbytes
-            assert left >= 0, f"{owner} returns {nbytes} bytes but holds {left + nbytes}"
+            assert left >= 0, f"{owner} frees {nbytes} bytes but holds {left + nbytes}"
             self._used[owner] = left
             self._total -= nbytes
             if self._on_change is not None:

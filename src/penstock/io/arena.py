@@ -255,7 +255,7 @@ class Arena:
                 return 0
             released = self._free_pages(self._touched_bytes if nbytes is None else nbytes, range(0))
             if released and self._budget is not None:
-                self._budget.give(released, self.owner)
+                self._budget.free(released, self.owner)
         return released
 
     def close(self) -> None:
@@ -342,11 +342,11 @@ class Arena:
             return False
         released = self._free_pages(shortage, wanted)
         if released >= cost:  # more was freed than is needed: pages have two lengths
-            budget.give(released - cost, self.owner)
+            budget.free(released - cost, self.owner)
             return True
         if budget.try_take(cost - released, self.owner):
             return True
-        budget.give(released, self.owner)  # another owner was quicker
+        budget.free(released, self.owner)  # another owner was quicker
         return False
 
     def _move_pages(self, wanted: range) -> int:
@@ -423,7 +423,7 @@ class Arena:
     def _unmap(self) -> None:
         self._mapping.unmap()
         if self._budget is not None and self._touched_bytes:
-            self._budget.give(self._touched_bytes, self.owner)
+            self._budget.free(self._touched_bytes, self.owner)
         self._touched_bytes = 0
 
     def _check_open(self) -> None:
