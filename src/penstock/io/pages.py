@@ -98,7 +98,7 @@ class PrivateMemory:
         return i >= 0 and pages.address + pages.nbytes <= self._ends[i]
 
 
-def give_back(pages: Pages) -> None:
+def free_pages(pages: Pages) -> None:
     """Free the pages and protect them against access. See [Note: swapped pages].
 
     Raises:
@@ -111,17 +111,17 @@ def give_back(pages: Pages) -> None:
     try:
         _call("madvise", pages, _MADV_DONTNEED)
     except TransferError:
-        open_again(pages)
+        unprotect(pages)
         raise
 
 
-def close_to_all(pages: Sequence[Pages]) -> None:
+def protect(pages: Sequence[Pages]) -> None:
     """Protect pages against access: from now on it ends the process."""
     for each in pages:
         _call("mprotect", each, _PROT_NONE)
 
 
-def abandon(pages: Iterable[Pages]) -> None:
+def protect_and_free(pages: Iterable[Pages]) -> None:
     """Protect pages whose contents are not needed, and free those that the system allows.
 
     Raises:
@@ -138,18 +138,18 @@ def abandon(pages: Iterable[Pages]) -> None:
         raise refused
 
 
-def open_again(pages: Pages) -> None:
+def unprotect(pages: Pages) -> None:
     """Make pages accessible again; they are zeros until they are filled."""
     _call("mprotect", pages, _PROT_READ_WRITE)
 
 
-def open_to_refill(pages: Pages) -> None:
+def unprotect_for_refill(pages: Pages) -> None:
     """Make pages accessible, and refill them with huge pages if the system has some.
 
     Filling and freeing pages of 2 MiB takes a fraction of the time for as many bytes in 4 KiB pages.
     Only huge pages within the range are used, so no more memory becomes resident than before.
     """
-    open_again(pages)
+    unprotect(pages)
     if pages.nbytes >= HUGE_PAGE_BYTES:  # a refusal costs speed only
         _libc.madvise(pages.address, pages.nbytes, _MADV_HUGEPAGE)
 

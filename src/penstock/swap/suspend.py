@@ -148,7 +148,7 @@ class Suspended:
         for each in self._away:
             if each.ahead:
                 assert each.held.pages is not None
-                memory.open_again(each.held.pages)
+                memory.unprotect(each.held.pages)
                 each.ahead, each.back = False, True
         failed = self._bring_back([each for each in self._away if each.gone and not each.back])
         if failed:
@@ -174,7 +174,7 @@ class Suspended:
         there = sum(each.held.nbytes for each in self._away if each.ahead)
         for each in self._away:
             if each.ahead and there > nbytes and each.held.pages is not None:
-                memory.give_back(each.held.pages)
+                memory.free_pages(each.held.pages)
                 each.ahead = False
                 there -= each.held.nbytes
         wanted = list[SwappedStorage]()
@@ -189,7 +189,7 @@ class Suspended:
         for each in wanted:
             each.ahead, each.back = each.back, False
             if each.ahead and each.held.pages is not None:
-                memory.close_to_all([each.held.pages])
+                memory.protect([each.held.pages])
         return sum(each.held.nbytes for each in self._away if each.ahead)
 
     # -- out --------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class Suspended:
                 storage.resize_(0)
                 continue
             try:
-                memory.give_back(pages)
+                memory.free_pages(pages)
             except PenstockError as error:  # locked memory, or too many mappings
                 self.stayed[each.held.name] = str(error)
                 self.nbytes -= each.held.nbytes
@@ -231,7 +231,7 @@ class Suspended:
         """The process ends: what cleans up behind it may touch what is left, which is zeros."""
         for each in self._away:
             if each.gone and not each.back and each.held.pages is not None:
-                memory.open_again(each.held.pages)
+                memory.unprotect(each.held.pages)
 
 
 @collected_later()
