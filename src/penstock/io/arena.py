@@ -376,7 +376,7 @@ class Arena:
             if released >= wanted_bytes:
                 break
             nbytes = self._page_bytes(page)
-            if self._mapping.drop(page * HUGE_PAGE_BYTES, nbytes):
+            if self._mapping.free(page * HUGE_PAGE_BYTES, nbytes):
                 self._warm.take(page * HUGE_PAGE_BYTES, nbytes)
                 self._touched[page] = 0
                 self._touched_bytes -= nbytes

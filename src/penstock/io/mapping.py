@@ -81,7 +81,7 @@ class Mapping:
         """Make a page-aligned range resident, contents unchanged; return False before Linux 5.14."""
         return self._advise(MADV_POPULATE_WRITE, offset, nbytes)
 
-    def drop(self, offset: int, nbytes: int) -> bool:
+    def free(self, offset: int, nbytes: int) -> bool:
         """Free the pages of a page-aligned range; contents become zero."""
         return self._advise(mmap.MADV_DONTNEED, offset, nbytes)
 
