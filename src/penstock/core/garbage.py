@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collected_later() -> Iterator[None]:
+def without_collection() -> Iterator[None]:
     """Disable automatic collection in the whole process; a context manager and decorator."""
     if not gc.isenabled():
         yield

@@ -22,7 +22,7 @@ def rank() -> int | None:
     return number if size > 1 and 0 <= number < size else None
 
 
-def of_rank(path: str | os.PathLike[str]) -> str:
+def path_of_rank(path: str | os.PathLike[str]) -> str:
     """Return this rank's version of ``path``; ``path`` itself in a run of one process.
 
     The rank is put before the suffix: rank 1 writes ``log.rank1.jsonl`` for ``log.jsonl``,

@@ -29,7 +29,7 @@ from penstock import staging
 from penstock.checkpoint.background import let_all_change
 from penstock.checkpoint.moves import await_devices
 from penstock.core.errors import ClosedError, ConfigError, PenstockError, SuspendError
-from penstock.core.garbage import collected_later
+from penstock.core.garbage import without_collection
 from penstock.io import pages as memory
 from penstock.observe.recorder import Recorder
 from penstock.swap.recall import Recall
@@ -137,7 +137,7 @@ class Suspended:
         """Whether everything has been brought back."""
         return all(each.back for each in self._away)
 
-    @collected_later()
+    @without_collection()
     def resume(self) -> None:
         """Have every tensor as it was, at the same place. Idempotent.
 
@@ -161,7 +161,7 @@ class Suspended:
         self._discard_all()
         _asleep.discard(self)
 
-    @collected_later()
+    @without_collection()
     def fetch(self, nbytes: int) -> int:
         """Have as much as this in memory ahead of ``resume``; what there is more goes again.
 
@@ -234,7 +234,7 @@ class Suspended:
                 memory.unprotect(each.held.pages)
 
 
-@collected_later()
+@without_collection()
 def suspend(
     job: Job,
     *,
