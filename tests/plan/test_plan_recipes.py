@@ -79,12 +79,12 @@ def test_together_says_what_the_note_says(profile, rng):
     case = Case(profile, MACHINE, Budgets(AMPLE, AMPLE, AMPLE))
     modules = case.recomputing.modules
     taken = any_choice(case, rng).recomputed
-    together = case.recomputing.together(taken)
+    together = case.recomputing.conflict_set(taken)
     for path, module in modules.items():
         if path in taken:
             continue
-        clashing = {other for other in taken if not go_together(module, modules[other])}
-        assert together.clashing(module) == clashing
+        conflicts = {other for other in taken if not go_together(module, modules[other])}
+        assert together.conflicts_with(module) == conflicts
 
 
 @settings(max_examples=100)

@@ -52,7 +52,7 @@ from typing import Final
 
 from penstock.plan.machine import Compute
 from penstock.plan.operators import Convolution, Operator
-from penstock.plan.tiles import TILE_COLUMNS, filled
+from penstock.plan.tiles import TILE_COLUMNS, utilization
 
 INDEXING_OPERATIONS: Final = 16
 """Operations to compute one address: two divisions by multiplication, products and sums, border check."""
@@ -237,7 +237,7 @@ def _gemm_filled(one: _Pass, compute: Compute) -> float:
     else:
         size, channels = shape.input_size, shape.channels_in
     rows = shape.batch * math.prod(size)
-    return filled(compute, rows, channels // shape.groups, shape.groups)
+    return utilization(compute, rows, channels // shape.groups, shape.groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +303,7 @@ def _transformed(one: _Pass, compute: Compute, into: _Transform) -> Algorithm:
     )
     busy = 1.0
     if one.kind is not _Kind.FILTER_GRADIENT:
-        busy = filled(compute, images, shape.channels_out, into.points)
+        busy = utilization(compute, images, shape.channels_out, into.points)
     product_flops = float(into.point_operations * into.points * images * filters)
     product_s = _phase_s(compute, flops=product_flops / busy, nbytes=transformed_bytes)
     return Algorithm(

@@ -35,7 +35,7 @@ def assemble(
         why_kept: Returns the reason for keeping a group.
         notes: Notes that precede those made here.
     """
-    case = case.leaning(choice.lean)
+    case = case.with_limits(choice.lean)
     samples = samples_of(case, choice)
     modules = {path: case.recomputing.modules[path] for path in choice.recomputed}
     makers = {g: module for module in modules.values() for g in module.groups}
@@ -52,10 +52,10 @@ def assemble(
         policy=policy,
         notes=(
             *notes,
-            *explain.shortages(case, mask, segments, need),
-            *explain.crowded(case, choice.tiers, samples),
-            *explain.advice(case),
-            *explain.waits(
+            *explain.notes_on_budget(case, mask, segments, need),
+            *explain.notes_on_compression(case, choice.tiers, samples),
+            *explain.notes_on_workspaces(case),
+            *explain.notes_on_waits(
                 case.profile,
                 case.machine,
                 mask_of(case.profile, on_flash),
@@ -67,7 +67,7 @@ def assemble(
 
 def draft(case: Case, choice: Choice) -> Plan:
     """Make the choice's plan without reasons and notes: quickly, to be replayed."""
-    case = case.leaning(choice.lean)
+    case = case.with_limits(choice.lean)
     samples = samples_of(case, choice)
     return _plan(case, choice, samples, [""] * len(case.groups))
 

@@ -60,7 +60,7 @@ def rates(machine: Machine) -> tuple[Rates, Rates]:
     )
 
 
-def least_step_ns(profile: Profile, machine: Machine, budgets: Budgets) -> int:
+def min_step_ns(profile: Profile, machine: Machine, budgets: Budgets) -> int:
     """Return a step time that no plan within these budgets can beat in a replay.
 
     Args:
@@ -70,7 +70,7 @@ def least_step_ns(profile: Profile, machine: Machine, budgets: Budgets) -> int:
     """
     ideal_ns = oracle_ns(profile, machine)
     case = Case(profile, machine, budgets)
-    moment = fullest(case) if len(profile.passes) == 1 else None
+    moment = peak_moment(case) if len(profile.passes) == 1 else None
     if moment is None:
         return ideal_ns
     slack_ns = 2 * len(profile.slots)  # a replay rounds times
@@ -126,7 +126,7 @@ class Moment:
         return max(0.0, written_ns - self.before_ns) + max(again_ns, read_ns - self.after_ns)
 
 
-def fullest(case: Case) -> Moment | None:
+def peak_moment(case: Case) -> Moment | None:
     """Return the moment at which most would be resident; None if everything fits."""
     profile, given = case.profile, case.given
     slots = profile.slots

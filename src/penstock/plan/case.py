@@ -69,7 +69,7 @@ class Case:
         self._residencies: dict[object, Residency] = {}
         self._others: dict[Limits, Case] = {lean: self}
 
-    def leaning(self, lean: Limits) -> Case:
+    def with_limits(self, lean: Limits) -> Case:
         """Return the same problem with other limits for convolutions; cached."""
         if lean is self.lean:  # hashing is slow
             return self
@@ -102,7 +102,7 @@ class Case:
             self.budgets.device_bytes,
             split=self.split,
         )
-        return self.leaning(limits)
+        return self.with_limits(limits)
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:

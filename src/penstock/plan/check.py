@@ -115,7 +115,7 @@ def peak_bytes(profile: Profile, plan: Plan, machine: Machine) -> int:
     return walk.peak
 
 
-def refuse_other(profile: Profile, plan: Plan) -> None:
+def check_matches_profile(profile: Profile, plan: Plan) -> None:
     """Raise if a plan was made from another profile: of another network, or another batch size.
 
     Raises:

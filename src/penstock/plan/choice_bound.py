@@ -18,14 +18,14 @@ from penstock.plan.case import Case, Choice
 from penstock.plan.residency import OFFLOADED, Flow, first_uses, flow
 
 
-def least_step_ns(case: Case, choice: Choice) -> int:
+def min_step_ns(case: Case, choice: Choice) -> int:
     """Return a step time that no feasible replay of this choice can beat, in a twentieth of its time.
 
     Args:
         case: The planning problem.
         choice: The decision for each group.
     """
-    case = case.leaning(choice.lean)
+    case = case.with_limits(choice.lean)
     profile, mask = case.profile, case.mask(choice)
     begin_ns, end_ns = profile.axis_ns
     again_ns = 0

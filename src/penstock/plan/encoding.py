@@ -63,7 +63,7 @@ def cost_s(nbytes: int, machine: Machine, tier: str, sample: CodecSample | None)
     return machine.write_s(moved, tier) + machine.read_s(moved, tier)
 
 
-def trip_s(nbytes: int, machine: Machine, tier: str, sample: CodecSample | None) -> float:
+def round_trip_s(nbytes: int, machine: Machine, tier: str, sample: CodecSample | None) -> float:
     """Return the seconds of a slot's round trip on an idle tier, codec work included."""
     work_s = 0.0 if sample is None else sample.encode_s(nbytes) + sample.decode_s(nbytes)
     return cost_s(nbytes, machine, tier, sample) + work_s

@@ -65,7 +65,9 @@ def why_recomputed(module: Module) -> str:
     )
 
 
-def crowded(case: Case, tiers: Sequence[str], samples: Mapping[int, CodecSample]) -> list[str]:
+def notes_on_compression(
+    case: Case, tiers: Sequence[str], samples: Mapping[int, CodecSample]
+) -> list[str]:
     """Return notes on tiers whose slots fit only because they are encoded."""
     notes = []
     for name, room in (("host", case.budgets.host_bytes), ("flash", case.budgets.flash_bytes)):
@@ -86,7 +88,9 @@ def crowded(case: Case, tiers: Sequence[str], samples: Mapping[int, CodecSample]
     return notes
 
 
-def shortages(case: Case, mask: Mask, segments: tuple[Segment, ...], need: Residency) -> list[str]:
+def notes_on_budget(
+    case: Case, mask: Mask, segments: tuple[Segment, ...], need: Residency
+) -> list[str]:
     """Return notes on a budget that is too small, or only just enough."""
     device_bytes = case.budgets.device_bytes
     if need.hard_bytes > device_bytes:
@@ -121,7 +125,7 @@ def _resident_text(case: Case, mask: Mask, segments: tuple[Segment, ...], need: 
     return f"; resident then: {', '.join(named)}" if named else ""
 
 
-def advice(case: Case) -> list[str]:
+def notes_on_workspaces(case: Case) -> list[str]:
     """Return a note on convolutions for which the plan assumes another algorithm than PyTorch's."""
     if not case.lean:
         return []
@@ -135,7 +139,9 @@ def advice(case: Case) -> list[str]:
     ]
 
 
-def waits(profile: Profile, machine: Machine, on_flash: Mask, codecs: SlotCodecs) -> list[str]:
+def notes_on_waits(
+    profile: Profile, machine: Machine, on_flash: Mask, codecs: SlotCodecs
+) -> list[str]:
     """Return notes on passes in which flash takes longer than the network, the worst per direction."""
     worst = {"write": (0.0, ""), "read": (0.0, "")}
     for one in profile.passes:

@@ -17,7 +17,7 @@ _ROUNDS: Final = 8
 again, but rarely twice."""
 
 
-def least_budget(
+def min_budget(
     profile: Profile,
     machine: Machine,
     budgets: Budgets,

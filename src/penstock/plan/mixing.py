@@ -11,10 +11,10 @@ from functools import cached_property
 from itertools import accumulate, takewhile
 from typing import Final
 
-from penstock.plan.bound import Moment, fullest
+from penstock.plan.bound import Moment, peak_moment
 from penstock.plan.case import Case, Choice
 from penstock.plan.policies import lifetime, ranked
-from penstock.plan.policies.recompute import by_worth, together
+from penstock.plan.policies.recompute import by_worth, compatible_sets
 
 _PARTS: Final = 8
 """Number of prefixes of a ranking of modules that are tried as sets to recompute."""
@@ -35,7 +35,7 @@ class Mixing:
 
     @cached_property
     def _moment(self) -> Moment | None:
-        return fullest(self._case)
+        return peak_moment(self._case)
 
     @cached_property
     def _alive_bytes(self) -> dict[str, int]:
@@ -65,7 +65,7 @@ class Mixing:
     def sets(self) -> list[Set]:
         """List sets of modules of similar size that free most for their time, most promising first."""
         found: dict[Set, float] = {(): self.least_ns(())}
-        for modules in together(self._case):
+        for modules in compatible_sets(self._case):
             order = by_worth(modules)
             counts = {len(order) * part // _PARTS for part in range(1, _PARTS + 1)}
             dropped = accumulate(self._alive_bytes[path] for path in order)
@@ -85,12 +85,12 @@ class Mixing:
             below_ns: Time beyond plain compute that their lower bound must stay below.
         """
         found = {}
-        beside = self._case.recomputing.together(recomputed)
+        beside = self._case.recomputing.conflict_set(recomputed)
         for path, module in self._case.recomputing.modules.items():
             others = [one for one in recomputed if one != path]
             if len(others) == len(recomputed):
-                clashing = beside.clashing(module)
-                others = [one for one in others if one not in clashing]
+                conflicts = beside.conflicts_with(module)
+                others = [one for one in others if one not in conflicts]
                 others.append(path)
             each = tuple(sorted(others))
             found[each] = self.least_ns(each)

@@ -266,7 +266,7 @@ class Recomputing:
         taken = Together(beside)
         found = []
         for recipe in sorted(self._recipes.values(), key=lambda one: (-one.worth, one.path)):
-            if not taken.clashing(recipe):
+            if not taken.conflicts_with(recipe):
                 taken.add(recipe)
                 found.append(recipe)
         return found
@@ -276,6 +276,6 @@ class Recomputing:
         """Bytes that each module recomputes, without recipes."""
         return [one.nbytes for one in self._whole_modules.values()]
 
-    def together(self, recomputed: Iterable[str]) -> Together:
+    def conflict_set(self, recomputed: Iterable[str]) -> Together:
         """Return a set of these modules and recipes that finds conflicts with others."""
         return Together(self.modules[path] for path in recomputed)

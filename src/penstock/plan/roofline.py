@@ -18,7 +18,7 @@ from penstock.plan.axis import Axis
 from penstock.plan.machine import Compute, Machine
 from penstock.plan.operators import Operator, Product
 from penstock.plan.profile import Profile
-from penstock.plan.tiles import product_filled
+from penstock.plan.tiles import product_utilization
 
 DENSE: Final = frozenset(
     {
@@ -72,7 +72,7 @@ def operator_ns(
     if dense:
         rate *= compute.efficiency
     if product is not None:
-        rate *= product_filled(compute, product)
+        rate *= product_utilization(compute, product)
     arithmetic_ns = _ns(flops, rate)
     traffic_ns = _ns(moved_bytes, compute.memory_bytes_per_s)
     return max(1, arithmetic_ns, traffic_ns, round(compute.operator_s * 1e9))

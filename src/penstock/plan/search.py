@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 
 from penstock.plan.assemble import draft
 from penstock.plan.case import Case, Choice
-from penstock.plan.choice_bound import least_step_ns
+from penstock.plan.choice_bound import min_step_ns
 from penstock.plan.layers import prefetch_search
 from penstock.plan.placement import rooms_for
 from penstock.plan.replay import replay
@@ -61,7 +61,7 @@ class Search:
         self._all_work = self._work
         coded = any(group.codecs for group in case.groups)
         self._bounded = len(case.profile.slots) >= _MIN_SLOTS_FOR_BOUND and not coded
-        begin_ns, end_ns = case.leaning(()).profile.axis_ns
+        begin_ns, end_ns = case.with_limits(()).profile.axis_ns
         self._ideal_ns = end_ns - begin_ns
         self._best: tuple[Score, Choice] | None = None
 
@@ -94,35 +94,35 @@ class Search:
         """True if enough work is left for a second planning problem with other algorithms."""
         return self._work > _MIN_REPLAYS_FOR_TWO_CASES * self._size
 
-    def look_first(self, choices: Iterable[Choice]) -> None:
+    def try_by_bound(self, choices: Iterable[Choice]) -> None:
         """Try these choices, those with the lowest bound first, until ``done``."""
         if not self._bounded:
-            return self.look(choices)
+            return self.try_all(choices)
         waiting: list[tuple[int, int, Choice]] = []
         for choice in choices:
-            least_ns = least_step_ns(self._case, choice)
+            least_ns = min_step_ns(self._case, choice)
             if least_ns == self._ideal_ns:
-                self.look([choice])
+                self.try_all([choice])
                 if self.done:
                     return None
             waiting.append((least_ns, len(waiting), choice))
-        return self.look(choice for _, _, choice in sorted(waiting, key=lambda each: each[:2]))
+        return self.try_all(choice for _, _, choice in sorted(waiting, key=lambda each: each[:2]))
 
-    def look(self, choices: Iterable[Choice]) -> None:
+    def try_all(self, choices: Iterable[Choice]) -> None:
         """Try these choices until ``done``."""
         for choice in choices:
-            self._look(choice)
+            self._try(choice)
             if self.done:
                 return
 
-    def explore(self, choices: Iterable[Choice]) -> None:
+    def try_while_affordable(self, choices: Iterable[Choice]) -> None:
         """Try these choices until ``done`` or the work is spent."""
         for choice in choices:
-            self._look(choice)
+            self._try(choice)
             if self.done or self._work <= 0:
                 return
 
-    def _look(self, choice: Choice) -> None:
+    def _try(self, choice: Choice) -> None:
         made, self._made = self._made, self._case.made
         self._work -= self._size // _CHOICES_PER_REPLAY
         self._work -= _CASE_REPLAYS * self._size * (self._made - made)
@@ -141,7 +141,7 @@ class Search:
         moves = list(_moves(self._case))
         futile = place = 0
         while futile < len(moves) and not self.done and self._work > 0:
-            changed = moves[place](self._case.leaning(choice.lean), choice)
+            changed = moves[place](self._case.with_limits(choice.lean), choice)
             place, futile = (place + 1) % len(moves), futile + 1
             if changed is not None and (better := self._score(changed)) < score:
                 score, choice, futile = better, changed, 0
@@ -157,7 +157,7 @@ class Search:
         return score
 
     def _play(self, choice: Choice) -> Score:
-        case = self._case.leaning(choice.lean)
+        case = self._case.with_limits(choice.lean)
         moved = sum(g.key.nbytes for g, t in zip(case.groups, choice.tiers, strict=True) if t)
         hard_bytes = case.residency(choice).hard_bytes
         if hard_bytes > case.budgets.device_bytes:
@@ -165,7 +165,7 @@ class Search:
             return True, hard_bytes, moved
         if self._bounded and self._best is not None and not self._best[0][0]:
             self._work -= self._size // _BOUNDS_PER_REPLAY
-            least_ns = least_step_ns(case, choice)
+            least_ns = min_step_ns(case, choice)
             if least_ns >= self._best[0][1]:
                 return False, least_ns, _UNKNOWN_BYTES
         plan = draft(case, choice)
@@ -217,7 +217,7 @@ def _with_late_reads(case: Case, choice: Choice) -> Choice:
 
 def _with_larger_workspaces(case: Case, choice: Choice) -> Choice:
     """Limit only those workspaces that do not fit with these offloads."""
-    fastest = case.leaning(())
+    fastest = case.with_limits(())
     return choice if choice.recomputed else replace(choice, lean=fastest.fitted(choice.tiers).lean)
 
 
@@ -250,8 +250,8 @@ def _toggle(case: Case, choice: Choice, *, path: str) -> Choice | None:
     others = [one for one in choice.recomputed if one != path]
     if len(others) == len(choice.recomputed):
         recomputing = case.recomputing
-        clashing = recomputing.together(others).clashing(recomputing.modules[path])
-        others = [one for one in others if one not in clashing]
+        conflicts = recomputing.conflict_set(others).conflicts_with(recomputing.modules[path])
+        others = [one for one in others if one not in conflicts]
         others.append(path)
     changed = case.offload(dict(enumerate(choice.tiers)), sorted(others))
     return replace(changed, samples=choice.samples and None)

@@ -7,7 +7,7 @@ from typing import Final
 
 from penstock.core.units import MIB, round_up
 from penstock.observe.suggestion import SuggestedBudget, Suggestion
-from penstock.plan.least import least_budget
+from penstock.plan.least import min_budget
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.policies import Policy
 from penstock.plan.profile import Profile
@@ -33,7 +33,7 @@ def suggest(
         Budgets in whole MiB that the policy's plans keep, down to the least. There are none if the least
         is as large as the saved bytes: nothing would be gained.
     """
-    least = least_budget(profile, machine, replace(budgets, device_bytes=1), policy)
+    least = min_budget(profile, machine, replace(budgets, device_bytes=1), policy)
     if least is None:
         return Suggestion(budgets=(), least_bytes=None)
     saved_bytes, least_bytes = profile.peak_saved_bytes, round_up(least + slack_bytes, MIB)

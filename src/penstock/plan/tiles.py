@@ -19,7 +19,7 @@ NARROWEST_TILE: Final = 32
 """Columns of the narrowest block that cuDNN's kernels compute."""
 
 
-def filled(compute: Compute, rows: int, columns: int, products: int) -> float:
+def utilization(compute: Compute, rows: int, columns: int, products: int) -> float:
     """Return the fraction of the device that products of one size keep busy; over 0, at most 1."""
     if not compute.processors:
         return 1.0
@@ -31,7 +31,7 @@ def filled(compute: Compute, rows: int, columns: int, products: int) -> float:
     return products * rows * columns / (waves * compute.processors * TILE_COLUMNS**2)
 
 
-def product_filled(compute: Compute, one: Product) -> float:
+def product_utilization(compute: Compute, one: Product) -> float:
     """Return the fraction of the device that a call of ``mm`` or the like keeps busy.
 
     A product whose depth is larger than both of its sides is split along its depth as well, like the
@@ -40,6 +40,6 @@ def product_filled(compute: Compute, one: Product) -> float:
     if one.depth > max(one.rows, one.columns):
         return 1.0
     return max(
-        filled(compute, one.rows, one.columns, one.count),
-        filled(compute, one.columns, one.rows, one.count),
+        utilization(compute, one.rows, one.columns, one.count),
+        utilization(compute, one.columns, one.rows, one.count),
     )

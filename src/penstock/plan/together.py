@@ -62,7 +62,7 @@ class Together:
             for g in groups:
                 table.setdefault(g, set()).add(one.path)
 
-    def clashing(self, one: Module) -> set[str]:
+    def conflicts_with(self, one: Module) -> set[str]:
         """Return the paths of those that cannot be recomputed together with ``one``."""
         found: set[str] = set()
         for path in one.members or (one.path,):

@@ -52,7 +52,7 @@ def _all(case: Case) -> Choice:
 
 
 def _keep(case: Case) -> Choice:
-    lean = case.leaning(case.leanest)
+    lean = case.with_limits(case.leanest)
     if not lean.fits(lean.offload({})):  # then it does not fit with larger workspaces either
         return lean.offload({})
     return case.fitted([""] * len(case.groups)).offload({})
@@ -93,13 +93,13 @@ def choose(case: Case) -> Choice:
     search = Search(case)
     small = case
     if search.can_try_two_cases:
-        small = case.leaning(frugal(case.given, case.machine))
+        small = case.with_limits(frugal(case.given, case.machine))
     quick = [case] if small is case else [small, case]
-    search.look_first(_choices(OTHERS[:_QUICK], quick))
+    search.try_by_bound(_choices(OTHERS[:_QUICK], quick))
     if not search.done:
-        search.look(_choices(OTHERS[_QUICK:], [case]))
+        search.try_all(_choices(OTHERS[_QUICK:], [case]))
     if not search.done:
-        mix(case.leaning(search.best.lean), search)
+        mix(case.with_limits(search.best.lean), search)
         search.descend()
     return search.best
 
@@ -123,7 +123,7 @@ def mix(case: Case, search: Search) -> None:
         if search.done or search.spent(_FOR_SETS):
             break
         if mixing.least_ns(recomputed) < search.best_wait_ns:
-            search.explore(mixing.choices(recomputed))
+            search.try_while_affordable(mixing.choices(recomputed))
     tried: set[tuple[str, ...]] = set()
     while not search.done and not search.spent(_FOR_NEIGHBOURS):
         near = mixing.neighbours(search.best.recomputed, search.best_wait_ns)
@@ -131,4 +131,4 @@ def mix(case: Case, search: Search) -> None:
         if not untried:
             break
         tried.add(untried[0])
-        search.explore(mixing.choices(untried[0]))
+        search.try_while_affordable(mixing.choices(untried[0]))

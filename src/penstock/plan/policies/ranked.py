@@ -30,7 +30,7 @@ from penstock.core.config import UNLIMITED
 from penstock.core.units import format_bytes
 from penstock.plan.assemble import assemble
 from penstock.plan.case import Case, Choice
-from penstock.plan.encoding import SlotCodecs, cost_s, trip_s
+from penstock.plan.encoding import SlotCodecs, cost_s, round_trip_s
 from penstock.plan.explain import why_kept
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.placement import first_true, fitting, place
@@ -96,7 +96,7 @@ def _rank_key(case: Case, g: int, *, bound: bool) -> tuple[int, float, float]:
         return 2, 0.0, 0.0
     nbytes, idle_s = group.key.nbytes, group.idle_ns / 1e9
     sample = case.best_samples[g]
-    late = idle_s < trip_s(nbytes, machine, tier, sample)
+    late = idle_s < round_trip_s(nbytes, machine, tier, sample)
     freed_per_s = nbytes / cost_s(nbytes, machine, tier, sample)
     if bound:
         return int(late), -freed_per_s, -idle_s

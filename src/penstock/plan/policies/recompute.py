@@ -40,8 +40,8 @@ def choose(case: Case) -> Choice:
     because more bytes stay resident here.
     """
     options = _options(case.fitted())
-    if not any(case.leaning(one.lean).fits(one) for one in options):
-        options += _options(case.leaning(case.leanest))
+    if not any(case.with_limits(one.lean).fits(one) for one in options):
+        options += _options(case.with_limits(case.leanest))
     return min(options, key=lambda one: (_need_bytes(case, one), recompute_ns(case, one)))
 
 
@@ -51,13 +51,13 @@ def _options(case: Case) -> list[Choice]:
 
 def _need_bytes(case: Case, choice: Choice) -> int:
     """Return the bytes that a choice needs, or the budget if that is more."""
-    hard_bytes = case.leaning(choice.lean).residency(choice).hard_bytes
+    hard_bytes = case.with_limits(choice.lean).residency(choice).hard_bytes
     return max(case.budgets.device_bytes, hard_bytes)
 
 
 def recompute_ns(case: Case, choice: Choice) -> int:
     """Return the recomputation time of a choice, over all passes."""
-    modules = case.leaning(choice.lean).recomputing.modules
+    modules = case.with_limits(choice.lean).recomputing.modules
     return sum(modules[path].forward_ns for path in choice.recomputed)
 
 
@@ -69,7 +69,7 @@ def sublinear(case: Case) -> Choice:
 
 def cost_aware(case: Case) -> Iterator[Choice]:
     """Yield for each size of segments, and for recipes, the choice that recomputes as few as possible."""
-    for modules in together(case):
+    for modules in compatible_sets(case):
         order = by_worth(modules)
         everything = case.offload({}, order)
         yield _fewest(case, order) if case.fits(everything) else everything
@@ -83,7 +83,7 @@ def _fewest(case: Case, order: list[str]) -> Choice:
     return case.offload({}, order[: first_true(len(order), fits)])
 
 
-def together(case: Case) -> Iterator[list[Module]]:
+def compatible_sets(case: Case) -> Iterator[list[Module]]:
     """Yield sets that can be recomputed together: modules of each size, recipes, and both."""
     recomputing = case.recomputing
     recipes = recomputing.recipes()

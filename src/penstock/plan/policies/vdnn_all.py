@@ -32,7 +32,7 @@ def fastest_or_lean(case: Case, wanted: list[int]) -> Choice:
     choice = offload_maps(case, wanted)
     if case.fits(choice):
         return choice
-    return offload_maps(case.leaning(case.leanest), wanted)
+    return offload_maps(case.with_limits(case.leanest), wanted)
 
 
 def offload_maps(case: Case, wanted: list[int]) -> Choice:

@@ -30,7 +30,7 @@ def choose(case: Case) -> Choice:
     """Return the policy's choice for a planning problem."""
     choice = case.offload({})
     for choice in _configurations(case):
-        if case.leaning(choice.lean).fits(choice):
+        if case.with_limits(choice.lean).fits(choice):
             break
     return choice
 
@@ -41,7 +41,7 @@ def _configurations(case: Case) -> Iterator[Choice]:
     for wanted in sets:
         yield offload_maps(case, wanted)
     if case.leanest:
-        lean = case.leaning(case.leanest)
+        lean = case.with_limits(case.leanest)
         without = [offload_maps(lean, wanted) for wanted in sets]
         for wanted, choice in zip(sets, without, strict=True):
             if lean.fits(choice):  # otherwise there is no room for any workspace
