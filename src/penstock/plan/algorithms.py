@@ -66,10 +66,10 @@ _TILE: Final = 32
 _MOVES_IN_PASSES: Final = 5
 """Number of times a spectrum is written or read outside the product: two passes and a transposition."""
 _MOVES_ON_CHIP: Final = 3
-"""As ``_MOVES_IN_PASSES``, for transforms that fit on-chip memory: one pass and a transposition."""
+"""Number of these moves for transforms that fit on-chip memory: one pass and a transposition."""
 _WINOGRAD_TILE: Final = 6
 _WINOGRAD_MOVES: Final = 1
-"""As ``_MOVES_IN_PASSES``, for Winograd: the transform writes in the order in which the product reads."""
+"""Number of these moves for Winograd: the transform writes in the order in which the product reads."""
 _WINOGRAD_TRANSFORM_OPERATIONS: Final = 12 * 12
 """Operations per tile: twelve one-dimensional transforms of twelve (Lavin and Gray, section 4.3)."""
 
