@@ -17,7 +17,7 @@ from penstock.core.budget import Budget
 from penstock.core.config import UNLIMITED, OffloadConfig
 from penstock.core.errors import ClosedError, ConfigError, HookError, PenstockWarning
 from penstock.core.interrupts import LostInterrupts
-from penstock.core.ranks import of_rank, rank
+from penstock.core.ranks import path_of_rank, rank
 from penstock.core.units import format_bytes
 from penstock.hooks.attachment import Attachment
 from penstock.hooks.saved_tensors import SavedTensorHooks
@@ -208,7 +208,7 @@ class Session:
             self._device = torch.device(kind, torch.get_device_module(kind).current_device())
         if config.event_log is not None:
             self.recorder.log = EventLog(
-                of_rank(config.event_log),
+                path_of_rank(config.event_log),
                 file_bytes=config.event_log_bytes,
                 files=config.event_log_files,
             )

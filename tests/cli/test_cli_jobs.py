@@ -216,7 +216,10 @@ def test_a_job_whose_end_nobody_knows_has_not_succeeded(disk_path):
             r"machine.memory is a number that needs more than 64 bits",
         ),
         (f'[machine]\nmemory = "{"9" * 400}GiB"\n', r"memory: '9+' is not a size"),
-        ('[machine]\nmemory = "9999999PiB"\n', r"memory: '9999999PiB' is too much: .* 2\^63 bytes"),
+        (
+            '[machine]\nmemory = "9999999PiB"\n',
+            r"memory: '9999999PiB' is too large: .* 2\^63 bytes",
+        ),
         (
             f"JOB\npriority = 0x{'f' * 5000}",
             r"job.priority is a number that needs more than 64 bits",

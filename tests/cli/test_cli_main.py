@@ -74,7 +74,7 @@ def test_settings_that_make_no_sense_are_refused_before_the_script_runs(
     cases = {
         "nothing to run": [],
         "'2G' is ambiguous": ["--device-memory", "2G", *flash, "x.py"],
-        "needs somewhere to spill to": ["--device-memory", "2GiB", "x.py"],
+        "needs a tier to offload to": ["--device-memory", "2GiB", "x.py"],
         "unknown policy 'best'": [*flash, "--policy", "best", "x.py"],
         "codec is 'No'": [*flash, "--codec", "No", "x.py"],
         "device_memroy": ["--config", "bad.toml", "x.py"],

@@ -171,7 +171,7 @@ def test_a_budget_that_nothing_can_meet(capsys):
         captured = capsys.readouterr()
         assert "does not fit" in captured.out or "from " in captured.out
         (line,) = captured.err.splitlines()
-        assert "there are then AlexNet." in line  # the slots that bind
+        assert "resident then: AlexNet." in line  # the slots that bind
         least = int(line.partition("give at least ")[2].split()[0])
         less = ["--device-memory", str(least - 1), "--policy", "auto"]
         assert main(["plan", *TINY, *ON_CPU, "--device-memory", str(least)]) == 0

@@ -224,7 +224,7 @@ def arenas() -> None:
         None,
         lambda order, block, *_: block and order.host_allocated(block.address, block.nbytes),
     )
-    _around(Arena, "_give_back", _given_back)
+    _around(Arena, "_free_block", _given_back)
 
 
 def _is_lent(_: Order, block: Block, skew: int, __: int) -> None:

@@ -740,7 +740,7 @@ class ArenaMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.budget.used_by("other"))
     @rule()
     def other_gives(self):
-        self.budget.give(self.budget.used_by("other"), "other")
+        self.budget.free(self.budget.used_by("other"), "other")
 
     @invariant()
     def accounts_agree(self):

@@ -360,15 +360,15 @@ def test_memory_does_not_go_while_a_save_in_the_background_reads_it(disk_path, m
         state = {"model": model, "optimizer": optimizer}
         expected = [each.detach().clone() for each in model.parameters()]
         checkpoint.save(disk_path / "a", state)
-        give_back, saving = suspend.memory.give_back, checkpoints.save(1, state, wait=False)
+        free_pages, saving = suspend.memory.free_pages, checkpoints.save(1, state, wait=False)
 
         may_write = threading.Event()
 
         def checked(pages):
             assert may_write.is_set()
-            give_back(pages)
+            free_pages(pages)
 
-        monkeypatch.setattr(suspend.memory, "give_back", checked)
+        monkeypatch.setattr(suspend.memory, "free_pages", checked)
         opener = threading.Timer(0.3, lambda: [may_write.set(), gate.open()])
         opener.start()
         penstock.suspend(session, checkpoint=disk_path / "a", state=state)
@@ -661,7 +661,7 @@ def test_what_cannot_be_fetched_ahead_comes_with_the_rest(disk_path, monkeypatch
     """The reads before it went on into memory that the next ones were to fill."""
     model = network()
     expected = [each.detach().clone() for each in model.parameters()]
-    real = swap_in.memory.open_to_refill
+    real = swap_in.memory.unprotect_for_refill
     with session_in(disk_path, model) as session:
         suspended = penstock.suspend(session)
         opened = []
@@ -672,7 +672,7 @@ def test_what_cannot_be_fetched_ahead_comes_with_the_rest(disk_path, monkeypatch
                 raise TransferError(errno=12, op="mprotect", path="", offset_bytes=0, nbytes=0)
             real(which)
 
-        monkeypatch.setattr(swap_in.memory, "open_to_refill", refuse)
+        monkeypatch.setattr(swap_in.memory, "unprotect_for_refill", refuse)
         assert suspended.prefetch(suspended.nbytes) == suspended.nbytes - opened[1].nbytes
         penstock.resume(session)
     assert_same([each.detach() for each in model.parameters()], expected)
@@ -731,7 +731,7 @@ def test_after_ctrl_c_in_a_resume_all_that_is_not_back_is_closed_and_takes_no_me
 def test_ctrl_c_while_memory_is_opened_leaves_it_closed(disk_path, monkeypatch):
     model = network()
     expected = [each.detach().clone() for each in model.parameters()]
-    real = swap_in.memory.open_to_refill
+    real = swap_in.memory.unprotect_for_refill
 
     def interrupted(which):
         real(which)
@@ -740,7 +740,7 @@ def test_ctrl_c_while_memory_is_opened_leaves_it_closed(disk_path, monkeypatch):
     with session_in(disk_path, model) as session:
         suspended = penstock.suspend(session)
         with monkeypatch.context() as patched:
-            patched.setattr(swap_in.memory, "open_to_refill", interrupted)
+            patched.setattr(swap_in.memory, "unprotect_for_refill", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 penstock.resume(session)
         assert not any(PrivateMemory().holds(each.held.pages) for each in suspended._storages)
@@ -851,7 +851,7 @@ def test_after_ctrl_c_a_buffer_stays_while_a_transfer_may_use_it(disk_path, monk
 def test_ctrl_c_while_memory_is_given_back_brings_back_what_has_gone(disk_path, monkeypatch):
     model = torch.nn.Sequential(*(large() for _ in range(3)))
     expected = [each.detach().clone() for each in model.parameters()]
-    real, gone, log = suspend.memory.give_back, [], []
+    real, gone, log = suspend.memory.free_pages, [], []
 
     def interrupted(which):
         real(which)
@@ -860,7 +860,7 @@ def test_ctrl_c_while_memory_is_given_back_brings_back_what_has_gone(disk_path, 
 
     with session_in(disk_path, model, wrap_tier=lambda tier: LoggedTier(tier, log)) as session:
         with monkeypatch.context() as patched:
-            patched.setattr(suspend.memory, "give_back", interrupted)
+            patched.setattr(suspend.memory, "free_pages", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 penstock.suspend(session)
         assert session.suspended is None

@@ -34,7 +34,7 @@ from penstock.core import knobs
 from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.files import absolute_path
-from penstock.core.ranks import of_rank, rank
+from penstock.core.ranks import path_of_rank, rank
 from penstock.core.units import MIB
 from penstock.jobs.logs import drop_output_if_full
 from penstock.plan import policies
@@ -271,7 +271,7 @@ class _RunLifecycle:
         self._config = config
         self._words = words
         self._rank = rank()
-        self._trace = None if trace is None else of_rank(trace)
+        self._trace = None if trace is None else path_of_rank(trace)
         self._debug = debug
         self._pid = os.getpid()
         self._session: Session | None = None
@@ -461,7 +461,7 @@ def _resume_arguments(options: argparse.Namespace, words: list[str]) -> dict[str
     script = None if options.module else os.path.abspath(words[0])
     directory = absolute_path(options.state, "--state")
     if options.channel is None:  # otherwise a manager has named it and reads it
-        directory = of_rank(directory)
+        directory = path_of_rank(directory)
     return {"directory": directory, "words": words, "script": script, "resume": options.resume}
 
 

@@ -171,7 +171,7 @@ class Ring:
     def _trim(self) -> None:
         tops = [stop for taken in self._taken for _, stop in taken.pieces]
         end = round_up(max([self.limit_bytes, *tops]), PAGE_BYTES)
-        if end < self.held_bytes and self._mapping.drop(end, self.held_bytes - end):
+        if end < self.held_bytes and self._mapping.free(end, self.held_bytes - end):
             self.held_bytes = end
 
 
@@ -179,4 +179,4 @@ def _drop(mapping: Mapping, start: int, stop: int) -> None:
     """Give the system what lies in whole pages."""
     start, stop = round_up(start, PAGE_BYTES), round_down(stop, PAGE_BYTES)
     if start < stop:
-        mapping.drop(start, stop - start)
+        mapping.free(start, stop - start)

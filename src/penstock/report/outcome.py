@@ -8,7 +8,7 @@ from functools import cached_property
 
 from penstock.plan import policies
 from penstock.plan.address_space import AddressUse, first_fit, two_ended
-from penstock.plan.least import least_budget
+from penstock.plan.least import min_budget
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
@@ -70,7 +70,7 @@ def outcome(policy: str, profile: Profile, machine: Machine, budgets: Budgets) -
     replayed = replay(profile, plan, machine, trace=True)
     assert replayed.trace is not None
     fits = plan.feasible and replayed.feasible
-    least = None if fits else least_budget(profile, machine, budgets, policies.get(policy))
+    least = None if fits else min_budget(profile, machine, budgets, policies.get(policy))
     return Outcome(plan, replayed, replayed.trace, least)
 
 

@@ -151,7 +151,7 @@ class Heap:
         try:
             storage = torch.UntypedStorage(charge)  # type: ignore[no-untyped-call]
         except RuntimeError as error:  # as torch says it
-            self._budget.give(charge, self._owner)
+            self._budget.free(charge, self._owner)
             raise MemoryError(f"no memory for {nbytes} bytes that come back: {error}") from error
         with self._lock:
             self._used_bytes += charge
@@ -170,4 +170,4 @@ class Heap:
         charge = self.charge_bytes(nbytes)
         with self._lock:
             self._used_bytes -= charge
-        self._budget.give(charge, self._owner)
+        self._budget.free(charge, self._owner)

@@ -27,7 +27,7 @@ from penstock.observe.foreseen import PREDICTION, Foreseen
 from penstock.observe.recorder import Recorder, Stage
 from penstock.observe.suggestion import Suggestion
 from penstock.plan import policies
-from penstock.plan.least import least_budget
+from penstock.plan.least import min_budget
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.plan import Action, Decision, Plan
 from penstock.plan.policies import Policy
@@ -207,7 +207,7 @@ class Planner:
         # where there is a tier, what a plan keeps is moved away when there is no room for it
         policy = self._asking("ranked" if self._has_tier else self._policy_name)
         nothing = replace(self._budgets, device_bytes=1)
-        least = least_budget(self.profile, self.machine, nothing, policy)
+        least = min_budget(self.profile, self.machine, nothing, policy)
         reserved = self._budget.limit_bytes - self._budgets.device_bytes  # of codecs
         slack = self._slack_bytes(self.profile.peak_saved_bytes)
         return None if least is None else least + slack + reserved

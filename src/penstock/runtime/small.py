@@ -111,4 +111,4 @@ class SmallStorages:
             spare = self._taken_bytes - self.nbytes
             if spare > 4 * CREDIT_BYTES or not self.nbytes:
                 self._taken_bytes -= spare
-                self._budget.give(spare, SMALL)
+                self._budget.free(spare, SMALL)

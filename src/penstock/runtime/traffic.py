@@ -116,7 +116,7 @@ class Traffic:
     def give(self, nbytes: int) -> None:
         """Give back the charge of a storage. Under the lock."""
         if 4 * nbytes > self._credit_bytes:
-            self._budget.give(nbytes, SAVED)
+            self._budget.free(nbytes, SAVED)
             nbytes = 0
         self.spare_bytes += nbytes
         spare = self.spare_bytes
@@ -127,7 +127,7 @@ class Traffic:
         """Give back what was taken in advance; how much that was. Under the lock."""
         spare, self.spare_bytes = self.spare_bytes, 0
         if spare:
-            self._budget.give(spare, SAVED)
+            self._budget.free(spare, SAVED)
         return spare
 
     # -- out --------------------------------------------------------------------------------------

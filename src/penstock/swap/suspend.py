@@ -3,7 +3,7 @@
 1. All memory that can be moved (see :mod:`.state`) is written to unnamed files: directly from the
    tensors' huge pages, and from small pages through a few buffers, by the engine that offloads
    activations.
-2. Only when all of it is written are the pages freed ([Note: pages at rest]), and with them the memory
+2. Only when all of it is written are the pages freed ([Note: swapped pages]), and with them the memory
    that Penstock and the C library hold in reserve. A failed write leaves the job as it was. The files
    stay, to be overwritten at the next suspend, and are discarded with the session.
 3. To resume, each page is read to its old address. Storages, views and addresses are the same as before,
@@ -29,7 +29,7 @@ from penstock import staging
 from penstock.checkpoint.background import let_all_change
 from penstock.checkpoint.moves import await_devices
 from penstock.core.errors import ClosedError, ConfigError, PenstockError, SuspendError
-from penstock.core.garbage import collected_later
+from penstock.core.garbage import without_collection
 from penstock.io import pages as memory
 from penstock.observe.recorder import Recorder
 from penstock.swap.recall import Recall
@@ -78,7 +78,7 @@ class Suspended:
     """A job whose memory is on flash. It must not be used until ``resume`` has restored it.
 
     Not thread-safe: the thread that suspends a job resumes it. Until then, reading or writing one of its
-    tensors ends the process by SIGSEGV ([Note: pages at rest]). A forked child must not resume it.
+    tensors ends the process by SIGSEGV ([Note: swapped pages]). A forked child must not resume it.
 
     Attributes:
         nbytes: Bytes on flash, which is also the size of the freed memory.
@@ -137,7 +137,7 @@ class Suspended:
         """True if everything has been restored."""
         return all(each.restored for each in self._storages)
 
-    @collected_later()
+    @without_collection()
     def resume(self) -> None:
         """Restore every tensor at its old address. Idempotent.
 
@@ -148,7 +148,7 @@ class Suspended:
         for each in self._storages:
             if each.prefetched:
                 assert each.held.pages is not None
-                memory.open_again(each.held.pages)
+                memory.unprotect(each.held.pages)
                 each.prefetched, each.restored = False, True
         failed = self._swap_in(
             [each for each in self._storages if each.freed and not each.restored]
@@ -163,7 +163,7 @@ class Suspended:
         self._discard_all()
         _asleep.discard(self)
 
-    @collected_later()
+    @without_collection()
     def prefetch(self, nbytes: int) -> int:
         """Prefetch up to ``nbytes`` into memory before ``resume``; free what exceeds that.
 
@@ -176,7 +176,7 @@ class Suspended:
         there = sum(each.held.nbytes for each in self._storages if each.prefetched)
         for each in self._storages:
             if each.prefetched and there > nbytes and each.held.pages is not None:
-                memory.give_back(each.held.pages)
+                memory.free_pages(each.held.pages)
                 each.prefetched = False
                 there -= each.held.nbytes
         wanted = list[SwappedStorage]()
@@ -191,7 +191,7 @@ class Suspended:
         for each in wanted:
             each.prefetched, each.restored = each.restored, False
             if each.prefetched and each.held.pages is not None:
-                memory.close_to_all([each.held.pages])
+                memory.protect([each.held.pages])
         return sum(each.held.nbytes for each in self._storages if each.prefetched)
 
     # -- out --------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ class Suspended:
                 storage.resize_(0)
                 continue
             try:
-                memory.give_back(pages)
+                memory.free_pages(pages)
             except PenstockError as error:  # locked memory, or too many mappings
                 self.stayed[each.held.name] = str(error)
                 self.nbytes -= each.held.nbytes
@@ -233,10 +233,10 @@ class Suspended:
         """Open all remaining pages, which read as zeros, because clean-up at exit may touch them."""
         for each in self._storages:
             if each.freed and not each.restored and each.held.pages is not None:
-                memory.open_again(each.held.pages)
+                memory.unprotect(each.held.pages)
 
 
-@collected_later()
+@without_collection()
 def suspend(
     job: Job,
     *,
@@ -249,7 +249,7 @@ def suspend(
 
     This moves the parameters, gradients, buffers and optimizer states that the session knows: those of
     its model, and of each optimizer that was passed or has stepped. Storages, views and addresses stay
-    valid, but must not be accessed until ``resume``: see [Note: pages at rest]. Not thread-safe.
+    valid, but must not be accessed until ``resume``: see [Note: swapped pages]. Not thread-safe.
 
     Args:
         job: An open :class:`penstock.Session`.

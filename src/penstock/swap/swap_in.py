@@ -105,7 +105,7 @@ class SwapIn:
                 if read.block is not None:
                     read.block.free()
             lost = [each.held.pages for each in opened if not each.restored]
-            memory.abandon(each for each in lost if each is not None)
+            memory.protect_and_free(each for each in lost if each is not None)
 
     def _in_order(self) -> Sequence[SwappedStorage]:
         """Return the wanted storages, those in a checkpoint first, in the order of its files."""
@@ -128,7 +128,7 @@ class SwapIn:
 
     def _open(self, swapped: SwappedStorage, pages: Pages) -> bool:
         try:
-            memory.open_to_refill(pages)
+            memory.unprotect_for_refill(pages)
         except PenstockError as refused:
             self.failed[swapped.held.name] = refused
             return False

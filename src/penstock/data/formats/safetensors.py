@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.core.errors import DatasetError
 from penstock.core.files import parse_json
-from penstock.core.units import MOST_BYTES
+from penstock.core.units import MAX_BYTES
 from penstock.data.files import read_range
 from penstock.data.formats.base import Job, truncated
 from penstock.data.index import IndexBuilder
@@ -109,5 +109,5 @@ def _tensor(path: str, name: str, facts: Any) -> _Tensor:
 def _wholes(value: Any) -> bool:
     """Return whether it is a list of whole numbers, zero or more."""
     return isinstance(value, list) and all(
-        type(each) is int and 0 <= each <= MOST_BYTES for each in value
+        type(each) is int and 0 <= each <= MAX_BYTES for each in value
     )

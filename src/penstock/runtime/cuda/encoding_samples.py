@@ -104,7 +104,7 @@ class DeviceSampler:
             yield charged
         finally:
             if charged:
-                self._budget.give(nbytes, SCRATCH)
+                self._budget.free(nbytes, SCRATCH)
 
     def _measure(self, name: str, row: Tensor, dtype: str) -> CodecSample:
         ratio, speeds = self._round(name, row, dtype)

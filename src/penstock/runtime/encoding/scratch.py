@@ -157,7 +157,7 @@ class Scratch(Slots):
 
 def _give(budget: Budget, nbytes: int, pid: int) -> None:
     if os.getpid() == pid:  # in a forked child the lock's holder did not come along
-        budget.give(nbytes, SCRATCH)
+        budget.free(nbytes, SCRATCH)
 
 
 def _refused(nbytes: int, budget: Budget) -> BudgetError:
