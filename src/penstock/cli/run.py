@@ -34,6 +34,7 @@ from penstock.core import knobs
 from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.files import absolute_path
+from penstock.core.process import fork_guard
 from penstock.core.ranks import of_rank, rank
 from penstock.core.units import MIB
 from penstock.jobs.logs import print_if_there_is_room
@@ -269,7 +270,7 @@ class _Attendant:
         self._rank = rank()
         self._trace = None if trace is None else of_rank(trace)
         self._debug = debug
-        self._pid = os.getpid()
+        self._guard = fork_guard()
         self._session: Session | None = None
         self._sleeper: Any = None
         self._was_refused = False
@@ -280,7 +281,7 @@ class _Attendant:
         Raises:
             SystemExit: It cannot be opened; the reason was told.
         """
-        if os.getpid() != self._pid or self._session is not None:
+        if self._guard.in_child or self._session is not None:
             return  # children of the script run as they are
         thread = threading.current_thread()
         if thread is not threading.main_thread():
@@ -317,7 +318,7 @@ class _Attendant:
 
     def finish(self) -> None:
         """All is over: tell, and close. Never raises; the exit code is the script's."""
-        if os.getpid() != self._pid:
+        if self._guard.in_child:
             return
         for act in (
             self._write_trace,

@@ -195,7 +195,7 @@ class _Traffic(Queue):
 
     def stop(self) -> list[Job]:
         """Let what has begun finish; the jobs that have not begun, the caller's to settle."""
-        if os.getpid() != self.pid:
+        if self.guard.in_child:
             return []
         with self._starting, self._lock:
             if self._closed:
@@ -409,7 +409,7 @@ class AioEngine(Engine):
 
     def submit(self, request: Request) -> Transfer:
         """Begin a transfer; returns at once. Raises as :meth:`Engine.submit`."""
-        if os.getpid() != self._traffic.pid or not request.file.direct:
+        if self._traffic.guard.in_child or not request.file.direct:
             return self._threads.submit(request)
         check(request)
         job = Job(
@@ -423,7 +423,7 @@ class AioEngine(Engine):
 
     def submit_batch(self, batch: Batch) -> Transfer:
         """Begin many reads; returns at once. Raises as :meth:`Engine.submit_batch`."""
-        if os.getpid() != self._traffic.pid or not all(file.direct for file in batch.files):
+        if self._traffic.guard.in_child or not all(file.direct for file in batch.files):
             return super().submit_batch(batch)
         check_batch(batch)
         if not self._traffic.takes_batches():
@@ -439,7 +439,7 @@ class AioEngine(Engine):
         """
         self._threads.close()
         _cancel_unbegun(self._traffic)
-        if os.getpid() == self._traffic.pid:
+        if not self._traffic.guard.in_child:
             self._traffic.join()
 
 

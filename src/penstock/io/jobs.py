@@ -17,6 +17,7 @@ from penstock.core.errors import (
     free_space_bytes,
     transfer_error,
 )
+from penstock.core.process import fork_guard
 from penstock.core.units import round_down, round_up
 from penstock.io.engine import File, Op, Priority, Request, Transfer
 from penstock.io.files import MAX_GRANULE_BYTES
@@ -168,14 +169,14 @@ class Queue:
         Args:
             lock: What guards the line and everything in it.
         """
-        self.pid = os.getpid()
+        self.guard = fork_guard()
         self._lock = lock
         self._line = Line()
         self._closed = False
 
     def withdraw(self, job: Job) -> bool:
         """Take a job back if nothing of it has started. True: it is the caller's to settle."""
-        if os.getpid() != self.pid:
+        if self.guard.in_child:
             return False
         with self._lock:
             if not self._line.withdraw(job):
@@ -185,7 +186,7 @@ class Queue:
 
     def promote(self, job: Job, priority: Priority) -> None:
         """Raise the priority of what has not started of a job."""
-        if os.getpid() != self.pid:
+        if self.guard.in_child:
             return
         with self._lock:
             self._line.promote(job, priority)

@@ -5,10 +5,11 @@ SIGUSR1 and SIGUSR2 would end it then, and are remembered. Those by which a mana
 
 from __future__ import annotations
 
-import os
 import signal
 from types import FrameType
 from typing import Final
+
+from penstock.core.process import fork_guard
 
 SLEEP: Final = signal.SIGUSR1
 WAKE: Final = signal.SIGUSR2
@@ -37,13 +38,13 @@ class PendingSignals:
     def __init__(self) -> None:
         """Listen to those of the signals that nobody listens to."""
         self.asked = False
-        self._pid = os.getpid()
+        self._guard = fork_guard()
         for number in (SLEEP, WAKE):
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, self._heard)
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() == self._pid:
+        if not self._guard.in_child:
             self.asked = number == SLEEP
 
     def listens_to(self, number: int) -> bool:

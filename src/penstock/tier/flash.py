@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import math
 import os
-import weakref
 from collections.abc import Sequence
 from typing import TypeAlias
 
 from penstock.core import knobs
 from penstock.core.errors import ConfigError, NoSpaceError, TransferError, free_space_bytes
 from penstock.core.files import given_paths
+from penstock.core.process import release_in_child
 from penstock.core.units import format_bytes
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
 from penstock.io.files import filesystem_of, open_unlinked, open_unlinked_buffered
@@ -78,7 +78,8 @@ class FlashTier(Tier):
         super().__init__(spec, recorder=recorder, checksum=checksum)
         self._engine = engine
         self._space = StripedSpace(slabs, stripe_bytes=knobs.stripe_bytes())
-        _live.add(self)
+        # a child's descriptors would keep the space taken after this process
+        release_in_child(self._space, StripedSpace.close_files)
 
     @property
     def claimed_bytes(self) -> int:
@@ -117,7 +118,6 @@ class FlashTier(Tier):
         self._space.release(place)
 
     def _close(self) -> None:
-        _live.discard(self)
         self._space.close()
 
 
@@ -141,19 +141,6 @@ def _requests(
         )
         done += length
     return requests
-
-
-_live: weakref.WeakSet[FlashTier] = weakref.WeakSet()
-
-
-def _close_inherited() -> None:
-    """In a forked child: its descriptors would keep the parent's space taken after the parent."""
-    for tier in list(_live):
-        tier._space.close_files()
-    _live.clear()
-
-
-os.register_at_fork(after_in_child=_close_inherited)
 
 
 def _check_directories(
