@@ -10,8 +10,8 @@ import pytest
 from penstock.cli import checks, main, paths, system
 from penstock.cli.checks import Check, Verdict
 from penstock.core import knobs
+from penstock.core.fs import FileSystem
 from penstock.io.cufile import Availability
-from penstock.io.files import FileSystem
 
 NAMES = ["python", "torch", "cuda", "settings", "huge pages", "buffers", "tensor pages"]
 NAMES += ["memory", "NUMA", "freed memory"]

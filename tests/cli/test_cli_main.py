@@ -94,7 +94,7 @@ def test_settings_that_make_no_sense_are_refused_before_the_script_runs(
 
 def test_a_directory_in_memory_is_refused(monkeypatch, capsys):
     from penstock.cli import paths
-    from penstock.io.files import FileSystem
+    from penstock.core.fs import FileSystem
 
     monkeypatch.setattr(paths, "filesystem_of", lambda path: FileSystem("tmpfs", True))
     for argv in (["run", "--flash", "/x", "script.py"], ["bench", "io", "--dir", "/x"]):

@@ -7,7 +7,8 @@ from typing import Final
 
 from penstock.core.errors import ConfigError, TransferError
 from penstock.core.files import absolute_path
-from penstock.io.files import filesystem_of, open_unlinked
+from penstock.core.fs import filesystem_of
+from penstock.io.files import open_unlinked
 
 _PICTURES: Final = (".svg", ".png", ".pdf")
 

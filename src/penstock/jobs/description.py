@@ -12,8 +12,8 @@ from typing import Any, Final, Self
 
 from penstock.core.errors import ConfigError
 from penstock.core.files import parse_toml, read_text
+from penstock.core.fs import filesystem_of
 from penstock.core.units import MIB, format_bytes, parse_bytes
-from penstock.io.files import filesystem_of
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DURATION: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min)\s*")

@@ -26,10 +26,11 @@ from penstock.core.errors import (
     transfer_error,
 )
 from penstock.core.files import absolute_path
+from penstock.core.fs import filesystem_of
 from penstock.core.units import format_bytes, round_up
 from penstock.io.aio import PIECES_TOGETHER
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
-from penstock.io.files import DirectFile, filesystem_of, open_path, open_unlinked
+from penstock.io.files import DirectFile, open_path, open_unlinked
 from penstock.io.reporting import reported
 from penstock.io.threads import ThreadEngine
 from penstock.observe.clients import OPTIMIZER

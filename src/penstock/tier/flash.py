@@ -11,10 +11,11 @@ from typing import TypeAlias
 from penstock.core import knobs
 from penstock.core.errors import ConfigError, NoSpaceError, TransferError, free_space_bytes
 from penstock.core.files import given_paths
+from penstock.core.fs import filesystem_of
 from penstock.core.process import release_in_child
 from penstock.core.units import format_bytes
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
-from penstock.io.files import filesystem_of, open_unlinked, open_unlinked_buffered
+from penstock.io.files import open_unlinked, open_unlinked_buffered
 from penstock.observe.recorder import Recorder
 from penstock.tier.base import Tier, TierSpec
 from penstock.tier.checksums import Checksum

@@ -14,8 +14,8 @@ from typing import Final
 
 from penstock.core.errors import ConfigError, NoSpaceError, free_space_bytes
 from penstock.core.files import absolute_path
+from penstock.core.fs import filesystem_of
 from penstock.core.units import MIB
-from penstock.io.files import filesystem_of
 
 PREFIX: Final = ".penstock-characterize-"
 SLACK_BYTES: Final = 256 * MIB
