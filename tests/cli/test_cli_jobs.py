@@ -242,7 +242,7 @@ KNOWN = r"known are --device-memory, --host-memory, .*, --optimizer-state, .*--t
         (["--codec", "gzip"], "there is no codec 'gzip'; there are zero-value"),
         (["--config", "no.toml"], "No such file"),
         (["--trace", "no/trace.json"], "--trace: '.*/sub/no/trace.json' cannot be written"),
-        (["--flash", "no"], "directory '.*/sub/no' cannot be spilled to"),
+        (["--flash", "no"], "directory '.*/sub/no' does not exist"),
         (["y.py"], "'y.py x.py' would be run; what is run is script or module"),
         (["-m", "y"], "'y x.py' would be run"),
         (["--help"], "help is not for a job"),

@@ -130,7 +130,7 @@ class TestDirectories:
             make([tmp_path, tmp_path / "link"])
 
     def test_none(self):
-        with pytest.raises(ConfigError, match="needs a directory"):
+        with pytest.raises(ConfigError, match="no flash directory is named"):
             make([])
 
     @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a tmpfs")

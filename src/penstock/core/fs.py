@@ -146,7 +146,7 @@ def check_space(
                 offset_bytes=0,
                 nbytes=needed,
                 free_bytes=free,
-                advice=f"{format_bytes(needed)} are needed there and {format_bytes(free)} are free; {then}",
+                advice=f"{format_bytes(needed)} are needed there, {format_bytes(free)} are free; {then}",
             )
 
 

@@ -19,14 +19,12 @@ from typing import Literal
 from penstock.core import knobs
 from penstock.core.errors import (
     ChecksumError,
-    ConfigError,
     NoSpaceError,
     TransferError,
     free_space_bytes,
     transfer_error,
 )
-from penstock.core.files import absolute_path
-from penstock.core.fs import filesystem_of
+from penstock.core.fs import check_directories
 from penstock.core.units import format_bytes, round_up
 from penstock.io.aio import PIECES_TOGETHER
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
@@ -107,7 +105,9 @@ class Store:
         Raises:
             ConfigError: A directory is missing, named twice, not writable, or in memory.
         """
-        self.directories = _check_directories(directories, allow_memory_filesystem)
+        self.directories = check_directories(
+            directories, "flash directory", allow_memory_filesystem=allow_memory_filesystem
+        )
         self.slots = slots
         self.engine = engine
         self.written = 0
@@ -344,27 +344,3 @@ def _advice(needed: int, free: int, tiles: Sequence[Tile]) -> str:
         f" {free / elements:.2f} bytes a parameter: free some space, name more directories, or use a"
         " smaller format (exact 8 or 12, split 10.1, bf16 4 or 6, int8 2 or 4 bytes a parameter)"
     )
-
-
-def _check_directories(
-    directories: Sequence[str | os.PathLike[str]], allow_memory_filesystem: bool
-) -> tuple[str, ...]:
-    paths = tuple(absolute_path(each, "flash") for each in directories)
-    if not paths:
-        raise ConfigError("an optimizer on flash needs a directory; none was named: flash=...")
-    for path in paths:
-        if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK):
-            raise ConfigError(
-                f"flash directory {path!r} is missing, not a directory or not writable; create it,"
-                " change its mode, or name another"
-            )
-        system = filesystem_of(path)
-        if system.is_memory and not allow_memory_filesystem:
-            raise ConfigError(
-                f"flash directory {path!r} is on {system.kind}: its files are in memory, and states"
-                " there would save none; name a directory on a disk"
-            )
-    real = [os.path.realpath(path) for path in paths]
-    if len(set(real)) < len(real):
-        raise ConfigError(f"a flash directory is named twice: {', '.join(paths)}")
-    return paths

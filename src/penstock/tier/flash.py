@@ -10,8 +10,7 @@ from typing import TypeAlias
 
 from penstock.core import knobs
 from penstock.core.errors import ConfigError, NoSpaceError, TransferError, free_space_bytes
-from penstock.core.files import given_paths
-from penstock.core.fs import filesystem_of
+from penstock.core.fs import check_directories
 from penstock.core.process import release_in_child
 from penstock.core.units import format_bytes
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
@@ -64,7 +63,9 @@ class FlashTier(Tier):
                 capacity is too small.
             NoSpaceError: A file system has less free space than the tier could come to need of it.
         """
-        paths = _check_directories(directories, allow_memory_filesystem)
+        paths = check_directories(
+            directories, "flash directory", allow_memory_filesystem=allow_memory_filesystem
+        )
         quotas = _quotas(capacity_bytes, paths)
         _check_space(paths, quotas)
         slabs = _open_all(paths, quotas, gpu_direct=engine.spec.gpu_direct)
@@ -142,40 +143,6 @@ def _requests(
         )
         done += length
     return requests
-
-
-def _check_directories(
-    directories: StrPath | Sequence[StrPath], allow_memory_filesystem: bool
-) -> list[str]:
-    paths = [os.path.abspath(each) for each in given_paths(directories, "flash")]
-    if not paths:
-        raise ConfigError("a flash tier needs a directory; none was named")
-    for path in paths:
-        _check_directory(path, allow_memory_filesystem)
-    real = [os.path.realpath(path) for path in paths]
-    for path, where in zip(paths, real, strict=True):
-        if real.count(where) > 1:
-            raise ConfigError(f"flash directory {path!r} is named twice; name each one once")
-    return paths
-
-
-def _check_directory(path: str, allow_memory_filesystem: bool) -> None:
-    if not os.path.exists(path):
-        raise ConfigError(f"flash directory {path!r} does not exist; create it or name another")
-    if not os.path.isdir(path):
-        raise ConfigError(f"flash directory {path!r} is not a directory; name one")
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"flash directory {path!r} is not writable for user {os.geteuid()}; change its mode or"
-            " name another"
-        )
-    system = filesystem_of(path)
-    if system.is_memory and not allow_memory_filesystem:
-        raise ConfigError(
-            f"flash directory {path!r} is on {system.kind}, so its files are in memory and spilling"
-            " there would save none; name a directory on a disk (or, for a test, pass"
-            " allow_memory_filesystem=True)"
-        )
 
 
 def _quotas(capacity_bytes: int, paths: Sequence[str]) -> list[int]:

@@ -73,7 +73,7 @@ def test_a_smaller_scale_is_a_smaller_network_and_the_same_batch():
         ({"colocate": -1}, "colocate=-1"),
         ({"parallel": "tensor"}, "parallel='tensor' is not none, ddp or pipeline"),
         ({"seconds": 0}, "seconds=0"),
-        ({"directory": "/no/such/place"}, "is missing"),
+        ({"directory": "/no/such/place"}, "does not exist"),
     ],
 )
 def test_senseless_settings_are_refused(wrong, said):

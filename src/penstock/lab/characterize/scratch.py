@@ -14,7 +14,7 @@ from typing import Final
 
 from penstock.core.errors import ConfigError, NoSpaceError, free_space_bytes
 from penstock.core.files import absolute_path
-from penstock.core.fs import filesystem_of
+from penstock.core.fs import check_directory
 from penstock.core.units import MIB
 
 PREFIX: Final = ".penstock-characterize-"
@@ -30,12 +30,7 @@ def scratch(directory: str) -> Iterator[Path]:
         ConfigError: It is in memory, or nothing can be made there.
     """
     where = absolute_path(directory, "the directory for checkpoints")
-    system = filesystem_of(where)
-    if system.is_memory:
-        raise ConfigError(
-            f"directory {where!r} is on {system.kind}: its files are in memory, and checkpoints there"
-            " would tell nothing of flash; name a directory on a disk"
-        )
+    check_directory(where, "the directory for checkpoints")
     _remove_left(where)
     try:
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=where))
