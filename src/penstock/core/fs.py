@@ -121,7 +121,7 @@ def check_space(
     """Check that each file system has the space that is needed in all directories on it.
 
     Check before a reservation: one that fails takes all there is for a moment, which harms others. A
-    file system that cannot tell what is free is believed to have enough.
+    file system that cannot tell what is free is believed to have enough; so is one that is not there.
 
     Args:
         needed_bytes: Directories, and how much each is to hold in addition.
@@ -133,7 +133,8 @@ def check_space(
     """
     devices: dict[int, list[tuple[str, int]]] = {}
     for path, nbytes in needed_bytes:
-        devices.setdefault(os.stat(path).st_dev, []).append((path, nbytes))
+        with suppress(OSError):
+            devices.setdefault(os.stat(path).st_dev, []).append((path, nbytes))
     for those in devices.values():
         needed = sum(nbytes for _, nbytes in those)
         free = free_space_bytes(those[0][0])

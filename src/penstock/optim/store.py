@@ -19,13 +19,11 @@ from typing import Literal
 from penstock.core import knobs
 from penstock.core.errors import (
     ChecksumError,
-    NoSpaceError,
     TransferError,
-    free_space_bytes,
     transfer_error,
 )
-from penstock.core.fs import check_directories
-from penstock.core.units import format_bytes, round_up
+from penstock.core.fs import check_directories, check_space
+from penstock.core.units import round_up
 from penstock.io.aio import PIECES_TOGETHER
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
 from penstock.io.files import DirectFile, open_path, open_unlinked
@@ -312,26 +310,12 @@ class Store:
     def _check_space(
         self, each_bytes: int, files: Sequence[DirectFile], tiles: Sequence[Tile]
     ) -> None:
-        devices: dict[int, dict[str, int]] = {}
-        for path, file in zip(self.directories, files, strict=True):
-            facts = os.fstat(file.fd)
-            missing = max(
-                0, each_bytes - 512 * facts.st_blocks
-            )  # durable ones may be there already
-            devices.setdefault(facts.st_dev, {})[path] = missing
-        for missing_bytes in devices.values():
-            paths, needed = list(missing_bytes), sum(missing_bytes.values())
-            free = free_space_bytes(paths[0])
-            if 0 <= free < needed:
-                raise NoSpaceError(
-                    errno=errno.ENOSPC,
-                    op="allocate",
-                    path=", ".join(paths),
-                    offset_bytes=0,
-                    nbytes=needed,
-                    free_bytes=free,
-                    advice=_advice(needed, free, tiles),
-                )
+        there = [512 * os.fstat(file.fd).st_blocks for file in files]  # of durable ones, all may be
+        missing = [max(0, each_bytes - nbytes) for nbytes in there]
+        check_space(
+            zip(self.directories, missing, strict=True),
+            lambda needed, free: _advice(needed, free, tiles),
+        )
 
 
 def _advice(needed: int, free: int, tiles: Sequence[Tile]) -> str:
@@ -339,8 +323,8 @@ def _advice(needed: int, free: int, tiles: Sequence[Tile]) -> str:
     fit = int(elements * free / needed)
     each = needed / elements
     return (
-        f"the states of {elements} parameters need {format_bytes(needed)} there ({each:.2f} bytes a"
-        f" parameter) and {format_bytes(free)} are free, which would do for {fit} parameters, or for"
-        f" {free / elements:.2f} bytes a parameter: free some space, name more directories, or use a"
-        " smaller format (exact 8 or 12, split 10.1, bf16 4 or 6, int8 2 or 4 bytes a parameter)"
+        f"the states of {elements} parameters take {each:.2f} bytes each, and what is free would do for"
+        f" {fit} parameters, or for {free / elements:.2f} bytes each: free some space, name more"
+        " directories, or use a smaller format (exact 8 or 12, split 10.1, bf16 4 or 6, int8 2 or 4 bytes"
+        " a parameter)"
     )

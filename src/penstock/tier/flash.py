@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 from collections.abc import Sequence
 from typing import TypeAlias
 
 from penstock.core import knobs
-from penstock.core.errors import ConfigError, NoSpaceError, TransferError, free_space_bytes
-from penstock.core.fs import check_directories
+from penstock.core.errors import ConfigError, TransferError
+from penstock.core.fs import check_directories, check_space
 from penstock.core.process import release_in_child
 from penstock.core.units import format_bytes
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
@@ -67,7 +66,11 @@ class FlashTier(Tier):
             directories, "flash directory", allow_memory_filesystem=allow_memory_filesystem
         )
         quotas = _quotas(capacity_bytes, paths)
-        _check_space(paths, quotas)
+        check_space(
+            zip(paths, quotas, strict=True),
+            f"lower its capacity of {format_bytes(sum(quotas))}, free some space, or name another"
+            " directory",
+        )
         slabs = _open_all(paths, quotas, gpu_direct=engine.spec.gpu_direct)
         spec = TierSpec(
             name=name,
@@ -154,28 +157,6 @@ def _quotas(capacity_bytes: int, paths: Sequence[str]) -> list[int]:
             f" of its {count} directories ({', '.join(paths)}); raise its capacity"
         )
     return [(units // count + (index < units % count)) * UNIT_BYTES for index in range(count)]
-
-
-def _check_space(paths: Sequence[str], quotas: Sequence[int]) -> None:
-    """Each file system must have the space for all the directories that lie on it."""
-    together: dict[int, list[int]] = {}
-    for index, path in enumerate(paths):
-        together.setdefault(os.stat(path).st_dev, []).append(index)
-    for indices in together.values():
-        needed = sum(quotas[index] for index in indices)
-        free = free_space_bytes(paths[indices[0]])
-        if 0 <= free < needed:
-            raise NoSpaceError(
-                errno=errno.ENOSPC,
-                op="allocate",
-                path=", ".join(paths[index] for index in indices),
-                offset_bytes=0,
-                nbytes=needed,
-                free_bytes=free,
-                advice=f"a flash tier of {format_bytes(sum(quotas))} would need"
-                f" {format_bytes(needed)} there and {format_bytes(free)} are free: lower its"
-                " capacity, free some space, or name another directory",
-            )
 
 
 def _open_all(

@@ -16,7 +16,7 @@ from penstock.lab.characterize.claims import claims
 from penstock.lab.characterize.energy import Meter
 from penstock.lab.characterize.machine import device_kind, machine, world_of
 from penstock.lab.characterize.networks import NETWORKS, SCALE_MEANS
-from penstock.lab.characterize.scratch import check_space, scratch
+from penstock.lab.characterize.scratch import check_fits, scratch
 from penstock.lab.characterize.settings import Settings
 from penstock.lab.characterize.teams import Team, hire
 
@@ -117,7 +117,7 @@ def _network(
         team.end()
         told = team.ask("facts")
         state_bytes = sum(each["state_bytes"] for each in told)
-        check_space(folder, _STANDING * state_bytes)
+        check_fits(folder, _STANDING * state_bytes)
         record: dict[str, Any] = {
             "name": name,
             "title": case.title,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
@@ -12,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from penstock.core.errors import ConfigError, NoSpaceError, free_space_bytes
+from penstock.core.errors import ConfigError
 from penstock.core.files import absolute_path
-from penstock.core.fs import check_directory
+from penstock.core.fs import check_directory, check_space
 from penstock.core.units import MIB
 
 PREFIX: Final = ".penstock-characterize-"
@@ -45,20 +44,14 @@ def scratch(directory: str) -> Iterator[Path]:
         os.close(fd)
 
 
-def check_space(folder: Path, nbytes: int) -> None:
+def check_fits(folder: Path, nbytes: int) -> None:
     """Raise NoSpaceError unless so many bytes, and some slack, are free."""
-    free = free_space_bytes(str(folder))
-    if 0 <= free < nbytes + SLACK_BYTES:
-        raise NoSpaceError(
-            errno=errno.ENOSPC,
-            op="save",
-            path=str(folder.parent),
-            offset_bytes=0,
-            nbytes=nbytes + SLACK_BYTES,
-            free_bytes=free,
-            advice="checkpoints of every kind stand side by side: free some space, name another"
-            " directory, or take a smaller scale",
-        )
+    check_space(
+        [(str(folder), nbytes + SLACK_BYTES)],
+        "checkpoints of every kind stand side by side: free some space, name another directory, or take"
+        " a smaller scale",
+        op="save",
+    )
 
 
 def _remove_left(where: str) -> None:
