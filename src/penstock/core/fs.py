@@ -175,6 +175,9 @@ class FileLock:
     """An exclusive lock of a file or directory, held until it is closed or the process ends.
 
     A forked child closes its copy: a worker would hold the lock for as long as it lives.
+
+    Attributes:
+        fd: Of the file or directory; -1 once it is closed.
     """
 
     def __init__(self, fd: int, what: str, advice: str) -> None:
@@ -189,7 +192,7 @@ class FileLock:
             ConfigError: Another process holds the lock, or another object in this one.
             OSError: The file system has no locks.
         """
-        self._fd = fd
+        self.fd = fd
         try:
             if not try_lock(fd):
                 raise ConfigError(f"{what} is in use by {_holder(fd)}; {advice}")
@@ -200,7 +203,7 @@ class FileLock:
 
     def close(self) -> None:
         """Let others have it. Idempotent."""
-        fd, self._fd = self._fd, -1
+        fd, self.fd = self.fd, -1
         if fd >= 0:
             with suppress(OSError):
                 os.close(fd)

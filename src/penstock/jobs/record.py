@@ -8,7 +8,6 @@ is on the device; ``channels/`` ([Note: channel]); ``logs/``; the socket ``contr
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import stat
@@ -18,6 +17,7 @@ from typing import Any, Final
 
 from penstock.core.errors import ConfigError, JobError
 from penstock.core.files import absolute_path, open_regular, parse_json
+from penstock.core.fs import FileLock
 
 SCHEMA: Final = 1
 _RECORD: Final = "record.json"
@@ -57,7 +57,7 @@ class StateDirectory:
             raise ConfigError(
                 f"state directory {self.path!r} cannot be made: {error.strerror}"
             ) from error
-        self._lock = -1
+        self._lock: FileLock | None = None
         try:
             self._check_ours()
             self._take()
@@ -76,14 +76,11 @@ class StateDirectory:
 
     def _take(self) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._lock = os.open("lock", flags, 0o600, dir_fd=self._fd)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"state directory {self.path!r} has a manager already: talk to it by `penstock jobs"
-                " status`, or name another directory with --state"
-            ) from None
+        self._lock = FileLock(
+            os.open("lock", flags, 0o600, dir_fd=self._fd),
+            f"state directory {self.path!r} has a manager already: it",
+            "talk to it by `penstock jobs status`, or name another directory with --state",
+        )
 
     def channel(self, name: str) -> str:
         """The path of a job's channel."""
@@ -150,11 +147,12 @@ class StateDirectory:
 
     def close(self) -> None:
         """Let another manager have it. Idempotent."""
-        for fd in (self._lock, self._fd):
-            if fd >= 0:
-                with suppress(OSError):
-                    os.close(fd)
-        self._lock = self._fd = -1
+        if self._lock is not None:
+            self._lock.close()
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with suppress(OSError):
+                os.close(fd)
 
 
 class Recording:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
@@ -13,7 +12,7 @@ from typing import Final
 
 from penstock.core.errors import ConfigError
 from penstock.core.files import absolute_path
-from penstock.core.fs import check_directory, check_space
+from penstock.core.fs import FileLock, check_directory, check_space, try_lock
 from penstock.core.units import MIB
 
 PREFIX: Final = ".penstock-characterize-"
@@ -33,15 +32,16 @@ def scratch(directory: str) -> Iterator[Path]:
     _remove_left(where)
     try:
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=where))
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise ConfigError(f"directory {where!r} cannot be written to: {error.strerror}") from error
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-        os.close(fd)
+    with FileLock(
+        fd, f"directory {os.fspath(path)!r}", "another run has just removed it: try again"
+    ):
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def check_fits(folder: Path, nbytes: int) -> None:
@@ -65,9 +65,7 @@ def _remove_left(where: str) -> None:
         except OSError:
             continue
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-        except BlockingIOError:
-            pass  # of a run that goes on
+            if try_lock(fd):  # else it is of a run that goes on
+                shutil.rmtree(path, ignore_errors=True)
         finally:
             os.close(fd)
