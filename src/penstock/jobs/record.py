@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from penstock.core.errors import ConfigError, JobError
 from penstock.core.files import absolute_path, open_regular, parse_json
-from penstock.core.fs import FileLock
+from penstock.core.fs import FileLock, write_durably
 
 SCHEMA: Final = 1
 _RECORD: Final = "record.json"
@@ -125,16 +125,8 @@ class StateDirectory:
     def write(self, document: Mapping[str, Any], *, durable: bool) -> None:
         """Replace the record. Raises JobError if it cannot be written; the old one stays."""
         text = json.dumps({"schema": SCHEMA, **document}).encode()
-        new = f".{_RECORD}.new"
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-            with open(os.open(new, flags, 0o600, dir_fd=self._fd), "wb") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())  # always: else its name may outlive its content
-            os.rename(new, _RECORD, src_dir_fd=self._fd, dst_dir_fd=self._fd)
-            if durable:
-                os.fsync(self._fd)
+            write_durably(_RECORD, text, permissions=0o600, dir_fd=self._fd, sync_name=durable)
         except OSError as error:
             advice = (
                 "the directory was deleted: jobs go on, but a manager started later will not find them"

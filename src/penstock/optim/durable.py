@@ -35,14 +35,14 @@ from torch import Tensor
 
 from penstock.core.errors import ChecksumError, ConfigError, TransferError, transfer_error
 from penstock.core.files import open_regular, parse_json
-from penstock.core.fs import FileLock
+from penstock.core.fs import FileLock, sync_directory
 from penstock.io.reporting import written
 from penstock.observe.clients import OPTIMIZER
 from penstock.optim import packing
 from penstock.optim.formats import MASTER
 from penstock.optim.params import Param
 from penstock.optim.states import FlashStates
-from penstock.optim.store import Sum, sync_directory
+from penstock.optim.store import Sum
 from penstock.staging import copy_across, ready_event
 
 _NAME: Final = "penstock-states"

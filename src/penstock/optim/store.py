@@ -22,7 +22,7 @@ from penstock.core.errors import (
     TransferError,
     transfer_error,
 )
-from penstock.core.fs import check_directories, check_space
+from penstock.core.fs import check_directories, check_space, sync_directory
 from penstock.core.units import round_up
 from penstock.io.aio import PIECES_TOGETHER
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
@@ -66,15 +66,6 @@ def named_file(directory: str, number: int) -> DirectFile:
             errno=error.errno or errno.EIO, op="sync", path=path, offset_bytes=0, nbytes=0
         ) from error
     return file
-
-
-def sync_directory(directory: str) -> None:
-    """Have the names in a directory survive a loss of power. Raises OSError."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class Store:

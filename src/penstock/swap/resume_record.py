@@ -31,7 +31,7 @@ from penstock.checkpoint.listing import info_of, steps_in
 from penstock.checkpoint.reading import Opened
 from penstock.core.errors import CheckpointError, ConfigError, PenstockError, SuspendError
 from penstock.core.files import absolute_path, open_regular, parse_json
-from penstock.core.fs import FileLock
+from penstock.core.fs import FileLock, write_durably
 from penstock.core.units import MIB
 from penstock.swap import RECORD_FILE
 from penstock.swap.state import tensors_of
@@ -100,18 +100,9 @@ class ResumeFile:
 
     def write(self, **what: Any) -> None:
         """Replace it, durably. Raises SuspendError."""
-        new = f"{self._path}.new"
+        text = json.dumps({**self._run, **what})
         try:
-            with open(new, "w", encoding="utf-8") as file:
-                json.dump({**self._run, **what}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(new, self._path)
-            directory = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
+            write_durably(self._path, text.encode())
         except OSError as error:
             raise SuspendError(f"--state: {self._path!r} cannot be written: {error}") from error
 
