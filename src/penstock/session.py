@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -17,6 +16,7 @@ from penstock.core.budget import Budget
 from penstock.core.config import UNLIMITED, OffloadConfig
 from penstock.core.errors import ClosedError, ConfigError, HookError, PenstockWarning
 from penstock.core.interrupts import LostInterrupts
+from penstock.core.process import call_in_child
 from penstock.core.ranks import path_of_rank, rank
 from penstock.core.units import format_bytes
 from penstock.hooks.attachment import Attachment
@@ -632,4 +632,4 @@ def _leave_child() -> None:
         session.hooks.active = False
 
 
-os.register_at_fork(after_in_child=_leave_child)
+call_in_child(_leave_child)

@@ -84,7 +84,7 @@ def test_json_is_one_document(quick, disk_path, capsys):
 
 def test_what_cannot_be_measured_or_written(quick, disk_path, capsys):
     assert bench(disk_path / "none") == 2
-    assert "No such file" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err
     assert bench(disk_path, "--output", disk_path / "no" / "where.toml") == 2
     assert "--output" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="the time to measure"):

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.cli import checks, main, paths, system
+from penstock.cli import checks, main, system
 from penstock.cli.checks import Check, Verdict
-from penstock.core import knobs
+from penstock.core import fs, knobs
+from penstock.core.fs import FileSystem
 from penstock.io.cufile import Availability
-from penstock.io.files import FileSystem
 
 NAMES = ["python", "torch", "cuda", "settings", "huge pages", "buffers", "tensor pages"]
 NAMES += ["memory", "NUMA", "freed memory"]
@@ -38,7 +38,7 @@ def test_a_directory_that_cannot_be_used_fails_and_the_others_go_on(disk_path, c
     missing = str(disk_path / "none")
     assert main(["doctor", "--dir", missing, "--dir", str(disk_path)]) == 1
     out = " ".join(capsys.readouterr().out.split())
-    assert "cannot be used for offloading: No such file or directory" in out
+    assert "does not exist; create it or name another" in out
     assert "1 failed" in out
     assert "B/s, write " in out
 
@@ -249,7 +249,7 @@ def test_disks(disk_path, monkeypatch):
     monkeypatch.setenv("PENSTOCK_BUFFERED_IO", "1")
     assert checks.direct_io(path).verdict is Verdict.WARN
     assert "PENSTOCK_BUFFERED_IO" in checks.direct_io(path).advice
-    monkeypatch.setattr(paths, "filesystem_of", lambda _: FileSystem("tmpfs", True))
+    monkeypatch.setattr(fs, "filesystem_of", lambda _: FileSystem("tmpfs", True))
     (refused,) = checks.disk(path)
     assert refused.verdict is Verdict.FAIL
     assert "tmpfs" in refused.value

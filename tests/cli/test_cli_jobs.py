@@ -254,7 +254,7 @@ KNOWN = r"known are --device-memory, --host-memory, .*, --optimizer-state, .*--t
         (["--codec", "gzip"], "there is no codec 'gzip'; there are zero-value"),
         (["--config", "no.toml"], "No such file"),
         (["--trace", "no/trace.json"], "--trace: '.*/sub/no/trace.json' cannot be written"),
-        (["--flash", "no"], "directory '.*/sub/no' cannot be used for offloading"),
+        (["--flash", "no"], "directory '.*/sub/no' does not exist"),
         (["y.py"], "would run 'y.py x.py' in place of the script or module"),
         (["-m", "y"], "would run 'y x.py' in place"),
         (["--help"], "help is not for a job"),

@@ -485,7 +485,7 @@ def test_what_is_not_there_is_said_before_anything_begins(disk_path):
     with pytest.raises(ConfigError, match=r"flash_capacity is .* TiB, but .* free"):
         Manager(description, state=str(disk_path / "state"))
     shutil.rmtree(disk_path / "flash")
-    with pytest.raises(ConfigError, match="is not a writable directory"):
+    with pytest.raises(ConfigError, match=r"\[machine\] flash .* does not exist"):
         Manager(description, state=str(disk_path / "state"))
 
 

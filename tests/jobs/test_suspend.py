@@ -751,7 +751,7 @@ def test_ctrl_c_while_memory_is_opened_leaves_it_closed(disk_path, monkeypatch):
 def test_no_space_is_said_before_anything_is_written(disk_path, monkeypatch):
     model = network()
     with session_in(disk_path, model) as session:
-        monkeypatch.setattr("penstock.tier.flash.free_space_bytes", lambda path: 4096)
+        monkeypatch.setattr("penstock.core.fs.free_space_bytes", lambda path: 4096)
         with pytest.raises(NoSpaceError, match="4096"):
             penstock.suspend(session)
         monkeypatch.undo()

@@ -23,7 +23,8 @@ from typing import Final, Literal, Self
 
 import numpy as np
 
-from penstock.core.errors import ConfigError, NoSpaceError, free_space_bytes, transfer_error
+from penstock.core.errors import ConfigError, transfer_error
+from penstock.core.fs import check_space
 from penstock.core.units import GIB, MIB, format_bytes, round_down, round_up
 from penstock.io.aio import default_engine
 from penstock.io.arena import Arena
@@ -170,7 +171,10 @@ class Course:
         self._arena = Arena(buffer_bytes)
         try:
             self.files += [open_unlinked(each) for each in directories]
-            _check_space(directories, each_bytes)
+            check_space(
+                [(os.fspath(each), each_bytes) for each in directories],
+                "measure with smaller files, or name another directory",
+            )
             for file in self.files:
                 file.preallocate(each_bytes)
         except BaseException:
@@ -308,23 +312,6 @@ class Course:
         for file in self.files:
             if not file.direct:
                 os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _check_space(directories: Sequence[str | os.PathLike[str]], each_bytes: int) -> None:
-    """Raise before anything is allocated, because even a briefly full file system harms others."""
-    for device in {os.stat(each).st_dev for each in directories}:
-        those = [os.fspath(each) for each in directories if os.stat(each).st_dev == device]
-        free = free_space_bytes(those[0])
-        if 0 <= free < len(those) * each_bytes:
-            raise NoSpaceError(
-                errno=errno.ENOSPC,
-                op="allocate",
-                path=", ".join(those),
-                offset_bytes=0,
-                nbytes=len(those) * each_bytes,
-                free_bytes=free,
-                advice="measure with smaller files, or name another directory",
-            )
 
 
 _Piece = tuple[Callable[[int, list[memoryview], int], int], int, memoryview, int]

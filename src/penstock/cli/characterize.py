@@ -16,6 +16,7 @@ from penstock.cli.command import add_common, formatter
 from penstock.cli.output import say, show, write_json
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.files import given_path, parse_json, read_text
+from penstock.core.fs import check_directory
 from penstock.lab.characterize.networks import NETWORKS, SCALE_MEANS
 from penstock.lab.characterize.settings import Settings
 
@@ -170,8 +171,7 @@ def _directory(name: str) -> Path:
         os.makedirs(given_path(name, "--out"), exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out: {name!r} cannot be made: {error.strerror}") from error
-    if not os.access(name, os.W_OK | os.X_OK):
-        raise ConfigError(f"--out: {name!r} cannot be written to")
+    check_directory(name, "--out", allow_memory_filesystem=True)
     return Path(name)
 
 

@@ -21,11 +21,12 @@ from penstock.cli import system
 from penstock.cli.paths import spill_directory
 from penstock.core import knobs
 from penstock.core.errors import ConfigError, PenstockError, PenstockWarning, free_space_bytes
+from penstock.core.fs import filesystem_of
 from penstock.core.units import GIB, MIB, format_bandwidth, format_bytes
 from penstock.io import cufile, numa
 from penstock.io.aio import default_engine
 from penstock.io.arena import Arena
-from penstock.io.files import filesystem_of, open_unlinked
+from penstock.io.files import open_unlinked
 from penstock.observe.recorder import Recorder
 from penstock.plan.machine import Machine
 from penstock.runtime import probe

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Final
 
-from penstock.core.errors import ConfigError, TransferError
+from penstock.core.errors import ConfigError
 from penstock.core.files import absolute_path
-from penstock.io.files import filesystem_of, open_unlinked
+from penstock.core.fs import check_directory
 
 _PICTURES: Final = (".svg", ".png", ".pdf")
 
@@ -19,20 +19,7 @@ def spill_directory(name: str | os.PathLike[str]) -> str:
         ConfigError: It is missing, not a directory, not writable, or in memory.
     """
     path = absolute_path(name, "the directory to offload to")
-    system = filesystem_of(path)
-    if system.is_memory:
-        raise ConfigError(
-            f"directory {path!r} is on {system.kind}: its files are in memory, so offloading there saves"
-            " none; name a directory on a disk"
-        )
-    try:
-        open_unlinked(path).close()
-    except TransferError as error:
-        reason = os.strerror(error.errno or 0)
-        raise ConfigError(
-            f"directory {path!r} cannot be used for offloading: {reason}; create it, change its mode, or"
-            " name another"
-        ) from error
+    check_directory(path, "flash directory")
     return path
 
 

@@ -34,6 +34,7 @@ from penstock.core import knobs
 from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.files import absolute_path
+from penstock.core.process import fork_guard
 from penstock.core.ranks import path_of_rank, rank
 from penstock.core.units import MIB
 from penstock.jobs.logs import drop_output_if_full
@@ -273,7 +274,7 @@ class _RunLifecycle:
         self._rank = rank()
         self._trace = None if trace is None else path_of_rank(trace)
         self._debug = debug
-        self._pid = os.getpid()
+        self._guard = fork_guard()
         self._session: Session | None = None
         self._sleeper: Any = None
         self._was_refused = False
@@ -284,7 +285,7 @@ class _RunLifecycle:
         Raises:
             SystemExit: It cannot be opened; the reason was printed.
         """
-        if os.getpid() != self._pid or self._session is not None:
+        if self._guard.in_child or self._session is not None:
             return  # children of the script run without a session
         thread = threading.current_thread()
         if thread is not threading.main_thread():
@@ -325,7 +326,7 @@ class _RunLifecycle:
 
     def finish(self) -> None:
         """Report and close at the end. Never raises; the exit code is the script's."""
-        if os.getpid() != self._pid:
+        if self._guard.in_child:
             return
         for act in (
             self._write_trace,

@@ -192,7 +192,7 @@ class FlashDataset(torch_data.Dataset[Any]):
         wanted = np.where(wanted < 0, wanted + len(self), wanted)
         if len(wanted) and not ((wanted >= 0) & (wanted < len(self))).all():
             raise IndexError(f"a sample of {list(samples)} is not among {len(self)}")
-        if self._plant is None or self._plant.pid != os.getpid():
+        if self._plant is None or self._plant.guard.in_child:
             self._plant = self.plant()
             self._values = self.assembler(list)
         assert self._values is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from dataclasses import dataclass, field
 from typing import Final
@@ -64,7 +63,7 @@ class Group:
 
 
 def _give_back(lock: Lock, ring: Ring, taken: Taken, span: Span) -> None:
-    if os.getpid() != ring.pid:
+    if ring.guard.in_child:
         return  # the memory is the parent's, and another thread may have held the lock
     with lock:
         ring.give_back(taken, span)

@@ -10,13 +10,13 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.errors import BudgetError, ConfigError
+from penstock.core.process import fork_guard
 from penstock.core.units import format_bytes, round_down
 from penstock.data.assemble import Assembler
 from penstock.data.build import Opened
@@ -104,7 +104,7 @@ class Plant:
             opened, self.ring, self.engine, verify=verify, memory_bytes=self.memory_bytes
         )
         self._batches: Arena | None = None
-        self.pid = os.getpid()
+        self.guard = fork_guard()
 
     @property
     def held_bytes(self) -> int:
@@ -139,7 +139,7 @@ class Plant:
 
         Batches that were handed over stay what they are.
         """
-        if os.getpid() != self.pid:
+        if self.guard.in_child:
             return
         if self._batches is not None:
             self._batches.close()

@@ -16,8 +16,9 @@ from typing import Final, Literal
 
 import numpy as np
 
-from penstock.core.errors import BudgetError, ChecksumError, ClosedError, DatasetError
+from penstock.core.errors import BudgetError, ChecksumError, DatasetError
 from penstock.core.locks import Lock
+from penstock.core.process import fork_guard
 from penstock.core.units import format_bytes, round_up
 from penstock.data.build import Opened
 from penstock.data.extents import GRANULE, Plan, distinct, plan_of
@@ -97,7 +98,7 @@ class Reader:
         self._priority = priority
         self._lock = Lock()
         self._files = OrderedDict[int, DirectFile]()
-        self._pid = os.getpid()
+        self._guard = fork_guard()
 
     @property
     def is_direct(self) -> bool:
@@ -116,10 +117,8 @@ class Reader:
             DatasetError: A file is missing.
             TransferError: A file cannot be opened.
         """
-        if os.getpid() != self._pid:
-            raise ClosedError(
-                f"this reader belongs to process {self._pid}; a forked child makes its own"
-            )
+        if self._guard.in_child:
+            raise self._guard.error("this reader", "make one here")
         with self._lock:
             if plan.total_bytes > self.ring.limit_bytes:
                 raise self.too_small(plan)

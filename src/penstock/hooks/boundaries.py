@@ -8,7 +8,6 @@ outside any task. A step ends when an optimizer has stepped.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from penstock.core.locks import Lock
+from penstock.core.process import fork_guard
 
 _task_id: Callable[[], int] = torch._C._current_graph_task_id
 
@@ -46,7 +46,7 @@ class Boundaries:
         self.tasks: set[int] = set()
         self._lock = Lock()
         self._handle: RemovableHandle | None = None
-        self._pid = os.getpid()
+        self._guard = fork_guard()
 
     def attach(self) -> None:
         """Begin to report."""
@@ -84,5 +84,5 @@ class Boundaries:
             self._on_backward_end()
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if os.getpid() == self._pid:  # a forked child has no session
+        if not self._guard.in_child:  # a forked child has no session
             self._on_step(optimizer)

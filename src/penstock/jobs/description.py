@@ -12,8 +12,8 @@ from typing import Any, Final, Self
 
 from penstock.core.errors import ConfigError
 from penstock.core.files import parse_toml, read_text
+from penstock.core.fs import check_directory
 from penstock.core.units import MIB, format_bytes, parse_bytes
-from penstock.io.files import filesystem_of
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DURATION: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min)\s*")
@@ -272,13 +272,7 @@ class Description:
 
     def _check_places(self) -> None:
         for each in self.machine.directories:
-            if not os.path.isdir(each) or not os.access(each, os.W_OK | os.X_OK):
-                raise ConfigError(f"[machine] flash: {each!r} is not a writable directory")
-            if (system := filesystem_of(each)).is_memory:
-                raise ConfigError(
-                    f"[machine] flash: {each!r} is on {system.kind}, whose files are in memory; name a"
-                    " directory on an SSD"
-                )
+            check_directory(each, "[machine] flash")
         for job in self.jobs:
             if not os.path.isdir(job.cwd):
                 raise ConfigError(f"job {job.name!r}: cwd {job.cwd!r} is not a directory")

@@ -8,7 +8,6 @@ living manager.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import stat
@@ -18,6 +17,7 @@ from typing import Any, Final
 
 from penstock.core.errors import ConfigError, JobError
 from penstock.core.files import absolute_path, open_regular, parse_json
+from penstock.core.fs import FileLock, write_durably
 
 SCHEMA: Final = 1
 _RECORD: Final = "record.json"
@@ -57,7 +57,7 @@ class StateDirectory:
             raise ConfigError(
                 f"state directory {self.path!r} cannot be created: {error.strerror}"
             ) from error
-        self._lock = -1
+        self._lock: FileLock | None = None
         try:
             self._check_ours()
             self._lock_directory()
@@ -76,14 +76,11 @@ class StateDirectory:
 
     def _lock_directory(self) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._lock = os.open("lock", flags, 0o600, dir_fd=self._fd)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"state directory {self.path!r} is in use by a running manager: see `penstock jobs"
-                " status`, or name another directory with --state"
-            ) from None
+        self._lock = FileLock(
+            os.open("lock", flags, 0o600, dir_fd=self._fd),
+            f"state directory {self.path!r}",
+            "see `penstock jobs status`, or name another directory with --state",
+        )
 
     def channel(self, name: str) -> str:
         """Return the path of a job's channel."""
@@ -128,16 +125,8 @@ class StateDirectory:
     def write(self, document: Mapping[str, Any], *, durable: bool) -> None:
         """Replace the record. Raises JobError if it cannot be written; the old one stays."""
         text = json.dumps({"schema": SCHEMA, **document}).encode()
-        new = f".{_RECORD}.new"
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-            with open(os.open(new, flags, 0o600, dir_fd=self._fd), "wb") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())  # always: otherwise its name may outlive its content
-            os.rename(new, _RECORD, src_dir_fd=self._fd, dst_dir_fd=self._fd)
-            if durable:
-                os.fsync(self._fd)
+            write_durably(_RECORD, text, permissions=0o600, dir_fd=self._fd, sync_name=durable)
         except OSError as error:
             advice = (
                 "the directory was deleted: jobs continue, but a later manager will not find them"
@@ -150,11 +139,12 @@ class StateDirectory:
 
     def close(self) -> None:
         """Unlock and close the directory. Idempotent."""
-        for fd in (self._lock, self._fd):
-            if fd >= 0:
-                with suppress(OSError):
-                    os.close(fd)
-        self._lock = self._fd = -1
+        if self._lock is not None:
+            self._lock.close()
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with suppress(OSError):
+                os.close(fd)
 
 
 class Recording:

@@ -7,12 +7,12 @@ the session that is open; while none is open, nothing is recorded.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
+from penstock.core.process import call_in_child
 from penstock.observe.recorder import Recorder
 
 OPTIMIZER: Final = "optimizer"
@@ -36,8 +36,7 @@ ON_FLASH: Final[Mapping[str, str]] = MappingProxyType(
 """Description of the data in each tier whose writes wear an SSD."""
 
 _open: list[weakref.ref[Recorder]] = []
-if hasattr(os, "register_at_fork"):  # a child has no session, and the recorder's lock may be held
-    os.register_at_fork(after_in_child=_open.clear)
+call_in_child(_open.clear)  # a child has no session, and the recorder's lock may be held
 
 
 def measurement_of(tier: str) -> str:

@@ -23,13 +23,13 @@ import contextlib
 import os
 import threading
 import warnings
-import weakref
 from collections import deque
 from types import TracebackType
 from typing import Any, Final
 
 from penstock.core.errors import PenstockWarning, TransferError, transfer_error
 from penstock.core.files import open_regular
+from penstock.core.process import release_in_child
 from penstock.core.units import MIB
 from penstock.observe.clock import Clock, RealClock
 from penstock.observe.counters import SESSION
@@ -105,7 +105,7 @@ class EventLog:
         self._file_bytes = 0
         self._standing: dict[str, dict[str, Any]] = {}
         self._fd = _open(self.path)
-        _live.add(self)
+        release_in_child(self, EventLog._abandon)
         atexit.register(self.close)
         self._header = header_record(RealClock() if clock is None else clock)
         self._thread = threading.Thread(target=self._run, name="penstock-log", daemon=True)
@@ -161,7 +161,6 @@ class EventLog:
         self._closed = True
         self._writing = False
         atexit.unregister(self.close)
-        _live.discard(self)
         self._wake.set()
         self._thread.join(_PATIENCE_S)
         if self._thread.is_alive() and self._error is None:
@@ -260,24 +259,14 @@ class EventLog:
 
     def _abandon(self) -> None:
         """Close the parent's file in a forked child, without writing to it."""
+        if self._closed:
+            return
         self._writing = False
         self._closed = True
         self._pending.clear()
         atexit.unregister(self.close)
         with contextlib.suppress(OSError):
             os.close(self._fd)
-
-
-_live: weakref.WeakSet[EventLog] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for log in list(_live):
-        log._abandon()
-    _live.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _open(path: str) -> int:

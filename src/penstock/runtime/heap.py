@@ -28,6 +28,7 @@ from penstock.core import knobs
 from penstock.core.budget import Budget
 from penstock.core.errors import ClosedError, ConfigError
 from penstock.core.locks import Lock, defer
+from penstock.core.process import fork_guard
 from penstock.core.units import GIB, round_up
 from penstock.io.mapping import PAGE_BYTES
 
@@ -114,7 +115,7 @@ class Heap:
         self._owner = owner
         self._lock = Lock()
         self._used_bytes = 0
-        self._pid = os.getpid()
+        self._guard = fork_guard()
 
     @property
     def used_bytes(self) -> int:
@@ -141,10 +142,8 @@ class Heap:
         """
         if nbytes <= 0:
             raise ConfigError(f"a block of {nbytes} bytes cannot be allocated")
-        if os.getpid() != self._pid:
-            raise ClosedError(
-                f"this memory belongs to process {self._pid}; a fork must open its own"
-            )
+        if self._guard.in_child:
+            raise self._guard.error("this memory", "open a session here")
         charge = self.charge_bytes(nbytes)
         if not self._budget.try_take(charge, self._owner):
             return None
@@ -165,7 +164,7 @@ class Heap:
         """Each block goes when it is freed; nothing else is held."""
 
     def _give_back(self, nbytes: int) -> None:
-        if os.getpid() != self._pid:
+        if self._guard.in_child:
             return  # the account is the parent's, and another thread may have held its lock
         charge = self.charge_bytes(nbytes)
         with self._lock:

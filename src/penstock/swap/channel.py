@@ -16,7 +16,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import struct
@@ -28,6 +27,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 from penstock.core.errors import JobError
+from penstock.core.fs import try_lock
 
 _HALF_BYTES: Final = 4096
 _HEAD: Final = struct.Struct("<II")
@@ -216,12 +216,10 @@ class ManagerEnd:
     def lock_for_child(self) -> int | None:
         """Return a descriptor with the lock, for inheritance; None if a process of the job lives."""
         fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return None
-        return fd
+        if try_lock(fd):
+            return fd
+        os.close(fd)
+        return None
 
     def has_process(self) -> bool:
         """Return whether any process of the job lives."""

@@ -6,10 +6,11 @@ ends it must take effect.
 
 from __future__ import annotations
 
-import os
 import signal
 from types import FrameType
 from typing import Final
+
+from penstock.core.process import fork_guard
 
 SLEEP: Final = signal.SIGUSR1
 WAKE: Final = signal.SIGUSR2
@@ -38,13 +39,13 @@ class PendingSignals:
     def __init__(self) -> None:
         """Handle those of the signals that have no handler."""
         self.asked = False
-        self._pid = os.getpid()
+        self._guard = fork_guard()
         for number in (SLEEP, WAKE):
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() == self._pid:
+        if not self._guard.in_child:
             self.asked = number == SLEEP
 
     def handles(self, number: int) -> bool:

@@ -14,14 +14,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -33,6 +31,7 @@ from penstock.checkpoint.listing import info_of, steps_in
 from penstock.checkpoint.reading import Opened
 from penstock.core.errors import CheckpointError, ConfigError, PenstockError, SuspendError
 from penstock.core.files import absolute_path, open_regular, parse_json
+from penstock.core.fs import FileLock, write_durably
 from penstock.core.units import MIB
 from penstock.swap import RECORD_FILE
 from penstock.swap.state import tensors_of
@@ -101,38 +100,24 @@ class ResumeFile:
 
     def write(self, **what: Any) -> None:
         """Replace the record durably. Raises SuspendError."""
-        new = f"{self._path}.new"
+        text = json.dumps({**self._run, **what})
         try:
-            with open(new, "w", encoding="utf-8") as file:
-                json.dump({**self._run, **what}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(new, self._path)
-            directory = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
+            write_durably(self._path, text.encode())
         except OSError as error:
             raise SuspendError(f"--state: {self._path!r} cannot be written: {error}") from error
 
-    def lock(self) -> int:
-        """Lock the directory until this process ends or closes the returned descriptor.
+    def lock(self) -> FileLock:
+        """Lock the directory until this process ends or the lock is closed.
 
         Raises:
             ConfigError: Another process has locked it.
         """
-        fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(fd)
-            raise ConfigError(
-                f"--state {self.directory!r} is in use by another run, which has not ended; name another"
-                " directory"
-            ) from error
-        os.register_at_fork(after_in_child=partial(_close, fd))  # a worker may live on
-        return fd
+        self._lock = FileLock(
+            os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC),
+            f"--state {self.directory!r}",
+            "wait until that run has ended, or name another directory",
+        )
+        return self._lock
 
     def remove(self) -> None:
         """Remove the record, when the run has ended."""
@@ -324,11 +309,6 @@ def _is_complete(found: dict[str, Any]) -> bool:
         and isinstance(digests, list)
         and all(isinstance(each, list) and [*map(type, each)] == [str, str] for each in digests)
     )
-
-
-def _close(fd: int) -> None:
-    with suppress(OSError):
-        os.close(fd)
 
 
 def _saved_since(before: dict[str, Any]) -> dict[str, int]:

@@ -7,7 +7,6 @@ ends the wait, such as Ctrl-C, is raised in the script after its memory has been
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from types import FrameType
 from typing import Any, Final, Protocol
 
 from penstock.core.errors import PenstockError
+from penstock.core.process import fork_guard
 from penstock.core.units import MIB, format_bytes
 from penstock.swap.channel import JobEnd
 from penstock.swap.pending_signals import SLEEP, WAKE, PendingSignals
@@ -73,7 +73,7 @@ class Sleeper:
         self._refused = -1
         self._prefetch_failed = False
         self._reported_s = 0.0
-        self._pid = os.getpid()
+        self._guard = fork_guard()
         job.on_step = self.step_over
         for number in (SLEEP, WAKE):
             if signal.getsignal(number) is signal.SIG_DFL or (pending and pending.handles(number)):
@@ -83,7 +83,7 @@ class Sleeper:
         self._report(state="awake")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() == self._pid:  # not in a forked child, such as a data loader's worker
+        if not self._guard.in_child:  # not in a forked child, such as a data loader's worker
             self.asked = number == SLEEP
 
     @property
@@ -95,7 +95,7 @@ class Sleeper:
 
     def step_over(self) -> None:
         """Sleep after a step, if asked to. Raises an exception that interrupts the sleep."""
-        if os.getpid() != self._pid:
+        if self._guard.in_child:
             return
         self._count()
         if self.asked and self._channel is not None:
@@ -163,12 +163,12 @@ class Sleeper:
         suspended = suspend(self._job, **known)
         took = time.monotonic() - begun
         wake = (
-            f"kill -USR2 {self._pid} resumes it"
+            f"kill -USR2 {self._guard.pid} resumes it"
             if self._channel is None
             else "its manager wakes it"
         )
         self._tell(
-            f"suspended process {self._pid}: {format_bytes(suspended.nbytes)} on flash, after"
+            f"suspended process {self._guard.pid}: {format_bytes(suspended.nbytes)} on flash, after"
             f" {took:.1f} s; {wake}"
         )
         sleeps = 0 if self._channel is None else self._channel.status.sleeps + 1
@@ -211,7 +211,7 @@ class Sleeper:
         nbytes = self._job.suspended.nbytes
         resume(self._job)
         took = time.monotonic() - begun
-        self._tell(f"resumed process {self._pid} in {took:.1f} s")
+        self._tell(f"resumed process {self._guard.pid} in {took:.1f} s")
         self._report(
             state="awake", flash_bytes=0, fetched_bytes=0, moved_bytes=nbytes, moving_s=took
         )

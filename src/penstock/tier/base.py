@@ -15,7 +15,6 @@ overrides ``_write``, ``_read``, ``_discard`` and ``_close``, and nothing else.
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
@@ -26,6 +25,7 @@ from typing import Any, Literal, TypeAlias
 from penstock.core import knobs
 from penstock.core.errors import ChecksumError, ClosedError, ConfigError, SourceChangedError
 from penstock.core.locks import condition
+from penstock.core.process import fork_guard
 from penstock.core.units import round_down, round_up
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.clients import measurement_of
@@ -95,7 +95,7 @@ class Tier(ABC):
         self._reported_as = spec.name
         wanted = checksum or checksums.by_name(knobs.verify())
         self._checksum = None if spec.gpu_direct else wanted
-        self._pid = os.getpid()
+        self._guard = fork_guard()
         self._lock = condition()  # notified when nothing is in flight any more
         self._closed = False
         self._held_bytes = 0
@@ -257,7 +257,7 @@ class Tier(ABC):
         Never waits and takes only Penstock's own locks, so a finalizer may (by ``locks.defer``).
         Does nothing in a forked child: the place is the parent's.
         """
-        if os.getpid() != self._pid:
+        if self._guard.in_child:
             return
         with self._lock:
             if ticket.discarded:
@@ -274,7 +274,7 @@ class Tier(ABC):
 
         Never call it in a done callback of a transfer: that transfer has not ended yet.
         """
-        if os.getpid() != self._pid:
+        if self._guard.in_child:
             return
         with self._lock:
             if self._closed:
@@ -291,11 +291,8 @@ class Tier(ABC):
 
     def _begin(self, ticket: Ticket | None = None) -> None:
         """A transfer is about to be in flight; of ``ticket``, if it is a read."""
-        if os.getpid() != self._pid:  # before the lock, which a thread left behind may hold
-            raise ClosedError(
-                f"tier {self.spec.name} ({self.spec.where}) belongs to process {self._pid};"
-                " a process forked from that one cannot use it and has to make its own"
-            )
+        if self._guard.in_child:  # before the lock, which a thread left behind may hold
+            raise self._guard.error(f"tier {self.spec.name} ({self.spec.where})", "make one here")
         with self._lock:
             if self._closed:
                 raise ClosedError(f"tier {self.spec.name} ({self.spec.where}) is closed")

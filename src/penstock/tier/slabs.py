@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from penstock.core.errors import NoSpaceError, free_space_bytes
+from penstock.core.fs import check_space
 from penstock.core.units import round_up
 from penstock.io.extents import ExtentAllocator
 from penstock.io.files import MAX_GRANULE_BYTES, DirectFile, open_unlinked
@@ -110,17 +109,7 @@ class SlabDirectory:
             TransferError: The file cannot be made.
         """
         nbytes = min(self.slab_bytes, self.claimable_bytes)
-        free = free_space_bytes(self.path)
-        if 0 <= free < nbytes:  # else a failing reservation would take all there is for a moment
-            raise NoSpaceError(
-                errno=errno.ENOSPC,
-                op="allocate",
-                path=self.path,
-                offset_bytes=0,
-                nbytes=nbytes,
-                free_bytes=free,
-                advice="free some space or name another directory",
-            )
+        check_space([(self.path, nbytes)], "free some space or name another directory")
         file = self._next_file or self._open_file(self.path)
         self._next_file = file  # if what follows fails, the next attempt has it
         file.preallocate(nbytes)

@@ -16,7 +16,7 @@ from penstock.lab.characterize.claims import claims
 from penstock.lab.characterize.energy import Meter
 from penstock.lab.characterize.experiment import document
 from penstock.lab.characterize.networks import NETWORKS
-from penstock.lab.characterize.scratch import PREFIX, check_space, scratch
+from penstock.lab.characterize.scratch import PREFIX, scratch
 from penstock.observe.summary_text import to_text
 
 SCHEMA = json.loads(
@@ -160,4 +160,4 @@ def test_a_killed_runs_directory_is_removed_by_the_next_and_a_living_ones_is_not
 
 def test_too_little_space_is_said_before_anything_is_saved(disk_path):
     with pytest.raises(NoSpaceError, match="choose a smaller scale"):
-        check_space(disk_path, 1 << 60)
+        check_free_space(disk_path, 1 << 60)

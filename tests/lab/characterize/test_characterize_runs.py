@@ -117,7 +117,7 @@ def test_what_makes_no_sense_is_said_in_a_line(disk_path, capsys):
     for words, said in (
         (["--networks", "resnet99"], "'resnet99' is not one of"),
         (["--scale", "7"], "scale=7.0 is not between"),
-        (["--dir", str(disk_path / "no")], "is missing"),
+        (["--dir", str(disk_path / "no")], "does not exist"),
         (["--merge", str(disk_path / "no.json")], "cannot be read"),
         (["--merge", str(disk_path / "deep.json")], "nested too deep"),
         (["--merge", str(disk_path / "empty.json")], "not all of these are whole results"),

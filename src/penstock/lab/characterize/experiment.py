@@ -16,7 +16,7 @@ from penstock.lab.characterize.claims import claims
 from penstock.lab.characterize.energy import Meter
 from penstock.lab.characterize.machine import device_kind, machine, process_count
 from penstock.lab.characterize.networks import NETWORKS, SCALE_MEANS
-from penstock.lab.characterize.scratch import check_space, scratch
+from penstock.lab.characterize.scratch import scratch
 from penstock.lab.characterize.settings import Settings
 from penstock.lab.characterize.teams import Team, spawn
 
@@ -118,7 +118,7 @@ def _network(
         team.receive()
         replies = team.ask("facts")
         state_bytes = sum(each["state_bytes"] for each in replies)
-        check_space(folder, _STATES_ON_DISK * state_bytes)
+        check_free_space(folder, _STATES_ON_DISK * state_bytes)
         record: dict[str, Any] = {
             "name": name,
             "title": case.title,

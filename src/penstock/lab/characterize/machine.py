@@ -13,7 +13,7 @@ import torch
 
 from penstock import __version__
 from penstock.core.errors import ConfigError
-from penstock.io.files import filesystem_of
+from penstock.core.fs import filesystem_of
 from penstock.lab.characterize.energy import Meter
 
 _PIPELINE: Final = 2

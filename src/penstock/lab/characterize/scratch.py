@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import shutil
 import tempfile
@@ -12,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from penstock.core.errors import ConfigError, NoSpaceError, free_space_bytes
+from penstock.core.errors import ConfigError
 from penstock.core.files import absolute_path
+from penstock.core.fs import FileLock, check_directory, check_space, try_lock
 from penstock.core.units import MIB
-from penstock.io.files import filesystem_of
 
 PREFIX: Final = ".penstock-characterize-"
 SLACK_BYTES: Final = 256 * MIB
@@ -30,40 +28,30 @@ def scratch(directory: str) -> Iterator[Path]:
         ConfigError: The directory is in memory, or cannot be written to.
     """
     where = absolute_path(directory, "the directory for checkpoints")
-    system = filesystem_of(where)
-    if system.is_memory:
-        raise ConfigError(
-            f"directory {where!r} is on {system.kind}, which keeps files in memory, so checkpoints there"
-            " would say nothing about flash; name a directory on a disk"
-        )
+    check_directory(where, "the directory for checkpoints")
     _remove_leftovers(where)
     try:
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=where))
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise ConfigError(f"directory {where!r} cannot be written to: {error.strerror}") from error
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-        os.close(fd)
+    with FileLock(
+        fd, f"directory {os.fspath(path)!r}", "another run has just removed it: try again"
+    ):
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def check_space(folder: Path, nbytes: int) -> None:
+def check_free_space(folder: Path, nbytes: int) -> None:
     """Raise NoSpaceError unless ``nbytes`` and some slack are free."""
-    free = free_space_bytes(str(folder))
-    if 0 <= free < nbytes + SLACK_BYTES:
-        raise NoSpaceError(
-            errno=errno.ENOSPC,
-            op="save",
-            path=str(folder.parent),
-            offset_bytes=0,
-            nbytes=nbytes + SLACK_BYTES,
-            free_bytes=free,
-            advice="checkpoints of every kind are on disk at the same time: free some space, name another"
-            " directory, or choose a smaller scale",
-        )
+    check_space(
+        [(str(folder), nbytes + SLACK_BYTES)],
+        "checkpoints of every kind are on disk at the same time: free some space, name another"
+        " directory, or choose a smaller scale",
+        op="save",
+    )
 
 
 def _remove_leftovers(where: str) -> None:
@@ -77,9 +65,7 @@ def _remove_leftovers(where: str) -> None:
         except OSError:
             continue
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-        except BlockingIOError:
-            pass  # its run still goes on
+            if try_lock(fd):  # otherwise its run still goes on
+                shutil.rmtree(path, ignore_errors=True)
         finally:
             os.close(fd)

@@ -24,7 +24,7 @@ from typing import Any, Final
 import penstock
 from penstock.core.errors import ConfigError
 from penstock.core.files import absolute_path
-from penstock.io.files import filesystem_of
+from penstock.core.fs import filesystem_of
 from penstock.testing.gpu import processes
 from penstock.testing.gpu.contract import FACTS
 from penstock.testing.gpu.document import DONE, Document, scrub

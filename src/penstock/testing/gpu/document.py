@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+from penstock.core.fs import write_durably
 from penstock.core.units import format_bandwidth, format_bytes
 from penstock.testing.gpu.fact import Outcome
 
@@ -61,10 +62,8 @@ class Document:
 
     def write(self) -> None:
         """Replace the file."""
-        unfinished = self.path.with_suffix(".unfinished")
         text = json.dumps(scrub(self.contents), indent=1) + "\n"
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, self.path)
+        write_durably(str(self.path), text.encode())
 
     @property
     def well(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from penstock import __version__
-from penstock.io.files import filesystem_of
+from penstock.core.fs import filesystem_of
 from penstock.testing.gpu import processes
 
 _DRIVER: Final = Path("/proc/driver/nvidia/version")
