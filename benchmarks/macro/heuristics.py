@@ -70,12 +70,24 @@ def _kept(guesses: Guesses, key: Any, codecs: Any) -> Decision:
     return Decision(key, Action.KEEP, "", "not in the plan")
 
 
+_squeeze: Final = Planner.squeeze
+
+
+def _once_refused(planner: Planner, record: Any, *, refused: bool) -> Any:
+    """Encode only what every tier has refused, not all that follows it in the pass."""
+    return _squeeze(planner, record, refused=True) if refused else None
+
+
 _NEVER: Final = property(lambda self: False, lambda self, value: None)
 
 OFF: Final[dict[str, Callable[[], list[Any]]]] = {
     "second looks": lambda: [mock.patch.object(SecondLooks, "next", _nothing)],
     "shortage": lambda: [
         mock.patch.object(Planner, "squeeze", _nothing),
+        mock.patch.object(Shortage, "shown_by", _no),
+    ],
+    "shortage before a refusal": lambda: [
+        mock.patch.object(Planner, "squeeze", _once_refused),
         mock.patch.object(Shortage, "shown_by", _no),
     ],
     "guesses": lambda: [mock.patch.object(Guesses, "decide", _kept)],
@@ -118,7 +130,13 @@ def _sizes(batch: int, *sizes: int) -> tuple[tuple[int, dict[str, Any]], ...]:
 
 STEADY: Final = ("recipes", "sign proofs", "heap restore")
 CODED: Final = ("second looks", *STEADY)
-TIGHT: Final = ("shortage", "guesses", "crowded sampling", "second looks")
+TIGHT: Final = (
+    "shortage",
+    "shortage before a refusal",
+    "guesses",
+    "crowded sampling",
+    "second looks",
+)
 WORKLOADS: Final = {
     "resnet50-plain": Workload("resnet50", _sizes(16, 160), STEADY, 9, budget_share=0.15),
     "vgg16-plain": Workload("vgg16", _sizes(16, 128), STEADY, 9, budget_share=0.4),
@@ -417,7 +435,7 @@ def show(name: str, figures: dict[str, Any]) -> None:
     for side, one in figures["off"].items():
         low, high = one["quartiles"]
         print(
-            f"  without {side:<17} {one['ratio']:.3f} ({low:.3f} to {high:.3f}, {one['rounds']} rounds)"
+            f"  without {side:<25} {one['ratio']:.3f} ({low:.3f} to {high:.3f}, {one['rounds']} rounds)"
             f"  {difference(on, one)}",
             flush=True,
         )
