@@ -167,6 +167,9 @@ WORKLOADS: Final = {
     "resnet18-host-full": Workload(
         "resnet18", _sizes(16, 128), TIGHT, 8, steady=False, budget_share=0.5, host_share=0.4
     ),
+    "resnet18-host-short": Workload(
+        "resnet18", _sizes(16, 128), TIGHT, 8, steady=False, budget_share=0.5, host_share=0.55
+    ),
     "resnet18-flash-full": Workload(
         "resnet18", _sizes(16, 128), TIGHT, 8, steady=False, budget_share=0.5, flash_share=0.4
     ),
