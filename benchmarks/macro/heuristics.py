@@ -120,6 +120,8 @@ class Workload:
     flash_share: float = 0.0
     """Capacity of flash, of what autograd saves; 0: enough."""
     overrides: dict[str, Any] = field(default_factory=dict)
+    policy: str = "auto"
+    """``recompute`` has no tier."""
     real: bool = False
     """Learn from photographs, with a learning rate at which sparsity changes."""
 
@@ -150,6 +152,15 @@ WORKLOADS: Final = {
     ),
     "vgg16-throttled": Workload("vgg16", _sizes(8, 128), CODED, 9, slower=SLOWER),
     "resnet50-throttled": Workload("resnet50", _sizes(8, 160), CODED, 9, slower=SLOWER),
+    "resnet50-recompute": Workload("resnet50", _sizes(8, 160), ("recipes",), 9, policy="recompute"),
+    "gpt2-recompute": Workload(
+        "gpt2",
+        ((2, {"sequence_length": 128}),),
+        ("recipes",),
+        9,
+        policy="recompute",
+        overrides={"dropout": 0.0},
+    ),
     "resnet18-learning": Workload(
         "resnet18", _sizes(16, 96), ("second looks", "shortage"), 40, slower=SLOWER, real=True
     ),
@@ -319,8 +330,10 @@ class Bench:
 
     def _session(self, **settings: Any) -> penstock.Session:
         workload = self.workload
-        limits: dict[str, Any] = {"device_memory": self._budget}
-        if workload.host_share:
+        limits: dict[str, Any] = {"device_memory": self._budget, "policy": workload.policy}
+        if workload.policy == "recompute":
+            pass
+        elif workload.host_share:
             limits["host_memory"] = int(self._saved_bytes * workload.host_share)
         else:
             limits["flash"] = self._dir
