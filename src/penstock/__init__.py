@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from penstock.api import Session, close, offload
     from penstock.swap.suspend import Suspended, resume, suspend
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "BudgetError",
