@@ -146,7 +146,7 @@ SIDES = {
     "lz4": ByLz4,
     **{
         name: partial(ByCodec, name=name)
-        for name in ("byteplane", "csr", "positive", "float16", "bfloat16", "float8", "int8")
+        for name in ("byteplane", "positive", "float16", "bfloat16", "float8", "int8")
     },
 }
 PEERS = {"blosc2": "blosc2", "zstd": "zstandard", "lz4": "lz4", "numba": "numba"}

@@ -5,7 +5,7 @@ kept, the halves that ``bfloat16`` made. A chain hands that row, its *stream*, t
 the rest of the payload, a bitmap or scales, as it is. FlashNeuron (FAST 2021, section 4.3) compresses so:
 sparse form first, then its values to FP16.
 
-Which may follow which: sparse (zero-value, csr), cast (float16, bfloat16, float8, int8) and planes
+Which may follow which: sparse (zero-value), cast (float16, bfloat16, float8, int8) and planes
 (byteplane), each once, planes last. Sparse after planes, for example, would look for zero words among
 bytes that were sorted by their place in a word.
 
@@ -16,8 +16,7 @@ bytes that were sorted by their place in a word.
        of all but the first.
     3. The rest of the first member's payload: what is before the stream, then what is behind it.
 
-    The version in a chain's header is that of its first member's format; what else has a version has a
-    frame of its own. Where the stream lies in the first member's payload follows from that payload's
+    Where the stream lies in the first member's payload follows from that payload's
     length, and the number and type of the elements. Every field MUST agree with the codec that decodes.
 """
 
@@ -26,12 +25,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
 from typing import Final
 
 import numpy as np
 
-from penstock.codec import csr_columns
 from penstock.codec.base import (
     HEADER_BYTES,
     ITEMSIZE,
@@ -44,8 +41,6 @@ from penstock.codec.base import (
 )
 from penstock.codec.byteplane import BytePlane
 from penstock.codec.casts import BFloat16, Float8, Float16
-from penstock.codec.csr import Csr
-from penstock.codec.csr import head_bytes as csr_head_bytes
 from penstock.codec.int8 import Int8
 from penstock.codec.zero_value import ZeroValue
 from penstock.core.errors import CodecError, ConfigError
@@ -76,22 +71,10 @@ class _Member:
     """Of the payload's bytes, the elements and their type: where in the payload the stream lies."""
     dtype: str | None = None
     """The type of the stream's elements; ``None``: as the source's."""
-    old_stream: Callable[[int, int, str], slice] | None = None
-    """As ``stream``, in the version of the format before the last."""
 
 
 def _behind_bitmap(payload_bytes: int, count: int, dtype: str) -> slice:
     return slice(8 * -(-count // 64), payload_bytes)
-
-
-def _behind_counts(payload_bytes: int, count: int, dtype: str) -> slice:
-    return slice(csr_head_bytes(count), payload_bytes)
-
-
-def _between_counts_and_columns(payload_bytes: int, count: int, dtype: str) -> slice:
-    head = csr_columns.head_bytes(count)
-    kept = max(payload_bytes - head, 0) // (ITEMSIZE[dtype] + 1)
-    return slice(head, head + kept * ITEMSIZE[dtype])
 
 
 def _all(payload_bytes: int, count: int, dtype: str) -> slice:
@@ -108,7 +91,6 @@ def _behind_int8_scales(payload_bytes: int, count: int, dtype: str) -> slice:
 
 _MEMBERS: Final = (
     _Member(ZeroValue(), _Kind.SPARSE, _behind_bitmap),
-    _Member(Csr(), _Kind.SPARSE, _behind_counts, old_stream=_between_counts_and_columns),
     _Member(Float16(), _Kind.CAST, _all, "float16"),
     _Member(BFloat16(), _Kind.CAST, _all, "bfloat16"),
     _Member(_FLOAT8, _Kind.CAST, _behind_float8_scales, "uint8"),
@@ -166,7 +148,6 @@ class Chain(Codec):
         _check_members(self.name, self.members)
         self._member = _BY_NAME[members[0].name]
         self._first = self._member.codec
-        self.versions = self._first.versions
         self._second = members[1] if len(members) == 2 else Chain(members[1:])
         self.dtypes = frozenset(
             dtype for dtype in self._first.dtypes if self._second.accepts(self._stream_dtype(dtype))
@@ -238,21 +219,6 @@ class Chain(Codec):
         return length
 
     def _decode(self, payload: Bytes, words: Words, dtype: str) -> None:
-        self._decode_by(payload, words, dtype, self._member.stream, self._first._decode)
-
-    def _decode_old(self, payload: Bytes, words: Words, dtype: str, version: int) -> None:
-        assert self._member.old_stream is not None
-        decode = partial(self._first._decode_old, version=version)
-        self._decode_by(payload, words, dtype, self._member.old_stream, decode)
-
-    def _decode_by(
-        self,
-        payload: Bytes,
-        words: Words,
-        dtype: str,
-        stream: Callable[[int, int, str], slice],
-        decode: Callable[[Bytes, Words, str], None],
-    ) -> None:
         raw = self._is_raw(payload)
         frame = payload[_PREFIX_BYTES:]
         header = read_header(frame)
@@ -261,7 +227,7 @@ class Chain(Codec):
         rest = frame[HEADER_BYTES + header.payload_bytes :]
         most, _ = self._most_bytes(dtype, words.size)
         length = header.source_bytes + rest.size
-        where = stream(length, words.size, dtype)
+        where = self._member.stream(length, words.size, dtype)
         if not raw and (length > most or where.stop - where.start != header.source_bytes):
             raise CodecError(
                 f"codec {self.name}: a stream of {header.source_bytes} bytes and {rest.size} others"
@@ -274,7 +240,7 @@ class Chain(Codec):
         inner[: where.start] = rest[: where.start]
         inner[where.stop :] = rest[where.start :]
         self._second.decode(frame, inner[where])
-        decode(inner, words, dtype)
+        self._first._decode(inner, words, dtype)
 
     def _decode_raw(self, frame: Bytes, rest: Bytes, words: Words) -> None:
         if rest.size:

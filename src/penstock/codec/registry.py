@@ -14,7 +14,6 @@ from penstock.core.errors import CodecError, ConfigError
 
 _MODULES: Final = {
     "zero-value": ("zero_value", "ZeroValue"),
-    "csr": ("csr", "Csr"),
     "positive": ("positive", "Positive"),
     "narrow": ("narrow", "Narrow"),
     "byteplane": ("byteplane", "BytePlane"),
@@ -72,7 +71,7 @@ def codec_of(frame: Bytes) -> Codec:
     if header.codec != CHAIN_ID:
         return by_id(header.codec)
     if header.raw:  # the source as it was: lossless chains are alike then
-        return get("csr+byteplane")
+        return get("zero-value+byteplane")
     chain: Codec = importlib.import_module("penstock.codec.chain").of(frame)
     return chain
 

@@ -218,7 +218,7 @@ def _slots(one: Outcome) -> Table:
 
 
 def verdict(decision: Decision) -> str:
-    """What becomes of a slot: ``"keep"``, ``"offload → flash, csr"``, ``"recompute"``."""
+    """What becomes of a slot: ``"keep"``, ``"offload → flash, narrow"``, ``"recompute"``."""
     if decision.action is not Action.OFFLOAD:
         return str(decision.action)
     return f"offload → {decision.tier}{', ' * bool(decision.codec)}{decision.codec}"

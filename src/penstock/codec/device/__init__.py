@@ -20,7 +20,6 @@ from typing import Final
 from penstock.codec.device import (
     bfloat16,
     byteplane,
-    csr,
     float8,
     float16,
     int8,
@@ -31,7 +30,6 @@ from penstock.codec.device import (
 
 FORMS: Final[dict[str, ModuleType]] = {
     "zero-value": zero_value,
-    "csr": csr,
     "positive": positive,
     "narrow": narrow,
     "byteplane": byteplane,
@@ -44,7 +42,6 @@ FORMS: Final[dict[str, ModuleType]] = {
 
 SCRATCH: Final[dict[str, tuple[int, int]]] = {
     "zero-value": (10, 2),
-    "csr": (10, 3),
     "positive": (5, 2),
     "narrow": (4, 2),
     "byteplane": (24, 2),
