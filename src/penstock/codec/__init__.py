@@ -6,8 +6,8 @@ Read in this order:
 - ``registry``: codecs by name and by number, and the one that made a frame;
 - ``zero_value``, ``narrow``, ``byteplane``: every bit comes back;
 - ``positive``: only what a ReLU's backward asks for;
-- ``casts``, ``int8`` on ``blockwise``: values within a stated bound;
-- ``chain``: several, one after the other;
+- ``casts``, ``int8``: values within a stated bound;
+- ``chain``: ``zero-value`` and another;
 - ``kernels``: the hot loops, and ``twins``: the same in a few clear lines each;
 - ``device``: forms that run where the tensor is.
 """

@@ -14,9 +14,10 @@ instance serves every thread.
 
 [Note: frames]
     A frame is a header of 64 bytes and a payload. Little-endian: magic ``PNSC``; u8 version of the
-    format, 1; u8 codec; u8 dtype; u8 flags (1: the payload is the source as it was); u64 bytes of the source; u64 bytes of the payload; the rest MUST be zero. The
-    payload ends with the source's last ``nbytes % itemsize`` bytes, as they were: a storage need not be a
-    whole number of the elements that a view of it has.
+    format, 1; u8 codec; u8 dtype; u8 flags (1: the payload is the source as it was); u64 bytes of the
+    source; u64 bytes of the payload; the rest MUST be zero. The payload ends with the source's last
+    ``nbytes % itemsize`` bytes, as they were: a storage need not be a whole number of the elements that a
+    view of it has.
     Frames have no checksum, because tiers and checkpoints checksum what they hold.
 """
 

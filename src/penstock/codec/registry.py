@@ -17,9 +17,7 @@ _MODULES: Final = {
     "positive": ("positive", "Positive"),
     "narrow": ("narrow", "Narrow"),
     "byteplane": ("byteplane", "BytePlane"),
-    "float16": ("casts", "Float16"),
     "bfloat16": ("casts", "BFloat16"),
-    "float8": ("casts", "Float8"),
     "int8": ("int8", "Int8"),
 }
 """Where each is. They are loaded when one is asked for: compiled code takes a while to load."""

@@ -20,8 +20,6 @@ from typing import Final
 from penstock.codec.device import (
     bfloat16,
     byteplane,
-    float8,
-    float16,
     int8,
     narrow,
     positive,
@@ -33,9 +31,7 @@ FORMS: Final[dict[str, ModuleType]] = {
     "positive": positive,
     "narrow": narrow,
     "byteplane": byteplane,
-    "float16": float16,
     "bfloat16": bfloat16,
-    "float8": float8,
     "int8": int8,
 }
 """The codecs that have a device form, by name."""
@@ -45,9 +41,7 @@ SCRATCH: Final[dict[str, tuple[int, int]]] = {
     "positive": (5, 2),
     "narrow": (4, 2),
     "byteplane": (24, 2),
-    "float16": (24, 0),
     "bfloat16": (32, 0),
-    "float8": (42, 0),
     "int8": (41, 0),
 }
 """Device memory that each takes at most, in bytes for each element and for each byte of the source; see
