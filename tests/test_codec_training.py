@@ -53,7 +53,7 @@ SLOW = Machine("slow flash", 1e6, 1e6, 1e-4, 8e9, 8e9)
 """To plan for, not to run on: next to it every codec is quick."""
 BUDGET_BYTES = 32 * MIB
 SCRATCH_BYTES = BUDGET_BYTES // 8
-LOSSLESS = ("zero-value", "narrow", "byteplane", "csr", "zero-value+byteplane")
+LOSSLESS = ("zero-value", "narrow", "byteplane", "zero-value+byteplane")
 AUTO = {"machine": SLOW, "device_memory": BUDGET_BYTES}
 
 
@@ -333,7 +333,6 @@ def test_every_codec_is_used_where_it_fits(session_for, patient):
     with session_for(**AUTO) as session:
         train().assert_same_bits(expected)
         used = {name: encoded_bytes(session, name) for name in (*LOSSLESS, "positive")}
-        assert used.pop("csr") == 0  # for comparison only
         assert min(used.values()) > 0, used
         assert_only_scratch_held(session)
 
@@ -373,9 +372,7 @@ def relative_error(found, expected):
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize(
-    ("codec", "most"), [("float16", 2e-3), ("bfloat16", 2e-2), ("float8", 0.15), ("int8", 0.15)]
-)
+@pytest.mark.parametrize(("codec", "most"), [("bfloat16", 2e-2), ("int8", 0.15)])
 def test_a_lossy_codec_trains_with_nearly_the_same_gradients(session_for, codec, most):
     torch.manual_seed(0)
     model = Convolutions()
@@ -417,7 +414,7 @@ def test_a_lossy_codec_leaves_whole_numbers_alone(session_for):
         assert_only_scratch_held(session)
 
 
-@pytest.mark.parametrize("codec", ["bfloat16", "float8", "zero-value+bfloat16"])
+@pytest.mark.parametrize("codec", ["bfloat16", "int8", "zero-value+bfloat16"])
 def test_an_alias_of_another_type_of_what_was_encoded_with_loss_is_exact(session_for, codec):
     with session_for(codec=codec, **AUTO) as session:
         floats = torch.randn(8192)

@@ -34,7 +34,7 @@ from penstock.codec import registry
 from penstock.lab import zoo
 from penstock.plan import Machine
 
-LOSSY = ("float16", "bfloat16", "float8", "int8", "zero-value+bfloat16")
+LOSSY = ("bfloat16", "int8", "zero-value+bfloat16")
 NETWORK = "resnet20"
 IMAGE_SIZE = 16
 BATCH = 64
@@ -272,7 +272,7 @@ def plot(figures: dict[str, Any], path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
-    colours = ("#0b6e99", "#d9730d", "#ad1a72", "#4d6461", "#6940a5")
+    colours = ("#d9730d", "#4d6461", "#6940a5")
     runs = figures["runs"]
     exact = np.array(runs["exact"]["curve"])
     steps = np.arange(len(exact)) * EVERY

@@ -17,11 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 from safetensors import safe_open
-from test_checkpoint_codec import golden_state
 
 from penstock.checkpoint.dtypes import DTYPES
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint" / "1"
 RAW = {
     "bfloat16": ("<u2", 2),
     "bool": ("?", 1),
@@ -43,7 +41,7 @@ class Reader:
         assert tail[1].decode() == xxhash.xxh3_128_hexdigest(data[:-43])
         assert data.isascii()
         self.manifest = json.loads(data, object_pairs_hook=once, parse_constant=refused)
-        assert self.manifest["penstock_checkpoint"] in (1, 3)
+        assert self.manifest["penstock_checkpoint"] == 3
         assert self.manifest["checksum"] == "xxh3-128"
         size = self.manifest["block_bytes"]
         assert 4096 <= size <= 16777216
@@ -141,15 +139,11 @@ class Reader:
             "$size": lambda: torch.Size(body),
             "$device": lambda: torch.device(body),
             "$dtype": lambda: getattr(torch, body),
-        }
-        later = {
             "$set": lambda: set(map(within, body)),
             "$frozenset": lambda: frozenset(map(within, body)),
             "$complex": lambda: complex(*map(within, body)),
             "$path": lambda: Path(body),
         }
-        if self.manifest["penstock_checkpoint"] == 3:
-            known |= later
         return known[tag]()
 
     def _dtype(self, number):
@@ -211,11 +205,6 @@ def test_every_dtype_and_every_order_is_read(disk_path):
     small_store().save(disk_path / "a", saved)
     saved["conj"] = torch.tensor([1 - 2j, 3 - 3j])
     assert_same(as_ours(Reader(disk_path / "a").state), saved)
-
-
-def test_the_first_version_is_read():
-    """As it was written when there was no other."""
-    assert_same(as_ours(Reader(GOLDEN).state), golden_state())
 
 
 keys = st.text(max_size=3) | st.integers() | st.tuples(st.floats(allow_nan=False))

@@ -148,7 +148,7 @@ def test_a_dtype_the_codec_never_encodes_is_refused():
     ("index", "value", "message"),
     [
         (0, ord("Q"), "begins with b'QNSC'"),
-        (4, 3, "format 3; this Penstock reads formats 1 and 2"),
+        (4, 3, "format 3; this Penstock reads format 1"),
         (6, len(DTYPES), "dtype 10"),
         (7, 2, "flags 0x2"),
         (63, 1, "padding"),
@@ -160,15 +160,6 @@ def test_errors_of_headers_say_what_is_wrong(index, value, message):
     frame[index] = value
     with pytest.raises(CodecError, match=message):
         read_header(frame)
-
-
-def test_a_version_that_the_codec_never_had_is_refused():
-    """Though another codec has it."""
-    frame = placed(encode(Halve(), placed(b"aabb"), "uint8"))
-    frame[4] = 2
-    assert read_header(frame).version == 2
-    with pytest.raises(CodecError, match="halve: a frame of its format 2, it has 1"):
-        decode(Halve(), frame, 4)
 
 
 def test_a_damaged_dtype_is_a_damaged_frame_wherever_it_is_decoded_to():

@@ -1,5 +1,6 @@
 """Chains: conformance of every kind of link, bounds, which members may follow which, damage."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -17,20 +18,7 @@ from penstock.testing.codecs import CodecTests, decode, encode, roundtrip
 
 GOLDEN = Path(__file__).parents[1] / "golden/codec"
 
-ALL = [
-    *(
-        f"{sparse}+{after}"
-        for sparse in ("zero-value", "csr")
-        for after in ("float16", "bfloat16", "float8", "int8", "byteplane")
-    ),
-    "bfloat16+zero-value",
-    "float16+csr",
-    "bfloat16+byteplane",
-    "float8+zero-value",
-    "int8+zero-value",
-    "zero-value+bfloat16+byteplane",
-    "bfloat16+csr+byteplane",
-]
+ALL = ("zero-value+byteplane", "zero-value+bfloat16", "zero-value+int8")
 
 
 class ChainTests(CodecTests):
@@ -48,20 +36,12 @@ class TestZeroValueBFloat16(ChainTests):
     members = "zero-value+bfloat16"
 
 
-class TestZeroValueFloat8(ChainTests):
-    members = "zero-value+float8"
+class TestZeroValueInt8(ChainTests):
+    members = "zero-value+int8"
 
 
-class TestCsrBytePlane(ChainTests):
-    members = "csr+byteplane"
-
-
-class TestInt8ZeroValue(ChainTests):
-    members = "int8+zero-value"
-
-
-class TestThree(ChainTests):
-    members = "zero-value+bfloat16+byteplane"
+class TestZeroValueBytePlane(ChainTests):
+    members = "zero-value+byteplane"
 
 
 def _half_zeros(count, dtype=np.float32):
@@ -128,35 +108,27 @@ def test_fidelity_and_bound_are_those_of_the_weakest():
     assert half.fidelity is Fidelity.BOUNDED
     bound = BFloat16().spec("float32", nbytes).error_bound
     assert half.spec("float32", nbytes).error_bound == bound
-    assert chain.parse("bfloat16+zero-value").spec("float32", nbytes).error_bound == bound
     blocks = chain.parse("zero-value+int8").spec("float32", nbytes).error_bound
     assert blocks.block == nbytes // 4  # a block of kept values has come from anywhere
-    assert chain.parse("int8+zero-value").spec("float32", nbytes).error_bound.block == 256
 
 
 @pytest.mark.parametrize(
-    ("name", "why"),
+    "name",
     [
-        ("zero-value", "two or three"),
-        ("zero-value+csr", "csr .sparse. behind zero-value .sparse."),
-        ("bfloat16+float16", "float16 .cast. behind bfloat16 .cast."),
-        ("byteplane+zero-value", "zero-value .sparse. behind byteplane"),
-        ("zero-value+bfloat16+csr", "csr .sparse. behind bfloat16"),
-        ("zero-value+bfloat16+byteplane+csr", "4 members"),
-        ("zero-value+", "'' is no member"),
-        ("zero-value+positive", "'positive' is no member"),
+        "zero-value",
+        "zero-value+",
+        "zero-value+positive",
+        "zero-value+zero-value",
+        "bfloat16+zero-value",
+        "zero-value+bfloat16+byteplane",
     ],
 )
-def test_chains_that_make_no_sense(name, why):
-    """Are refused with the reason."""
-    with pytest.raises(ConfigError, match=why):
+def test_chains_that_there_are_not(name):
+    """The error lists those that there are."""
+    with pytest.raises(
+        ConfigError, match=re.escape(f"there is no chain {name!r}; there are zero-value+byteplane")
+    ):
         chain.parse(name)
-
-
-def test_members_must_understand_each_other():
-    """What one hands on, the next must take."""
-    with pytest.raises(ConfigError, match="does not take"):
-        chain.parse("int8+byteplane")
 
 
 def test_a_frame_of_other_members_is_refused():
@@ -164,7 +136,7 @@ def test_a_frame_of_other_members_is_refused():
     source = _half_zeros(1000)
     frame = encode(chain.parse("zero-value+bfloat16"), source, "float32")
     with pytest.raises(CodecError, match="another"):
-        decode(chain.parse("zero-value+float16"), frame, source.size)
+        decode(chain.parse("zero-value+byteplane"), frame, source.size)
     for place, value in ((0, 9), (0, 1), (0, 200), (2, 77), (3, 1)):
         damaged = placed(frame)
         damaged[HEADER_BYTES + place] = value

@@ -44,7 +44,7 @@ for name in ("survey", "compact", "row_counts", "expand"):
         return call(*args)
     setattr(used, name, counting)
 
-for codec in ("zero-value", "csr"):
+for codec in ("zero-value",):
     for dtype in ("uint8", "bfloat16", "float32", "float64"):
         size = ITEMSIZE[dtype]
         for count in (0, 1, 63, 64, 65, 255, 256, 257, 1024, 2500):

@@ -11,13 +11,10 @@ from penstock.testing.codecs import encode
 
 NUMBERS = {
     "zero-value": 1,
-    "csr": 2,
     "positive": 3,
     "narrow": 4,
     "byteplane": 5,
-    "float16": 6,
     "bfloat16": 7,
-    "float8": 8,
     "int8": 9,
 }
 """What is on disks already. Add; never change or reuse."""
@@ -37,7 +34,7 @@ def test_a_name_and_its_number_are_one_codec():
 
 
 def test_an_unknown_name_lists_the_known():
-    with pytest.raises(ConfigError, match="zero-value, csr") as caught:
+    with pytest.raises(ConfigError, match="zero-value, positive") as caught:
         registry.get("zerovalue")
     assert all(name in str(caught.value) for name in registry.names())
 
@@ -65,7 +62,7 @@ def test_chains_go_by_the_names_of_their_members():
         registry.by_id(10)
 
 
-@pytest.mark.parametrize("name", [*registry.names(), "zero-value+bfloat16", "csr+float8"])
+@pytest.mark.parametrize("name", [*registry.names(), "zero-value+bfloat16", "zero-value+int8"])
 def test_a_frame_finds_its_codec(name):
     codec = registry.get(name)
     for dtype in sorted(codec.dtypes):
@@ -78,7 +75,7 @@ def test_a_frame_finds_its_codec(name):
 
 
 def test_a_frame_of_no_known_codec_is_refused():
-    frame = placed(encode(registry.get("csr"), placed(bytes(800)), "float32"))
+    frame = placed(encode(registry.get("narrow"), placed(bytes(800)), "float32"))
     frame[5] = 77
     with pytest.raises(CodecError, match="number 77"):
         registry.decode(frame, placed(bytes(800)))

@@ -7,7 +7,8 @@ from penstock.core.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    "name", ["auto", "none", "zero-value", "int8", "zero-value+bfloat16", "csr+float8+byteplane"]
+    "name",
+    ["auto", "none", "zero-value", "int8", "zero-value+bfloat16"],
 )
 def test_a_codec_is_a_name_or_a_chain_of_them(name):
     assert OffloadConfig(codec=name, host_memory="1MiB").codec == name

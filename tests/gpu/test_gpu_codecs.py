@@ -90,7 +90,7 @@ def encoded_bytes(session, codec=""):
     return counted(session, f"encoded.source_bytes.{codec}" if codec else "encoded.source_bytes")
 
 
-@pytest.mark.parametrize("codec", ["zero-value", "csr", "narrow", "byteplane"])
+@pytest.mark.parametrize("codec", ["zero-value", "narrow", "byteplane"])
 @pytest.mark.parametrize("places", ["flash", "host"])
 def test_a_lossless_codec_changes_no_bit(disk_path, small_knobs, patient, codec, places):
     settings = settings_for(places, codec=codec)

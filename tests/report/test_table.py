@@ -20,7 +20,6 @@ def test_a_table_has_a_column_per_run_and_a_verdict():
         Row.of_bits("loss of step 1", 2.25, 2.25),
         Row.of_bytes("peak resident", 3 * GIB, 300 * MIB),
         Row.of_seconds("step time", 1.2, 1.25),
-        Row.of_bandwidth("flash read", 4e9, 3e9),
         Row("policy", ("-", "auto")),
     ]
     table = side_by_side("Ten steps", ("without", "with"), rows, caption="2 cores")
@@ -30,7 +29,6 @@ def test_a_table_has_a_column_per_run_and_a_verdict():
     assert line_of(text, "loss of step 1").split()[-4:] == ["2.25", "2.25", "same", "bits"]
     assert line_of(text, "peak resident").endswith("3.00 GiB   300.00 MiB   10.2 x less")
     assert line_of(text, "step time").endswith("1.20 s       1.25 s       1.042 x")
-    assert line_of(text, "flash read").endswith("0.750 x")
     assert line_of(text, "policy").split() == ["policy", "-", "auto"]
     assert text.splitlines()[-1].strip() == "2 cores"
 

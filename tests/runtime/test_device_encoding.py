@@ -153,7 +153,7 @@ def test_every_bit_comes_back(rig, codec, dtype):
         rig.mover.discard(rig.tier, ticket)
 
 
-@pytest.mark.parametrize("codec", ["zero-value", "csr", "byteplane", "narrow"])
+@pytest.mark.parametrize("codec", ["zero-value", "byteplane", "narrow"])
 def test_every_content_from_flash(disk_path, small_knobs, codec):
     """NaNs of any payload, -0.0, subnormals; and what does not become shorter is stored as it is."""
     engine, recorder = ThreadEngine(), Recorder()

@@ -17,16 +17,12 @@ from typing import Any, Final
 import xxhash
 
 from penstock.checkpoint.dtypes import DTYPES
-from penstock.checkpoint.values import MAX_DEPTH, FormError, Json, has_later, whole
+from penstock.checkpoint.values import MAX_DEPTH, FormError, Json, whole
 from penstock.core.files import parse_json
 from penstock.core.units import KIB, MIB
 
-PLAIN: Final = 1
-"""The version of a checkpoint none of whose tensors is encoded."""
-ENCODED: Final = 2
-"""The version of one that has encoded tensors."""
-SETS: Final = 3
-"""The version of one whose state has sets, complex numbers or paths; it may have encoded tensors too."""
+VERSION: Final = 3
+"""Version of the format."""
 CODECS: Final = ("byteplane", "zero-value", "zero-value+byteplane", "narrow")
 """Codecs that a tensor may be encoded with; all are lossless."""
 FRAME_BYTES: Final = MIB
@@ -145,13 +141,6 @@ class Manifest:
         _check_places(self)
 
     @property
-    def version(self) -> int:
-        """Of the format."""
-        if has_later(self.state):
-            return SETS
-        return ENCODED if any(each.codec for each in self.tensors) else PLAIN
-
-    @property
     def nbytes(self) -> int:
         """Of all data files."""
         return sum(each.nbytes for each in self.files)
@@ -159,7 +148,7 @@ class Manifest:
     def encode(self) -> bytes:
         """As it is in its file. Raises FormError if that would be too long."""
         document = {
-            "penstock_checkpoint": self.version,
+            "penstock_checkpoint": VERSION,
             "block_bytes": self.block_bytes,
             "checksum": "xxh3-128",
             "facts": dict(self.facts),
@@ -188,24 +177,21 @@ class Manifest:
             raise FormError("it is torn or damaged: its checksum is not that of its bytes")
         document = _parse(data)
         version = whole(document.get("penstock_checkpoint"))
-        if not PLAIN <= version <= SETS:
-            raise FormError(f"its version is {version}, known are {PLAIN} to {SETS}")
+        if version != VERSION:
+            raise FormError(f"its version is {version}; this Penstock reads {VERSION}")
         if document.get("checksum") != "xxh3-128":
             raise FormError(f"its checksums are {document.get('checksum')!r}, known are 'xxh3-128'")
         facts = document.get("facts")
         if not isinstance(facts, dict):
             raise FormError("it has no facts")
         _check_depth([facts, document.get("state")])
-        made = cls(
+        return cls(
             files=tuple(_file_from(each) for each in _objects(document, "files")),
             tensors=tuple(_tensor_from(each) for each in _objects(document, "tensors")),
             state=document.get("state"),
             facts=facts,
             block_bytes=whole(document.get("block_bytes")),
         )
-        if made.version > version:
-            raise FormError(f"it has what is of version {made.version}, and says {version}")
-        return made
 
 
 def blocks_of(nbytes: int, block_bytes: int) -> range:

@@ -46,8 +46,8 @@ _MAX_DIGITS: Final = 4000
 _DICTS: Final = (dict, OrderedDict, defaultdict, Counter)
 _SCALAR_KINDS: Final = "biufcSU"
 _SETS: Final = {set: "$set", frozenset: "$frozenset"}
-_LATER: Final = frozenset({*_SETS.values(), "$complex", "$path"})
-"""What versions of the format before the third have not."""
+_OTHERS: Final = frozenset({*_SETS.values(), "$complex", "$path"})
+"""Tags of sets, complex numbers and paths."""
 _KEYS: Final = (
     str,
     int,
@@ -251,21 +251,7 @@ def _decode_tagged(
         if len(made) < len(body):
             raise FormError("a dictionary has two entries of one key")
         return made
-    return _later(tag, body, depth) if tag in _LATER else _atom(tag, body)
-
-
-def has_later(document: Json) -> bool:
-    """Return whether anything in it is of version 3 of the format."""
-    left = [document]
-    while left:  # however deep somebody has made it
-        each = left.pop()
-        if isinstance(each, dict):
-            if not _LATER.isdisjoint(each):
-                return True
-            left.extend(each.values())
-        elif isinstance(each, list):
-            left.extend(each)
-    return False
+    return _other(tag, body, depth) if tag in _OTHERS else _atom(tag, body)
 
 
 def has_tensors(document: Json) -> bool:
@@ -385,7 +371,7 @@ def _atom(tag: str, body: Json) -> Any:
     raise FormError(f"{tag!r} of {str(body)[:40]!r} is not known")
 
 
-def _later(tag: str, body: Json, depth: int) -> Any:
+def _other(tag: str, body: Json, depth: int) -> Any:
     if tag == "$complex":
         parts = [_part(each) for each in items_of(body)]
         if len(parts) != 2:

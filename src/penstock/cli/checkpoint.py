@@ -15,7 +15,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from penstock.checkpoint.listing import listing, spare_bytes, steps_in
-from penstock.checkpoint.manifest import FILE_NAME
+from penstock.checkpoint.manifest import FILE_NAME, VERSION
 from penstock.checkpoint.reading import Opened
 from penstock.checkpoint.store import Store
 from penstock.cli.command import add_common, formatter
@@ -114,7 +114,7 @@ def _info(options: argparse.Namespace) -> int:
         document: dict[str, Any] = {
             "schema": 1,
             "path": options.path,
-            "version": manifest.version,
+            "version": VERSION,
             "nbytes": manifest.nbytes,
             "facts": dict(manifest.facts),
             "files": [{"name": each.name, "nbytes": each.nbytes} for each in manifest.files],

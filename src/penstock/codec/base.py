@@ -14,10 +14,10 @@ instance serves every thread.
 
 [Note: frames]
     A frame is a header of 64 bytes and a payload. Little-endian: magic ``PNSC``; u8 version of the
-    codec's format, of a chain's first member's; u8 codec; u8 dtype; u8 flags (1: the payload is the
-    source as it was); u64 bytes of the source; u64 bytes of the payload; the rest MUST be zero. The
-    payload ends with the source's last ``nbytes % itemsize`` bytes, as they were: a storage need not be a
-    whole number of the elements that a view of it has.
+    format, 1; u8 codec; u8 dtype; u8 flags (1: the payload is the source as it was); u64 bytes of the
+    source; u64 bytes of the payload; the rest MUST be zero. The payload ends with the source's last
+    ``nbytes % itemsize`` bytes, as they were: a storage need not be a whole number of the elements that a
+    view of it has.
     Frames have no checksum, because tiers and checkpoints checksum their contents.
 """
 
@@ -40,9 +40,8 @@ Words: TypeAlias = npt.NDArray[Any]
 """Memory as unsigned integers of the element's width."""
 
 HEADER_BYTES: Final = 64
-VERSIONS: Final = (1, 2)
-"""Of formats, that some codec reads: each says which are its own."""
 _MAGIC: Final = b"PNSC"
+_VERSION: Final = 1
 _HEADER: Final = struct.Struct("<4sBBBBQQ40x")
 _RAW: Final = 1
 _PADDING: Final = bytes(40)
@@ -113,12 +112,10 @@ class Codec(ABC):
         id: Number in a frame's header. Never reused.
         dtypes: Element types that it accepts.
         fidelity: Fidelity of its decoded elements.
-        versions: Of its format, those that it decodes; the last is the one that it encodes.
     """
 
     name: str
     id: int
-    versions: tuple[int, ...] = (1,)
     dtypes: frozenset[str]
     fidelity: Fidelity
 
@@ -143,10 +140,6 @@ class Codec(ABC):
     @abstractmethod
     def _decode(self, payload: Bytes, words: Words, dtype: str) -> None:
         """Fill all of ``words``. Raises CodecError if ``payload`` is not what ``_encode`` makes."""
-
-    def _decode_old(self, payload: Bytes, words: Words, dtype: str, version: int) -> None:
-        """As ``_decode``, for an earlier one of ``versions``."""
-        raise NotImplementedError(f"codec {self.name} does not decode its format {version}")
 
     # -- public methods ---------------------------------------------------------------------------
 
@@ -205,7 +198,7 @@ class Codec(ABC):
             body[:] = source[:length]
         end = HEADER_BYTES + length + tail.size
         out[HEADER_BYTES + length : end] = tail
-        header = Header(self.id, dtype, raw, source.size, length + tail.size, self.versions[-1])
+        header = Header(self.id, dtype, raw, source.size, length + tail.size)
         out[:HEADER_BYTES] = np.frombuffer(header.pack(), np.uint8)
         return end
 
@@ -233,11 +226,6 @@ class Codec(ABC):
             raise CodecError(
                 f"codec {self.name}: the frame is of {header.dtype}, which this codec never encodes"
             )
-        if header.version not in self.versions:
-            raise CodecError(
-                f"codec {self.name}: a frame of its format {header.version}, it has"
-                f" {', '.join(map(str, self.versions))}"
-            )
         if dtype is not None and header.dtype != dtype:
             raise CodecError(f"codec {self.name}: the frame is of {header.dtype}, expected {dtype}")
         if header.source_bytes != out.size:
@@ -259,10 +247,7 @@ class Codec(ABC):
         body = payload[: payload.size - tail.size]
         tail[:] = payload[body.size :]
         if not header.raw:
-            if header.version == self.versions[-1]:
-                self._decode(body, words, header.dtype)
-            else:
-                self._decode_old(body, words, header.dtype, header.version)
+            self._decode(body, words, header.dtype)
             return
         if self.fidelity is not Fidelity.EXACT or body.size != words.nbytes:
             raise CodecError(
@@ -291,14 +276,12 @@ class Header:
     """True if the payload is the unencoded source."""
     source_bytes: int
     payload_bytes: int
-    version: int = 1
-    """Of the codec's format."""
 
     def pack(self) -> bytes:
         """Return the 64 bytes that ``read_header`` reads."""
         code, flags = DTYPES.index(self.dtype), _RAW if self.raw else 0
         lengths = self.source_bytes, self.payload_bytes
-        return _HEADER.pack(_MAGIC, self.version, self.codec, code, flags, *lengths)
+        return _HEADER.pack(_MAGIC, _VERSION, self.codec, code, flags, *lengths)
 
 
 def read_header(frame: Bytes) -> Header:
@@ -310,9 +293,8 @@ def read_header(frame: Bytes) -> Header:
     magic, version, codec, code, flags, source, payload = _HEADER.unpack_from(frame.data)
     if magic != _MAGIC:
         raise CodecError(f"not a frame: it begins with {magic!r}, not {_MAGIC!r}")
-    if version not in VERSIONS:
-        known = " and ".join(map(str, VERSIONS))
-        raise CodecError(f"a frame of format {version}; this Penstock reads formats {known}")
+    if version != _VERSION:
+        raise CodecError(f"a frame of format {version}; this Penstock reads format {_VERSION}")
     if code >= len(DTYPES) or flags & ~_RAW or frame[24:HEADER_BYTES].tobytes() != _PADDING:
         raise CodecError(
             f"a damaged frame: dtype {code}, flags {flags:#x}, or padding that is not 0"
@@ -321,7 +303,7 @@ def read_header(frame: Bytes) -> Header:
         raise CodecError(
             f"a truncated frame: its payload has {payload} bytes, {frame.size - HEADER_BYTES} are there"
         )
-    return Header(codec, DTYPES[code], bool(flags & _RAW), source, payload, version)
+    return Header(codec, DTYPES[code], bool(flags & _RAW), source, payload)
 
 
 def _words(memory: Bytes, dtype: str, codec: str) -> tuple[Words, Bytes]:

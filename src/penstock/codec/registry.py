@@ -14,13 +14,10 @@ from penstock.core.errors import CodecError, ConfigError
 
 _MODULES: Final = {
     "zero-value": ("zero_value", "ZeroValue"),
-    "csr": ("csr", "Csr"),
     "positive": ("positive", "Positive"),
     "narrow": ("narrow", "Narrow"),
     "byteplane": ("byteplane", "BytePlane"),
-    "float16": ("casts", "Float16"),
     "bfloat16": ("casts", "BFloat16"),
-    "float8": ("casts", "Float8"),
     "int8": ("int8", "Int8"),
 }
 """Module and class of each codec. They are imported on demand: compiled code is slow to load."""
@@ -72,7 +69,7 @@ def codec_of(frame: Bytes) -> Codec:
     if header.codec != CHAIN_ID:
         return by_id(header.codec)
     if header.raw:  # any lossless chain decodes an unencoded source
-        return get("csr+byteplane")
+        return get("zero-value+byteplane")
     chain: Codec = importlib.import_module("penstock.codec.chain").of(frame)
     return chain
 

@@ -373,8 +373,8 @@ class Task:
         self.held_back = bool(found["held_back"])
         self.stopping = bool(found["stopping"])
         self._rest_bytes = int(found["rest_bytes"])
-        self._log_begin = int(found.get("log_begin", 0))  # not recorded by earlier versions
-        self._peak_bytes = int(found.get("peak_bytes", 0))  # likewise
+        self._log_begin = int(found["log_begin"])
+        self._peak_bytes = int(found["peak_bytes"])
         if self._need_bytes is None and found["need_bytes"] is not None:
             self._need_bytes = int(found["need_bytes"])
         phase = Phase(found["phase"])

@@ -12,9 +12,9 @@
     on after it waits first, for the places that the other one names are written to next.
 
     A journal is one line of JSON, UTF-8: ``{"checksum": ..., "body": ...}``, where the checksum is the
-    XXH3 of the body's JSON. The body MUST have ``version`` 1 or 2, ``serial``, ``step``, ``layout`` (a
+    XXH3 of the body's JSON. The body MUST have ``version`` 2, ``serial``, ``step``, ``layout`` (a
     digest of what lies where), ``tiles`` (number: slot of its record, its checksum's kind and value, or
-    null, and in version 2 its exact length if it is squeezed, or 0), ``params`` (for each, whether it
+    null, and its exact length if it is squeezed, or 0), ``params`` (for each, whether it
     has states, and its scalars) and ``norm`` (of the gradients, or null). Weights are in the records,
     as masters. In records that are squeezed, blocks are as :mod:`squeeze_kernels` has them.
 """
@@ -47,7 +47,6 @@ from penstock.staging import copy_across, ready_event
 
 _NAME: Final = "penstock-states"
 _VERSION: Final = 2
-"""In version 1, which is still read, no record is squeezed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,8 +327,10 @@ def _decode(data: bytes) -> Entry | None:
         if document["checksum"] != xxhash.xxh3_64_intdigest(body.encode()):
             return None
         content = parse_json(body)
-        if content["version"] not in range(1, _VERSION + 1):
-            raise ConfigError(f"a journal of version {content['version']} is not known here")
+        if content["version"] != _VERSION:
+            raise ConfigError(
+                f"a journal of version {content['version']!r}; this Penstock reads {_VERSION}"
+            )
         return Entry(
             content["step"],
             content["layout"],
@@ -359,7 +360,7 @@ def _value(value: Any) -> Any:
     return value
 
 
-def _place(slot: int, checksum: Any, squeezed_bytes: int = 0) -> Place:
+def _place(slot: int, checksum: Any, squeezed_bytes: int) -> Place:
     return Place(slot, None if checksum is None else (checksum[0], checksum[1]), squeezed_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Checks that a plan belongs to a profile and keeps its budget, by the bytes resident at every event.
+"""A check that a plan keeps its budget, by the bytes resident at every event.
 
 Unlike a replay, this gives memory, not time. The encoder and the write channel behind it are first in,
 first out, at the slot's and the machine's measured speeds. The runtime's waits are modelled, because they
@@ -11,7 +11,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from penstock.core.errors import PlanError
 from penstock.plan.convolution import with_algorithms
 from penstock.plan.groups import groups_of
 from penstock.plan.machine import Machine
@@ -113,29 +112,3 @@ def peak_bytes(profile: Profile, plan: Plan, machine: Machine) -> int:
         else:
             back.free(i)
     return walk.peak
-
-
-def check_matches_profile(profile: Profile, plan: Plan) -> None:
-    """Raise if a plan was made from another profile: of another network, or another batch size.
-
-    Raises:
-        PlanError: The plan is for another profile; names the first slot that differs.
-    """
-    mine = {group.key.match_key: group.key for group in groups_of(profile)}
-    planned = [decision.key for decision in plan.decisions]
-    advice = "; make a plan from this profile"
-    for key in planned:
-        if key.match_key not in mine:
-            same_place = [one for one in mine.values() if _place(one) == _place(key)]
-            found = f"{same_place[0]} there" if same_place else "nothing there"
-            raise PlanError(
-                f"plan {plan.policy!r} decides upon slot {key}, but the profile has {found}{advice}"
-            )
-    known = {key.match_key for key in planned}
-    for match, key in mine.items():
-        if match not in known:
-            raise PlanError(f"plan {plan.policy!r} does not know slot {key} of the profile{advice}")
-
-
-def _place(key: SlotKey) -> tuple[str, int]:
-    return key.module, key.ordinal

@@ -218,7 +218,7 @@ def _slots(one: Outcome) -> Table:
 
 
 def verdict(decision: Decision) -> str:
-    """Format a decision: ``"keep"``, ``"offload → flash, csr"``, ``"recompute"``."""
+    """Format a decision: ``"keep"``, ``"offload → flash, narrow"``, ``"recompute"``."""
     if decision.action is not Action.OFFLOAD:
         return str(decision.action)
     return f"offload → {decision.tier}{', ' * bool(decision.codec)}{decision.codec}"

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.core.errors import ConfigError
-from penstock.core.units import format_bandwidth, format_bytes, format_duration
+from penstock.core.units import format_bytes, format_duration
 from penstock.observe.summary_text import add_row, grid, to_text
 
 __all__ = ["Row", "side_by_side", "to_text"]
@@ -57,11 +57,6 @@ class Row:
     def of_seconds(cls, label: str, *values: float) -> Row:
         """Compare durations in seconds; the first is the reference."""
         return cls(label, _texts(values, format_duration), _ratio(values))
-
-    @classmethod
-    def of_bandwidth(cls, label: str, *values: float) -> Row:
-        """Compare bandwidths in bytes per second; the first is the reference."""
-        return cls(label, _texts(values, format_bandwidth), _ratio(values))
 
 
 def side_by_side(

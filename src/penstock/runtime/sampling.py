@@ -25,7 +25,6 @@ STRETCHES: Final = 4
 STRETCH_BYTES: Final = 256 * KIB
 CHAINS: Final = ("zero-value+byteplane",)
 """Tried besides: what is left of a ReLU's output is as smooth as its input."""
-_COMPARISON_ONLY: Final = frozenset({"csr"})
 
 
 class CodecSampler(Protocol):
@@ -99,7 +98,7 @@ def _easy(dtype: str) -> Bytes:
 
 def chosen_codecs(dtype: str, *, sign_only: bool) -> list[Codec]:
     """Those that may be chosen by what they make of elements of a type; arguments as for ``sample``."""
-    codecs = [c for c in registry.lossless_for(dtype) if c.name not in _COMPARISON_ONLY]
+    codecs = list(registry.lossless_for(dtype))
     codecs += [c for c in map(registry.get, CHAINS) if c.accepts(dtype)]
     if sign_only and registry.get(POSITIVE).accepts(dtype):
         codecs.append(registry.get(POSITIVE))

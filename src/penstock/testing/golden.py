@@ -22,14 +22,13 @@ from penstock.testing.codec_samples import check_decoded, placed, special_words,
 
 
 def write_golden(codec: Codec, folder: Path) -> None:
-    """Write a codec's golden files for the version that it encodes now.
+    """Write a codec's golden files.
 
     Raises:
         ConfigError: There already are golden files.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    names = {dtype: _name(codec, dtype) for dtype in codec.dtypes}
-    if any((folder / f"{name}.frame").exists() for name in names.values()):
+    if any((folder / f"{dtype}.frame").exists() for dtype in codec.dtypes):
         raise ConfigError(
             f"{folder} already has golden files, which are written only once; use another folder"
         )
@@ -40,17 +39,14 @@ def write_golden(codec: Codec, folder: Path) -> None:
         decoded = placed(bytes(source.size))
         codec.decode(frame, decoded)
         check_decoded(codec, dtype, source, decoded)
-        (folder / f"{names[dtype]}.frame").write_bytes(frame.tobytes())
-        (folder / f"{names[dtype]}.decoded").write_bytes(decoded.tobytes())
+        (folder / f"{dtype}.frame").write_bytes(frame.tobytes())
+        (folder / f"{dtype}.decoded").write_bytes(decoded.tobytes())
 
 
 def check_golden(codec: Codec, folder: Path) -> None:
-    """Decode all frames in ``folder``; fail if a dtype is missing or a byte differs.
-
-    There must be a frame of the present version for each dtype.
-    """
+    """Decode all frames in ``folder``; fail if a dtype is missing or a byte differs."""
     frames = {path.stem: path for path in sorted(folder.glob("*.frame"))}
-    assert {_name(codec, dtype) for dtype in codec.dtypes} <= frames.keys(), (
+    assert codec.dtypes <= frames.keys(), (
         f"{folder} lacks golden files of {codec.name}; write them once and keep them:"
         f" python -m penstock.testing.golden {codec.name} {folder}"
     )
@@ -60,11 +56,6 @@ def check_golden(codec: Codec, folder: Path) -> None:
         out = placed(bytes(read_header(frame).source_bytes))
         codec.decode(frame, out)
         assert out.tobytes() == wanted, f"{path} decodes to different bytes than before"
-
-
-def _name(codec: Codec, dtype: str) -> str:
-    version = codec.versions[-1]
-    return dtype if version == 1 else f"{dtype}-{version}"
 
 
 def _source(dtype: str) -> Bytes:

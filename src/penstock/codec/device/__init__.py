@@ -19,9 +19,6 @@ from typing import Final
 from penstock.codec.device import (
     bfloat16,
     byteplane,
-    csr,
-    float8,
-    float16,
     int8,
     narrow,
     positive,
@@ -30,26 +27,20 @@ from penstock.codec.device import (
 
 FORMS: Final[dict[str, ModuleType]] = {
     "zero-value": zero_value,
-    "csr": csr,
     "positive": positive,
     "narrow": narrow,
     "byteplane": byteplane,
-    "float16": float16,
     "bfloat16": bfloat16,
-    "float8": float8,
     "int8": int8,
 }
 """Device forms of codecs, by name."""
 
 SCRATCH: Final[dict[str, tuple[int, int]]] = {
     "zero-value": (10, 2),
-    "csr": (10, 3),
     "positive": (5, 2),
     "narrow": (4, 2),
     "byteplane": (24, 2),
-    "float16": (24, 0),
     "bfloat16": (32, 0),
-    "float8": (42, 0),
     "int8": (41, 0),
 }
 """Largest device memory of each, in bytes per element and per byte of the source; see ``scratch_bytes``

@@ -56,8 +56,8 @@ def encode_tensor(codec_name: str, memory: Tensor, dtype: str) -> Tensor:
     assert not raw or form.CODEC.fidelity is Fidelity.EXACT, f"{codec_name} exceeded its bound"
     body = memory[:whole] if payload is None else payload
     tail = memory[whole:]
-    nbytes, version = body.numel() + tail.numel(), form.CODEC.versions[-1]
-    header = Header(form.CODEC.id, dtype, raw, memory.numel(), nbytes, version)
+    nbytes = body.numel() + tail.numel()
+    header = Header(form.CODEC.id, dtype, raw, memory.numel(), nbytes)
     return torch.cat([_pack_header(header).to(memory.device), body, tail])
 
 
@@ -102,8 +102,7 @@ def decode_tensor(
         The source's bytes, uint8[nbytes], on the same device.
 
     Raises:
-        CodecError: The frame is damaged, or of another length, or of a codec without a device form, or of
-            an earlier version of its format, which only the host decodes.
+        CodecError: The frame is damaged, or of another length, or of a codec without a device form.
         ConfigError: The frame is no contiguous row of bytes.
     """
     _check_row(frame, "frame")
@@ -113,10 +112,6 @@ def decode_tensor(
     if made_by != (codec_name or made_by[0], dtype or made_by[1]):
         raise CodecError(
             f"the frame is of codec {made_by[0]} and {made_by[1]}, expected {codec_name} and {dtype}"
-        )
-    if header.version != form.CODEC.versions[-1]:
-        raise CodecError(
-            f"codec {form.CODEC.name}: a frame of its format {header.version}; decode that on the host"
         )
     if header.source_bytes != nbytes:
         raise CodecError(

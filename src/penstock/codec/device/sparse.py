@@ -1,4 +1,4 @@
-"""Bitmaps, counts of rows, and kept words: what the device forms of the sparse codecs share.
+"""Bitmaps, counts of rows, and kept words: the parts of ``zero-value`` on a device.
 
 The functions use operators of torch. On a CUDA device Triton kernels do the same in one pass, where the
 operators take several, if Triton can be imported and its result for a small tensor on that device is the
@@ -14,9 +14,10 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from penstock.codec.csr import ROW
 from penstock.codec.device.words import in_blocks
 
+ROW: Final = 256
+"""Elements that are counted together."""
 _TRIAL_ELEMENTS: Final = 5 * ROW + 77
 
 

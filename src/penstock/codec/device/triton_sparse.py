@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.codec.csr import ROW
+from penstock.codec.device.sparse import ROW
 
 _ROWS: Final = 4
 

@@ -25,7 +25,6 @@ _SIGN: Final = np.uint32(0x80000000)
 _MAGNITUDE: Final = np.uint32(0x7FFFFFFF)
 _INFINITY: Final = np.uint32(0x7F800000)
 _NAN: Final = np.uint32(0x7FC00000)
-_LARGEST: Final = np.uint32(0x7F7FFFFF)
 
 _HALF: Final = np.float32(0.5)  # its last bit is float16's smallest value, 2^-24
 _HALF_BITS: Final = np.uint32(0x3F000000)
@@ -34,19 +33,10 @@ _REBIAS16: Final = np.uint32(0x38000000)  # 127 - 15 in the exponent
 _OFFSET16: Final = np.uint32(0x38800000)  # one more, so that a subnormal gets a leading one
 _NORMAL16_FLOAT: Final = np.float32(2.0**-14)
 
-_STEP8: Final = np.float32(2.0**14)  # its last bit is e4m3's smallest value, 2^-9
-_STEP8_BITS: Final = np.uint32(0x46800000)
-_NORMAL8: Final = np.uint32(0x3C800000)  # 2^-6: below it, e4m3 is subnormal
-_NORMAL8_FLOAT: Final = np.float32(2.0**-6)
-_BLOCK8: Final = 128
-
 # the same numbers as uint32, because Numba takes a literal for 64 bits
 _K1: Final = np.uint32(1)
 _K13: Final = np.uint32(13)
 _K16: Final = np.uint32(16)
-_K20: Final = np.uint32(20)
-_K23: Final = np.uint32(23)
-_K24: Final = np.uint32(24)
 
 
 @njit(nogil=True, cache=True)
@@ -121,59 +111,3 @@ def largest_magnitude(source: Words) -> Any:
         magnitude = _U32(source[i] & _MAGNITUDE)
         top = max(top, magnitude if magnitude < _INFINITY else _U32(0))
     return top
-
-
-@njit(nogil=True, cache=True)
-def to_float8(source: Words, scales: Words, codes: Words, least: int) -> None:
-    """Float32 bits, uint32[n], to one scale for each 128, uint8, and e4m3 codes, uint8[n].
-
-    The scale is no less than ``least``. See [Note: float8] in ``penstock.codec.casts``.
-    """
-    for block in range(scales.size):
-        start = block * _BLOCK8
-        part = source[start : start + _BLOCK8]
-        top = largest_magnitude(part)
-        scale = max(_U32(_U32(top + _U32(0x2FFFFF)) >> _K23), _U32(least))
-        scales[block] = np.uint8(scale)
-        factor = as_float(_U32(_U32(262) - scale) << _K23)
-        _block_to_float8(part, codes[start : start + _BLOCK8], factor)
-
-
-@njit(nogil=True, cache=True)
-def _block_to_float8(source: Words, codes: Words, factor: Any) -> None:
-    for i in range(source.size):
-        bits = _U32(source[i])
-        magnitude = _U32(bits & _MAGNITUDE)
-        scaled = as_float(magnitude) * factor
-        moved = as_bits(scaled)
-        odd = _U32(_U32(moved >> _K20) & _K1)
-        normal = _U32(_U32(_U32(_U32(moved + _U32(0x7FFFF)) + odd) >> _K20) - _U32(960))
-        small = _U32(as_bits(scaled + _STEP8) - _STEP8_BITS)
-        result = small if moved < _NORMAL8 else normal
-        result = _U32(0x7E) if magnitude == _INFINITY else result
-        result = _U32(0x7F) if magnitude > _INFINITY else result
-        codes[i] = np.uint8(result | _U32(_U32(bits & _SIGN) >> _K24))
-
-
-@njit(nogil=True, cache=True)
-def from_float8(scales: Words, codes: Words, out: Words) -> None:
-    """What ``to_float8`` made, to float32 bits, uint32[n]."""
-    for block in range(scales.size):
-        start = block * _BLOCK8
-        factor = as_float(_U32(_U32(scales[block]) - _U32(8)) << _K23)
-        _block_from_float8(codes[start : start + _BLOCK8], out[start : start + _BLOCK8], factor)
-
-
-@njit(nogil=True, cache=True)
-def _block_from_float8(codes: Words, out: Words, factor: Any) -> None:
-    for i in range(out.size):
-        bits = _U32(codes[i])
-        magnitude = _U32(bits & _U32(0x7F))
-        moved = _U32(magnitude << _K20)
-        normal = as_float(moved + _U32(0x3C000000))
-        small = as_float(moved + _NORMAL8) - _NORMAL8_FLOAT
-        value = small if magnitude < _U32(8) else normal
-        result = min(as_bits(value * factor), _LARGEST)
-        result = _INFINITY if magnitude == _U32(0x7E) else result
-        result = _NAN if magnitude > _U32(0x7E) else result
-        out[i] = _U32(result | _U32(_U32(bits & _U32(0x80)) << _K24))
