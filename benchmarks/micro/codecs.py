@@ -59,7 +59,7 @@ BATCH = {
 """Images or texts in a step, where the step would take long with ``--batch-size``."""
 RATE = {"vgg116": 1e-4}
 """Learning rates, where the usual one makes the loss infinite."""
-CHOSEN = ("zero-value", "narrow", "byteplane", "zero-value+byteplane", "positive")
+CHOSEN = ("zero-value", "narrow", "exponent", "zero-value+exponent", "positive")
 
 
 def normal(nbytes, share, seed=0):
