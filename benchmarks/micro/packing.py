@@ -5,7 +5,7 @@ Networks of the zoo are trained by AdamW for ``--steps`` steps on the zoo's real
 place, as a step does: as float32, and as bfloat16 numbers, which the format ``bf16`` keeps of means and
 variances. Beside them, in the same run: what is normally distributed, what the step's own benchmark moves
 (weights and gradients that are all alike), and bits of no order, which do not shrink. The limit is a copy
-of the same bytes. The same arrays, and what the networks save for backward, are encoded and decoded in the
+of the same bytes. The same arrays, and what networks save for backward, are encoded and decoded in the
 other way of the same format, that of the codec ``exponent``, which activations and checkpoints take.
 
 The figures that count are the share of the bytes that is left, and, for records of AdamW in the formats
@@ -111,8 +111,8 @@ def one_array(values, itemsize, rounds):
         assert np.array_equal(mine, words)
         assert np.array_equal(back, words)
     rates = {f"{name}_gb_per_s": _results.summary(each[1:]) for name, each in samples.items()}
-    shares = (memory.size - place) / words.nbytes, length / words.nbytes
-    return dict(zip(("share", "codec_share"), (round(each, 4) for each in shares))) | rates
+    shares = {"share": memory.size - place, "codec_share": length}
+    return {name: round(nbytes / words.nbytes, 4) for name, nbytes in shares.items()} | rates
 
 
 def as_words(values, itemsize):
