@@ -144,6 +144,6 @@ SIDES = {
     "blosc2": ByBlosc2,
     "zstd": ByZstd,
     "lz4": ByLz4,
-    **{name: partial(ByCodec, name=name) for name in ("byteplane", "positive", "bfloat16", "int8")},
+    **{name: partial(ByCodec, name=name) for name in ("exponent", "positive", "bfloat16", "int8")},
 }
 PEERS = {"blosc2": "blosc2", "zstd": "zstandard", "lz4": "lz4", "numba": "numba"}

@@ -53,7 +53,7 @@ SLOW = Machine("slow flash", 1e6, 1e6, 1e-4, 8e9, 8e9)
 """To plan for, not to run on: next to it every codec is quick."""
 BUDGET_BYTES = 32 * MIB
 SCRATCH_BYTES = BUDGET_BYTES // 8
-LOSSLESS = ("zero-value", "narrow", "byteplane", "zero-value+byteplane")
+LOSSLESS = ("zero-value", "narrow", "exponent", "zero-value+exponent")
 AUTO = {"machine": SLOW, "device_memory": BUDGET_BYTES}
 
 
@@ -134,7 +134,7 @@ def test_a_forced_lossless_codec_changes_no_bit(session_for, patient, family, co
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_codecs_that_were_measured_change_no_bit(session_for, patient, family, dtype):
     session = check_family(session_for, family, dtype=dtype)
-    used = {"vgg16": "positive", "resnet18": "positive", "gpt2": "byteplane"}[family]
+    used = {"vgg16": "positive", "resnet18": "positive", "gpt2": "exponent"}[family]
     assert encoded_bytes(session, used) > 64 * KIB
     assert session.plan.encoded_bytes < 0.95 * session.plan.offloaded_bytes
 
@@ -460,7 +460,7 @@ def test_a_tight_budget_is_kept_with_codecs(session_for):
     model = chain(12)
     parameters = list(model.parameters())
     expected = gradients(chain_loss(model, rows=32), parameters)
-    for codec in ("auto", "zero-value+byteplane"):
+    for codec in ("auto", "zero-value+exponent"):
         with session_for(
             model, codec=codec, policy="auto", device_memory=16 * MIB, machine=SLOW
         ) as session:
@@ -528,7 +528,7 @@ def test_a_full_disk_falls_back_to_host_memory(session_for):
         assert_only_scratch_held(session)
 
 
-@pytest.mark.parametrize("codec", ["zero-value", "byteplane", "zero-value+byteplane"])
+@pytest.mark.parametrize("codec", ["zero-value", "exponent", "zero-value+exponent"])
 @pytest.mark.parametrize("place", [0, 5, 70])
 def test_a_damaged_frame_is_an_error_that_names_the_slot(session_for, monkeypatch, codec, place):
     """Damaged before the tier took its checksum: then only the codec can tell, in the header."""
@@ -584,7 +584,7 @@ def test_a_session_closes_with_encodes_in_flight(session_for):
 def test_a_graph_that_dies_while_it_is_encoded_leaves_nothing(session_for):
     model = chain()
     expected = chain_gradients(model)
-    with session_for(model, codec="zero-value+byteplane", **AUTO) as session:
+    with session_for(model, codec="zero-value+exponent", **AUTO) as session:
         for _ in range(5):
             loss = chain_loss(model)
             del loss
@@ -632,7 +632,7 @@ def test_ctrl_c_ends_a_wait_for_an_encoded_write(disk_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::penstock.PenstockWarning")
 @pytest.mark.parametrize("op", ["write", "read"])
-@pytest.mark.parametrize("codec", ["zero-value", "byteplane", "auto"])
+@pytest.mark.parametrize("codec", ["zero-value", "exponent", "auto"])
 def test_a_fault_at_any_write_or_read_costs_no_gradient(session_for, codec, op):
     """The right gradients, or an error; never wrong ones."""
     model = chain(3)

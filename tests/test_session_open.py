@@ -176,7 +176,7 @@ TOO_LATE = (
     [
         pytest.param({}, id="flash"),
         pytest.param({"flash": (), "flash_capacity": None, "host_memory": "16MiB"}, id="host"),
-        pytest.param({"codec": "byteplane"}, id="encoded"),
+        pytest.param({"codec": "exponent"}, id="encoded"),
         pytest.param({"device_memory": "8MiB"}, id="budget"),
     ],
 )

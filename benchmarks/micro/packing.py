@@ -1,11 +1,12 @@
-"""Squeezing of optimizer states on one core: what it saves, and how fast it is, in real training.
+"""Exponents in fewer bits on one core: what that saves of states and activations, and how fast it is.
 
 Networks of the zoo are trained by AdamW for ``--steps`` steps on the zoo's real data. Then weights
 (which stand for float32 masters), means and variances are squeezed and expanded, a tile at a time, in
 place, as a step does: as float32, and as bfloat16 numbers, which the format ``bf16`` keeps of means and
 variances. Beside them, in the same run: what is normally distributed, what the step's own benchmark moves
 (weights and gradients that are all alike), and bits of no order, which do not shrink. The limit is a copy
-of the same bytes.
+of the same bytes. The same arrays, and what networks save for backward, are encoded and decoded in the
+other way of the same format, that of the codec ``exponent``, which activations and checkpoints take.
 
 The figures that count are the share of the bytes that is left, and, for records of AdamW in the formats
 of the manual, that share and the parameters a second that one core squeezes and expands.
@@ -24,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import _activations
 import _results
-from penstock.optim import squeeze_kernels
+from penstock.codec.kernels import exponent as kernels
 from penstock.optim.formats import State, form_of
 from penstock.optim.layout import make_tiles
 from penstock.optim.squeeze import Squeezer, extent, slack_bytes
@@ -36,6 +37,8 @@ NETWORKS = {
 """With what they are built: some ten million parameters each."""
 BATCH = {"gpt2": 4, "resnet18": 8}
 RATE = 5e-4
+SAMPLE = 16 << 20
+"""Bytes of what is saved for backward that are looked at."""
 KINDS = ("weights", "means", "variances")
 STATES = (State("exp_avg", torch.float32), State("exp_avg_sq", torch.float32))
 FORMATS = ("exact", "split", "bf16")
@@ -57,8 +60,12 @@ def trained(name, steps, seconds):
     states = [trainee.optimizer.state[param] for param in params]
     arrays = [flat(params)]
     arrays += [flat([state[each.name] for state in states]) for each in STATES]
+    pieces, _, _ = trainee.saved(SAMPLE, 1 << 14)
+    arrays.append(
+        np.concatenate([piece.view(np.float32) for kind, piece in pieces if kind == "float32"])
+    )
     facts = {"steps": trainee.steps, "loss": round(loss.item(), 4), "parameters": arrays[0].size}
-    return dict(zip(KINDS, arrays, strict=True)), facts
+    return dict(zip((*KINDS, "activations"), arrays, strict=True)), facts
 
 
 def flat(tensors):
@@ -77,30 +84,41 @@ def synthetic(elements):
     }
 
 
-def one_array(values, width, rounds):
-    """Share of the bytes that is left, and GB/s of plain bytes each way; of a tile from the middle."""
+def one_array(values, itemsize, rounds):
+    """Shares of the bytes that are left, and GB/s of plain bytes each way; of a tile from the middle."""
     values = values[max(0, (values.size - TILE) // 2) :][:TILE]
-    values = values[: values.size // squeeze_kernels.BLOCK * squeeze_kernels.BLOCK]
-    halves = values.view(np.uint16)[2 - width :: 3 - width]
-    heads = halves.size // (squeeze_kernels.BLOCK * width) * squeeze_kernels.HEAD_BYTES
-    memory = np.zeros(halves.nbytes + heads, np.uint8)
-    mine, copy = memory[: halves.nbytes].view(np.uint16), np.zeros_like(halves)
-    samples = {"squeeze": [], "expand": [], "copy": []}
+    words = as_words(values[: values.size // kernels.BLOCK * kernels.BLOCK], itemsize)
+    memory = np.zeros(words.nbytes + words.size // kernels.BLOCK * kernels.HEAD_BYTES, np.uint8)
+    mine, copy = memory[: words.nbytes].view(words.dtype), np.zeros_like(words)
+    out, back = np.zeros(memory.size, np.uint8), np.zeros_like(words)
+    samples = {name: [] for name in ("squeeze", "expand", "copy", "encode", "decode")}
     for _ in range(rounds + 1):
-        mine[:] = halves
-        start = time.perf_counter()
-        place = squeeze_kernels.squeeze(memory, mine, width, memory.size)
-        middle = time.perf_counter()
-        end = squeeze_kernels.expand(memory, place, mine, width)
-        after = time.perf_counter()
+        mine[:] = words
+        times = [time.perf_counter()]
+        place = kernels.encode_back(mine, memory, memory.size)
+        times.append(time.perf_counter())
+        end = kernels.decode_ahead(memory, place, mine)
+        times.append(time.perf_counter())
         copy[:] = mine
-        times = middle - start, after - middle, time.perf_counter() - after
-        for name, seconds in zip(samples, times, strict=True):
-            samples[name].append(halves.nbytes / seconds / 1e9)
-        assert end == memory.size
-        assert np.array_equal(mine, halves)
+        times.append(time.perf_counter())
+        length = kernels.encode(words, out, False)
+        times.append(time.perf_counter())
+        damage = kernels.decode(out[:length], back)
+        times.append(time.perf_counter())
+        for name, seconds in zip(samples, np.diff(times), strict=True):
+            samples[name].append(words.nbytes / seconds / 1e9)
+        assert (end, damage) == (memory.size, -1)
+        assert np.array_equal(mine, words)
+        assert np.array_equal(back, words)
     rates = {f"{name}_gb_per_s": _results.summary(each[1:]) for name, each in samples.items()}
-    return {"share": round((memory.size - place) / halves.nbytes, 4)} | rates
+    shares = {"share": memory.size - place, "codec_share": length}
+    return {name: round(nbytes / words.nbytes, 4) for name, nbytes in shares.items()} | rates
+
+
+def as_words(values, itemsize):
+    """The bits of float32 numbers, or of the bfloat16 numbers that they begin with."""
+    bits = values.view(np.uint32)
+    return bits if itemsize == 4 else (bits >> 16).astype(np.uint16)
 
 
 def one_format(arrays, format_name, rounds):
@@ -146,7 +164,7 @@ def measured(options):
     for name in NETWORKS:
         arrays, facts = trained(name, options.steps, seconds)
         os.sched_setaffinity(0, {max(options.cores)})
-        rows = {kind: both_widths(values, options) for kind, values in arrays.items()}
+        rows = {kind: both_types(values, options) for kind, values in arrays.items()}
         figures["trained"][name] = facts | {"arrays": rows}
         show(f"{name}, step {facts['steps']}", rows)
         rows = {each: one_format(arrays, each, options.rounds) for each in FORMATS}
@@ -159,24 +177,26 @@ def measured(options):
         os.sched_setaffinity(0, options.cores)
     os.sched_setaffinity(0, {max(options.cores)})
     for kind, values in synthetic(TILE).items():
-        figures["synthetic"][kind] = both_widths(values, options)
+        figures["synthetic"][kind] = both_types(values, options)
     show("synthetic", figures["synthetic"])
     return figures
 
 
-def both_widths(values, options):
-    widths = {"float32": 2, "bfloat16": 1}
-    return {name: one_array(values, width, options.rounds) for name, width in widths.items()}
+def both_types(values, options):
+    sizes = {"float32": 4, "bfloat16": 2}
+    return {name: one_array(values, size, options.rounds) for name, size in sizes.items()}
 
 
 def show(title, rows):
     print(title)
-    for kind, widths in rows.items():
-        for name, row in widths.items():
-            ways = (
-                f"{way} {row[f'{way}_gb_per_s']['median']:5.2f}" for way in ("squeeze", "expand")
-            )
-            print(f"  {kind:16} {name:8} {row['share']:.3f} left, {' GB/s, '.join(ways)} GB/s")
+    for kind, types in rows.items():
+        for name, row in types.items():
+            ways = [
+                f"{way} {row[f'{way}_gb_per_s']['median']:5.2f}"
+                for way in ("squeeze", "expand", "encode", "decode")
+            ]
+            left = f"{row['share']:.3f} left, {', '.join(ways[:2])} GB/s"
+            print(f"  {kind:16} {name:8} {left}; {row['codec_share']:.3f}, {', '.join(ways[2:])}")
     sys.stdout.flush()
 
 

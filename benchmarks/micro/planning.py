@@ -47,7 +47,7 @@ SLOW = Machine("flash of 0.2 GB/s", 2e8, 3e8, 1e-4, 4e8, 4e8)
 CARD = Machine(
     "a card with flash of 2 GB/s", 2e9, 3e9, 1e-4, 4e9, 4e9, Compute(6e12, 12e12, 0.6, 3e11, 5e-6)
 )
-CODECS = (CodecSample("byteplane", 0.25, 5e8, 1e9), CodecSample("zero-value", 0.5, 8e9, 8e9))
+CODECS = (CodecSample("exponent", 0.25, 5e8, 1e9), CodecSample("zero-value", 0.5, 8e9, 8e9))
 SHAPES = [
     Convolution(8, 4 * (1 + k), 64, 1, (56, 56), (3, 3), (56, 56), (1, 1), 4) for k in range(32)
 ]

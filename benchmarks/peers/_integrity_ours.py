@@ -24,7 +24,7 @@ class Ours:
 
 
 class OursEncoded(Ours):
-    codec = "zero-value+byteplane"
+    codec = "zero-value+exponent"
 
 
 class OursRetired:

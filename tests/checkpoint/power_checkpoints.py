@@ -138,7 +138,7 @@ KINDS = {
     "new": {"keep": 1, "reuse": False},
     "linked": {"keep": 1, "incremental": True},
     "shared": {"keep": 2, "incremental": True, "store": store(SharingDisk())},
-    "encoded": {"keep": 1, "codec": "byteplane"},
+    "encoded": {"keep": 1, "codec": "exponent"},
 }
 """Of a ``Checkpointer``; the first are tried in every run."""
 

@@ -94,7 +94,7 @@ def test_all_of_them_are_lossless():
 
 @pytest.mark.parametrize("codec", ["bfloat16", "positive", "zero-value+int8", "zip", ""])
 def test_what_loses_something_is_refused(codec, disk_path):
-    with pytest.raises(ConfigError, match="without loss, by one of byteplane"):
+    with pytest.raises(ConfigError, match="without loss, by one of exponent"):
         checkpoint.save(disk_path / "a", {"x": torch.ones(3)}, codec=codec)
     with pytest.raises(ConfigError, match="without loss"):
         Checkpointer(disk_path / "run", codec=codec)
@@ -103,7 +103,7 @@ def test_what_loses_something_is_refused(codec, disk_path):
 
 def test_the_data_files_are_what_the_specification_says(disk_path):
     saved = rich()
-    STORE.save(disk_path / "a", saved, codec="byteplane")
+    STORE.save(disk_path / "a", saved, codec="exponent")
     document, encoded = encoded_in(disk_path / "a")
     assert document["penstock_checkpoint"] == 3
     assert {"long", "untouched", "half"} <= set(encoded)
@@ -126,7 +126,7 @@ def test_the_data_files_are_what_the_specification_says(disk_path):
     for name, each in encoded.items():
         entry, data = found[name]
         assert (entry["dtype"], entry["shape"]) == ("U8", [each["stored"]])
-        assert each["codec"] == "byteplane"
+        assert each["codec"] == "exponent"
     data = np.frombuffer(found["long"][1], np.uint8)
     out = np.empty(FRAME_BYTES, np.uint8)
     registry.decode(data, out, dtype="float32")
@@ -176,7 +176,7 @@ def golden_state():
     }
 
 
-@pytest.mark.parametrize("codec", ["byteplane", "zero-value+byteplane"])
+@pytest.mark.parametrize("codec", ["exponent", "zero-value+exponent"])
 def test_every_flipped_bit_and_every_cut_is_found(codec, disk_path):
     saved = {"a": torch.randn(20_000), "b": torch.zeros(9000), "c": torch.randn(300)}
     STORE.save(disk_path / "a", saved, codec=codec)
@@ -202,9 +202,9 @@ def small(seed):
 @pytest.mark.parametrize("how", ["killed", "full"])
 def test_a_save_that_is_stopped_anywhere_leaves_the_old_one_or_the_new(how, disk_path):
     def save(fuse, path):
-        fused_store(fuse).save(path, small(2), codec="byteplane")
+        fused_store(fuse).save(path, small(2), codec="exponent")
 
-    STORE.save(disk_path / "count", small(1), codec="byteplane")
+    STORE.save(disk_path / "count", small(1), codec="exponent")
     counted = Fuse()
     save(counted, disk_path / "count")
     kinds = [what for what, _ in counted.calls]
@@ -213,7 +213,7 @@ def test_a_save_that_is_stopped_anywhere_leaves_the_old_one_or_the_new(how, disk
     # once that is waited for, the new one is complete: an old one that stays is no failure
     for at in range(len(kinds) if how == "killed" else swapped + 2):
         path = disk_path / f"c{at}"
-        STORE.save(path, small(1), codec="byteplane")
+        STORE.save(path, small(1), codec="exponent")
         with pytest.raises(Stopped if how == "killed" else NoSpaceError):
             save(Fuse(at, None if how == "killed" else no_space()), path)
         done = how == "killed" and at > swapped
@@ -226,9 +226,9 @@ def test_a_save_that_is_stopped_anywhere_leaves_the_old_one_or_the_new(how, disk
 def test_unchanged_files_are_linked_and_others_are_not(disk_path):
     saved = {"frozen": torch.randn(40_000), "trained": torch.randn(40_000)}
     store = small_store(file_bytes=1)
-    store.save(disk_path / "a", saved, codec="byteplane")
+    store.save(disk_path / "a", saved, codec="exponent")
     saved["trained"] = saved["trained"] + 1
-    done = store.save(disk_path / "b", saved, base=disk_path / "a", codec="byteplane")
+    done = store.save(disk_path / "b", saved, base=disk_path / "a", codec="exponent")
     assert 0 < done.written_bytes < 0.6 * done.nbytes
     assert_same(store.load(disk_path / "b"), saved)
     linked = [f.stat().st_nlink for f in sorted((disk_path / "b").glob("*.safetensors"))]
@@ -236,7 +236,7 @@ def test_unchanged_files_are_linked_and_others_are_not(disk_path):
     plain = store.save(disk_path / "c", saved, base=disk_path / "b")
     assert plain.written_bytes == plain.nbytes
     there = store.unchanged(disk_path / "b", saved)
-    assert {(each.name, each.codec) for each in there} == {(name, "byteplane") for name in saved}
+    assert {(each.name, each.codec) for each in there} == {(name, "exponent") for name in saved}
     saved["trained"][7] = 0
     assert [each.name for each in store.unchanged(disk_path / "b", saved)] == ["frozen"]
     saved["trained"] = store.load(disk_path / "b")["trained"]
@@ -251,7 +251,7 @@ def test_in_the_background_it_is_of_one_moment(disk_path):
     optimizer.step()
     store = small_store(make_engine=lambda: ThreadEngine(1, syscalls=gate))
     try:
-        with Checkpointer(disk_path, store=store, codec="byteplane") as ours:
+        with Checkpointer(disk_path, store=store, codec="exponent") as ours:
             before = weight.detach().clone(), optimizer.state[weight]["exp_avg"].clone()
             saving = ours.save(1, {"weight": weight, "optimizer": optimizer}, wait=False)
             gate.wait_for_call()
@@ -269,7 +269,7 @@ def test_in_the_background_it_is_of_one_moment(disk_path):
 
 @pytest.fixture
 def saved(disk_path):
-    STORE.save(disk_path / "a", {"x": torch.randn(40_000), "y": torch.zeros(9)}, codec="byteplane")
+    STORE.save(disk_path / "a", {"x": torch.randn(40_000), "y": torch.zeros(9)}, codec="exponent")
     return disk_path / "a"
 
 
@@ -294,7 +294,7 @@ HOSTILE = {
     "an older version": lambda d, x: d.update(penstock_checkpoint=2),
     "a view": lambda d, x: d["tensors"].append(
         {"name": "v", "dtype": "float32", "shape": [1], "owner": 0, "skip": 0,
-         "codec": "byteplane", "stored": 64}),
+         "codec": "exponent", "stored": 64}),
 }  # fmt: skip
 
 
@@ -353,18 +353,18 @@ def test_a_hostile_frame_is_refused_and_verify_says_so(how, saved):
 def test_the_command_line_says_what_is_encoded(saved, capsys):
     assert main(["checkpoint", "info", str(saved), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["parts"]["x"]["codecs"] == ["byteplane"]
+    assert document["parts"]["x"]["codecs"] == ["exponent"]
     assert document["parts"]["x"]["stored_bytes"] < document["parts"]["x"]["nbytes"] == 160_000
     assert document["parts"]["y"] == {
         "tensors": 1, "nbytes": 36, "stored_bytes": 36, "codecs": [],
     }  # fmt: skip
     assert main(["checkpoint", "info", str(saved)]) == 0
-    assert "byteplane" in capsys.readouterr().out
+    assert "exponent" in capsys.readouterr().out
     assert main(["checkpoint", "verify", str(saved)]) == 0
 
 
 def test_a_damaged_one_is_passed_over_and_all_of_the_one_before_is_loaded(disk_path):
-    with Checkpointer(disk_path, store=STORE, codec="zero-value+byteplane", keep=2) as ours:
+    with Checkpointer(disk_path, store=STORE, codec="zero-value+exponent", keep=2) as ours:
         for seed in (1, 2):
             ours.save(seed, rich(seed))
         last = sorted((disk_path / "step-000000000002").glob("*.safetensors"))[-1]

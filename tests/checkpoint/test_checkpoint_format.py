@@ -259,7 +259,7 @@ def test_a_manifest_with_random_changes_is_refused_or_within_bounds(data):
                     {"name": "y", "dtype": "uint8", "shape": [5, 8], "file": 0, "offset": 100},
                     {"name": "z", "dtype": "uint8", "shape": [5], "owner": 0, "skip": 2},
                     {"name": "e", "dtype": "float32", "shape": [99], "file": 0, "offset": 200,
-                     "codec": "byteplane", "stored": 64}],
+                     "codec": "exponent", "stored": 64}],
         "state": None,
     }  # fmt: skip
     numbers = st.one_of(

@@ -537,7 +537,7 @@ def test_many_small_parts_share_a_file_and_what_is_frozen_lies_apart(disk_path):
     assert len(list((disk_path / "tuned").glob("*.safetensors"))) == 2
 
 
-@pytest.mark.parametrize("codec", [None, "byteplane"])
+@pytest.mark.parametrize("codec", [None, "exponent"])
 def test_where_new_memory_is_slow_the_blocks_that_there_are_go_round(codec, disk_path, monkeypatch):
     made = []
     allocate = Arena.allocate
@@ -569,7 +569,7 @@ def test_where_there_is_no_memory_for_another_block_it_is_said(disk_path, monkey
 
     monkeypatch.setattr(Arena, "allocate", full)
     with pytest.raises(TransferError):
-        STORE.save(disk_path / "a", {"x": torch.randn(60 * BLOCK // 4)}, codec="byteplane")
+        STORE.save(disk_path / "a", {"x": torch.randn(60 * BLOCK // 4)}, codec="exponent")
     assert os.listdir(disk_path) == []
 
 

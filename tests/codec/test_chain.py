@@ -18,7 +18,7 @@ from penstock.testing.codecs import CodecTests, decode, encode, roundtrip
 
 GOLDEN = Path(__file__).parents[1] / "golden/codec"
 
-ALL = ("zero-value+byteplane", "zero-value+bfloat16", "zero-value+int8")
+ALL = ("zero-value+exponent", "zero-value+bfloat16", "zero-value+int8")
 
 
 class ChainTests(CodecTests):
@@ -40,8 +40,8 @@ class TestZeroValueInt8(ChainTests):
     members = "zero-value+int8"
 
 
-class TestZeroValueBytePlane(ChainTests):
-    members = "zero-value+byteplane"
+class TestZeroValueExponent(ChainTests):
+    members = "zero-value+exponent"
 
 
 def _half_zeros(count, dtype=np.float32):
@@ -95,7 +95,7 @@ def test_a_source_without_zeros_is_cast_all_the_same():
     source = placed(np.arange(1, 10_001, dtype=np.float32).tobytes())
     frame = encode(chain.parse("zero-value+bfloat16"), source, "float32")
     assert frame.size == 2 * HEADER_BYTES + 8 + source.size // 2
-    exact = chain.parse("zero-value+byteplane")
+    exact = chain.parse("zero-value+exponent")
     assert (
         roundtrip(exact, source, "float32").size <= exact.spec("float32", source.size).bound_bytes
     )
@@ -103,7 +103,7 @@ def test_a_source_without_zeros_is_cast_all_the_same():
 
 def test_fidelity_and_bound_are_those_of_the_weakest():
     nbytes = 4000
-    assert chain.parse("zero-value+byteplane").fidelity is Fidelity.EXACT
+    assert chain.parse("zero-value+exponent").fidelity is Fidelity.EXACT
     half = chain.parse("zero-value+bfloat16")
     assert half.fidelity is Fidelity.BOUNDED
     bound = BFloat16().spec("float32", nbytes).error_bound
@@ -120,13 +120,13 @@ def test_fidelity_and_bound_are_those_of_the_weakest():
         "zero-value+positive",
         "zero-value+zero-value",
         "bfloat16+zero-value",
-        "zero-value+bfloat16+byteplane",
+        "zero-value+bfloat16+exponent",
     ],
 )
 def test_chains_that_there_are_not(name):
     """The error lists those that there are."""
     with pytest.raises(
-        ConfigError, match=re.escape(f"there is no chain {name!r}; there are zero-value+byteplane")
+        ConfigError, match=re.escape(f"there is no chain {name!r}; there are zero-value+exponent")
     ):
         chain.parse(name)
 
@@ -136,7 +136,7 @@ def test_a_frame_of_other_members_is_refused():
     source = _half_zeros(1000)
     frame = encode(chain.parse("zero-value+bfloat16"), source, "float32")
     with pytest.raises(CodecError, match="another"):
-        decode(chain.parse("zero-value+byteplane"), frame, source.size)
+        decode(chain.parse("zero-value+exponent"), frame, source.size)
     for place, value in ((0, 9), (0, 1), (0, 200), (2, 77), (3, 1)):
         damaged = placed(frame)
         damaged[HEADER_BYTES + place] = value

@@ -13,11 +13,11 @@ NUMBERS = {
     "zero-value": 1,
     "positive": 3,
     "narrow": 4,
-    "byteplane": 5,
     "bfloat16": 7,
     "int8": 9,
+    "exponent": 11,
 }
-"""What is on disks already. Add; never change or reuse."""
+"""On disks already. Add; never change or reuse. Codecs that are gone had 2, 5, 6 and 8."""
 
 
 def test_names_and_numbers_never_change():
@@ -84,7 +84,7 @@ def test_a_frame_of_no_known_codec_is_refused():
 
 
 def test_a_chain_that_gave_up_is_decoded_by_its_frame_alone():
-    codec = registry.get("zero-value+byteplane")
+    codec = registry.get("zero-value+exponent")
     source = np.random.default_rng(0).integers(0, 256, 4096, np.uint8)  # nothing makes that shorter
     out = np.empty(codec.spec("float32", source.size).bound_bytes, np.uint8)
     frame = out[: codec.encode(source, out, dtype="float32")]

@@ -449,22 +449,22 @@ def kept_and_spilled_late(path: Path | None) -> Bits:
 
 
 def encoded_on_flash(path: Path | None) -> Bits:
-    settings = FLASH | {"codec": "byteplane", "device_memory": "32MiB"}
+    settings = FLASH | {"codec": "exponent", "device_memory": "32MiB"}
     return train(path, Chain, settings, settled=True)
 
 
 def encoded_on_two_streams(path: Path | None) -> Bits:
-    settings = HOST | {"codec": "byteplane", "device_memory": "32MiB"}
+    settings = HOST | {"codec": "exponent", "device_memory": "32MiB"}
     return train(path, Branches, settings, settled=True)
 
 
 def encoded_small_parts(path: Path | None) -> Bits:
-    settings = HOST | {"codec": "byteplane", "device_memory": "32MiB"}
+    settings = HOST | {"codec": "exponent", "device_memory": "32MiB"}
     return train(path, Corners, settings, steps=1, settled=True)
 
 
 def encoded_and_recomputed(path: Path | None) -> Bits:
-    settings = RECOMPUTED | {"codec": "byteplane", "device_memory": "16MiB"}
+    settings = RECOMPUTED | {"codec": "exponent", "device_memory": "16MiB"}
     return train(path, Forks, settings, rows=8 * ROWS)
 
 

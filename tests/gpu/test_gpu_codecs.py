@@ -90,7 +90,7 @@ def encoded_bytes(session, codec=""):
     return counted(session, f"encoded.source_bytes.{codec}" if codec else "encoded.source_bytes")
 
 
-@pytest.mark.parametrize("codec", ["zero-value", "narrow", "byteplane"])
+@pytest.mark.parametrize("codec", ["zero-value", "narrow", "exponent"])
 @pytest.mark.parametrize("places", ["flash", "host"])
 def test_a_lossless_codec_changes_no_bit(disk_path, small_knobs, patient, codec, places):
     settings = settings_for(places, codec=codec)
@@ -109,7 +109,7 @@ def test_it_need_not_wait_for_writes(disk_path, small_knobs):
 
 
 def test_under_a_budget_it_changes_no_bit(disk_path, small_knobs):
-    settings = {"codec": "byteplane", "policy": "auto", "device_memory": "16MiB", "floor": "16KiB"}
+    settings = {"codec": "exponent", "policy": "auto", "device_memory": "16MiB", "floor": "16KiB"}
     found, session = trained(disk_path, host_memory=HOST, **settings)
     found.assert_same_bits(trained()[0])
     assert session.budget.peak_bytes <= 16 * MIB

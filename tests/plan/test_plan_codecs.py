@@ -17,7 +17,7 @@ from penstock.plan.window import read_ahead_bytes
 
 AMPLE = 10**12
 QUICK = CodecSample("zero-value", 0.5, 8e9, 8e9)
-SLOW = CodecSample("byteplane", 0.25, 5e8, 1e9)
+SLOW = CodecSample("exponent", 0.25, 5e8, 1e9)
 auto = policies.get("auto")
 ranked = policies.get("ranked")
 
@@ -228,7 +228,7 @@ def test_what_has_no_room_as_it_is_is_encoded_though_it_be_slower():
     for host_mb, encoded in ((41, 0), (35, 1), (26, 3), (18, 4)):
         plan = policies.get("all")(profile, MACHINE, Budgets(15 * MB, host_mb * MB))
         assert [d.tier for d in plan.decisions] == ["host"] * 4
-        assert [d.codec for d in plan.decisions].count("byteplane") == encoded
+        assert [d.codec for d in plan.decisions].count("exponent") == encoded
         assert plan.feasible
         assert any(note.startswith("the host tier") for note in plan.notes) == (encoded > 0)
     plan = policies.get("all")(profile, MACHINE, Budgets(15 * MB, 14 * MB))

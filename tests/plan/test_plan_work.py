@@ -10,7 +10,7 @@ from penstock.plan.replay import replay
 from penstock.plan.replay.lanes import READ, Channel, Lane
 
 AMPLE = 10**12
-CODECS = (CodecSample("zero-value", 0.5, 8e9, 8e9), CodecSample("byteplane", 0.25, 5e8, 1e9))
+CODECS = (CodecSample("zero-value", 0.5, 8e9, 8e9), CodecSample("exponent", 0.25, 5e8, 1e9))
 SLOTS = 500
 
 

@@ -167,7 +167,7 @@ def test_gpu_direct_on_a_device_that_is_no_gpu(library, disk_path, monkeypatch):
 
 def test_frames_of_a_codec_go_straight_to_flash(library, link, disk_path):
     """They are device memory as any other; pieces are encoded and decoded there."""
-    settings = {"codec": "byteplane", "host_memory": 0, "device_memory": "32MiB"}
+    settings = {"codec": "exponent", "host_memory": 0, "device_memory": "32MiB"}
 
     def session_of(model, optimizer):
         return session_in(disk_path, model, optimizer, **settings)
@@ -177,5 +177,5 @@ def test_frames_of_a_codec_go_straight_to_flash(library, link, disk_path):
     counted = session.recorder.snapshot().counted
     written = library.moved_bytes("write") - 2 * TRIAL_BYTES
     assert 0 < counted("encoded.frame_bytes") < counted("encoded.source_bytes")
-    assert written <= counted("encoded.frame_bytes") + 9 * MIB  # what byteplane does not take
+    assert written <= counted("encoded.frame_bytes") + 9 * MIB  # what exponent does not take
     assert link.copied_bytes["out"] == 2 * TRIAL_BYTES  # and nothing else

@@ -153,7 +153,7 @@ def test_every_bit_comes_back(rig, codec, dtype):
         rig.mover.discard(rig.tier, ticket)
 
 
-@pytest.mark.parametrize("codec", ["zero-value", "byteplane", "narrow"])
+@pytest.mark.parametrize("codec", ["zero-value", "exponent", "narrow"])
 def test_every_content_from_flash(disk_path, small_knobs, codec):
     """NaNs of any payload, -0.0, subnormals; and what does not become shorter is stored as it is."""
     engine, recorder = ThreadEngine(), Recorder()
@@ -213,7 +213,7 @@ def test_what_is_not_to_be_encoded_goes_as_it_is(rig):
     content = floats(3 * PIECE)
     for wish, counter in (
         (None, ""),
-        (Encoding("zero-value+byteplane", "float32"), "encoded.no_device_form"),
+        (Encoding("zero-value+exponent", "float32"), "encoded.no_device_form"),
     ):
         ticket = rig.written(content, wish)
         assert not hasattr(ticket, "frame_bytes")

@@ -53,7 +53,7 @@ def was_sampled(session):
     return StallCause.SAMPLING in session.recorder.snapshot().stalls
 
 
-@pytest.mark.parametrize("codec", ["zero-value", "narrow", "byteplane"])
+@pytest.mark.parametrize("codec", ["zero-value", "narrow", "exponent"])
 @pytest.mark.parametrize("on_flash", [True, False])
 def test_a_lossless_codec_changes_no_bit(link, disk_path, codec, on_flash):
     settings = {"codec": codec}

@@ -27,7 +27,7 @@ from penstock.tier import FlashTier, Ticket
 SIZES = (1, 7, 64, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 5, 25 * PIECE + 3)
 LOSSLESS = sorted(
     {(codec.name, dtype) for dtype in DTYPES for codec in registry.lossless_for(dtype)}
-    | {("zero-value+byteplane", "float32"), ("zero-value+byteplane", "bfloat16")}
+    | {("zero-value+exponent", "float32"), ("zero-value+exponent", "bfloat16")}
 )
 LOSSY = [
     ("positive", "float32"),
@@ -82,7 +82,7 @@ def test_every_bit_comes_back(rig, codec, dtype):
         check_roundtrip(rig, content, skew=skew % 64, encoding=Encoding(codec, dtype))
 
 
-@pytest.mark.parametrize("codec", ["zero-value", "byteplane"])
+@pytest.mark.parametrize("codec", ["zero-value", "exponent"])
 def test_every_content_from_flash(flash_rig, codec):
     """Also what does not become shorter: such pieces are stored as they are."""
     nbytes = 5 * PIECE + 77
@@ -142,7 +142,7 @@ def test_elements_that_begin_nowhere_are_moved_as_they_are(rig):
 
 
 def test_what_cannot_be_encoded_is_said_at_once(rig):
-    for encoding in (Encoding("nonsense", "float32"), Encoding("byteplane", "int8")):
+    for encoding in (Encoding("nonsense", "float32"), Encoding("exponent", "int8")):
         with pytest.raises(ConfigError):
             rig.begin(floats(PIECE), encoding=encoding)
     assert rig.tier.held_bytes == 0
@@ -224,7 +224,7 @@ def test_scratch_that_cannot_be_had():
 @pytest.mark.parametrize("nbytes", [SCRATCH, 1 * MIB, 16 * MIB])
 def test_pieces_are_such_that_slots_and_working_memory_suffice(nbytes):
     scratch = Scratch(nbytes, Budget(64 * MIB))
-    chains = ("zero-value+byteplane", "zero-value+bfloat16", "zero-value+int8")
+    chains = ("zero-value+exponent", "zero-value+bfloat16", "zero-value+int8")
     for name in (*registry.names(), *chains):
         codec = registry.get(name)
         for dtype in codec.dtypes:

@@ -30,7 +30,7 @@ ENCODINGS = [
     Encoding("zero-value", "float32"),
     Encoding("zero-value", "float64"),
     Encoding("narrow", "int16"),
-    Encoding("zero-value+byteplane", "float32"),
+    Encoding("zero-value+exponent", "float32"),
 ]
 
 

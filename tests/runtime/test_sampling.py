@@ -40,14 +40,14 @@ def test_of_a_sparse_storage_zero_value_keeps_what_is_not_zero(zeros):
     values[torch.rand(512, 1024, generator=torch.Generator().manual_seed(1)) < zeros] = 0
     found = ratios(values)
     assert found["zero-value"] == pytest.approx(min(1.0, 1 - zeros + 1 / 32), abs=0.01)
-    assert found["zero-value+byteplane"] < found["zero-value"]
+    assert found["zero-value+exponent"] < found["zero-value"]
 
 
 def test_of_dense_floats_the_planes_are_packed():
     found = ratios(random(MIB))
-    assert found["byteplane"] == pytest.approx(0.88, abs=0.01)
+    assert found["exponent"] == pytest.approx(0.88, abs=0.01)
     assert found["zero-value"] == found["narrow"] == 1.0
-    assert ratios(random(MIB).bfloat16())["byteplane"] == pytest.approx(0.76, abs=0.02)
+    assert ratios(random(MIB).bfloat16())["exponent"] == pytest.approx(0.76, abs=0.02)
 
 
 def test_of_indices_and_masks_the_differences_are_narrow():
@@ -69,8 +69,8 @@ def test_only_lossless_codecs_and_no_rows_are_measured():
     assert set(ratios(random(8192))) == {
         "zero-value",
         "narrow",
-        "byteplane",
-        "zero-value+byteplane",
+        "exponent",
+        "zero-value+exponent",
     }
     assert set(ratios(random(8192).double())) == {"zero-value", "narrow"}
 

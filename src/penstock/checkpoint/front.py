@@ -34,8 +34,8 @@ def save(
         facts: What the manifest says of it beside: a dictionary of JSON.
         base: An earlier checkpoint on the same file system: of files that have not changed since, it has
             links, and they are not written. See the note on unchanged blocks in the manual.
-        codec: Encode tensors without loss, with ``"byteplane"``, ``"zero-value"``,
-            ``"zero-value+byteplane"`` or ``"narrow"``: fewer bytes on flash, which only this library
+        codec: Encode tensors without loss, with ``"exponent"``, ``"zero-value"``,
+            ``"zero-value+exponent"`` or ``"narrow"``: fewer bytes on flash, which only this library
             reads. Those that it would not make shorter stay as they are.
 
     Returns:

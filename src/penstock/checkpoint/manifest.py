@@ -23,7 +23,7 @@ from penstock.core.units import KIB, MIB
 
 VERSION: Final = 3
 """Version of the format."""
-CODECS: Final = ("byteplane", "zero-value", "zero-value+byteplane", "narrow")
+CODECS: Final = ("exponent", "zero-value", "zero-value+exponent", "narrow")
 """Codecs that a tensor may be encoded with; all are lossless."""
 FRAME_BYTES: Final = MIB
 """How much of an encoded tensor each of its frames holds; the last one what is left."""

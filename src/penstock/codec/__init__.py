@@ -2,7 +2,7 @@
 
 - ``base``: the interface: frames, size bounds known in advance, and losses;
 - ``registry``: codecs by name and by number, and the one that made a frame;
-- ``zero_value``, ``narrow``, ``byteplane``: every bit comes back;
+- ``zero_value``, ``narrow``, ``exponent``: every bit comes back;
 - ``positive``: only what a ReLU's backward asks for;
 - ``casts``, ``int8``: values within a stated bound;
 - ``chain``: ``zero-value`` and another;

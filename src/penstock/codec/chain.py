@@ -30,8 +30,8 @@ from penstock.codec.base import (
     Words,
     read_header,
 )
-from penstock.codec.byteplane import BytePlane
 from penstock.codec.casts import BFloat16
+from penstock.codec.exponent import Exponent
 from penstock.codec.int8 import Int8
 from penstock.codec.positive import bitmap_bytes
 from penstock.codec.zero_value import ZeroValue
@@ -41,7 +41,7 @@ __all__ = ["Chain", "of", "parse"]
 
 _PREFIX_BYTES: Final = 8
 _FIRST: Final = ZeroValue()
-_SECOND: Final[tuple[Codec, ...]] = (BytePlane(), BFloat16(), Int8())
+_SECOND: Final[tuple[Codec, ...]] = (Exponent(), BFloat16(), Int8())
 
 
 def parse(name: str) -> Chain:

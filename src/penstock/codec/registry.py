@@ -16,9 +16,9 @@ _MODULES: Final = {
     "zero-value": ("zero_value", "ZeroValue"),
     "positive": ("positive", "Positive"),
     "narrow": ("narrow", "Narrow"),
-    "byteplane": ("byteplane", "BytePlane"),
     "bfloat16": ("casts", "BFloat16"),
     "int8": ("int8", "Int8"),
+    "exponent": ("exponent", "Exponent"),
 }
 """Module and class of each codec. They are imported on demand: compiled code is slow to load."""
 CHAIN_ID: Final = 10
@@ -69,7 +69,7 @@ def codec_of(frame: Bytes) -> Codec:
     if header.codec != CHAIN_ID:
         return by_id(header.codec)
     if header.raw:  # any lossless chain decodes an unencoded source
-        return get("zero-value+byteplane")
+        return get("zero-value+exponent")
     chain: Codec = importlib.import_module("penstock.codec.chain").of(frame)
     return chain
 

@@ -12,11 +12,12 @@
     on after it waits first, for the places that the other one names are written to next.
 
     A journal is one line of JSON, UTF-8: ``{"checksum": ..., "body": ...}``, where the checksum is the
-    XXH3 of the body's JSON. The body MUST have ``version`` 2, ``serial``, ``step``, ``layout`` (a
+    XXH3 of the body's JSON. The body MUST have ``version`` 3, ``serial``, ``step``, ``layout`` (a
     digest of what lies where), ``tiles`` (number: slot of its record, its checksum's kind and value, or
     null, and its exact length if it is squeezed, or 0), ``params`` (for each, whether it
     has states, and its scalars) and ``norm`` (of the gradients, or null). Weights are in the records,
-    as masters. In records that are squeezed, blocks are as :mod:`squeeze_kernels` has them.
+    as masters. Floats in squeezed records are as [Note: format
+    exponent] in :mod:`penstock.codec.exponent` has them.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from penstock.optim.store import Sum
 from penstock.staging import copy_across, ready_event
 
 _NAME: Final = "penstock-states"
-_VERSION: Final = 2
+_VERSION: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +330,9 @@ def _decode(data: bytes) -> Entry | None:
         content = parse_json(body)
         if content["version"] != _VERSION:
             raise ConfigError(
-                f"a journal of version {content['version']!r}; this Penstock reads {_VERSION}"
+                f"a journal of durable steps is of version {content['version']!r}; this Penstock reads"
+                f" {_VERSION}: finish that run with the version of Penstock that wrote it, or remove"
+                " the journals to begin anew"
             )
         return Entry(
             content["step"],

@@ -12,11 +12,13 @@
     buffer is longer than the record by a head for each block, so that a block is never written over one
     that is still to be read, however little they shrink.
 
-What is stored: [Note: squeezed floats] in :mod:`squeeze_kernels`.
+Stretches of floats are stored as payloads of the codec ``exponent``, the shorter of its two ways: [Note:
+format exponent] in :mod:`penstock.codec.exponent`. What is between them stays as it is.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import time
@@ -34,7 +36,8 @@ from penstock.optim.layout import Tile
 from penstock.optim.squeeze_judge import Judge
 
 _BLOCK: Final = 512
-_HEAD_BYTES: Final = 3
+_HEAD_BYTES: Final = 4
+_WORDS: Final[dict[int, Any]] = {2: np.uint16, 4: np.uint32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,8 @@ class Stretch:
 
     start: int
     stop: int
-    width: int
-    """Halves of an element: 2 of float32, 1 of bfloat16, 0 of anything else."""
+    itemsize: int
+    """Of floats: 4 for float32, 2 for bfloat16; 0 for anything else."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -53,33 +56,33 @@ def stretches(arrays: tuple[Array, ...], record_bytes: int) -> tuple[Stretch, ..
     found: list[Stretch] = []
     place = 0
     for array in arrays:
-        start, width = _floats(array)
-        block_bytes = 2 * max(width, 1) * _BLOCK
+        start, itemsize = _floats(array)
+        block_bytes = max(itemsize, 1) * _BLOCK
         stop = start + (array.offset_bytes + array.nbytes - start) // block_bytes * block_bytes
-        if width and stop > start:
+        if itemsize and stop > start:
             found += [Stretch(place, start, 0)] * (start > place)
-            found.append(Stretch(start, stop, width))
+            found.append(Stretch(start, stop, itemsize))
             place = stop
     return (*found, *[Stretch(place, record_bytes, 0)] * (record_bytes > place))
 
 
 def _floats(array: Array) -> tuple[int, int]:
-    """Return the offset of an array's floats in the record, and their width."""
+    """Return the offset of an array's floats in the record, and their size."""
     if array.packing == "plain" and array.dtype == torch.float32:
-        return array.offset_bytes, 2
+        return array.offset_bytes, 4
     if array.packing == "bfloat16" or (array.packing == "plain" and array.dtype == torch.bfloat16):
-        return array.offset_bytes, 1
+        return array.offset_bytes, 2
     if array.packing == "low+ties":  # the bitmap, which is nearly all zero, goes for floats
-        return array.offset_bytes + array.nbytes * 16 // 17, 2
+        return array.offset_bytes + array.nbytes * 16 // 17, 4
     return array.offset_bytes, 0
 
 
 @functools.lru_cache(maxsize=256)
 def _slack_bytes(arrays: tuple[Array, ...], record_bytes: int) -> int:
     blocks = sum(
-        (part.stop - part.start) // (2 * part.width * _BLOCK)
+        (part.stop - part.start) // (part.itemsize * _BLOCK)
         for part in stretches(arrays, record_bytes)
-        if part.width
+        if part.itemsize
     )
     return round_up(_HEAD_BYTES * blocks, RECORD_BYTES)
 
@@ -135,11 +138,11 @@ class Squeezer:
         memory = buffer[: tile.record_bytes + slack]
         place = memory.size
         for part in reversed(stretches(tile.arrays, tile.record_bytes)):
-            if part.width:
-                halves = memory[part.start : part.stop].view(np.uint16)
-                place = kernels.squeeze(memory, halves, part.width, place)
+            if part.itemsize:
+                place = kernels.encode_back(_words(memory, part), memory, place)
             else:
-                place = kernels.move_back(memory, part.start, part.stop, place)
+                place -= part.stop - part.start
+                _move(memory, part.start, place, part.stop - part.start)
         length = int(memory.size - place)
         moved = extent(tile, length)[1]
         if moved >= tile.record_bytes:
@@ -162,11 +165,14 @@ class Squeezer:
         if not 0 < length <= memory.size:
             return False
         for part in stretches(tile.arrays, tile.record_bytes):
-            if part.width:
-                halves = memory[part.start : part.stop].view(np.uint16)
-                place = kernels.expand(memory, place, halves, part.width)
+            nbytes = part.stop - part.start
+            if part.itemsize:
+                place = kernels.decode_ahead(memory, place, _words(memory, part))
+            elif place + nbytes <= memory.size:
+                _move(memory, place, part.start, nbytes)
+                place += nbytes
             else:
-                place = kernels.move_front(memory, place, part.start, part.stop)
+                return False
             if place < 0:
                 return False
         return bool(place == memory.size)
@@ -190,6 +196,16 @@ class Squeezer:
             self.is_on = self._judge.is_on
 
 
+def _words(memory: NDArray[np.uint8], part: Stretch) -> NDArray[Any]:
+    return memory[part.start : part.stop].view(_WORDS[part.itemsize])
+
+
+def _move(memory: NDArray[np.uint8], source: int, target: int, nbytes: int) -> None:
+    """Move bytes within memory, where source and target may overlap."""
+    address = memory.ctypes.data
+    ctypes.memmove(address + target, address + source, nbytes)
+
+
 @functools.cache
 def _kernels() -> Any:
-    return importlib.import_module("penstock.optim.squeeze_kernels")
+    return importlib.import_module("penstock.codec.kernels.exponent")

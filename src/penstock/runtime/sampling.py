@@ -23,7 +23,7 @@ POSITIVE: Final = "positive"
 """The codec for what only the backward of a ReLU needs."""
 STRETCHES: Final = 4
 STRETCH_BYTES: Final = 256 * KIB
-CHAINS: Final = ("zero-value+byteplane",)
+CHAINS: Final = ("zero-value+exponent",)
 """Tried besides: what is left of a ReLU's output is as smooth as its input."""
 
 

@@ -18,7 +18,7 @@ from typing import Final
 
 from penstock.codec.device import (
     bfloat16,
-    byteplane,
+    exponent,
     int8,
     narrow,
     positive,
@@ -29,7 +29,7 @@ FORMS: Final[dict[str, ModuleType]] = {
     "zero-value": zero_value,
     "positive": positive,
     "narrow": narrow,
-    "byteplane": byteplane,
+    "exponent": exponent,
     "bfloat16": bfloat16,
     "int8": int8,
 }
@@ -39,7 +39,7 @@ SCRATCH: Final[dict[str, tuple[int, int]]] = {
     "zero-value": (10, 2),
     "positive": (5, 2),
     "narrow": (4, 2),
-    "byteplane": (24, 2),
+    "exponent": (24, 2),
     "bfloat16": (32, 0),
     "int8": (41, 0),
 }
