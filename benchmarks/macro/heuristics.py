@@ -43,7 +43,6 @@ from penstock.observe import Stage
 from penstock.plan import Action, Decision, Machine
 from penstock.runtime.guesses import Guesses
 from penstock.runtime.planner import Planner
-from penstock.runtime.second_looks import SecondLooks
 from penstock.runtime.shortage import Shortage
 from penstock.tier import ThrottledTier
 
@@ -81,7 +80,6 @@ def _once_refused(planner: Planner, record: Any, *, refused: bool) -> Any:
 _NEVER: Final = property(lambda self: False, lambda self, value: None)
 
 OFF: Final[dict[str, Callable[[], list[Any]]]] = {
-    "second looks": lambda: [mock.patch.object(SecondLooks, "next", _nothing)],
     "shortage": lambda: [
         mock.patch.object(Planner, "squeeze", _nothing),
         mock.patch.object(Shortage, "shown_by", _no),
@@ -131,13 +129,11 @@ def _sizes(batch: int, *sizes: int) -> tuple[tuple[int, dict[str, Any]], ...]:
 
 
 STEADY: Final = ("recipes", "sign proofs", "heap restore")
-CODED: Final = ("second looks", *STEADY)
 TIGHT: Final = (
     "shortage",
     "shortage before a refusal",
     "guesses",
     "crowded sampling",
-    "second looks",
 )
 WORKLOADS: Final = {
     "resnet50-plain": Workload("resnet50", _sizes(16, 160), STEADY, 9, budget_share=0.15),
@@ -150,8 +146,8 @@ WORKLOADS: Final = {
         budget_share=0.3,
         overrides={"dropout": 0.0},
     ),
-    "vgg16-throttled": Workload("vgg16", _sizes(8, 128), CODED, 9, slower=SLOWER),
-    "resnet50-throttled": Workload("resnet50", _sizes(8, 160), CODED, 9, slower=SLOWER),
+    "vgg16-throttled": Workload("vgg16", _sizes(8, 128), STEADY, 9, slower=SLOWER),
+    "resnet50-throttled": Workload("resnet50", _sizes(8, 160), STEADY, 9, slower=SLOWER),
     "resnet50-recompute": Workload("resnet50", _sizes(8, 160), ("recipes",), 9, policy="recompute"),
     "gpt2-recompute": Workload(
         "gpt2",
@@ -162,7 +158,7 @@ WORKLOADS: Final = {
         overrides={"dropout": 0.0},
     ),
     "resnet18-learning": Workload(
-        "resnet18", _sizes(16, 96), ("second looks", "shortage"), 40, slower=SLOWER, real=True
+        "resnet18", _sizes(16, 96), ("shortage",), 40, slower=SLOWER, real=True
     ),
     "resnet18-first-steps": Workload(
         "resnet18", _sizes(16, 160), ("guesses", "crowded sampling"), 3, steady=False
@@ -170,7 +166,7 @@ WORKLOADS: Final = {
     "resnet18-shapes": Workload(
         "resnet18",
         _sizes(16, 96, 128, 160, 112, 144, 128, 96, 160),
-        ("guesses", "crowded sampling", "second looks"),
+        ("guesses", "crowded sampling"),
         12,
         steady=False,
         budget_share=0.3,
@@ -465,24 +461,25 @@ def difference(on: dict[str, Any], off: dict[str, Any]) -> str:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """Markdown: a row for each workload, a column for each heuristic."""
-    heuristics = [CONTROL, *OFF]
+    """Markdown: a row for each heuristic and workload."""
     lines = [
-        "| Workload | " + " | ".join(heuristics) + " |",
-        "|---|" + "---|" * len(heuristics),
+        "| Switched off | Workload | Time without / with | Nothing switched off |",
+        "|---|---|---|---|",
     ]
-    for name, one in figures.items():
-        cells = [cell(one["off"].get(each)) for each in heuristics]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    sides = dict.fromkeys(side for one in figures.values() for side in one["off"])
+    for side in sides:
+        if side == CONTROL:
+            continue
+        for name, one in figures.items():
+            if side in one["off"]:
+                cells = cell(one["off"][side]), cell(one["off"][CONTROL])
+                lines.append(f"| {side} | `{name}` | {cells[0]} | {cells[1]} |")
     return "\n".join(lines)
 
 
-def cell(one: dict[str, Any] | None) -> str:
-    if one is None:
-        return ""
+def cell(one: dict[str, Any]) -> str:
     low, high = one["quartiles"]
-    text = f"{one['ratio']:.2f} ({low:.2f} to {high:.2f})"
-    return f"**{text}**" if one["ratio"] >= TARGET else text
+    return f"{one['ratio']:.3f} ({low:.3f} to {high:.3f})"
 
 
 if __name__ == "__main__":
