@@ -119,7 +119,7 @@ class Workload:
     """Capacity of flash, of what autograd saves; 0: enough."""
     overrides: dict[str, Any] = field(default_factory=dict)
     policy: str = "auto"
-    """``recompute`` has no tier."""
+    """``recompute`` offloads nothing once there is a plan."""
     real: bool = False
     """Learn from photographs, with a learning rate at which sparsity changes."""
 
@@ -327,9 +327,7 @@ class Bench:
     def _session(self, **settings: Any) -> penstock.Session:
         workload = self.workload
         limits: dict[str, Any] = {"device_memory": self._budget, "policy": workload.policy}
-        if workload.policy == "recompute":
-            pass
-        elif workload.host_share:
+        if workload.host_share:
             limits["host_memory"] = int(self._saved_bytes * workload.host_share)
         else:
             limits["flash"] = self._dir
