@@ -43,7 +43,7 @@ def test_what_an_earlier_run_left_is_not_overwritten_by_accident(small):
     params = parameters()
     a = FlashAdamW(params, durable=True, **small)
     train(a, params, steps=1)
-    with pytest.raises(ConfigError, match="in another process"):
+    with pytest.raises(ConfigError, match="is in use by"):
         FlashAdamW(parameters(), durable=True, **small)
     a.close()
     b = FlashAdamW(parameters(), durable=True, **small)

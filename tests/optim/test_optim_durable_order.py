@@ -120,7 +120,7 @@ def test_files_are_in_all_directories_before_a_journal_names_them(small, monkeyp
     train(a, params, steps=1)
     first = next(i for i, path in enumerate(synced) if path.endswith(".journal"))
     assert {str(each) for each in places} <= set(synced[:first])
-    with pytest.raises(ConfigError, match="another one"):
+    with pytest.raises(ConfigError, match="is in use by"):
         FlashAdamW(parameters(), durable=True, **{**small, "flash": places[1]})
     a.close()
     with pytest.raises(ConfigError, match="first"):

@@ -174,7 +174,8 @@ def try_lock(fd: int) -> bool:
 class FileLock:
     """An exclusive lock of a file or directory, held until it is closed or the process ends.
 
-    A forked child closes its copy: a worker would hold the lock for as long as it lives.
+    A forked child closes its copy: a worker would hold the lock for as long as it lives. Keep a
+    reference until then; an object that was forgotten stays locked, in children as well.
 
     Attributes:
         fd: Of the file or directory; -1 once it is closed.

@@ -1,8 +1,8 @@
 """Forked children: the guard of an object that must not be used in one, and what a child releases.
 
 A forked child inherits everything but the threads: what had workers, or locks that one of them held,
-must not be used there. ``os.getpid`` asks the kernel each time; a guard is marked as soon as Python code
-of Penstock can run in a child.
+must not be used there. ``os.getpid`` asks the kernel each time; a guard is marked in a child by a fork
+hook, before which only hooks of modules run that were imported earlier, as those of ``threading``.
 """
 
 from __future__ import annotations
