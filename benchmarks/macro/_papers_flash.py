@@ -289,7 +289,7 @@ def least_bytes(paper: OnPaper, batch: int, choose: Callable[[Case], Choice]) ->
     """The device memory without which a choice does not do, with convolutions as lean as need be."""
     budgets = Budgets(0, paper.machine.host_bytes, paper.machine.flash_bytes)
     case = Case(paper.profile(batch), paper.machine, budgets)
-    case = case.leaning(case.leanest)
+    case = case.with_limits(case.leanest)
     return case.residency(choose(case)).hard_bytes
 
 

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from penstock.lab.dry.networks import dry_zoo_profile
 from penstock.plan import Budgets, Machine, Plan, Profile, policies
 from penstock.plan.baseline import oracle_ns
-from penstock.plan.bound import least_step_ns
+from penstock.plan.bound import min_step_ns
 from penstock.plan.replay import Replayed, replay
 
 GIB = 1 << 30
@@ -85,7 +85,7 @@ class OnPaper:
     def most_share(self, batch: int) -> float:
         """No plan that moves whole tensors or runs modules again reaches more of the ideal speed."""
         profile = self.profile(batch)
-        least_ns = least_step_ns(profile, self.machine, self.budgets)
+        least_ns = min_step_ns(profile, self.machine, self.budgets)
         return round(oracle_ns(profile, self.machine) / least_ns, 4)
 
     def replayed(self, plan: Plan, batch: int) -> dict[str, Any]:

@@ -178,7 +178,7 @@ def variants(paper: OnPaper, profile: Profile) -> Iterator[Plan]:
     """vDNN's static policies with memory-optimal (m) and performance-optimal (p) convolutions."""
     whole = Case(profile, paper.machine, paper.budgets)
     for letter, lean in (("m", whole.leanest), ("p", ())):
-        case = whole.leaning(lean)
+        case = whole.with_limits(lean)
         for name, wanted in (
             ("all", every_map(case.layers)),
             ("conv", convolutions_maps(case.layers)),
@@ -238,7 +238,7 @@ def stepped_down(paper: OnPaper, profile: Profile) -> Plan:
     """
     case = Case(profile, paper.machine, paper.budgets)
     wanted = convolutions_maps(case.layers)
-    tiers = offload_maps(case.leaning(case.leanest), wanted).tiers
+    tiers = offload_maps(case.with_limits(case.leanest), wanted).tiers
     fitted = case.fitted(tiers)
     return assemble("vdnn-conv, stepped down", fitted, offload_maps(fitted, wanted))
 

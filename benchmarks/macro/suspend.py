@@ -184,7 +184,7 @@ def read_own(session: Any) -> float:
     own, places = own_pages(session), places_of(session)
     begun = time.perf_counter()
     for each in own:
-        pages.open_to_refill(each)
+        pages.unprotect_for_refill(each)
     opened = time.perf_counter() - begun
     seconds = opened + by_hand(os.preadv, own, places)
     penstock.resume(session)
@@ -391,9 +391,9 @@ def plain_limit(directory: str, child: Child, places: list[list[int]]) -> dict[s
         reads = requests_of("read", course, files, places)
         memory = pages.Pages(course.address, whole)
         for what, away_s in (("read_at_once", 0.0), ("read", SLEEP_S)):
-            pages.give_back(memory)
+            pages.free_pages(memory)
             time.sleep(away_s)
-            pages.open_again(memory)
+            pages.unprotect(memory)
             took[f"limit_{what}_s"] = course.plain_pass(reads)
             if not away_s:  # from memory that has just come back at once, as the child's had
                 took["limit_overwrite_s"] = course.plain_pass(writes)

@@ -117,5 +117,5 @@ def test_damage_is_named():
         decode(Positive(), frame, 400)
     frame[HEADER_BYTES + 12] = 0
     frame[16:24].view("<u8")[0] = 15
-    with pytest.raises(CodecError, match=r"15 bytes; .* 100 float32 has 16"):
+    with pytest.raises(CodecError, match=r"15 bytes; .* 100 float32 takes 16"):
         decode(Positive(), frame, 400)

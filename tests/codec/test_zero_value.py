@@ -93,7 +93,7 @@ def test_damage_is_named(index, value, message):
 def test_a_payload_shorter_than_the_bitmap_is_refused():
     frame = placed(frame_of(np.zeros(1000)))
     frame[16:24].view("<u8")[0] = 127
-    with pytest.raises(CodecError, match="bitmap of 128"):
+    with pytest.raises(CodecError, match="bitmap takes 128"):
         decode(ZeroValue(), frame, 4000)
 
 

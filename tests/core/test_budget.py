@@ -24,12 +24,12 @@ def test_taken_up_to_the_last_byte_and_no_further():
 def test_given_back():
     budget = Budget(100)
     budget.try_take(60, "tier")
-    budget.give(20, "tier")
+    budget.free(20, "tier")
     assert (budget.used_bytes, budget.used_by("tier"), budget.peak_bytes) == (40, 40, 60)
-    with pytest.raises(AssertionError, match="tier returns 41 bytes but holds 40"):
-        budget.give(41, "tier")
+    with pytest.raises(AssertionError, match="tier frees 41 bytes but holds 40"):
+        budget.free(41, "tier")
     with pytest.raises(AssertionError):
-        budget.give(1, "arena")
+        budget.free(1, "arena")
     assert budget.used_bytes == 40
 
 
@@ -38,7 +38,7 @@ def test_forced_over_the_limit():
     budget.force(130, "fallback")
     assert (budget.free_bytes, budget.peak_bytes) == (-30, 130)
     assert not budget.try_take(0, "arena")
-    budget.give(31, "fallback")
+    budget.free(31, "fallback")
     assert budget.try_take(1, "arena")
 
 
@@ -47,7 +47,7 @@ def test_moved_between_owners():
     budget.try_take(60, "source")
     budget.move(25, "source", "target")
     assert (budget.used_by("source"), budget.used_by("target"), budget.used_bytes) == (35, 25, 60)
-    with pytest.raises(AssertionError, match="source hands on 36 bytes but holds 35"):
+    with pytest.raises(AssertionError, match="source moves 36 bytes but holds 35"):
         budget.move(36, "source", "target")
     budget.move(35, "source", "source")
     assert budget.used_by("source") == 35
@@ -56,7 +56,7 @@ def test_moved_between_owners():
 def test_peak_starts_again():
     budget = Budget(100)
     budget.try_take(80, "a")
-    budget.give(50, "a")
+    budget.free(50, "a")
     budget.reset_peak()
     assert budget.peak_bytes == 30
     budget.try_take(5, "a")
@@ -70,7 +70,7 @@ def test_every_change_is_reported():
     budget.try_take(60, "a")
     budget.force(50, "a")
     budget.move(10, "a", "b")
-    budget.give(100, "a")
+    budget.free(100, "a")
     assert seen == [60, 110, 10]
 
 
@@ -92,8 +92,8 @@ def test_a_waiter_wakes_when_bytes_return():
     thread = threading.Thread(target=wait)
     thread.start()
     waiting.wait()
-    budget.give(3, "a")
-    budget.give(1, "a")
+    budget.free(3, "a")
+    budget.free(1, "a")
     thread.join()
     assert got == [True]
 
@@ -104,7 +104,7 @@ def test_threads_never_exceed_it_together():
     def work(owner):
         for size in range(400):
             if budget.try_take(size % 30, owner):
-                budget.give(size % 30, owner)
+                budget.free(size % 30, owner)
 
     threads = [threading.Thread(target=work, args=(f"owner {which}",)) for which in range(4)]
     for thread in threads:
@@ -121,7 +121,7 @@ def test_it_adds_up(changes):
     for owner, change in changes:
         if change < 0:
             returned = min(-change, held[owner])
-            budget.give(returned, owner)
+            budget.free(returned, owner)
             held[owner] -= returned
         elif budget.try_take(change, owner):
             held[owner] += change

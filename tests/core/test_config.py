@@ -40,7 +40,9 @@ def test_what_cannot_be_a_name_is_refused_with_examples(name):
 
 
 def test_a_named_codec_needs_somewhere_to_spill_to():
-    with pytest.raises(ConfigError, match="codec 'int8' is set, but there is nowhere to spill to"):
+    with pytest.raises(
+        ConfigError, match="codec 'int8' is set, but there is no tier to offload to"
+    ):
         OffloadConfig(codec="int8")
     assert OffloadConfig(codec="none").codec == "none"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.core.ranks import of_rank, rank
+from penstock.core.ranks import path_of_rank, rank
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,9 @@ def test_the_rank_is_what_a_launcher_says(monkeypatch, number, size, expected):
         if text is not None:
             monkeypatch.setenv(name, text)
     assert rank() == expected
-    assert of_rank("log.jsonl") == ("log.jsonl" if expected is None else f"log.rank{rank()}.jsonl")
+    assert path_of_rank("log.jsonl") == (
+        "log.jsonl" if expected is None else f"log.rank{rank()}.jsonl"
+    )
 
 
 def test_the_rank_stands_before_the_suffix(monkeypatch, tmp_path):
@@ -38,5 +40,5 @@ def test_the_rank_stands_before_the_suffix(monkeypatch, tmp_path):
         ".kept": ".kept.rank1",
         "x.gz": "x.rank1.gz",
     }.items():
-        assert of_rank(path) == expected
-    assert of_rank(tmp_path / "log.jsonl") == str(tmp_path / "log.rank1.jsonl")
+        assert path_of_rank(path) == expected
+    assert path_of_rank(tmp_path / "log.jsonl") == str(tmp_path / "log.rank1.jsonl")

@@ -190,7 +190,7 @@ def test_trap_23_the_last_resort_is_memory_beyond_the_budget(session_for, where,
         with pytest.warns(PenstockWarning, match="budget is exceeded"):
             back = session.hooks.unpack(packed)
         assert same_bits(back, expected)
-        session.budget.give(session.budget.used_by("others"), "others")
+        session.budget.free(session.budget.used_by("others"), "others")
         del back, packed
         assert_nothing_held(session)
 

@@ -260,7 +260,7 @@ def test_a_signal_does_not_end_the_thread(file):
     engine = AioEngine(2, PIECE_BYTES)
     source, target = aligned(PIECE_BYTES, seed=1), aligned(PIECE_BYTES)
     move(engine, "write", file, 0, source).wait(PATIENCE_S)
-    thread = engine._traffic._thread
+    thread = engine._queue._thread
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
         for _ in range(3):

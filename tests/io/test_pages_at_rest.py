@@ -12,13 +12,13 @@ from penstock.io import pages as memory
 from penstock.io.mapping import Mapping
 
 
-@pytest.mark.parametrize("again", [memory.open_again, memory.open_to_refill])
+@pytest.mark.parametrize("again", [memory.unprotect, memory.unprotect_for_refill])
 @pytest.mark.parametrize("nbytes", [100_000, 9 * MIB])
 def test_pages_come_back_empty_and_no_larger(again, nbytes):
     held = np.full(nbytes + 8192, 7, np.uint8)
     pages = memory.whole_pages(held.ctypes.data + 5, nbytes)
     start = pages.address - held.ctypes.data
-    memory.give_back(pages)
+    memory.free_pages(pages)
     assert resident_bytes(pages) == 0
     again(pages)
     inside = held[start : start + pages.nbytes]
@@ -33,9 +33,9 @@ def test_memory_in_several_mappings_is_held_as_one_if_all_of_it_is_open():
     mapping = Mapping(8 * MIB)
     whole = memory.Pages(mapping.address, 8 * MIB)
     middle = memory.Pages(mapping.address + 2 * MIB, 2 * MIB)
-    memory.give_back(middle)
+    memory.free_pages(middle)
     assert not memory.PrivateMemory().holds(whole)
-    memory.open_again(middle)
+    memory.unprotect(middle)
     memory._libc.madvise(*middle, 15)  # MADV_NOHUGEPAGE, so that the kernel keeps it apart
     assert memory.PrivateMemory().holds(whole)
     mapping.unmap()
@@ -51,9 +51,9 @@ def test_what_is_abandoned_is_dropped_and_one_that_cannot_be_closed_keeps_no_oth
     with monkeypatch.context() as patch:
         patch.setattr(memory._libc, "mprotect", lambda *words: next(refuse, 0) or real(*words))
         with pytest.raises(TransferError, match=f"{first.address:#x}"):
-            memory.abandon([first, second])
+            memory.protect_and_free([first, second])
     assert resident_bytes(first) == 0 == resident_bytes(second)
     private = memory.PrivateMemory()
     assert private.holds(first)
     assert not private.holds(second)
-    memory.open_again(second)
+    memory.unprotect(second)

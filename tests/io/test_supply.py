@@ -27,8 +27,8 @@ def lying_apart():
     held = mapping.array(0, mapping.nbytes)
     held[:] = 7
     for each in ranges:
-        memory.give_back(each)
-        memory.open_to_refill(each)
+        memory.free_pages(each)
+        memory.unprotect_for_refill(each)
     yield ranges
     mapping.unmap()
 
@@ -45,12 +45,12 @@ def test_who_has_waited_finds_them_resident_and_unchanged(lying_apart, threads):
 
 
 def test_what_is_closed_is_a_hint_in_vain(lying_apart):
-    memory.close_to_all(lying_apart[:1])
+    memory.protect(lying_apart[:1])
     with Supply(lying_apart) as supplied:
         supplied.wait_for(0)
         supplied.wait_for(3)
     assert resident_bytes(lying_apart[0]) == 0
-    memory.open_again(lying_apart[0])
+    memory.unprotect(lying_apart[0])
 
 
 def test_without_a_thread_nobody_waits(lying_apart, monkeypatch):

@@ -86,7 +86,7 @@ def test_a_budget_reports_its_level(recorder, clock):
     budget = Budget(100, on_change=lambda nbytes: recorder.level("device", nbytes))
     assert budget.try_take(60, "a")
     clock.advance(1)
-    budget.give(20, "a")
+    budget.free(20, "a")
     assert [e.nbytes for e in recorder.events() if isinstance(e, Level)] == [60, 40]
     assert recorder.snapshot().memory["device"].peak_bytes == budget.peak_bytes == 60
 

@@ -42,7 +42,7 @@ def antichains(case):
 
 
 def go_together(one, other):
-    """[Note: what is not recomputed together], once more."""
+    """[Note: recomputation conflicts], implemented once more."""
     if not (one.members or other.members):
         a, b = f"{one.path}.", f"{other.path}."
         return not (a.startswith(b) or b.startswith(a))

@@ -11,9 +11,9 @@ from plan_profiles import MB, machines, network, networks, profiles, stack
 
 from penstock.plan import Budgets, Machine
 from penstock.plan.assemble import draft
-from penstock.plan.bound import least_step_ns
+from penstock.plan.bound import min_step_ns
 from penstock.plan.case import Case
-from penstock.plan.choice_bound import least_step_ns as least_under
+from penstock.plan.choice_bound import min_step_ns as least_under
 from penstock.plan.replay import replay
 
 AMPLE = 10**12
@@ -31,7 +31,7 @@ def test_no_replay_of_a_choice_is_shorter_than_its_bound_nor_than_that_of_all(
 ):
     budgets = Budgets(int(share * profile.peak_saved_bytes), AMPLE, AMPLE)
     case = Case(profile, machine, budgets)
-    least_ns = least_step_ns(profile, machine, budgets)
+    least_ns = min_step_ns(profile, machine, budgets)
     for _ in range(4):
         choice = any_choice(case, rng)
         found = replay(profile, draft(case, choice), machine)
@@ -45,7 +45,7 @@ def test_no_choice_at_all_is_shorter_than_the_bound():
     for _ in range(8):
         profile, machine, budgets = small_problem(rng, most=4)
         case = Case(profile, machine, budgets)
-        least_ns = least_step_ns(profile, machine, budgets)
+        least_ns = min_step_ns(profile, machine, budgets)
         for choice in every_choice(case):
             if case.fits(choice):
                 found = replay(profile, draft(case, choice), machine)
@@ -60,19 +60,17 @@ def test_what_must_pass_a_channel_takes_as_long_as_that():
     budgets = Budgets(40 * MB, AMPLE, AMPLE)
     # 60 MB must be written by the last save, after 9 ms, and be read again by the last need, after 19
     waits_ms = (600 - 9) + (600 - 10)
-    assert least_step_ns(profile, machine, budgets) == pytest.approx(
-        (20 + waits_ms) * 1e6, rel=1e-6
-    )
+    assert min_step_ns(profile, machine, budgets) == pytest.approx((20 + waits_ms) * 1e6, rel=1e-6)
     all_kept = Budgets(100 * MB, AMPLE, AMPLE)
-    assert least_step_ns(profile, machine, all_kept) == 20_000_000
+    assert min_step_ns(profile, machine, all_kept) == 20_000_000
 
 
 def test_what_can_be_computed_again_bounds_less():
     profile = network([10] * 12, step_ms=1, width=3)
     slow = Machine("slow", 1e8, 1e8, 0.0, 1e8, 1e8)
     budgets = Budgets(60 * MB, AMPLE, AMPLE)
-    again_ns = least_step_ns(profile, slow, budgets)
-    moved_ns = least_step_ns(replace(profile, operators=()), slow, budgets)
+    again_ns = min_step_ns(profile, slow, budgets)
+    moved_ns = min_step_ns(replace(profile, operators=()), slow, budgets)
     assert 36_000_000 < again_ns < 60_000_000 < moved_ns
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from plan_profiles import MACHINE, MB, encodable, machines, profiles, samples, stack
 
 from penstock.plan import Action, Budgets, CodecSample, Machine, Profile, policies
-from penstock.plan.encoding import MARGIN, best, cost_s, pays, trip_s
+from penstock.plan.encoding import MARGIN, best, cost_s, pays, round_trip_s
 from penstock.plan.groups import groups_of
 from penstock.plan.pipeline import choose, paper_s
 from penstock.plan.placement import place, rooms_for
@@ -62,8 +62,8 @@ def test_what_is_chosen_is_quicker_on_paper_than_the_bytes_as_they_are(
     assert sample == best(these[::-1], machine, tier)
     if sample is not None:
         rounding_s = 2 * cost_s(1, machine, tier, None)  # of whole bytes
-        raw_s = trip_s(nbytes, machine, tier, None)
-        assert trip_s(nbytes, machine, tier, sample) <= raw_s * (1 + 1e-9) + rounding_s
+        raw_s = round_trip_s(nbytes, machine, tier, None)
+        assert round_trip_s(nbytes, machine, tier, sample) <= raw_s * (1 + 1e-9) + rounding_s
         assert cost_s(nbytes, machine, tier, sample) <= raw_s
         assert sample.ratio <= 1 - MARGIN
 

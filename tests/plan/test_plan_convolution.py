@@ -389,13 +389,13 @@ def test_little_workspace_for_little_time():
 def test_limits_are_enough_and_none_is_for_nothing(profile, share, split):
     budgets = Budgets(int(share * profile.peak_saved_bytes), 0, AMPLE)
     case = Case(profile, CARD, budgets, split=split)
-    everything = case.leaning(case.leanest)
+    everything = case.with_limits(case.leanest)
     choice = case.offloaded(case.movable)
     fitted = case.fitted()
     assert fitted.fits(choice) == everything.fits(choice)
     for limit in fitted.lean if fitted.fits(choice) else ():
         without = tuple(one for one in fitted.lean if one != limit)
-        assert not case.leaning(without).fits(choice)
+        assert not case.with_limits(without).fits(choice)
 
 
 def test_a_plan_with_lean_convolutions_takes_their_time_and_says_so():

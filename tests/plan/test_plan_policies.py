@@ -294,9 +294,7 @@ def test_a_window_without_room_to_read_ahead_is_noted():
     assert plan.feasible
     assert plan.window_bytes == 15 * MB
     (note,) = plan.notes
-    assert note.startswith(
-        "only 14.31 MiB of the budget are not taken by what stays, too little to"
-    )
+    assert note.startswith("only 14.31 MiB of the budget are left beside kept slots, too little to")
 
 
 def test_writes_in_flight_make_pack_wait_and_never_exceed_the_budget():

@@ -300,12 +300,12 @@ def test_recompute_takes_what_frees_most_for_its_time():
     plan = plan_of("recompute", profile, Budgets(60 * MB))
     assert plan.recomputed == ("block.1",)
     (reason,) = (d.reason for d in plan.decisions if d.action is Action.RECOMPUTE)
-    assert reason == "made again by block.1; 28.61 MiB in 20.0 ms"
+    assert reason == "recomputed by block.1; 28.61 MiB in 20.0 ms"
 
 
 def test_recompute_says_so_where_it_knows_of_no_module():
     plan = plan_of("recompute", stack([10] * 4), Budgets(20 * MB))
-    assert plan.notes[0].startswith("the profile tells of no module")
+    assert plan.notes[0].startswith("the profile has no module")
     assert not plan.feasible
 
 

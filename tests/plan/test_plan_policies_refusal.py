@@ -10,8 +10,8 @@ from plan_profiles import COMPUTE, MACHINE, MB, network, networks, stack
 
 from penstock.core.errors import PlanError
 from penstock.plan import Budgets, policies
-from penstock.plan.check import refuse_other
-from penstock.plan.least import least_budget
+from penstock.plan.check import check_matches_profile
+from penstock.plan.least import min_budget
 
 AMPLE = 10**12
 
@@ -20,9 +20,9 @@ def test_an_infeasible_plan_tells_the_least_that_would_do_and_what_binds():
     profile = stack([10, 10, 30, 10, 5], small_bytes=MB)
     plan = policies.get("ranked")(profile, MACHINE, Budgets(20 * MB, 0, AMPLE))
     assert plan.notes[0] == (
-        "infeasible: what is kept or in use reaches 29.56 MiB (31000000 bytes) at slot layer.2#0"
+        "infeasible: kept and used slots reach 29.56 MiB (31000000 bytes) at slot layer.2#0"
         " (28.61 MiB), the device budget is 19.07 MiB (20000000 bytes); give at least 31000000 bytes;"
-        " there are then layer.2#0 (28.61 MiB), 976.56 KiB that are no slots"
+        " resident then: layer.2#0 (28.61 MiB), 976.56 KiB outside of slots"
     )
     assert policies.get("ranked")(profile, MACHINE, Budgets(31 * MB, 0, AMPLE)).feasible
 
@@ -30,14 +30,14 @@ def test_an_infeasible_plan_tells_the_least_that_would_do_and_what_binds():
 def test_of_many_slots_that_bind_the_largest_are_named():
     plan = policies.get("keep")(stack([10, 30, 5, 20, 1]), MACHINE, Budgets(20 * MB))
     assert plan.notes[0].endswith(
-        "there are then layer.1#0 (28.61 MiB), layer.3#0 (19.07 MiB), layer.0#0 (9.54 MiB),"
+        "resident then: layer.1#0 (28.61 MiB), layer.3#0 (19.07 MiB), layer.0#0 (9.54 MiB),"
         " 2 more slots (5.72 MiB)"
     )
 
 
 def test_what_a_module_makes_again_binds_as_well():
     plan = policies.get("recompute")(network([10, 40, 10, 40], width=2), MACHINE, Budgets(20 * MB))
-    named = plan.notes[0].partition("there are then ")[2]
+    named = plan.notes[0].partition("resident then: ")[2]
     assert named == "block.1.1#0 (38.15 MiB), block.0.0#0 (9.54 MiB), block.1.0#0 (9.54 MiB)"
 
 
@@ -46,7 +46,7 @@ def test_what_a_module_makes_again_binds_as_well():
 def test_the_least_budget_does_and_is_what_the_note_says(profile, name, host):
     policy = policies.get(name)
     budgets = Budgets(0, host, AMPLE)
-    least = least_budget(profile, MACHINE, budgets, policy)
+    least = min_budget(profile, MACHINE, budgets, policy)
     assert policy(profile, MACHINE, Budgets(least, host, AMPLE)).feasible
     short = policy(profile, MACHINE, Budgets(least - 1, host, AMPLE))
     if not short.feasible:
@@ -66,18 +66,18 @@ def test_the_least_that_recompute_names_does_with_convolutions_too(profile, shar
 
 
 def test_a_network_that_saves_nothing_needs_nothing():
-    assert least_budget(stack([]), MACHINE, Budgets(0), policies.get("auto")) == 0
+    assert min_budget(stack([]), MACHINE, Budgets(0), policies.get("auto")) == 0
 
 
 def test_a_plan_for_its_own_profile_is_not_refused():
     profile = stack([10] * 4, passes=2)
-    refuse_other(profile, policies.get("all")(profile, MACHINE, Budgets(AMPLE, 0, AMPLE)))
+    check_matches_profile(profile, policies.get("all")(profile, MACHINE, Budgets(AMPLE, 0, AMPLE)))
 
 
 def test_a_plan_for_another_batch_is_refused_with_the_first_difference():
     plan = policies.get("all")(stack([10] * 4), MACHINE, Budgets(AMPLE, 0, AMPLE))
     with pytest.raises(PlanError) as caught:
-        refuse_other(stack([10, 20, 20, 20]), plan)
+        check_matches_profile(stack([10, 20, 20, 20]), plan)
     assert str(caught.value) == (
         "plan 'all' decides upon slot layer.1#0 (9.54 MiB), but the profile has layer.1#0 (19.07 MiB)"
         " there; make a plan from this profile"
@@ -87,6 +87,6 @@ def test_a_plan_for_another_batch_is_refused_with_the_first_difference():
 def test_a_plan_for_another_network_is_refused():
     plan = policies.get("all")(stack([10] * 3), MACHINE, Budgets(AMPLE, 0, AMPLE))
     with pytest.raises(PlanError, match=r"slot layer\.0#0 .*, but the profile has nothing there"):
-        refuse_other(stack([10] * 3, module="other"), plan)
+        check_matches_profile(stack([10] * 3, module="other"), plan)
     with pytest.raises(PlanError, match=r"does not know slot layer\.3#0 \(9\.54 MiB\)"):
-        refuse_other(stack([10] * 4), plan)
+        check_matches_profile(stack([10] * 4), plan)

@@ -79,12 +79,12 @@ def test_together_says_what_the_note_says(profile, rng):
     case = Case(profile, MACHINE, Budgets(AMPLE, AMPLE, AMPLE))
     modules = case.recomputing.modules
     taken = any_choice(case, rng).recomputed
-    together = case.recomputing.together(taken)
+    together = case.recomputing.conflict_set(taken)
     for path, module in modules.items():
         if path in taken:
             continue
-        clashing = {other for other in taken if not go_together(module, modules[other])}
-        assert together.clashing(module) == clashing
+        conflicts = {other for other in taken if not go_together(module, modules[other])}
+        assert together.conflicts_with(module) == conflicts
 
 
 @settings(max_examples=100)
@@ -111,7 +111,7 @@ def test_a_plan_goes_to_json_and_back():
     assert plan.recomputed == ("block.0.0->",)
     assert [one.recipe for one in plan.decisions] == ["", "block.0.0->", ""]
     assert Plan.from_json(plan.to_json()) == plan
-    assert "made again by block.0.0->; 28.61 MiB in 10.0 ms" in str(plan)
+    assert "recomputed by block.0.0->; 28.61 MiB in 10.0 ms" in str(plan)
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_a_plan_goes_to_json_and_back():
     [
         ({"source": None}, "it must have both, or neither"),
         ({"recipe": ()}, "it must have both, or neither"),
-        ({"source": 3}, "made from slot 3, and there are 3"),
-        ({"source": -1}, "made from slot -1, and there are 3"),
+        ({"source": 3}, "made from slot 3, but there are only 3 slots"),
+        ({"source": -1}, "made from slot -1, but there are only 3 slots"),
         ({"source": 1}, "another slot of the same pass"),
     ],
 )
@@ -133,7 +133,7 @@ def test_a_recipe_that_makes_no_sense_is_refused(changes, message):
 
 
 def test_a_decision_has_a_recipe_only_to_recompute():
-    with pytest.raises(PlanError, match="action keep with recipe 'a->'"):
+    with pytest.raises(PlanError, match="action keep cannot have recipe 'a->'"):
         Decision(SlotKey("a", 0, 1), Action.KEEP, "", "", recipe="a->")
 
 
@@ -141,7 +141,7 @@ def test_a_plan_of_another_profile_is_refused():
     profile = network([10, 30, 10], recipes=[1])
     plan = policies.get("recompute")(profile, MACHINE, Budgets(40 * MB))
     with pytest.raises(
-        PlanError, match=r"block\.0\.1#0 .* is to be made again by 'block\.0\.0->', but"
+        PlanError, match=r"block\.0\.1#0 .* is to be recomputed by 'block\.0\.0->', but"
     ):
         replay(network([10, 30, 10]), plan, MACHINE)
 

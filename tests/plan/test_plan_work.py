@@ -50,7 +50,7 @@ def calls_of(run):
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_twice_the_slots_are_twice_the_work(problem, monkeypatch):
     """Beside the search, whose work is limited."""
-    monkeypatch.setattr(search, "WORK", 0)
+    monkeypatch.setattr(search, "WORK_SLOTS", 0)
     calls = []
     for count in (SLOTS, 2 * SLOTS):
         profile = PROBLEMS[problem](count)
@@ -69,7 +69,7 @@ def test_of_ten_thousand_encodable_slots_no_more_than_work_are_replayed(monkeypa
     plan = plan_of(PROBLEMS["encoded"](10_000))
     assert plan.feasible
     assert any(decision.codec for decision in plan.decisions)
-    assert 0 < sum(replayed) <= search.WORK
+    assert 0 < sum(replayed) <= search.WORK_SLOTS
 
 
 def test_a_job_that_has_begun_does_not_go_first():

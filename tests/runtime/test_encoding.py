@@ -250,7 +250,7 @@ def test_a_full_budget_does_not_hinder_encoding():
         content = floats(40 * PIECE)
         ticket = rig.written(content)
         assert rig.mover.allocate(ticket) is None
-        rig.budget.give(rig.budget.used_by("somebody"), "somebody")
+        rig.budget.free(rig.budget.used_by("somebody"), "somebody")
         assert bytes_of(rig.restored(ticket)) == content
         rig.discard(ticket)
 

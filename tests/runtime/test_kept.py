@@ -171,14 +171,14 @@ def test_nothing_goes_if_room_has_come_meanwhile(session_for, monkeypatch):
 
         def trim(nbytes):
             if budget.used_by("filler"):
-                budget.give(filler, "filler")
+                budget.free(filler, "filler")
             return 0
 
         monkeypatch.setattr(executor._mover, "trim", trim)
         executor._room.take(KIB, "test", name="it", of_pass=executor._pass, saved=None)
         assert len(kept_of(session)) == 8
         assert counted(session, "evicted") == 0
-        budget.give(KIB, "test")
+        budget.free(KIB, "test")
         del loss
         assert_nothing_held(session)
 

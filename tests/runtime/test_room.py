@@ -48,12 +48,12 @@ class Rig:
 
     def trim(self, nbytes):
         self.trimmed.append(nbytes)
-        self.budget.give(nbytes, ARENA)
+        self.budget.free(nbytes, ARENA)
         return nbytes
 
     def end_write(self):
         with self.traffic.lock:
-            self.budget.give(4 * MIB, SAVED)
+            self.budget.free(4 * MIB, SAVED)
             self.traffic.writing = self.traffic.writing_bytes = 0
             self.traffic.changed.notify_all()
 
@@ -86,7 +86,7 @@ def test_pages_go_where_writes_would_not_free_enough():
 
 def test_no_more_pages_go_than_are_missing():
     rig = Rig(write_ns_per_byte=1.0, touch_ns_per_byte=0.0)
-    rig.budget.give(MIB, ARENA)
+    rig.budget.free(MIB, ARENA)
     rig.take(3 * MIB)
     assert rig.trimmed == [2 * MIB]
 
@@ -99,6 +99,6 @@ def test_the_timer_of_a_device_is_told_of_waits_and_of_nothing_else():
     rig = Rig(write_ns_per_byte=1.0, touch_ns_per_byte=0.1, timer=timer)
     rig.take(2 * MIB)
     assert told == ["begins", (1,)]
-    rig.budget.give(2 * MIB, ARENA)
+    rig.budget.free(2 * MIB, ARENA)
     rig.take(1 * MIB)
     assert told == ["begins", (1,)]

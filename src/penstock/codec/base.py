@@ -1,15 +1,15 @@
-"""Tensor to bytes and back: the seam between those who move bytes and the ways to make them fewer.
+"""Interface of codecs, and the format of frames.
 
-1. Who wants to encode asks ``codec.accepts(dtype)``, then ``codec.spec(dtype, nbytes)``: how much room
-   the output and the scratch memory may need, and what may be lost. Nothing is discovered by trying.
-2. ``codec.encode(source, out, dtype=...)`` fills the front of ``out`` with a frame and says how long
-   that is. A lossless codec whose output would not be shorter than its input stores that input as it is.
-3. ``codec.decode(frame, out)`` fills ``out``, which is exactly as long as the source was. A frame that is
-   damaged, or not this codec's, raises CodecError: no input makes it crash, or read or write elsewhere.
+1. A client calls ``codec.accepts(dtype)``, then ``codec.spec(dtype, nbytes)`` for the largest sizes of
+   output and scratch memory, and for what may be lost. Nothing is found out by trying.
+2. ``codec.encode(source, out, dtype=...)`` fills the front of ``out`` with a frame and returns its
+   length. A lossless codec whose output would not be shorter than its input stores the input unchanged.
+3. ``codec.decode(frame, out)`` fills ``out``, which is exactly as long as the source was. A frame that
+   is damaged, or another codec's, raises CodecError: no input makes it crash, or access other memory.
 
-Everything here works on bytes of host memory, as one-dimensional ``numpy.uint8`` arrays, and takes the
-elements for words of their width: -0.0 is not 0, and every NaN keeps its payload. Encoding and decoding
-run in the calling thread, on one core, without the GIL in their hot part. Codecs hold no state: one
+Everything here works on bytes of host memory, as one-dimensional ``numpy.uint8`` arrays, and treats
+elements as words of their width: -0.0 is not 0, and every NaN keeps its payload. Encoding and decoding
+run in the calling thread, on one core, without the GIL in their hot part. Codecs are stateless: one
 instance serves every thread.
 
 [Note: frames]
@@ -18,7 +18,7 @@ instance serves every thread.
     source as it was); u64 bytes of the source; u64 bytes of the payload; the rest MUST be zero. The
     payload ends with the source's last ``nbytes % itemsize`` bytes, as they were: a storage need not be a
     whole number of the elements that a view of it has.
-    Frames have no checksum, because tiers and checkpoints checksum what they hold.
+    Frames have no checksum, because tiers and checkpoints checksum their contents.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ import numpy.typing as npt
 from penstock.core.errors import CodecError, ConfigError
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-"""Memory: one-dimensional, contiguous; writeable where it is filled."""
+"""One-dimensional contiguous memory; writeable where it is filled."""
 Words: TypeAlias = npt.NDArray[Any]
-"""The same memory as unsigned integers of the element's width."""
+"""Memory as unsigned integers of the element's width."""
 
 HEADER_BYTES: Final = 64
 VERSIONS: Final = (1, 2)
@@ -59,29 +59,29 @@ DTYPES: Final = (
     "float32",
     "float64",
 )
-"""Element types, by torch's names. The position in this tuple is what a frame's header says."""
+"""Element types, by torch's names. A frame's header stores the position in this tuple."""
 ITEMSIZE: Final = dict(zip(DTYPES, (1, 1, 1, 2, 4, 8, 2, 2, 4, 8), strict=True))
 _WORD: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class Fidelity(Enum):
-    """What decoding gives back."""
+    """Fidelity of decoded elements."""
 
     EXACT = "exact"
-    """Every bit."""
+    """Every bit is restored."""
     POSITIVE = "positive"
-    """For every element whether it is greater than zero or NaN, as 1 or 0: a ReLU asks no more."""
+    """Elements decode to 1 if they are greater than zero or NaN, else to 0: a ReLU needs no more."""
     BOUNDED = "bounded"
-    """Values within a stated bound."""
+    """Values are restored within a stated bound."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ErrorBound:
-    """How far a decoded value may be from a finite source value ``x``; NaN stays NaN, infinities stay.
+    """Bound on the error of a decoded finite value ``x``; NaN stays NaN, and infinities stay.
 
     ``|decoded - x| <= max(relative * |x|, absolute)``, and beyond ``largest`` the decoded value is
     ``largest`` with the sign of ``x``. With ``block`` the bound is ``relative`` times the largest
-    magnitude in the block of so many elements that ``x`` lies in.
+    magnitude in the block of that many elements that ``x`` lies in.
     """
 
     relative: float
@@ -92,27 +92,27 @@ class ErrorBound:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodecSpec:
-    """What encoding a source of one dtype and size takes, known beforehand."""
+    """Sizes and fidelity of encoding a source of one dtype and size, known in advance."""
 
     bound_bytes: int
-    """The longest that a frame of it can be: ``out`` must have so many."""
+    """Length of the longest possible frame, which ``out`` must have."""
     scratch_bytes: int
-    """Working memory that ``encode`` and ``decode`` each allocate at most, beside ``out``."""
+    """Largest working memory that ``encode`` and ``decode`` each allocate, beside ``out``."""
     fidelity: Fidelity
     error_bound: ErrorBound | None = None
-    """For BOUNDED."""
+    """Bound on the error, for BOUNDED."""
 
 
 class Codec(ABC):
-    """One way to make bytes fewer. Thread-safe.
+    """Encoding of tensors in fewer bytes. Thread-safe.
 
-    A codec gives its constants and overrides ``_spec``, ``_encode`` and ``_decode``.
+    A codec defines its constants and overrides ``_spec``, ``_encode`` and ``_decode``.
 
     Attributes:
-        name: As in plans and knobs: ``"zero-value"``.
-        id: What a frame's header says. Never reused.
-        dtypes: What it accepts.
-        fidelity: What it gives back.
+        name: Name in plans and knobs: ``"zero-value"``.
+        id: Number in a frame's header. Never reused.
+        dtypes: Element types that it accepts.
+        fidelity: Fidelity of its decoded elements.
         versions: Of its format, those that it decodes; the last is the one that it encodes.
     """
 
@@ -125,10 +125,10 @@ class Codec(ABC):
     # -- primitives, for subclasses ---------------------------------------------------------------
 
     def _spec(self, dtype: str, count: int) -> tuple[int, int, ErrorBound | None]:
-        """Most payload bytes, most scratch bytes, and the bound, for ``count`` elements.
+        """Return the largest payload and scratch sizes, and the error bound, for ``count`` elements.
 
-        An EXACT codec's payload is bounded by the source's size whatever it says here: where it would
-        not be shorter, ``_encode`` gives up.
+        An EXACT codec's payload is bounded by the source's size regardless: if it would not be shorter,
+        ``_encode`` returns None.
         """
         return count * ITEMSIZE[dtype], 0, None
 
@@ -137,7 +137,7 @@ class Codec(ABC):
         """Encode all of ``words`` to the front of ``payload``.
 
         Returns:
-            How many bytes that is; ``None``, when ``payload`` is too short for it.
+            Number of bytes written; ``None`` if ``payload`` is too short.
         """
 
     @abstractmethod
@@ -148,21 +148,23 @@ class Codec(ABC):
         """As ``_decode``, for an earlier one of ``versions``."""
         raise NotImplementedError(f"codec {self.name} does not decode its format {version}")
 
-    # -- what everybody calls ---------------------------------------------------------------------
+    # -- public methods ---------------------------------------------------------------------------
 
     def accepts(self, dtype: str) -> bool:
-        """Whether it encodes elements of this type."""
+        """Return True if it encodes elements of this type."""
         return dtype in self.dtypes
 
     def spec(self, dtype: str, nbytes: int) -> CodecSpec:
-        """What a source of ``nbytes`` takes. Raises ConfigError if ``dtype`` is not accepted."""
+        """Return the sizes for a source of ``nbytes``. Raises ConfigError if ``dtype`` is refused."""
         self._check_dtype(dtype)
         if nbytes < 0:
-            raise ConfigError(f"codec {self.name}: {nbytes} bytes cannot be encoded")
+            raise ConfigError(
+                f"codec {self.name}: {nbytes} bytes cannot be encoded; the size must be zero or more"
+            )
         count, tail = divmod(nbytes, ITEMSIZE[dtype])
         payload, scratch, bound = self._spec(dtype, count)
         if self.fidelity is Fidelity.EXACT:
-            payload = nbytes - tail  # whatever encoding takes: where it gives up, that is stored
+            payload = nbytes - tail  # the source is stored raw if encoding does not shorten it
         return CodecSpec(
             bound_bytes=HEADER_BYTES + payload + tail,
             scratch_bytes=scratch,
@@ -182,7 +184,7 @@ class Codec(ABC):
             The frame's length in bytes.
 
         Raises:
-            ConfigError: The dtype is not accepted, or a buffer is not what it must be.
+            ConfigError: The dtype is not accepted, or a buffer is unsuitable.
         """
         spec = self.spec(dtype, source.size)
         _check_buffer(source, "source", self.name)
@@ -208,45 +210,52 @@ class Codec(ABC):
         return end
 
     def decode(self, frame: Bytes, out: Bytes, *, dtype: str | None = None) -> None:
-        """Decode ``frame`` to all of ``out``; bytes behind the frame are ignored.
+        """Decode ``frame`` to all of ``out``; bytes after the frame are ignored.
 
         Args:
-            frame: What ``encode`` made, anywhere in memory.
-            out: As long as the source was; aligned to its elements.
-            dtype: The type that it was encoded as, if that is known: a frame of another is damaged.
+            frame: A frame that ``encode`` made, anywhere in memory.
+            out: Memory as long as the source was; aligned to its elements.
+            dtype: The expected element type, if known: a frame of another one is damaged.
 
         Raises:
-            CodecError: The frame is damaged, another codec's, of another length than ``out``, or, where
-                no ``dtype`` vouches for it, of a type that could not lie there.
-            ConfigError: A buffer is not what it must be.
+            CodecError: The frame is damaged, another codec's, of another length than ``out``, or, if
+                ``dtype`` is not given, of a type that ``out`` is not aligned to.
+            ConfigError: A buffer is unsuitable.
         """
         _check_buffer(frame, "frame", self.name)
         _check_buffer(out, "out", self.name, writeable=True)
         header = read_header(frame)
         if header.codec != self.id:
-            raise CodecError(f"codec {self.name} (id {self.id}): a frame of codec {header.codec}")
+            raise CodecError(
+                f"codec {self.name} (id {self.id}) cannot decode a frame of codec {header.codec}"
+            )
         if not self.accepts(header.dtype):
-            raise CodecError(f"codec {self.name}: a frame of {header.dtype}, which it never makes")
+            raise CodecError(
+                f"codec {self.name}: the frame is of {header.dtype}, which this codec never encodes"
+            )
         if header.version not in self.versions:
             raise CodecError(
                 f"codec {self.name}: a frame of its format {header.version}, it has"
                 f" {', '.join(map(str, self.versions))}"
             )
         if dtype is not None and header.dtype != dtype:
-            raise CodecError(f"codec {self.name}: a frame of {header.dtype}, made from {dtype}")
+            raise CodecError(f"codec {self.name}: the frame is of {header.dtype}, expected {dtype}")
         if header.source_bytes != out.size:
             raise CodecError(
-                f"codec {self.name}: a frame of {header.source_bytes} bytes for {out.size} bytes"
+                f"codec {self.name}: the frame decodes to {header.source_bytes} bytes, but out has"
+                f" {out.size}"
             )
-        if dtype is None and _misaligned(out, header.dtype):  # nobody vouches for the type
+        if dtype is None and _misaligned(out, header.dtype):  # the type may be wrong
             raise CodecError(
-                f"codec {self.name}: a frame of {header.dtype} for memory at {out.ctypes.data:#x}, which"
-                " is no place for that: the frame is damaged, or the memory another's"
+                f"codec {self.name}: memory at {out.ctypes.data:#x} is misaligned for {header.dtype}:"
+                " corrupted frame, or wrong buffer"
             )
         payload = frame[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
         words, tail = _words(out, header.dtype, self.name)
         if payload.size < tail.size:
-            raise CodecError(f"codec {self.name}: a payload of {payload.size} bytes is too short")
+            raise CodecError(
+                f"codec {self.name}: the payload of {payload.size} bytes is too short: damaged frame"
+            )
         body = payload[: payload.size - tail.size]
         tail[:] = payload[body.size :]
         if not header.raw:
@@ -264,7 +273,8 @@ class Codec(ABC):
     def _check_dtype(self, dtype: str) -> None:
         if not self.accepts(dtype):
             raise ConfigError(
-                f"codec {self.name} does not encode {dtype}; it does {', '.join(sorted(self.dtypes))}"
+                f"codec {self.name} does not encode {dtype}; it encodes"
+                f" {', '.join(sorted(self.dtypes))}"
             )
 
     def __repr__(self) -> str:
@@ -273,19 +283,19 @@ class Codec(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a frame says of itself."""
+    """Content of a frame's header."""
 
     codec: int
     dtype: str
     raw: bool
-    """Whether the payload is the source as it was."""
+    """True if the payload is the unencoded source."""
     source_bytes: int
     payload_bytes: int
     version: int = 1
     """Of the codec's format."""
 
     def pack(self) -> bytes:
-        """The 64 bytes that ``read_header`` reads."""
+        """Return the 64 bytes that ``read_header`` reads."""
         code, flags = DTYPES.index(self.dtype), _RAW if self.raw else 0
         lengths = self.source_bytes, self.payload_bytes
         return _HEADER.pack(_MAGIC, self.version, self.codec, code, flags, *lengths)
@@ -315,18 +325,18 @@ def read_header(frame: Bytes) -> Header:
 
 
 def _words(memory: Bytes, dtype: str, codec: str) -> tuple[Words, Bytes]:
-    """Memory as words of the element's width, and the bytes left over."""
+    """Return memory as words of the element's width, and the remaining bytes."""
     size = ITEMSIZE[dtype]
     whole = memory.size - memory.size % size
     if _misaligned(memory, dtype):
         raise ConfigError(
-            f"codec {codec}: memory at {memory.ctypes.data:#x} is no place for {dtype}"
+            f"codec {codec}: memory at {memory.ctypes.data:#x} is misaligned for {dtype}"
         )
     return memory[:whole].view(_WORD[size]), memory[whole:]
 
 
 def _misaligned(memory: Bytes, dtype: str) -> bool:
-    """Whether elements of this type could not lie there."""
+    """Return True if the memory is not aligned to elements of this type."""
     size = ITEMSIZE[dtype]
     return memory.size >= size and memory.ctypes.data % size != 0
 

@@ -1,4 +1,4 @@
-"""Store whole numbers in fewer bytes, as differences to the least; and two-valued masks in one bit.
+"""Codec ``narrow``: integers as differences to the least in fewer bytes, two-valued masks in one bit.
 
 [Note: format narrow]
     The payload begins with a head of 24 bytes, little-endian: u8 bits per element (0, 1, 8, 16 or 32); 7
@@ -15,12 +15,12 @@
 
     ``other`` MUST be 0 unless there is 1 bit. The payload MUST have no other length.
 
-One width serves the whole tensor. Indices of max-pooling, int64, take 0.25 of their bytes in VGG-16,
-0.24 in AlexNet, 0.20 in GoogLeNet; a width for each block of 4096 takes slightly more in all of them. A
-table of the few differences between neighbours would take 0.125, and the position in the pooling's window
-0.03 to 0.06: 2 to 4 % of all that these networks save, less than would pay for either.
+The whole tensor has one width. Indices of max-pooling, int64, take 0.25 of their bytes in VGG-16, 0.24 in
+AlexNet, 0.20 in GoogLeNet; a width per block of 4096 takes slightly more in all of them. A table of the
+few differences between neighbours would take 0.125, and the position in the pooling's window 0.03 to
+0.06: 2 to 4 % of all that these networks save, too little to pay for either.
 
-Two values are not for bool alone: on the CPU a dropout saves floats that are 0 or ``1 / (1 - p)``, a
+Two values occur not only in bool: on the CPU a dropout saves floats that are 0 or ``1 / (1 - p)``, a
 quarter of what GPT-2 and BERT save.
 """
 
@@ -46,22 +46,22 @@ _UNSIGNED: Final = frozenset({"bool", "uint8"})
 
 
 class Head(NamedTuple):
-    """What stands in front of a payload."""
+    """Head of a payload."""
 
     bits: int
-    """Per element."""
+    """Bits per element."""
     least: int
-    """The least element's word."""
+    """Word of the least element."""
     other: int
-    """The word of the other element, if there is 1 bit for each."""
+    """Word of the other element, if there is 1 bit per element."""
 
     def to_bytes(self) -> bytes:
-        """As it stands there."""
+        """Return the head's bytes."""
         return _HEAD.pack(*self)
 
 
 class Narrow(Codec):
-    """Differences to the least element, in as few bytes as all of them fit in. Lossless; every dtype."""
+    """Codec of differences to the least element, in as few bytes as all fit in. Lossless; every dtype."""
 
     name = "narrow"
     id = 4
@@ -102,15 +102,12 @@ class Narrow(Codec):
 
 
 def width_for(span: int, only_two: bool, itemsize: int) -> int | None:
-    """Bits per element.
+    """Return the bits per element, or ``None`` if they are no fewer than an element has.
 
     Args:
-        span: The greatest element less the least.
-        only_two: Whether there is no element between them.
+        span: The greatest element minus the least.
+        only_two: True if no element is between them.
         itemsize: Bytes of an element.
-
-    Returns:
-        ``None`` if there are no fewer than the element has.
     """
     if span == 0:
         return 0
@@ -120,23 +117,25 @@ def width_for(span: int, only_two: bool, itemsize: int) -> int | None:
 
 
 def payload_bytes(bits: int, count: int) -> int:
-    """How long a payload is."""
+    """Return the length of a payload."""
     return HEAD_BYTES + (bitmap_bytes(count) if bits == 1 else bits // 8 * count)
 
 
 def parse_head(head: bytes, length: int, count: int, dtype: str) -> Head:
-    """Parse the first bytes of a payload of ``length`` for ``count`` elements. Raises CodecError."""
+    """Parse the head of a payload of ``length`` bytes for ``count`` elements. Raises CodecError."""
     if len(head) < HEAD_BYTES or count == 0:
-        raise CodecError(f"codec narrow: a payload of {length} bytes for {count} elements")
+        raise CodecError(
+            f"codec narrow: {length} bytes are no payload for {count} elements: the frame is damaged"
+        )
     parsed = Head(*_HEAD.unpack(head))
     width = 8 * ITEMSIZE[dtype]
     known = parsed.bits in (0, 1) or (parsed.bits in _PACKED and parsed.bits < width)
     fits = max(parsed.least, parsed.other) < 1 << width
     if not known or not fits or parsed.to_bytes() != head or (parsed.other and parsed.bits != 1):
-        raise CodecError(f"codec narrow: a head that is damaged: {head.hex()} for {dtype}")
+        raise CodecError(f"codec narrow: the head {head.hex()} for {dtype} is damaged")
     if length != payload_bytes(parsed.bits, count):
         raise CodecError(
-            f"codec narrow: a payload of {length} bytes; {count} {dtype} in {parsed.bits} bits"
-            f" have {payload_bytes(parsed.bits, count)}"
+            f"codec narrow: the payload has {length} bytes; {count} {dtype} in {parsed.bits} bits"
+            f" take {payload_bytes(parsed.bits, count)}"
         )
     return parsed

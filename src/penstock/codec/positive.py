@@ -1,4 +1,4 @@
-"""Store of every element only whether it is greater than zero: what the backward of a ReLU asks for.
+"""Codec ``positive``: one bit per element, greater than zero or not, as the backward of a ReLU needs.
 
 [Note: format positive]
     For ``count`` elements the payload is a bitmap of ``ceil(count / 64)`` little-endian u64. Bit
@@ -25,18 +25,18 @@ ONE: Final = {
     "float32": 0x3F80_0000,
     "float64": 0x3FF0_0000_0000_0000,
 }
-"""The words of 1.0."""
+"""Word of 1.0 by dtype."""
 NEGATIVE_INFINITY: Final = {
     "float16": 0xFC00,
     "bfloat16": 0xFF80,
     "float32": 0xFF80_0000,
     "float64": 0xFFF0_0000_0000_0000,
 }
-"""The words of minus infinity: what is above them, unsigned, is a NaN."""
+"""Word of minus infinity by dtype; larger unsigned words are NaNs."""
 
 
 class Positive(Codec):
-    """One bit per element. Keeps only what a ReLU's backward needs."""
+    """Codec of one bit per element, which keeps only what a ReLU's backward needs."""
 
     name = "positive"
     id = 3
@@ -56,8 +56,8 @@ class Positive(Codec):
         length = bitmap_bytes(words.size)
         if payload.size != length:
             raise CodecError(
-                f"codec {self.name}: a payload of {payload.size} bytes; the bitmap of {words.size}"
-                f" {dtype} has {length}"
+                f"codec {self.name}: the payload has {payload.size} bytes; the bitmap of {words.size}"
+                f" {dtype} takes {length}"
             )
         if kernels.beyond(payload, words.size):
             raise CodecError(
@@ -67,5 +67,5 @@ class Positive(Codec):
 
 
 def bitmap_bytes(count: int) -> int:
-    """How long a bitmap of so many elements is."""
+    """Return the length of a bitmap of ``count`` elements."""
     return 8 * -(-count // 64)

@@ -1,6 +1,6 @@
-"""The table of codecs: by name for plans and knobs, by number for frames.
+"""Table of codecs: by name for plans and knobs, by number for frames.
 
-A name with ``+`` in it is a chain, ``"zero-value+bfloat16"``; a chain's frame says what it is made of.
+A name with ``+`` is a chain, ``"zero-value+bfloat16"``; a chain's frame names its members.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _MODULES: Final = {
     "float8": ("casts", "Float8"),
     "int8": ("int8", "Int8"),
 }
-"""Where each is. They are loaded when one is asked for: compiled code takes a while to load."""
+"""Module and class of each codec. They are imported on demand: compiled code is slow to load."""
 CHAIN_ID: Final = 10
 
 
 def names() -> tuple[str, ...]:
-    """Every codec's name but for chains, in the order of their numbers."""
+    """Return the names of all codecs except chains, in the order of their numbers."""
     return tuple(_MODULES)
 
 
 def get(name: str) -> Codec:
-    """The codec of that name; one instance serves all.
+    """Return the codec of that name; one shared instance.
 
     Raises:
-        ConfigError: There is none, or no such chain; lists the known ones.
+        ConfigError: There is no such codec or chain; lists the known ones.
     """
     if "+" in name:
         chain: Codec = importlib.import_module("penstock.codec.chain").parse(name)
@@ -51,10 +51,10 @@ def get(name: str) -> Codec:
 
 
 def by_id(number: int) -> Codec:
-    """The codec that a frame's header names.
+    """Return the codec with the number of a frame's header.
 
     Raises:
-        CodecError: It is not known, or the chains', of which only a frame says which: ``codec_of``.
+        CodecError: The number is not known, or that of chains, which need the frame: ``codec_of``.
     """
     for codec in _codecs():
         if codec.id == number:
@@ -67,18 +67,18 @@ def by_id(number: int) -> Codec:
 
 
 def codec_of(frame: Bytes) -> Codec:
-    """A codec that decodes ``frame``. Raises CodecError if its header is damaged, or names none."""
+    """Return a codec that decodes ``frame``. Raises CodecError for a damaged or unknown header."""
     header = read_header(frame)
     if header.codec != CHAIN_ID:
         return by_id(header.codec)
-    if header.raw:  # the source as it was: lossless chains are alike then
+    if header.raw:  # any lossless chain decodes an unencoded source
         return get("csr+byteplane")
     chain: Codec = importlib.import_module("penstock.codec.chain").of(frame)
     return chain
 
 
 def lossless_for(dtype: str) -> tuple[Codec, ...]:
-    """The codecs, but for chains, that give back every bit of elements of this type."""
+    """Return the lossless codecs, except chains, for elements of this type."""
     exact = (codec for codec in _codecs() if codec.fidelity is Fidelity.EXACT)
     return tuple(codec for codec in exact if codec.accepts(dtype))
 
@@ -99,6 +99,6 @@ def decode(frame: Bytes, out: Bytes, *, dtype: str | None = None) -> None:
 
     Raises:
         CodecError: The frame is damaged, of an unknown codec, or of another length than ``out``.
-        ConfigError: A buffer is not what it must be.
+        ConfigError: A buffer is unsuitable.
     """
     codec_of(frame).decode(frame, out, dtype=dtype)

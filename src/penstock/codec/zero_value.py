@@ -1,4 +1,4 @@
-"""Store what is not zero, and one bit per word that says where: for what a ReLU or a dropout leaves.
+"""Codec ``zero-value``: the non-zero words and a bitmap of their places, for outputs of ReLU and dropout.
 
 [Note: format zero-value]
     For ``count`` elements of ``w`` bytes the payload is:
@@ -8,10 +8,10 @@
     2. The elements whose bit is set, in order, ``w`` bytes each, little-endian as in memory.
 
     The payload MUST have exactly as many elements as the bitmap has bits, and MUST be shorter than the
-    elements themselves; what would be longer is stored raw (base.py, flags). A decoder checks both parts
-    before it writes. An element whose bit is set MAY be zero; an encoder never makes one.
+    elements themselves; a longer one is stored raw (base.py, flags). A decoder checks both parts before
+    it writes. An element whose bit is set MAY be zero; an encoder never makes one.
 
-    A share ``z`` of zeros makes float32 take ``1/32 + 1 - z`` of its bytes; float16 ``1/16 + 1 - z``.
+    With a fraction ``z`` of zeros, float32 takes ``1/32 + 1 - z`` of its bytes; float16 ``1/16 + 1 - z``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["ZeroValue"]
 
 
 class ZeroValue(Codec):
-    """A bitmap and the non-zero words. Lossless; every dtype."""
+    """Codec of a bitmap and the non-zero words. Lossless; every dtype."""
 
     name = "zero-value"
     id = 1
@@ -45,13 +45,13 @@ class ZeroValue(Codec):
         head = _bitmap_bytes(words.size)
         if head > payload.size:
             raise CodecError(
-                f"codec {self.name}: {payload.size} bytes have no room for a bitmap of {head}"
+                f"codec {self.name}: a bitmap takes {head} bytes, but the payload has {payload.size}"
             )
         bitmap = payload[:head].view(np.uint64)
         kept = kernels.count(bitmap, words.size)
         if kept < 0 or kept * words.itemsize != payload.size - head:
             raise CodecError(
-                f"codec {self.name}: {payload.size - head} bytes behind the bitmap of {words.size}"
+                f"codec {self.name}: {payload.size - head} bytes follow the bitmap of {words.size}"
                 f" {dtype}, which {'has bits beyond them' if kept < 0 else f'counts {kept}'}"
             )
         kernels.unpack(bitmap, _packed(payload[head:], words), words)
@@ -62,5 +62,5 @@ def _bitmap_bytes(elements: int) -> int:
 
 
 def _packed(memory: Bytes, words: Words) -> Words:
-    """All whole words of ``memory``."""
+    """Return all whole words of ``memory``."""
     return memory[: memory.size - memory.size % words.itemsize].view(words.dtype)

@@ -1,9 +1,9 @@
-"""One account of memory: taken before it is used, returned after, never exceeded by a byte.
+"""Account of one memory: bytes are charged before use and freed after; the limit is never exceeded.
 
 [Note: budgets never deadlock]
-    ``try_take`` never waits. Whoever must wait does so on ``changed`` and holds nothing while
-    waiting that only another waiter could release: the runtime waits in ``pack`` holding no budget
-    for the tensor being packed, and never waits for a read while it could drop a prefetched block.
+    ``try_take`` never waits. A thread that must wait does so on ``changed``, and while waiting holds
+    nothing that only another waiter could free: the runtime waits in ``pack`` holding no budget for the
+    tensor being packed, and never waits for a read while it could drop a prefetched block.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class Budget:
     """Bytes of one memory, by owner. Thread-safe.
 
     Attributes:
-        name: What memory this is: ``"device"``, ``"host"``.
-        limit_bytes: What may be taken altogether.
-        advisory: Whether the limit is an estimate: then it is exceeded where nothing else is left.
-        changed: Notified at every release.
+        name: Name of the memory: ``"device"``, ``"host"``.
+        limit_bytes: Limit of all owners together.
+        advisory: True if the limit is an estimate, which may be exceeded as a last resort.
+        changed: Notified whenever bytes are freed.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class Budget:
         """Make an empty account.
 
         Args:
-            limit_bytes: What may be taken altogether.
-            name: What memory this is.
+            limit_bytes: Limit of all owners together.
+            name: Name of the memory.
             on_change: Called with the bytes in use after every change, under the account's lock, so
                 it must be quick and must not call back.
         """
         if limit_bytes < 0:
-            raise ConfigError(f"a {name} budget of {limit_bytes} bytes is negative")
+            raise ConfigError(f"the {name} budget is {limit_bytes} bytes; it must be zero or more")
         self.name = name
         self.limit_bytes = limit_bytes
         self.advisory = False
@@ -64,15 +64,15 @@ class Budget:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was taken at any one time since ``reset_peak``."""
+        """Most bytes taken at any one time since ``reset_peak``."""
         return self._peak
 
     def used_by(self, owner: str) -> int:
-        """Bytes taken now by one owner."""
+        """Return the bytes that one owner has taken."""
         return self._used.get(owner, 0)
 
     def try_take(self, nbytes: int, owner: str) -> bool:
-        """Take ``nbytes`` for ``owner`` if they fit under the limit; say whether they did."""
+        """Take ``nbytes`` for ``owner`` if they fit under the limit; return True if they did."""
         with self._lock:
             total = self._total + nbytes
             if total > self.limit_bytes:
@@ -85,15 +85,15 @@ class Budget:
             return True
 
     def force(self, nbytes: int, owner: str) -> None:
-        """Take ``nbytes`` even over the limit: the last resort of a disk that failed."""
+        """Take ``nbytes`` even over the limit: the last resort if a disk failed."""
         with self._lock:
             self._add(nbytes, owner)
 
-    def give(self, nbytes: int, owner: str) -> None:
-        """Return ``nbytes`` of ``owner``'s."""
+    def free(self, nbytes: int, owner: str) -> None:
+        """Free ``nbytes`` of ``owner``."""
         with self._lock:
             left = self._used.get(owner, 0) - nbytes
-            assert left >= 0, f"{owner} returns {nbytes} bytes but holds {left + nbytes}"
+            assert left >= 0, f"{owner} frees {nbytes} bytes but holds {left + nbytes}"
             self._used[owner] = left
             self._total -= nbytes
             if self._on_change is not None:
@@ -101,15 +101,15 @@ class Budget:
             self.changed.notify_all()
 
     def move(self, nbytes: int, source: str, target: str) -> None:
-        """Hand ``nbytes`` from one owner to another; the total does not change."""
+        """Move ``nbytes`` from one owner to another; the total does not change."""
         with self._lock:
             held = self._used.get(source, 0)
-            assert nbytes <= held, f"{source} hands on {nbytes} bytes but holds {held}"
+            assert nbytes <= held, f"{source} moves {nbytes} bytes but holds {held}"
             self._used[source] = held - nbytes
             self._used[target] = self._used.get(target, 0) + nbytes
 
     def reset_peak(self) -> None:
-        """Begin a new measurement of the peak at what is taken now."""
+        """Reset the peak to the bytes taken now."""
         with self._lock:
             self._peak = self._total
 

@@ -1,7 +1,7 @@
-"""What a thread's CUDA calls mean for a CUDA graph that another thread is capturing.
+"""Effect of a thread's CUDA calls on a CUDA graph that another thread is capturing.
 
 In torch's default mode of capture, calls such as ``cudaEventQuery`` and ``cudaHostAlloc`` break a capture
-whichever thread makes them, unless that thread is in the mode *relaxed*. torch has no function for that.
+whichever thread makes them, unless that thread is in *relaxed* mode. torch has no function to set it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _RELAXED: Final = 2
 
 
 def relax() -> None:
-    """Let the calling thread break no capture of another thread from now on.
+    """Keep the calling thread from breaking captures of other threads from now on.
 
-    Nothing happens where there is no CUDA driver (ROCm), or no call of the process has begun to use it.
+    Does nothing if there is no CUDA driver (ROCm), or the process has not begun to use it.
     """
     _exchange(_RELAXED)
 
 
 @contextmanager
 def relaxed() -> Iterator[None]:
-    """Let the calling thread break no capture of another thread within this context."""
+    """Keep the calling thread from breaking captures of other threads within this context."""
     former = _exchange(_RELAXED)
     try:
         yield
@@ -47,7 +47,7 @@ def _exchange(mode: int) -> int | None:
 
 @cache
 def _driver() -> ctypes.CDLL | None:
-    """Return CUDA's driver, of which a process has one, however many runtimes its packages load."""
+    """Return the CUDA driver, of which a process has only one, however many runtimes it loads."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,4 +1,4 @@
-"""What a session is to do: one frozen value, checked when it is made."""
+"""Configuration of a session: one frozen value, checked when it is made."""
 
 from __future__ import annotations
 
@@ -17,59 +17,59 @@ UNLIMITED: int = 1 << 62
 """Bytes of a memory without a budget."""
 _SIZES: Final = ("device_memory", "host_memory", "flash_capacity", "floor", "event_log_size", "tbw")
 _CODEC: Final = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*(\+[a-z0-9]+(-[a-z0-9]+)*)*")
-"""What a codec's name, or a chain's, looks like; whether there is such a one is known elsewhere."""
+"""Syntax of the name of a codec or of a chain; its existence is checked elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadConfig:
-    """What to keep where, and where to write. Sizes are bytes, or strings with a unit."""
+    """Settings of a session. Sizes are bytes, or strings with a unit."""
 
     device_memory: int | str | None = None
-    """Budget for saved tensors in the device's memory; on several devices, of each. On a machine without
-    a GPU the device is host memory, and ``None`` is no limit. On CUDA ``None`` is what the rest of a step
-    leaves free, where there is somewhere to spill to."""
+    """Budget for saved tensors in device memory, per device. On a machine without a GPU the device is
+    host memory, and ``None`` means no limit. On CUDA ``None`` means the memory that the rest of a step
+    leaves free, if there is a tier to offload to."""
 
     host_memory: int | str = 0
-    """How much the host tier may hold; 0: there is none. On CUDA also what transfers are staged in,
+    """Capacity of the host tier; 0: no host tier. On CUDA it includes the staging buffers of transfers,
     unless they are GPU-direct."""
 
     flash: str | Path | tuple[str | Path, ...] = ()
-    """Directories to spill to, best on different SSDs: they make one striped tier. Empty: none."""
+    """Directories to offload to, best on different SSDs: they form one striped tier. Empty: none."""
 
     flash_capacity: int | str | None = None
-    """How much may be spilled; ``None``: nine tenths of the space that is free."""
+    """Capacity of the flash tier; ``None``: nine tenths of the free space."""
 
     policy: str = "auto"
-    """The name of a policy: ``"auto"``, ``"all"``, ``"keep"``, ...; or the path of a plan's ``.json``."""
+    """Name of a policy: ``"auto"``, ``"all"``, ``"keep"``, ...; or path of a plan's ``.json`` file."""
 
     recompute: bool = False
-    """Whether modules may be run again in backward, where a policy finds that better than to move what
-    they save. Each is compared with its first run, once, bit for bit; but what a forward does beside its
-    outputs, it does twice (a line that it prints). So it is to be asked for: by this, by
-    ``policy="recompute"``, or by a plan that says so."""
+    """Opt-in to recomputation: modules may run again in backward if a policy prefers that to moving
+    their saved tensors. Each is compared with its first run, once, bit for bit; but side effects of its
+    forward, such as printing a line, happen twice. ``policy="recompute"`` and plans that recompute opt in
+    as well."""
 
     codec: str = "auto"
-    """``"auto"``: lossless codecs where they are measured to pay; ``"none"``; or the name of a codec or
-    of a chain of them, as ``"zero-value+bfloat16"``: used wherever it accepts the type of the elements,
-    whether it pays or not, and even if it loses something."""
+    """``"auto"``: lossless codecs where measurements show that they pay; ``"none"``; or the name of a
+    codec or of a chain, as ``"zero-value+bfloat16"``: used wherever it accepts the element type, even if
+    it does not pay or is lossy."""
 
     floor: int | str | None = None
-    """Storages smaller than this always stay; ``None``: the knob ``PENSTOCK_FLOOR``, 1 MiB."""
+    """Size below which storages are never offloaded; ``None``: the knob ``PENSTOCK_FLOOR``, 1 MiB."""
 
     event_log: str | Path | None = None
-    """Write every event to this file as JSON lines."""
+    """File to which every event is written as JSON lines."""
 
     event_log_size: int | str = "64MiB"
-    """Size at which the file is renamed to ``NAME.1``, one of that name to ``NAME.2``, and so on."""
+    """Size at which the log is renamed to ``NAME.1``, an older ``NAME.1`` to ``NAME.2``, and so on."""
 
     event_log_files: int = 8
-    """How many files of the log there are at most; the oldest goes first."""
+    """Largest number of log files; the oldest is deleted first."""
 
     tbw: int | str | None = None
-    """Terabytes written that the SSD is rated for, as ``"600TB"``: the summary tells the share used."""
+    """Terabytes written that the SSD is rated for, as ``"600TB"``; the summary shows the share used."""
 
     sample_rss: bool = False
-    """Also record the resident set size of the process, every 10 ms."""
+    """Record the resident set size of the process every 10 ms as well."""
 
     def __post_init__(self) -> None:
         """Turn sizes into bytes and directories into a tuple of strings; check them together."""
@@ -96,11 +96,11 @@ class OffloadConfig:
         self._check_codec()
         if self.device_memory is not None and self.policy == "auto" and not self.has_tier:
             raise ConfigError(
-                f"a device budget of {format_bytes(self.device_bytes)} needs somewhere to spill to:"
+                f"a device budget of {format_bytes(self.device_bytes)} needs a tier to offload to:"
                 " name a flash directory, or give host_memory"
             )
         if self.policy == "all" and not self.has_tier:
-            raise ConfigError("policy 'all' needs somewhere to spill to: name a flash directory")
+            raise ConfigError("policy 'all' needs a tier to offload to: name a flash directory")
 
     def _check_codec(self) -> None:
         if not isinstance(self.codec, str) or not _CODEC.fullmatch(self.codec):
@@ -110,13 +110,13 @@ class OffloadConfig:
             )
         if self.codec not in ("auto", "none") and not self.has_tier:
             raise ConfigError(
-                f"codec {self.codec!r} is set, but there is nowhere to spill to: name a flash"
+                f"codec {self.codec!r} is set, but there is no tier to offload to: name a flash"
                 " directory, or give host_memory"
             )
 
     @property
     def has_tier(self) -> bool:
-        """Whether there is anywhere to spill to."""
+        """True if there is a tier to offload to."""
         return bool(self.directories) or self.host_bytes > 0
 
     @property
@@ -157,7 +157,7 @@ class OffloadConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], *, source: str = "configuration") -> Self:
-        """Make one from a parsed file. Raises ConfigError, naming ``source``, for unknown keys."""
+        """Make a configuration from a parsed file. Raises ConfigError naming ``source``."""
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
@@ -178,7 +178,7 @@ class OffloadConfig:
         """Read the table ``[offload]`` of a TOML file.
 
         Raises:
-            ConfigError: The file cannot be read or parsed, or a setting makes no sense.
+            ConfigError: The file cannot be read or parsed, or a setting is invalid.
         """
         try:
             document = parse_toml(read_text(path))
@@ -191,5 +191,5 @@ class OffloadConfig:
 
 
 def _bytes(value: int | str | None) -> int:
-    assert isinstance(value, int)  # made so by __post_init__
+    assert isinstance(value, int)  # converted by __post_init__
     return value

@@ -3,29 +3,29 @@
 ::
 
     PenstockError
-    ├── ConfigError (ValueError)            a setting that makes no sense
+    ├── ConfigError (ValueError)            an invalid setting
     │   └── SizeError                       a malformed or ambiguous size
     ├── BudgetError (MemoryError)           a memory budget that cannot be kept
-    ├── TransferError (OSError)             an I/O operation that failed, with where and how much
+    ├── TransferError (OSError)             an I/O operation that failed, with its place and size
     │   ├── NoSpaceError                    the file system, or a tier's capacity, is full
     │   └── ShortTransferError              the file ended before the request did
-    ├── ChecksumError                       bytes that came back are not the bytes that left
+    ├── ChecksumError                       bytes that were read differ from those that were written
     ├── SourceChangedError (RuntimeError)   memory that changed while it was written
-    ├── DatasetError (ValueError)           a data set that is damaged, unknown, or not what was indexed
+    ├── DatasetError (ValueError)           a data set that is damaged, unknown, or differs from its index
     ├── CodecError (ValueError)             encoded bytes that do not decode
-    ├── RestoreError (RuntimeError)         a saved tensor that cannot be brought back
-    ├── WorkerError (RuntimeError)          a process of ours that was killed
+    ├── RestoreError (RuntimeError)         a saved tensor that cannot be restored
+    ├── WorkerError (RuntimeError)          a worker process that died
     ├── ClosedError (RuntimeError)          use after close, or in a forked child
     ├── PlanError (ValueError)              a plan or profile that does not parse or does not match
-    ├── SuspendError (RuntimeError)         memory that cannot be given up, or not be brought back
-    ├── JobError (RuntimeError)             a manager of jobs that is not there, or cannot do as told
-    ├── CheckpointError (ValueError)        a checkpoint that is not there, or cannot be made of this
+    ├── SuspendError (RuntimeError)         a job that cannot be suspended or resumed
+    ├── JobError (RuntimeError)             a job manager that is missing, or a request that it refuses
+    ├── CheckpointError (ValueError)        a checkpoint that is missing, or a state that cannot be saved
     │   ├── DamagedError                    a checkpoint that is torn, damaged, or breaks its format
     │   └── MismatchError                   a checkpoint of another model, dtype or world size
     └── HookError (RuntimeError)            a module that cannot be hooked
         └── InPlaceError                    a saved tensor was modified before its backward
 
-    PenstockWarning (UserWarning)           something was given up, or done in a slower way
+    PenstockWarning (UserWarning)           something was skipped, or done in a slower way
 
 Each message says what failed, where, the values, and what to do.
 """
@@ -38,11 +38,11 @@ from collections.abc import Sequence
 
 
 class PenstockError(Exception):
-    """The root of the tree."""
+    """Base class of all of Penstock's errors."""
 
 
 class ConfigError(PenstockError, ValueError):
-    """A setting that makes no sense, alone or beside another."""
+    """An invalid setting, or an invalid combination of settings."""
 
 
 class SizeError(ConfigError):
@@ -55,7 +55,7 @@ class BudgetError(PenstockError, MemoryError):
     Attributes:
         slot: The slot that did not fit, as printed in plans.
         limit_bytes: The budget.
-        least_bytes: The least budget that would have got past this point.
+        least_bytes: Smallest budget with which this point would have been passed.
     """
 
     def __init__(self, message: str, *, slot: str, limit_bytes: int, least_bytes: int) -> None:
@@ -73,10 +73,10 @@ class TransferError(PenstockError, OSError):
     Attributes:
         op: ``"read"``, ``"write"``, ``"allocate"``, ``"open"``, ...
         path: The file, or the directory of an unlinked one.
-        offset_bytes: Where in the file the failing piece began.
+        offset_bytes: Offset in the file of the failing piece.
         nbytes: Length of the failing piece.
-        moved_bytes: How many of them had been moved before the failure.
-        free_bytes: Free space of the file system at that moment; -1 where it could not be asked.
+        moved_bytes: Bytes of the piece that were moved before the failure.
+        free_bytes: Free space of the file system at that moment; -1 if not known.
     """
 
     def __init__(
@@ -111,23 +111,23 @@ class TransferError(PenstockError, OSError):
 
 
 class NoSpaceError(TransferError):
-    """ENOSPC, EDQUOT, or a tier whose stated capacity is used up."""
+    """Lack of space: ENOSPC, EDQUOT, or a tier whose capacity is used up."""
 
 
 class ShortTransferError(TransferError):
-    """The file ended before the request did."""
+    """A file that ends before the request does."""
 
 
 class ChecksumError(PenstockError):
-    """Bytes that came back from a tier are not the bytes that went in."""
+    """Bytes that were read from a tier differ from those that were written to it."""
 
 
 class SourceChangedError(PenstockError, RuntimeError):
-    """Memory that changed while a tier wrote it, so that nobody knows what the tier holds."""
+    """Memory that changed while a tier wrote it, so that the tier's content is unknown."""
 
 
 class DatasetError(PenstockError, ValueError):
-    """A data set, or a sample of it, that is damaged, of no known format, or not what was indexed."""
+    """A data set, or a sample of it, that is damaged, of an unknown format, or differs from its index."""
 
 
 class CodecError(PenstockError, ValueError):
@@ -135,15 +135,15 @@ class CodecError(PenstockError, ValueError):
 
 
 class RestoreError(PenstockError, RuntimeError):
-    """A saved tensor that cannot be brought back; names the slot, and the cause with its place."""
+    """A saved tensor that cannot be restored; names the slot, and the cause with its place."""
 
 
 class SuspendError(PenstockError, RuntimeError):
-    """A job that cannot be suspended now, or not be brought back; names the tensor and the cause."""
+    """A job that cannot be suspended now, or not be resumed; names the tensor and the cause."""
 
 
 class WorkerError(PenstockError, RuntimeError):
-    """A process that works for this one was killed, or ended by itself; what it had is lost."""
+    """A worker process that was killed or ended by itself; its data are lost."""
 
 
 class ClosedError(PenstockError, RuntimeError):
@@ -151,15 +151,15 @@ class ClosedError(PenstockError, RuntimeError):
 
 
 class PlanError(PenstockError, ValueError):
-    """A plan or profile that does not parse, or does not belong to what it is used with."""
+    """A plan or profile that does not parse, or does not match the run it is used for."""
 
 
 class JobError(PenstockError, RuntimeError):
-    """A manager of jobs that is not there, or cannot do what it was told; names the job, and why."""
+    """A job manager that is missing, or a request that it refuses; names the job and the reason."""
 
 
 class CheckpointError(PenstockError, ValueError):
-    """A checkpoint that is not there, or a state that cannot be put into one; names the key's path."""
+    """A checkpoint that is missing, or a state that cannot be saved in one; names the key's path."""
 
 
 class DamagedError(CheckpointError):
@@ -167,7 +167,7 @@ class DamagedError(CheckpointError):
 
     Attributes:
         path: The file that is damaged, or the checkpoint's directory.
-        overwritten: Names of the tensors that a load had set, or begun to, when it found this.
+        overwritten: Names of the tensors that a load had set, or begun to set, when it found the damage.
     """
 
     def __init__(self, message: str, *, path: str, overwritten: Sequence[str] = ()) -> None:
@@ -181,7 +181,7 @@ class MismatchError(CheckpointError):
 
 
 class HookError(PenstockError, RuntimeError):
-    """A module that cannot be hooked: hooked already, or of a kind that hooks do not reach."""
+    """A module that cannot be hooked: already hooked, or of an unsupported kind."""
 
 
 class InPlaceError(HookError):
@@ -189,7 +189,7 @@ class InPlaceError(HookError):
 
 
 class PenstockWarning(UserWarning):
-    """Results stay correct, but something is slower, or other, than was asked for."""
+    """A result that is correct, but slower to get or different from what was requested."""
 
 
 NO_SPACE_ERRNOS = frozenset({errnos.ENOSPC, errnos.EDQUOT})
@@ -205,7 +205,7 @@ def transfer_error(
     moved_bytes: int = 0,
     advice: str = "",
 ) -> TransferError:
-    """The error of the tree that fits ``errno``, with the free space of ``path``'s file system."""
+    """Return the error that fits ``errno``, with the free space of ``path``'s file system."""
     kind = NoSpaceError if errno in NO_SPACE_ERRNOS else TransferError
     if kind is NoSpaceError:
         advice = "free some space or name another directory"
@@ -222,9 +222,9 @@ def transfer_error(
 
 
 def free_space_bytes(path: str) -> int:
-    """Free space for an ordinary user on ``path``'s file system, or -1 where it cannot be asked.
+    """Return the free space for an ordinary user on ``path``'s file system, or -1 if not known.
 
-    One that says it has no blocks at all, as some over a network do, does not know.
+    A file system that reports no blocks at all, as some network ones do, does not know.
     """
     try:
         stat = os.statvfs(path)

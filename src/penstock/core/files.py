@@ -1,4 +1,4 @@
-"""Paths and files that users hand in: how a path is checked, a file opened, and its text parsed."""
+"""Paths and files from users: checking of paths, opening of files, parsing of their text."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from penstock.core.errors import ConfigError, transfer_error
 
-MOST_TEXT_BYTES: Final = 1 << 30
-"""The longest text file that is read whole."""
+MAX_TEXT_BYTES: Final = 1 << 30
+"""Length of the longest text file that is read whole."""
 _KINDS: Final[tuple[tuple[Callable[[int], bool], str], ...]] = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a pipe"),
@@ -26,7 +26,7 @@ def given_path(path: str | os.PathLike[str], what: str) -> str:
     """Return the path as a string.
 
     Args:
-        path: What the user gave. An empty one, as from an unset variable, would be the current directory.
+        path: The user's path. An empty one, as from an unset variable, would be the current directory.
         what: The setting or argument, for the error.
 
     Raises:
@@ -72,14 +72,15 @@ def open_regular(
 ) -> int:
     """Open a regular file and return its descriptor; also an ``opener`` for ``open``.
 
-    Anything else is refused at once: opening a pipe may wait for ever, reading a device may never end.
+    Any other file is refused at once: opening a pipe may wait for ever, and reading a device may never
+    end.
 
     Args:
         path: The file.
-        flags: As of ``os.open``.
+        flags: Flags as of ``os.open``.
         mode: Permissions of a file that is created.
-        dir_fd: The directory that ``path`` begins in.
-        called: What errors call it, if not ``path``.
+        dir_fd: The directory that ``path`` is relative to.
+        called: Name of the file in errors, if not ``path``.
 
     Raises:
         TransferError: The path leads to something that is not a regular file.
@@ -88,7 +89,7 @@ def open_regular(
     flags |= os.O_CLOEXEC | os.O_NOCTTY
     try:
         fd = os.open(path, flags | os.O_NONBLOCK, mode, dir_fd=dir_fd)
-    except BlockingIOError:  # a lease, which only regular files have, is broken by waiting
+    except BlockingIOError:  # a lease, which only regular files have, is broken by a blocking open
         fd = os.open(path, flags, mode, dir_fd=dir_fd)
     kind = os.fstat(fd).st_mode
     if not stat.S_ISREG(kind):
@@ -99,11 +100,11 @@ def open_regular(
 
 
 def not_regular(path: str, kind: int) -> OSError:
-    """Return the error that ``path`` leads to something else than a regular file.
+    """Return the error that ``path`` is not a regular file.
 
     Args:
-        path: For the message.
-        kind: The ``st_mode`` of what is there.
+        path: The path, for the message.
+        kind: Its ``st_mode``.
     """
     named = next((name for test, name in _KINDS if test(kind)), "something else")
     return transfer_error(
@@ -112,7 +113,7 @@ def not_regular(path: str, kind: int) -> OSError:
         path=path,
         offset_bytes=0,
         nbytes=0,
-        advice=f"it is {named}, and only a regular file can be used here",
+        advice=f"it is {named}; only a regular file can be used here",
     )
 
 
@@ -124,18 +125,18 @@ def read_text(path: str | os.PathLike[str]) -> str:
         ValueError: The file is not UTF-8, or longer than 1 GiB.
     """
     with open(path, encoding="utf-8", opener=open_regular) as file:
-        if os.fstat(file.fileno()).st_size > MOST_TEXT_BYTES:
-            raise ValueError(f"it is longer than {MOST_TEXT_BYTES} bytes")
+        if os.fstat(file.fileno()).st_size > MAX_TEXT_BYTES:
+            raise ValueError(f"it is longer than {MAX_TEXT_BYTES} bytes")
         return file.read()
 
 
 def parse_json(text: str | bytes | bytearray, **hooks: Any) -> Any:
-    """Parse JSON as ``json.loads`` does. Raises ValueError for everything that is wrong with it."""
+    """Parse JSON as ``json.loads`` does. Raises ValueError for any error in it."""
     return _parsed(lambda: json.loads(text, **hooks))
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML. Raises ValueError for everything that is wrong with it."""
+    """Parse TOML. Raises ValueError for any error in it."""
     found: dict[str, Any] = _parsed(lambda: tomllib.loads(text))
     return found
 
@@ -144,4 +145,4 @@ def _parsed(parse: Callable[[], Any]) -> Any:
     try:
         return parse()
     except RecursionError as error:
-        raise ValueError("its values are nested too deep") from error
+        raise ValueError("its values are nested too deeply") from error

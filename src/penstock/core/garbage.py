@@ -1,9 +1,9 @@
-"""Python's garbage collector, held off while others wait.
+"""Postponement of Python's garbage collection in code that others wait for.
 
-[Note: owed collections]
-    Python looks through all that a process has when enough has been made since the last time; once torch
-    is there that takes long. It falls to whoever makes the next object, though it was training that made
-    the others. What has to be quick, and makes many objects, leaves it to the next step.
+[Note: postponed collections]
+    Python traverses all objects of a process after enough were created since the last time; once torch is
+    loaded that takes long. It happens when the next object is created, even if training created the
+    others. Code that must be quick and creates many objects postpones it to the next step.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collected_later() -> Iterator[None]:
-    """Within, or in what it decorates, nothing is collected unless asked for; in the whole process."""
+def without_collection() -> Iterator[None]:
+    """Disable automatic collection in the whole process; a context manager and decorator."""
     if not gc.isenabled():
         yield
         return

@@ -1,7 +1,7 @@
-"""Every environment variable that Penstock reads: name, default, meaning. There are no others.
+"""Environment variables that Penstock reads: name, default, meaning. There are no others.
 
-Read at the time of use, so that tests and notebooks may change them. They tune machinery; what a run
-does (budgets, directories, policies) is configuration, in :mod:`penstock.core.config`.
+They are read at the time of use, so that tests and notebooks may change them. They tune the machinery;
+budgets, directories and policies of a run are configuration, in :mod:`penstock.core.config`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _OWN_POOL: Final[tuple[Literal["off", "on"], ...]] = ("off", "on")
 
 
 def io_engine() -> Literal["aio", "auto", "threads"]:
-    """``PENSTOCK_IO_ENGINE`` (auto): asynchronous system calls, or one thread for each transfer."""
+    """``PENSTOCK_IO_ENGINE`` (auto): asynchronous system calls, or one thread per transfer."""
     return _choice("PENSTOCK_IO_ENGINE", "auto", _IO_ENGINE)
 
 
 def io_threads() -> int:
-    """``PENSTOCK_IO_THREADS`` (4): transfers of one I/O engine in flight at once, and most threads."""
+    """``PENSTOCK_IO_THREADS`` (4): transfers of one I/O engine in flight at once, and its threads."""
     return _positive_int("PENSTOCK_IO_THREADS", 4)
 
 
 def io_piece_bytes() -> int:
-    """``PENSTOCK_IO_PIECE`` (4MiB): one ``preadv``/``pwritev``; a quarter of an asynchronous call."""
+    """``PENSTOCK_IO_PIECE`` (4MiB): size of a ``preadv``/``pwritev``; an asynchronous call takes four."""
     return _size("PENSTOCK_IO_PIECE", 4 * MIB)
 
 
@@ -42,42 +42,42 @@ def buffered_io() -> bool:
 
 
 def slab_bytes() -> int:
-    """``PENSTOCK_SLAB`` (256MiB): the unit in which a flash tier preallocates its spill files."""
+    """``PENSTOCK_SLAB`` (256MiB): unit in which a flash tier preallocates its spill files."""
     return _size("PENSTOCK_SLAB", 256 * MIB)
 
 
 def stripe_bytes() -> int:
-    """``PENSTOCK_STRIPE`` (4MiB): the unit in which a write is spread over several directories."""
+    """``PENSTOCK_STRIPE`` (4MiB): unit in which a write is striped over several directories."""
     return _size("PENSTOCK_STRIPE", 4 * MIB)
 
 
 def verify() -> Literal["full", "off", "sampled"]:
-    """``PENSTOCK_VERIFY`` (sampled): checksum what is written, and compare when it is read: how much."""
+    """``PENSTOCK_VERIFY`` (sampled): checksum all writes, a sample or none, and compare when reading."""
     return _choice("PENSTOCK_VERIFY", "sampled", _VERIFY)
 
 
 def gpu_direct() -> Literal["auto", "off", "on"]:
-    """``PENSTOCK_GPU_DIRECT`` (auto): GPU to flash without host memory: if it works, never, or must."""
+    """``PENSTOCK_GPU_DIRECT`` (auto): GPU to flash without host memory: if available, never, always."""
     return _choice("PENSTOCK_GPU_DIRECT", "auto", _GPU_DIRECT)
 
 
 def own_pool() -> Literal["off", "on"]:
-    """``PENSTOCK_OWN_POOL`` (off): on CUDA, what comes back has a memory pool of its own."""
+    """``PENSTOCK_OWN_POOL`` (off): on CUDA, restored tensors use a separate memory pool."""
     return _choice("PENSTOCK_OWN_POOL", "off", _OWN_POOL)
 
 
 def restore_into() -> Literal["arena", "auto", "heap"]:
-    """``PENSTOCK_RESTORE_INTO`` (auto): memory of its own for what comes back, or the process's heap."""
+    """``PENSTOCK_RESTORE_INTO`` (auto): restore tensors into an arena or the process's heap."""
     return _choice("PENSTOCK_RESTORE_INTO", "auto", _RESTORE_INTO)
 
 
 def floor_bytes() -> int:
-    """``PENSTOCK_FLOOR`` (1MiB): storages smaller than this stay where they are."""
+    """``PENSTOCK_FLOOR`` (1MiB): storages smaller than this are never offloaded."""
     return _size("PENSTOCK_FLOOR", MIB)
 
 
 def cache_directory() -> str:
-    """``PENSTOCK_CACHE`` (~/.cache/penstock): where the indexes of data sets are kept."""
+    """``PENSTOCK_CACHE`` (~/.cache/penstock): directory of the indexes of data sets."""
     return os.path.expanduser(os.environ.get("PENSTOCK_CACHE") or "~/.cache/penstock")
 
 
@@ -101,8 +101,8 @@ KNOBS: Final[Mapping[str, Callable[[], str | int | bool]]] = {
     "PENSTOCK_CACHE": cache_directory,
     "PENSTOCK_EVENT_MEMORY": event_bytes,
 }
-"""What reads each variable; it raises ConfigError for a value that makes no sense."""
-_MOST_DIGITS: Final = 18
+"""Reader of each variable; raises ConfigError for an invalid value."""
+_MAX_DIGITS: Final = 18
 
 
 def _choice(name: str, default: Choice, choices: tuple[Choice, ...]) -> Choice:
@@ -117,7 +117,7 @@ def _positive_int(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     if not _is_number(text) or int(text) == 0:
         raise ConfigError(
-            f"{name}={text[:40]!r} is not a positive whole number of at most {_MOST_DIGITS} digits"
+            f"{name}={text[:40]!r} is not a positive whole number of at most {_MAX_DIGITS} digits"
         )
     return int(text)
 
@@ -134,4 +134,4 @@ def _size(name: str, default: int) -> int:
 
 def _is_number(text: str) -> bool:
     """Return True for plain digits, of a length that ``int`` takes."""
-    return text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
+    return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS

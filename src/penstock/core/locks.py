@@ -1,27 +1,28 @@
-"""Locks that finalizers may meet.
+"""Locks that are safe to use with finalizers.
 
 [Note: finalizers]
-    A packed tensor, a storage made from an arena block, a dropped graph: each gives back what it
-    held from a finalizer, and the garbage collector may run a finalizer between any two bytecodes,
-    also while this very thread holds one of our locks. Taking that lock again would deadlock, and a
-    reentrant lock would let the finalizer see half-made state. So every lock of Penstock is a
-    ``Lock`` of this module, which counts per thread how many are held, and finalizers say
-    ``defer(action, ...)``: done at once if the thread holds none, else when it lets go of the last.
-    An action may take locks; it must not raise, log, or wait for I/O.
+    A packed tensor, a storage made from an arena block, a dropped graph: each frees its resources in a
+    finalizer, and the garbage collector may run a finalizer between any two bytecodes, even while this
+    very thread holds one of Penstock's locks. Taking that lock again would deadlock, and a reentrant lock
+    would let the finalizer see inconsistent state. So every lock of Penstock is a ``Lock`` of this
+    module, which counts the locks held per thread, and finalizers call ``defer(action, ...)``: it runs
+    the action at once if the thread holds no lock, else when it releases its last one. An action may
+    take locks; it must not raise, log, or wait for I/O.
 
-    Python's own table of threads has a lock, too, and the collector may run a finalizer while this thread
-    holds that: as it starts a thread or becomes one. If the finalizer then took a lock of ours whose
-    holder starts a thread, the two would wait for each other, and so would every thread that is started
-    from then on. So the action is left to whoever lets go of a lock of ours next.
+    Python's own table of threads also has a lock, and the collector may run a finalizer while this thread
+    holds that, when it starts a thread or becomes one. If the finalizer then took a lock of Penstock
+    whose holder starts a thread, the two would wait for each other, and so would every thread that is
+    started from then on. So the action is left to the next thread that releases a lock of Penstock.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
+
+from penstock.core.process import call_in_child
 
 
 class _Held(threading.local):
@@ -31,28 +32,27 @@ class _Held(threading.local):
 _held = _Held()
 _deferred: deque[tuple[Callable[..., None], tuple[object, ...]]] = deque()
 _in_table_of_threads: Callable[[], bool]
-"""Whether this thread holds the lock of Python's table of threads; see [Note: finalizers]."""
+"""Function that returns True if this thread holds the lock of Python's table of threads."""
 
 
 def _find_table_of_threads() -> None:
-    """Look the lock up. It is private to Python: without it, such a deadlock is as likely as it was."""
+    """Find the lock, which is private to Python; without it, the deadlock of the note is possible."""
     global _in_table_of_threads  # noqa: PLW0603  (a child that was forked has another one)
     lock = getattr(threading, "_active_limbo_lock", None)
     _in_table_of_threads = getattr(lock, "_is_owned", bool)
 
 
 _find_table_of_threads()
-if hasattr(os, "register_at_fork"):  # a forked child has nothing of its parent's to give back
-    os.register_at_fork(after_in_child=_deferred.clear)
-    os.register_at_fork(after_in_child=_find_table_of_threads)
+call_in_child(_deferred.clear)  # a forked child has nothing of its parent's to give back
+call_in_child(_find_table_of_threads)
 
 
 class Lock:
-    """A mutual exclusion lock, not reentrant; works as the lock of a ``threading.Condition``.
+    """Mutual exclusion lock, not reentrant; works as the lock of a ``threading.Condition``.
 
     Attributes:
-        bare: What it locks by, uncounted. For deferred actions only: while one runs, its thread's
-            finalizers wait in any case.
+        bare: The underlying, uncounted lock. For deferred actions only: while one runs, the finalizers
+            of its thread wait in any case.
     """
 
     __slots__ = ("_lock", "bare")
@@ -68,26 +68,26 @@ class Lock:
         try:
             taken = self._lock.acquire(blocking, timeout)
         finally:
-            if not taken:  # in vain, or Ctrl-C came while waiting
+            if not taken:  # timeout, or Ctrl-C while waiting
                 _held.count -= 1
         return taken
 
     def release(self) -> None:
-        """Let go of the lock; run what finalizers deferred if it was this thread's last."""
+        """Release the lock; run deferred actions if it was this thread's last."""
         self._lock.release()
         _held.count -= 1
         if _deferred and not _held.count:
             run_deferred()
 
     def _is_owned(self) -> bool:
-        """For ``threading.Condition``, which otherwise tries to take the lock to find out."""
+        """Return True if locked, for ``threading.Condition``, which else tries to take the lock."""
         return self._lock.locked()
 
     def __enter__(self) -> None:
         _held.count += 1
         try:
             self._lock.acquire()
-        except BaseException:  # Ctrl-C came while waiting
+        except BaseException:  # Ctrl-C while waiting
             _held.count -= 1
             raise
 
@@ -104,9 +104,9 @@ class Lock:
 
 
 def defer(action: Callable[..., None], *args: object) -> None:
-    """Call ``action(*args)`` as soon as this thread holds none of our locks: now, if that is so now.
+    """Call ``action(*args)`` as soon as this thread holds no lock of Penstock, possibly now.
 
-    But see [Note: finalizers] for a thread that is starting another one.
+    See [Note: finalizers] for a thread that is starting another one.
     """
     if _held.count or _in_table_of_threads():
         _deferred.append((action, args))
@@ -121,7 +121,7 @@ def defer(action: Callable[..., None], *args: object) -> None:
 
 
 def run_deferred() -> None:
-    """Run every deferred action, this thread's and those that other threads left."""
+    """Run every deferred action, this thread's and those of other threads."""
     _held.count += 1
     try:
         while _deferred:
@@ -135,5 +135,5 @@ def run_deferred() -> None:
 
 
 def condition() -> threading.Condition:
-    """A condition variable on a ``Lock`` of this module."""
+    """Return a condition variable on a ``Lock`` of this module."""
     return threading.Condition(Lock())  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""Byte counts, bandwidths and durations: strict parsing, one way of printing.
+"""Byte counts, bandwidths and durations: strict parsing and uniform formatting.
 
 ``GB`` is 10**9 bytes and ``GiB`` is 2**30. A number with a bare ``G`` could mean either, so it is an
-error. Memory prints in binary units, bandwidth in decimal ones, as the field does.
+error. Memory is printed in binary units and bandwidth in decimal ones, as is usual.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ MIB: Final = 1024**2
 GIB: Final = 1024**3
 TIB: Final = 1024**4
 
-MOST_BYTES: Final = 2**63 - 1
-"""Of a size: what the system counts in."""
+MAX_BYTES: Final = 2**63 - 1
+"""Largest size: that of the system's signed 64-bit counts."""
 _TOO_LARGE: Final = "a size is less than 2^63 bytes, 8192 PiB"
-_LONGEST: Final = 100
-"""Of what can be a size, in characters."""
+_MAX_CHARACTERS: Final = 100
+"""Length of the longest text that is accepted as a size."""
 
 _UNITS: Final[dict[str, int]] = {
     "B": 1,
@@ -40,34 +40,33 @@ def parse_bytes(value: int | str, *, what: str = "size") -> int:
     Args:
         value: An ``int`` (bytes), or a number with a unit: ``B``, ``kB``, ``MB``, ``GB``, ``TB``
             (powers of 1000), ``KiB``, ``MiB``, ``GiB``, ``TiB`` (powers of 1024).
-        what: What the size is of; it opens the message of the error.
+        what: Name of the setting; errors begin with it.
 
     Raises:
-        SizeError: Not a size, negative, a part of a byte below a KiB (above, it is dropped), or a unit
-            that could mean two things.
+        SizeError: Not a size, negative, a fraction of a byte below a KiB (above, it is dropped), or an
+            ambiguous unit.
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise SizeError(f"{what}: {value!r} is {type(value).__name__}, not an int or a str")
     if isinstance(value, int):
-        if value > MOST_BYTES:
+        if value > MAX_BYTES:
             raise SizeError(f"{what}: {_TOO_LARGE}")
         if value < 0:
             raise SizeError(f"{what}: {value} bytes is negative")
         return value
-    match = _NUMBER.fullmatch(value) if len(value) <= _LONGEST else None
+    match = _NUMBER.fullmatch(value) if len(value) <= _MAX_CHARACTERS else None
     if match is None:
         raise SizeError(
-            f"{what}: {value[:_LONGEST]!r} is not a size; write a number and a unit, as in '1.5GiB'"
+            f"{what}: {value[:_MAX_CHARACTERS]!r} is not a size; write a number and a unit, as in"
+            " '1.5GiB'"
         )
     number, unit = match.groups()
     if unit not in _UNITS:
         raise SizeError(f"{what}: {value!r} {_unit_advice(number, unit)}")
     size = Fraction(number) * _UNITS[unit]
-    if size > MOST_BYTES:
-        raise SizeError(f"{what}: {value!r} is too much: {_TOO_LARGE}")
-    if (
-        size.denominator != 1 and size < KIB
-    ):  # above, as 4.7GiB, what is beyond a whole byte is no matter
+    if size > MAX_BYTES:
+        raise SizeError(f"{what}: {value!r} is too large: {_TOO_LARGE}")
+    if size.denominator != 1 and size < KIB:  # above, as in 4.7GiB, the fraction is dropped
         raise SizeError(f"{what}: {value!r} is {float(size)} bytes, which is not a whole number")
     return int(size)
 
@@ -85,7 +84,7 @@ def parse_bandwidth(value: int | str, *, what: str = "bandwidth") -> int:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """``1610612736`` -> ``"1.50 GiB"``."""
+    """Format a size: ``1610612736`` -> ``"1.50 GiB"``."""
     for scale, unit in _BINARY:
         if abs(size_bytes) >= scale:
             return f"{size_bytes / scale:.2f} {unit}"
@@ -93,7 +92,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_bandwidth(bytes_per_s: float) -> str:
-    """``3.5e9`` -> ``"3.50 GB/s"``."""
+    """Format a bandwidth: ``3.5e9`` -> ``"3.50 GB/s"``."""
     for scale, unit in _DECIMAL:
         if abs(bytes_per_s) >= scale:
             return f"{bytes_per_s / scale:.2f} {unit}"
@@ -101,7 +100,7 @@ def format_bandwidth(bytes_per_s: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """``0.0123`` -> ``"12.3 ms"``."""
+    """Format a duration: ``0.0123`` -> ``"12.3 ms"``."""
     if abs(seconds) >= 120:
         return f"{int(seconds) // 60} min {seconds % 60:.0f} s"
     if abs(seconds) >= 1:
@@ -112,12 +111,12 @@ def format_duration(seconds: float) -> str:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The least multiple of ``multiple`` that is not below ``value``."""
+    """Return the least multiple of ``multiple`` that is not below ``value``."""
     return -(-value // multiple) * multiple
 
 
 def round_down(value: int, multiple: int) -> int:
-    """The greatest multiple of ``multiple`` that is not above ``value``."""
+    """Return the greatest multiple of ``multiple`` that is not above ``value``."""
     return value // multiple * multiple
 
 

@@ -1,12 +1,13 @@
-"""The engine where Linux has its native asynchronous I/O: no thread per transfer, one for all of them.
+"""Engine on Linux's native asynchronous I/O: one thread for all transfers instead of one per transfer.
 
-One thread of ours sleeps until somebody asks for something or the kernel has done something; it settles
-what is done, and hands over what waits. Training on two cores feels the difference: a thread that wakes
-up takes a core from a team of threads that compute, and all of them wait for the one that lost it.
-Nobody else hands over: Ctrl-C may interrupt the thread that asks between any two steps, and then nobody
-would know whether the kernel writes to that memory.
+The engine's thread sleeps until a request arrives or the kernel has completed one; it settles completed
+transfers and submits waiting ones. This matters for training on two cores: a thread that wakes up takes
+a core from a team of computing threads, and all of them wait for the one that lost it. No other thread
+submits: Ctrl-C may interrupt the requesting thread between any two steps, and then it would be unknown
+whether the kernel writes to that memory.
 
-Only a direct file is asynchronous in the kernel: a buffered one goes to a :class:`ThreadEngine`.
+Only direct files are asynchronous in the kernel: requests for buffered ones go to a
+:class:`ThreadEngine`.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from penstock.core import knobs
 from penstock.core.errors import ClosedError, ConfigError
 from penstock.core.locks import Lock, defer
 from penstock.io.batch import BatchFlight, BatchJob, Swarm, check_batch
-from penstock.io.context import Context, not_to_be_had
+from penstock.io.context import Context, unavailable_error
 from penstock.io.engine import Batch, Engine, EngineSpec, Request, Transfer
-from penstock.io.jobs import Job, Piece, Queue, check, cut_short, failure, reached
+from penstock.io.jobs import Job, Piece, Queue, check, failure, resume_point, short_transfer
 from penstock.io.threads import ThreadEngine
 
 _BUSY_RETRIES: Final = 1000
@@ -44,32 +45,36 @@ _EVENT: Final = struct.Struct("<QQqq")
 """``struct io_event``: token, iocb, result, second result."""
 _OPCODES: Final = {"read": 0, "write": 1}
 _RING_BELL: Final = 1
-"""A flag: the event file is told when the piece is done."""
+"""Flag ``IOCB_FLAG_RESFD``: signal the event file when the piece is done."""
 PIECES_TOGETHER: Final = 4
-"""A piece is longer than that of a thread: it costs no more to hand over, and fewer are to be settled."""
+"""Length of a piece relative to one of a thread: submission costs the same, and fewer must be settled."""
 
 
 class _Again(enum.Enum):
-    AGAIN = "what is left of a piece must be asked for again"
+    AGAIN = "the rest of a piece must be submitted again"
 
 
 Again: Final = _Again.AGAIN
 
 
 class Flight:
-    """A piece on its way. In the hands of one thread at a time."""
+    """A piece in flight. Used by one thread at a time."""
 
     __slots__ = ("busy", "moved", "piece", "stuck")
 
     def __init__(self, piece: Piece) -> None:
-        """Nothing of it is moved."""
+        """Start with nothing moved."""
         self.piece = piece
         self.moved = 0
         self.stuck = 0
         self.busy = 0
 
     def land(self, result: int | BaseException) -> BaseException | _Again | None:
-        """Take the kernel's answer, bytes or a negative errno: what became of the piece."""
+        """Process the kernel's result, bytes or a negative errno.
+
+        Returns:
+            None if the piece is complete, ``Again`` if the rest must be submitted, or the error.
+        """
         if isinstance(result, BaseException):
             return result
         if result < 0:
@@ -78,12 +83,12 @@ class Flight:
         if before + count >= self.piece.least_bytes:
             self.moved = self.piece.nbytes
             return None
-        # A direct transfer can only go on from a granule: what was moved past one is moved again.
-        # If that gives no more, the file ends inside a granule.
-        self.moved = reached(self.piece.job.file, before + count, self.piece.nbytes)
+        # A direct transfer can only continue at a granule: bytes moved past one are moved again.
+        # If that moves no more, the file ends inside a granule.
+        self.moved = resume_point(self.piece.job.file, before + count, self.piece.nbytes)
         self.stuck = self.stuck + 1 if self.moved == before else 0
         if count == 0 or self.stuck > 1:
-            return cut_short(self.piece, before + count)
+            return short_transfer(self.piece, before + count)
         return Again
 
     def _refused(self, errno: int) -> BaseException | _Again:
@@ -97,13 +102,13 @@ class Flight:
 
 
 class Ring:
-    """A context of the kernel's. Overridden to inject faults."""
+    """Kernel context for pieces of requests. Overridden to inject faults."""
 
     def __init__(self, depth: int) -> None:
-        """Set it up for so many pieces at once.
+        """Set up a context for ``depth`` pieces at once.
 
         Raises:
-            ConfigError: It cannot be had here; says why.
+            ConfigError: Asynchronous I/O is not available; gives the reason.
         """
         self._blocks = ctypes.create_string_buffer(_IOCB.size * depth)
         start = ctypes.addressof(self._blocks)
@@ -115,16 +120,16 @@ class Ring:
             self.bell = os.eventfd(0, os.EFD_CLOEXEC)
         except OSError as error:
             self._context.close()
-            raise not_to_be_had("eventfd", error.errno or errnos.EIO) from error
+            raise unavailable_error("eventfd", error.errno or errnos.EIO) from error
 
     def submit(self, flights: Sequence[tuple[int, Flight]]) -> int:
-        """Hand over what is left of some pieces, each with its token, less than the depth.
+        """Submit the rest of some pieces, each with its token, which is less than the depth.
 
         Returns:
-            How many of them, from the first on, were taken.
+            Number of pieces, from the first on, that the kernel accepted.
 
         Raises:
-            OSError: Not even the first.
+            OSError: The kernel refused the first one.
         """
         for token, flight in flights:
             job, begin, nbytes = flight.piece
@@ -136,28 +141,28 @@ class Ring:
         return self._context.submit(len(flights), ctypes.addressof(pointers))
 
     def wait(self) -> list[tuple[int, int | BaseException]]:
-        """Sleep until something is done, or ``wake``: tokens, each with bytes or a negative errno."""
-        with suppress(InterruptedError):  # a signal that Python handles: nothing need be done yet
+        """Sleep until a piece is done or ``wake`` is called; return (token, bytes or negative errno)."""
+        with suppress(InterruptedError):  # a signal that Python handles
             os.eventfd_read(self.bell)
         found = self._context.events(0, self._depth, ctypes.addressof(self._events), None)
         events = memoryview(self._events)[: found * _EVENT.size]
         return [(token, result) for token, _, result, _ in _EVENT.iter_unpack(events)]
 
     def wake(self) -> None:
-        """Let ``wait`` return."""
+        """Make ``wait`` return."""
         os.eventfd_write(self.bell, 1)
 
     def close(self) -> None:
-        """Give back everything. Nothing may be under way, and nobody wait."""
+        """Close the context. No piece may be in flight, and no thread in ``wait``."""
         self._context.close()
         os.close(self.bell)
 
 
-class _Traffic(Queue):
-    """Pieces that wait and pieces in the air.
+class _PieceQueue(Queue):
+    """Pieces that wait and pieces in flight.
 
-    The thread that lands them refers to this and not to the engine, so that an engine that was
-    dropped without ``close`` can be collected and stops it.
+    The engine's thread refers to this and not to the engine, so that an engine that was dropped without
+    ``close`` can be collected, which stops the thread.
     """
 
     def __init__(self, ring: Ring, depth: int, piece_bytes: int) -> None:
@@ -172,19 +177,19 @@ class _Traffic(Queue):
         self._starting = Lock()
 
     def takes_batches(self) -> bool:
-        """Whether the kernel does; a second context of its is made for them."""
+        """Return True if the kernel takes batches; creates a second context for them."""
         with self._starting:
             if self._swarm is None and isinstance(self._ring, Ring) and not self._closed:
                 try:
                     self._swarm = Swarm(self._depth, self._ring.bell)
-                except ConfigError:  # all that fs.aio-max-nr allows are taken
+                except ConfigError:  # the limit fs.aio-max-nr is reached
                     return False
             return self._swarm is not None
 
     def put(self, job: Job) -> None:
         try:
             self.start()
-        except RuntimeError as error:  # none is to be had
+        except RuntimeError as error:  # no thread can be started
             job.settle(error)
             return
         with self._lock:
@@ -194,8 +199,8 @@ class _Traffic(Queue):
             self._ring.wake()
 
     def stop(self) -> list[Job]:
-        """Let what has begun finish; the jobs that have not begun, the caller's to settle."""
-        if os.getpid() != self.pid:
+        """Stop once pieces in flight end; return the jobs not begun, for the caller to settle."""
+        if self.guard.in_child:
             return []
         with self._starting, self._lock:
             if self._closed:
@@ -213,7 +218,7 @@ class _Traffic(Queue):
             thread.join()
 
     def land(self) -> bool:
-        """Settle what is done, and hand over what waits; False if there will be no more."""
+        """Settle finished jobs and submit waiting ones; return False if there will be no more."""
         answers = self._answers()
         slices = self._land_slices()
         with self._lock:
@@ -244,24 +249,24 @@ class _Traffic(Queue):
         return answers
 
     def _land_slices(self) -> list[tuple[int, BatchFlight]]:
-        """The slices that are over; entries to be asked for again are in line."""
+        """Return the finished slices; entries that must be read again are queued."""
         over = []
         for token, count, again in self._swarm.collect() if self._swarm is not None else ():
             flight = self._flights[token]
             assert isinstance(flight, BatchFlight)
-            self._ask_again(flight.job, again)
+            self._read_again(flight.job, again)
             flight.left -= count
             if not flight.left:
                 over.append((token, flight))
         return over
 
-    def _ask_again(self, batch: BatchJob, entries: list[int]) -> None:
+    def _read_again(self, batch: BatchJob, entries: list[int]) -> None:
         for entry in entries:
             batch.hold()
             job = Job(
                 batch.batch.request(entry),
                 self._piece_bytes,
-                withdraw=self.withdraw,
+                cancel=self.cancel,
                 promote=self.promote,
             )
             job.transfer.add_done_callback(
@@ -278,8 +283,8 @@ class _Traffic(Queue):
         self._ring.close()
 
     def start(self) -> None:
-        # Not under the other lock: a start waits for the interpreter's own locks, and whoever holds
-        # one of those may be running a finalizer that waits for that.
+        # Not under the other lock: starting a thread waits for locks of the interpreter, and a thread
+        # that holds one of those may be running a finalizer that waits for the other lock.
         if self._running:
             return
         with self._starting:
@@ -291,7 +296,7 @@ class _Traffic(Queue):
 
     @property
     def _running(self) -> bool:
-        """Whether the thread was started: the attempt may have failed, or been interrupted."""
+        """True if the thread was started: the attempt may have failed, or been interrupted."""
         return self._thread is not None and self._thread.ident is not None
 
     def _next(self) -> list[tuple[int, Flight | BatchFlight]]:
@@ -311,7 +316,7 @@ class _Traffic(Queue):
         return self._line.finish(flight.piece.job, error)
 
     def _hand_over(self, leaving: list[tuple[int, Flight | BatchFlight]]) -> list[Job]:
-        """To the kernel; the jobs that are over because it refused."""
+        """Submit to the kernel; return the jobs that ended because it refused."""
         over = list[Job]()
         while leaving:
             slices = [(token, each) for token, each in leaving if isinstance(each, BatchFlight)]
@@ -326,9 +331,9 @@ class _Traffic(Queue):
     def _hand_over_slice(
         self, token: int, flight: BatchFlight, over: list[Job]
     ) -> list[tuple[int, Flight | BatchFlight]]:
-        """What leaves in its place, if the kernel took nothing of it."""
-        assert self._swarm is not None, "a batch came before there was a context for it"
-        self._ask_again(flight.job, self._swarm.submit(token, flight))
+        """Submit a slice; return the pieces that follow in its place if the kernel took nothing."""
+        assert self._swarm is not None, "a batch was queued before its context was created"
+        self._read_again(flight.job, self._swarm.submit(token, flight))
         if flight.left:
             return []
         with self._lock:
@@ -339,7 +344,7 @@ class _Traffic(Queue):
     def _hand_over_pieces(
         self, leaving: list[tuple[int, Flight]], over: list[Job]
     ) -> list[tuple[int, Flight | BatchFlight]]:
-        """What leaves in the place of those that the kernel refused."""
+        """Submit pieces; return those that follow in the place of refused ones."""
         following = list[tuple[int, Flight | BatchFlight]]()
         alone = False
         while leaving:
@@ -349,7 +354,7 @@ class _Traffic(Queue):
                 answer = leaving[0][1].land(-(refusal.errno or errnos.EIO))
             except BaseException as unexpected:  # noqa: BLE001  (whoever waits for the transfer gets it)
                 if not alone:
-                    alone = True  # to know whose it is
+                    alone = True  # to find the piece that caused it
                     continue
                 answer = unexpected
             else:
@@ -394,42 +399,42 @@ class AioEngine(Engine):
         # It checks both, and moves what no ring can.
         self._threads = ThreadEngine(depth, piece)
         self._spec = EngineSpec(name="aio", workers=depth, piece_bytes=piece)
-        self._traffic = _Traffic(ring(depth), depth, piece)
-        weakref.finalize(self, _abandon, self._traffic).atexit = False
+        self._queue = _PieceQueue(ring(depth), depth, piece)
+        weakref.finalize(self, _abandon, self._queue).atexit = False
 
     @property
     def spec(self) -> EngineSpec:
-        """What this engine is."""
+        """Properties of this engine."""
         return self._spec
 
     def start(self) -> None:
-        """Have a thread ready, and one for files that are not direct."""
-        self._traffic.start()
+        """Start the thread, and one for files that are not direct."""
+        self._queue.start()
         self._threads.start()
 
     def submit(self, request: Request) -> Transfer:
         """Begin a transfer; returns at once. Raises as :meth:`Engine.submit`."""
-        if os.getpid() != self._traffic.pid or not request.file.direct:
+        if self._queue.guard.in_child or not request.file.direct:
             return self._threads.submit(request)
         check(request)
         job = Job(
             request,
             self._spec.piece_bytes,
-            withdraw=self._traffic.withdraw,
-            promote=self._traffic.promote,
+            cancel=self._queue.cancel,
+            promote=self._queue.promote,
         )
-        self._traffic.put(job)
+        self._queue.put(job)
         return job.transfer
 
     def submit_batch(self, batch: Batch) -> Transfer:
         """Begin many reads; returns at once. Raises as :meth:`Engine.submit_batch`."""
-        if os.getpid() != self._traffic.pid or not all(file.direct for file in batch.files):
+        if self._queue.guard.in_child or not all(file.direct for file in batch.files):
             return super().submit_batch(batch)
         check_batch(batch)
-        if not self._traffic.takes_batches():
+        if not self._queue.takes_batches():
             return super().submit_batch(batch)
-        job = BatchJob(batch, self._spec.piece_bytes, promote=self._traffic.promote)
-        self._traffic.put(job)
+        job = BatchJob(batch, self._spec.piece_bytes, promote=self._queue.promote)
+        self._queue.put(job)
         return job.transfer
 
     def close(self) -> None:
@@ -438,20 +443,20 @@ class AioEngine(Engine):
         Idempotent; harmless in a forked child.
         """
         self._threads.close()
-        _cancel_unbegun(self._traffic)
-        if os.getpid() == self._traffic.pid:
-            self._traffic.join()
+        _cancel_unbegun(self._queue)
+        if not self._queue.guard.in_child:
+            self._queue.join()
 
 
 def default_engine(depth: int | None = None, piece_bytes: int | None = None) -> Engine:
-    """The one that ``knobs.io_engine()`` names; by default this one where it can be had.
+    """Create the engine that ``knobs.io_engine()`` names; by default :class:`AioEngine` if available.
 
     Args:
         depth: Transfers in flight at once; ``knobs.io_threads()`` if None.
         piece_bytes: The longest single transfer; the engine's own default if None.
 
     Raises:
-        ConfigError: The one that is named cannot be had.
+        ConfigError: The named engine is not available.
     """
     wanted = knobs.io_engine()
     if wanted != "threads":
@@ -463,8 +468,8 @@ def default_engine(depth: int | None = None, piece_bytes: int | None = None) -> 
     return ThreadEngine(depth, piece_bytes)
 
 
-def _land(traffic: _Traffic) -> None:
-    while traffic.land():
+def _land(queue: _PieceQueue) -> None:
+    while queue.land():
         pass
 
 
@@ -473,11 +478,11 @@ def _settle(jobs: list[Job]) -> None:
         job.settle(job.error)
 
 
-def _abandon(traffic: _Traffic) -> None:
-    """An engine was dropped without ``close``."""
-    defer(lambda: _cancel_unbegun(traffic))
+def _abandon(queue: _PieceQueue) -> None:
+    """Stop the thread of an engine that was dropped without ``close``."""
+    defer(lambda: _cancel_unbegun(queue))
 
 
-def _cancel_unbegun(traffic: _Traffic) -> None:
-    for job in traffic.stop():
+def _cancel_unbegun(queue: _PieceQueue) -> None:
+    for job in queue.stop():
         job.settle(CancelledError())

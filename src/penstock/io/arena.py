@@ -1,21 +1,20 @@
-"""Buffers that O_DIRECT likes: 2 MiB pages, touched once, used again and again.
+"""Reusable memory for direct I/O in 2 MiB pages, which stay resident between uses.
 
-Reads into memory of 4 KiB pages stop at a third of what the device can do, whatever the engine.
-Memory here is mapped once, becomes resident as it is first needed, under a budget, and its blocks
-become NumPy arrays (thus torch storages) without a copy.
+Reads into memory of 4 KiB pages reach only a third of the device's bandwidth, whatever the engine.
+Memory here is mapped once, becomes resident at its first use, under a budget, and its blocks become
+NumPy arrays (thus torch storages) without a copy.
 
 [Note: arena accounting]
-    The unit is a *page* of 2 MiB. A page is charged to the budget before its first touch and
-    released after it was given back to the system, so the charge is never below what is resident.
-    The last page is shorter where the capacity is no multiple of 2 MiB; it is charged at its own
-    length, and the kernel is told to use no huge page for it. ``touched_bytes`` is what is charged,
-    ``used_bytes`` what callers hold; the difference is idle, and free to use without a page fault.
+    The unit is a *page* of 2 MiB. A page is charged to the budget before its first touch and uncharged
+    after it was freed, so the charge is never below the resident memory. The last page is shorter if the
+    capacity is no multiple of 2 MiB; it is charged at its own length, and the kernel is told to use no
+    huge page for it. ``touched_bytes`` are charged, ``used_bytes`` are held by callers; the difference
+    is idle, and can be used without a page fault.
 """
 
 from __future__ import annotations
 
 import enum
-import os
 import time
 import weakref
 from collections.abc import Iterator
@@ -27,43 +26,44 @@ from numpy.typing import NDArray
 from penstock.core.budget import Budget
 from penstock.core.errors import ClosedError, ConfigError
 from penstock.core.locks import Lock, defer
+from penstock.core.process import fork_guard
 from penstock.core.units import format_bytes, round_down, round_up
 from penstock.io import numa
 from penstock.io.extents import ExtentAllocator
 from penstock.io.mapping import HUGE_PAGE_BYTES, PAGE_BYTES, Mapping
 
-_LATEST_SHARE: Final = 0.25
-"""Of the latest in the running mean of what a first touch takes."""
-_MOST_MOVABLE: Final = 8192
-"""Pages are moved in arenas of up to so many, since each may then be a mapping of its own."""
+_LATEST_WEIGHT: Final = 0.25
+"""Weight of the latest sample in the running mean of the time of a first touch."""
+_MAX_PAGES_TO_MOVE: Final = 8192
+"""Largest arena, in pages, in which pages are moved, because each may then become a separate mapping."""
 
 
 class BlockState(enum.Enum):
-    """Who may use a block's memory."""
+    """Ownership of a block's memory."""
 
     OUT = "out"
-    """Its holder, until ``free`` or ``lend``."""
+    """Owned by its holder, until ``free`` or ``lend``."""
     LENT = "lent"
-    """Whoever holds the array; it is free when the array dies."""
+    """Owned by an array; it is freed when the array dies."""
     FREE = "free"
-    """Nobody: the memory may belong to another block already."""
+    """Not owned: the memory may already belong to another block."""
 
 
 class Block:
-    """A piece of an arena. Its holder must ``free`` it, or ``lend`` it, once.
+    """Contiguous part of an arena. Its holder must ``free`` it, or ``lend`` it, once.
 
-    A block that is merely dropped stays taken: its address may still be in use by a transfer.
+    A block that is dropped without either stays allocated: a transfer may still use its address.
 
     Attributes:
-        address: Where it begins.
-        nbytes: How long it is.
-        state: Who may use its memory.
+        address: Its first address.
+        nbytes: Its length.
+        state: Ownership of its memory.
     """
 
     __slots__ = ("_arena", "_offset", "address", "nbytes", "state")
 
     def __init__(self, arena: Arena, offset: int, address: int, nbytes: int) -> None:
-        """For the arena."""
+        """Create a block; only for the arena."""
         self._arena = arena
         self._offset = offset
         self.address = address
@@ -74,14 +74,14 @@ class Block:
         return f"Block({self.nbytes} bytes at {self.address:#x}, {self.state.value})"
 
     def free(self) -> None:
-        """Return the memory. Raises ClosedError if it was freed or lent before."""
-        self._arena._give_back(self, BlockState.OUT)
+        """Free the memory. Raises ClosedError if it was freed or lent before."""
+        self._arena._free_block(self, BlockState.OUT)
 
     def lend(self, skew: int, nbytes: int) -> NDArray[np.uint8]:
-        """The bytes ``[skew, skew + nbytes)`` as an array whose death frees the block. No copy.
+        """Return the bytes ``[skew, skew + nbytes)`` as an array whose death frees the block. No copy.
 
-        ``torch.from_numpy`` keeps exactly this array alive, so a storage made from it returns the
-        block when the storage dies, in whichever thread that is.
+        ``torch.from_numpy`` keeps exactly this array alive, so a storage made from it frees the block
+        when the storage dies, in whichever thread that is.
 
         Raises:
             ConfigError: The range does not lie in the block.
@@ -90,23 +90,23 @@ class Block:
         if skew < 0 or nbytes <= 0 or skew + nbytes > self.nbytes:
             raise ConfigError(f"{nbytes} bytes at {skew} do not lie in {self!r}")
         array = self._arena._lend(self, self._offset + skew, nbytes)
-        weakref.finalize(array, defer, self._return).atexit = False
+        weakref.finalize(array, defer, self._free_lent).atexit = False
         return array
 
-    def _return(self) -> None:
-        self._arena._give_back(self, BlockState.LENT)
+    def _free_lent(self) -> None:
+        self._arena._free_block(self, BlockState.LENT)
 
 
 class Arena:
     """Reusable memory for transfers, under a byte budget. Thread-safe; not inherited by fork.
 
     Attributes:
-        address: Where it begins, a multiple of 2 MiB.
-        capacity_bytes: The most it can hold: what was asked for, rounded down to whole pages of the
-            system; and if the budget is less than that, further down to whole 2 MiB pages plus the
-            odd rest of the budget, so that the budget can be used to the last page.
-        owner: As which it takes from the budget.
-        touch_ns_per_byte: What it takes to make pages resident, by the last times.
+        address: Its first address, a multiple of 2 MiB.
+        capacity_bytes: Its size: the requested capacity, rounded down to whole pages of the system; if
+            the budget is less than that, further down to whole 2 MiB pages plus the odd rest of the
+            budget, so that the budget can be used to the last page.
+        owner: Name of its charges in the budget.
+        touch_ns_per_byte: Running mean of the time to make a byte resident.
     """
 
     def __init__(
@@ -120,10 +120,10 @@ class Arena:
         """Reserve address space; nothing is resident and nothing is charged yet.
 
         Args:
-            capacity_bytes: The most it can hold.
-            budget: What its resident pages are charged to; None for an arena of its own.
-            owner: As which it takes from the budget.
-            node: The NUMA node whose memory it is to be, while that has any; None: the system decides.
+            capacity_bytes: Largest size.
+            budget: The account that its resident pages are charged to; None: not charged.
+            owner: Name of its charges in the budget.
+            node: Preferred NUMA node of its memory; None: the system decides.
 
         Raises:
             ConfigError: The capacity, or the budget, is less than one page of the system.
@@ -137,14 +137,14 @@ class Arena:
         if node is not None:
             numa.prefer(self.address, self.capacity_bytes, node)
         self._lock = Lock()
-        self._pid = os.getpid()
+        self._guard = fork_guard()
         self._closed = False
         self._pretouched = False
         self._used_bytes = 0
         self._touched_bytes = 0
         self._touched = bytearray(-(-self.capacity_bytes // HUGE_PAGE_BYTES))
-        self._space = ExtentAllocator(self.capacity_bytes)  # what is free, touched or not
-        self._warm = ExtentAllocator(self.capacity_bytes)  # what is free and touched
+        self._space = ExtentAllocator(self.capacity_bytes)  # free ranges, touched or not
+        self._warm = ExtentAllocator(self.capacity_bytes)  # free ranges that are touched
         self._warm.take(0, self.capacity_bytes)
 
     def __repr__(self) -> str:
@@ -154,38 +154,40 @@ class Arena:
 
     @property
     def used_bytes(self) -> int:
-        """What blocks hold now."""
+        """Bytes that blocks hold now."""
         return self._used_bytes
 
     @property
     def touched_bytes(self) -> int:
-        """What is resident, and charged to the budget, now."""
+        """Bytes that are resident, and charged to the budget, now."""
         return self._touched_bytes
 
     @staticmethod
     def charge_bytes(nbytes: int) -> int:
-        """What a block may take from the budget: whole pages, if no touched one is idle."""
+        """Return the most that a block may charge to the budget: whole pages, if none is idle."""
         return round_up(nbytes, HUGE_PAGE_BYTES)
 
     def allocate(self, nbytes: int, *, alignment: int = 4096) -> Block | None:
-        """Take ``nbytes`` of resident memory, contents undefined.
+        """Allocate ``nbytes`` of resident memory, contents undefined.
 
         Touched memory is preferred; only if none fits in one piece, pages are added, as few as
         possible: idle ones from elsewhere, and new ones. If the budget refuses these, idle pages are
-        given back in exchange.
+        freed in exchange.
 
         Returns:
-            The block, or None if it does not fit the capacity, or the budget, now. Whoever wants to
-            wait does so on ``budget.changed``, which is notified when a block returns; with a
-            timeout, since one may return between the refusal and the wait, and never calls this
-            while holding ``budget.changed``.
+            The block, or None if it does not fit the capacity, or the budget, now. To wait, wait on
+            ``budget.changed``, which is notified when a block is freed; use a timeout, since one may be
+            freed between the refusal and the wait, and never call this while holding
+            ``budget.changed``.
 
         Raises:
-            ConfigError: ``nbytes`` is not positive, or ``alignment`` no power of two up to 2 MiB.
+            ConfigError: ``nbytes`` is not positive, or ``alignment`` is no power of two up to 2 MiB.
             ClosedError: The arena is closed, or this process was forked from its maker.
         """
         if nbytes <= 0:
-            raise ConfigError(f"a block of {nbytes} bytes cannot be allocated from {self!r}")
+            raise ConfigError(
+                f"a block of {nbytes} bytes cannot be allocated from {self!r}; it must be positive"
+            )
         if alignment <= 0 or HUGE_PAGE_BYTES % alignment:
             raise ConfigError(f"alignment {alignment} is not a power of two up to 2 MiB")
         self._check_process()
@@ -211,11 +213,11 @@ class Arena:
             start_ns = time.perf_counter_ns()
             self._touch(grown, offset, nbytes)
             taken = (time.perf_counter_ns() - start_ns) / cost
-            self.touch_ns_per_byte += (taken - self.touch_ns_per_byte) * _LATEST_SHARE
+            self.touch_ns_per_byte += (taken - self.touch_ns_per_byte) * _LATEST_WEIGHT
         return Block(self, offset, self.address + offset, nbytes)
 
     def pretouch(self) -> bool:
-        """Make all of it resident, to stay so: it can then be registered with a device driver.
+        """Make all of it resident for good, so that it can be registered with a device driver.
 
         Returns:
             False, with nothing changed, if the budget refuses.
@@ -232,33 +234,33 @@ class Arena:
         return True
 
     def undo_pretouch(self) -> int:
-        """Give idle pages back as ``trim`` does, and let it do so from now on. How many bytes."""
+        """Free idle pages, allow ``trim`` to do so from now on, and return the bytes freed."""
         self._check_process()
         with self._lock:
             self._pretouched = False
         return self.trim()
 
     def trim(self, nbytes: int | None = None) -> int:
-        """Give idle whole pages back to the system and to the budget; the highest ones first.
+        """Free idle whole pages, and uncharge them from the budget; the highest ones first.
 
         Args:
-            nbytes: How much is wanted; None for all that is idle.
+            nbytes: Bytes to free; None for all that are idle.
 
         Returns:
-            How much it was: up to a page more than wanted, or less if less is idle.
+            Bytes freed: up to a page more than ``nbytes``, or less if less is idle.
         """
         self._check_process()
         with self._lock:
             if self._closed or self._pretouched:
                 return 0
-            released = self._drop_pages(self._touched_bytes if nbytes is None else nbytes, range(0))
+            released = self._free_pages(self._touched_bytes if nbytes is None else nbytes, range(0))
             if released and self._budget is not None:
-                self._budget.give(released, self.owner)
+                self._budget.free(released, self.owner)
         return released
 
     def close(self) -> None:
-        """Unmap, at once or when the last block returns. Idempotent; harmless in a forked child."""
-        if os.getpid() != self._pid:
+        """Unmap, at once or when the last block is freed. Idempotent; harmless in a forked child."""
+        if self._guard.in_child:
             return
         with self._lock:
             if self._closed:
@@ -276,8 +278,8 @@ class Arena:
             block.state = BlockState.LENT
         return self._mapping.array(offset, nbytes)
 
-    def _give_back(self, block: Block, expected: BlockState) -> None:
-        if os.getpid() != self._pid:
+    def _free_block(self, block: Block, expected: BlockState) -> None:
+        if self._guard.in_child:
             return  # the memory is the parent's, and another thread may have held the lock
         with self._lock:
             _check_state(block, expected)
@@ -288,16 +290,16 @@ class Arena:
             if self._closed and not self._used_bytes:
                 self._unmap()
         if self._budget is not None:
-            with self._budget.changed:  # no bytes were released, but a waiter's block may fit now
+            with self._budget.changed:  # the budget is unchanged, but a waiter's block may fit now
                 self._budget.changed.notify_all()
 
     # -- pages ------------------------------------------------------------------------------------
 
     def _cheapest_place(self, nbytes: int, alignment: int) -> int | None:
-        """Where ``nbytes`` fit with the fewest new pages; the lowest such place.
+        """Return the lowest offset at which ``nbytes`` fit with the fewest new pages.
 
-        Slide a place along free space: its cost only falls when its start passes into touched
-        memory, and only rises when its end leaves it. So only such places need to be looked at.
+        Slide an offset along free space: its cost only falls when its start passes into touched memory,
+        and only rises when its end leaves it. So only such offsets need to be tried.
         """
         best: tuple[int, int] | None = None
         for low, high in self._space.extents():
@@ -317,7 +319,7 @@ class Arena:
                     yield place
 
     def _add_pages(self, pages: range, cost: int) -> bool:
-        """Charge the untouched ones of ``pages`` and declare them touched; False if refused."""
+        """Charge the untouched ones of ``pages`` and mark them touched; return False if refused."""
         if not self._charge(cost, pages):
             return False
         for page in pages:
@@ -338,18 +340,18 @@ class Arena:
         shortage = cost - budget.free_bytes
         if self._pretouched or self._idle_bytes(wanted) < shortage:
             return False
-        released = self._drop_pages(shortage, wanted)
-        if released >= cost:  # more was idle than is needed: pages are of two lengths
-            budget.give(released - cost, self.owner)
+        released = self._free_pages(shortage, wanted)
+        if released >= cost:  # more was freed than is needed: pages have two lengths
+            budget.free(released - cost, self.owner)
             return True
         if budget.try_take(cost - released, self.owner):
             return True
-        budget.give(released, self.owner)  # another owner was quicker
+        budget.free(released, self.owner)  # another owner was quicker
         return False
 
     def _move_pages(self, wanted: range) -> int:
-        """Bring idle pages from elsewhere to untouched ones of ``wanted``; how many bytes."""
-        if len(self._touched) > _MOST_MOVABLE:
+        """Move idle pages to untouched ones of ``wanted``, and return the bytes moved."""
+        if len(self._touched) > _MAX_PAGES_TO_MOVE:
             return 0
         idle = [p for p in self._idle_pages(wanted) if self._page_bytes(p) == HUGE_PAGE_BYTES]
         moved = 0
@@ -367,14 +369,14 @@ class Arena:
             moved += HUGE_PAGE_BYTES
         return moved
 
-    def _drop_pages(self, wanted_bytes: int, spare: range) -> int:
-        """Return idle pages outside ``spare`` to the system, until it is enough; how many bytes."""
+    def _free_pages(self, wanted_bytes: int, spare: range) -> int:
+        """Free idle pages outside ``spare`` until it is enough, and return the bytes freed."""
         released = 0
         for page in [*self._idle_pages(spare)][::-1]:
             if released >= wanted_bytes:
                 break
             nbytes = self._page_bytes(page)
-            if self._mapping.drop(page * HUGE_PAGE_BYTES, nbytes):
+            if self._mapping.free(page * HUGE_PAGE_BYTES, nbytes):
                 self._warm.take(page * HUGE_PAGE_BYTES, nbytes)
                 self._touched[page] = 0
                 self._touched_bytes -= nbytes
@@ -402,9 +404,9 @@ class Arena:
         return cold
 
     def _touch(self, pages: range, offset: int, nbytes: int) -> None:
-        """Make a new block resident. Without the lock: it takes 0.2 ms a page.
+        """Make a new block resident. Without the lock, because it takes 0.2 ms per page.
 
-        Neighbours in the same pages may be in use already, so only the block itself is written to.
+        Neighbours in the same pages may be in use, so only the block itself is written to.
         """
         start = pages.start * HUGE_PAGE_BYTES
         end = min(pages.stop * HUGE_PAGE_BYTES, self.capacity_bytes)
@@ -421,7 +423,7 @@ class Arena:
     def _unmap(self) -> None:
         self._mapping.unmap()
         if self._budget is not None and self._touched_bytes:
-            self._budget.give(self._touched_bytes, self.owner)
+            self._budget.free(self._touched_bytes, self.owner)
         self._touched_bytes = 0
 
     def _check_open(self) -> None:
@@ -429,10 +431,8 @@ class Arena:
             raise ClosedError(f"{self!r} is closed")
 
     def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise ClosedError(
-                f"{self!r} belongs to process {self._pid}; a forked child must make its own"
-            )
+        if self._guard.in_child:
+            raise self._guard.error(repr(self), "make one here")
 
 
 def _usable(capacity_bytes: int, budget: Budget | None) -> int:
@@ -443,17 +443,19 @@ def _usable(capacity_bytes: int, budget: Budget | None) -> int:
     if usable <= 0:
         limit = "none" if budget is None else format_bytes(budget.limit_bytes)
         raise ConfigError(
-            f"an arena of {capacity_bytes} bytes (budget: {limit}) holds not one page;"
+            f"an arena of {capacity_bytes} bytes (budget: {limit}) does not hold one page;"
             f" give it at least {PAGE_BYTES} bytes"
         )
     return usable
 
 
 def _pages(offset: int, nbytes: int) -> range:
-    """The 2 MiB pages that ``[offset, offset + nbytes)`` lies in."""
+    """Return the 2 MiB pages that ``[offset, offset + nbytes)`` lies in."""
     return range(offset // HUGE_PAGE_BYTES, -(-(offset + nbytes) // HUGE_PAGE_BYTES))
 
 
 def _check_state(block: Block, expected: BlockState) -> None:
     if block.state is not expected:
-        raise ClosedError(f"{block!r} was {block.state.value} already; give a block up only once")
+        raise ClosedError(
+            f"{block!r} was already {block.state.value}; free or lend a block only once"
+        )

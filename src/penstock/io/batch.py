@@ -1,15 +1,14 @@
-"""Many short reads at once, through the asynchronous engine.
+"""Batches of many short reads, through the asynchronous engine.
 
-A request by itself costs an interpreter some 15 µs, which a device that does a hundred thousand random
-reads each second does not have. Here the kernel's blocks are rows of a NumPy array, and what is done for
-one entry is done for a whole slice of them: 1 µs each.
+A single request costs the interpreter some 15 µs, too much for a device with a hundred thousand random
+reads per second. Here the kernel's control blocks are rows of a NumPy array, and a whole slice of entries
+is processed at once: 1 µs each.
 
 [Note: slices]
-    A batch stands in the engine's line among the requests, by priority. Its pieces are *slices* of up to
-    64 entries and 4 MiB, and a slice takes one of the engine's places, as a piece of a request does; so
-    whoever waits for a demand waits for no more than the slices under way. An entry that was refused,
-    failed or came back short is asked for again as a request of its own, which knows how to go on, and
-    what to say.
+    A batch waits in the engine's queue among the requests, by priority. Its pieces are *slices* of up to
+    64 entries and 4 MiB, and a slice takes one of the engine's places, as a piece of a request does; so a
+    demand read waits for no more than the slices in flight. An entry that was refused, failed or came
+    back short is read again as a separate request, which can continue and reports errors.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from penstock.io.jobs import Job, Piece
 
 SLICE_ENTRIES: Final = 64
 SLICE_BYTES: Final = 4 << 20
-"""The longest slice, but for one entry that is longer: a demand waits for as many as are under way."""
-_TOGETHER: Final = 16
-"""Events to wait for, a little while, so that the thread does not wake up for each."""
-_LITTLE_WHILE_NS: Final = 200_000
+"""Longest slice, unless a single entry is longer: a demand waits for all slices in flight."""
+_EVENTS_PER_WAKEUP: Final = 16
+"""Number of events to wait for, up to ``_MAX_WAIT_NS``, so that the thread wakes up less often."""
+_MAX_WAIT_NS: Final = 200_000
 _RING_BELL: Final = 1
 _IOCB: Final = np.dtype(
     [
@@ -48,19 +47,19 @@ _IOCB: Final = np.dtype(
         *(("options", "u4"), ("bell", "u4")),
     ]
 )
-"""``struct iocb`` of linux/aio_abi.h, a read: opcode 0."""
+"""``struct iocb`` of linux/aio_abi.h for a read: opcode 0."""
 _EVENT: Final = np.dtype([("token", "u8"), ("block", "u8"), ("result", "i8"), ("second", "i8")])
 
 
 class BatchJob(Job):
-    """A batch in line: what are bytes for other jobs, are entries here."""
+    """A batch in the queue; its sizes count entries, those of other jobs bytes."""
 
     __slots__ = ("_holds", "_lock", "batch")
 
     def __init__(
         self, batch: Batch, piece_bytes: int, *, promote: Callable[[Job, Priority], None]
     ) -> None:
-        """Take a batch, to be cut into slices of no more than ``piece_bytes``, or of one entry."""
+        """Create a job that is cut into slices of at most ``piece_bytes``, or of one entry."""
         self.op: Op = "read"
         self.batch = batch
         self.keep_alive = batch.keep_alive
@@ -77,23 +76,23 @@ class BatchJob(Job):
         )
 
     def hold(self) -> None:
-        """An entry is asked for again."""
+        """Note that an entry is read again."""
         with self._lock:
             self._holds += 1
 
     def release(self, entry: int, error: BaseException | None) -> None:
-        """An entry that was asked for again is over."""
+        """Note that an entry that was read again is done."""
         if error is not None:
             self.batch.errors[entry] = error
-        self._let_go()
+        self._remove_hold()
 
     def settle(self, error: BaseException | None) -> None:
-        """Every slice is over, or with an error (it was cancelled) none was begun."""
+        """End the job: every slice is done or, with an error (it was cancelled), none was begun."""
         if error is not None:
             self.batch.errors.update((entry, error) for entry in range(self.nbytes))
-        self._let_go()
+        self._remove_hold()
 
-    def _let_go(self) -> None:
+    def _remove_hold(self) -> None:
         with self._lock:
             self._holds -= 1
             last = not self._holds
@@ -103,22 +102,22 @@ class BatchJob(Job):
 
 
 class BatchFlight:
-    """A slice on its way."""
+    """A slice in flight."""
 
     __slots__ = ("job", "left", "piece")
 
     def __init__(self, piece: Piece, job: BatchJob) -> None:
-        """Nothing of it is done."""
+        """Start with nothing done."""
         self.piece = piece
         self.job = job
         self.left = piece.nbytes
 
 
 class Swarm:
-    """The kernel's blocks of slices. Used by one thread."""
+    """Kernel context and control blocks for slices. Used by one thread."""
 
     def __init__(self, slices: int, bell: int) -> None:
-        """Set up a context for so many slices at once. Raises ConfigError: it cannot be had."""
+        """Set up a context for ``slices`` slices at once. Raises ConfigError if it is not available."""
         depth = slices * SLICE_ENTRIES
         self._blocks = np.zeros(depth, _IOCB)
         self._blocks["token"] = np.arange(depth)
@@ -129,13 +128,13 @@ class Swarm:
         self._events = np.zeros(depth, _EVENT)
         self._entry = np.zeros(depth, np.int64)
         self._least = np.zeros(depth, np.int64)
-        self._timeout = ctypes.create_string_buffer(struct.pack("qq", 0, _LITTLE_WHILE_NS))
+        self._timeout = ctypes.create_string_buffer(struct.pack("qq", 0, _MAX_WAIT_NS))
         self._context = Context(depth)
         self._depth = depth
         self.flying = 0
 
     def submit(self, token: int, flight: BatchFlight) -> list[int]:
-        """Hand over a slice; the entries that the kernel did not take."""
+        """Submit a slice, and return the entries that the kernel did not take."""
         batch, (_, start, count) = flight.job.batch, flight.piece
         rows, at = slice(start, start + count), token * SLICE_ENTRIES
         here = slice(at, at + count)
@@ -148,17 +147,17 @@ class Swarm:
             self._least[here] = batch.least_bytes[rows]
             self._entry[here] = np.arange(start, start + count)
             taken = self._hand_over(at, count)
-        except Exception:  # noqa: BLE001  (a file that is closed: each entry will say so for itself)
+        except Exception:  # noqa: BLE001  (a file is closed: each entry will report it)
             taken = 0
         self.flying += taken
         flight.left = taken
         return list(range(start + taken, start + count))
 
     def collect(self) -> Iterator[tuple[int, int, list[int]]]:
-        """What was done: token, how many entries, and those that must be asked for again."""
+        """Yield (token, number of entries done, entries that must be read again) of each slice."""
         if not self.flying:
             return
-        least = min(_TOGETHER, self.flying)
+        least = min(_EVENTS_PER_WAKEUP, self.flying)
         events, timeout = self._events.ctypes.data, ctypes.addressof(self._timeout)
         found = self._context.events(least, self._depth, events, timeout)
         self.flying -= found
@@ -174,7 +173,7 @@ class Swarm:
             yield token, int(counts[token]), again
 
     def close(self) -> None:
-        """Give everything back; nothing may be under way."""
+        """Close the context. No slice may be in flight."""
         self._context.close()
 
     def _hand_over(self, at: int, count: int) -> int:
@@ -189,9 +188,9 @@ class Swarm:
 
 
 def check_batch(batch: Batch) -> None:
-    """Raise ConfigError unless the files can be asked for this."""
+    """Raise ConfigError if a batch is empty or not aligned to the files' granule."""
     if not len(batch):
-        raise ConfigError("a batch of no reads")
+        raise ConfigError("a batch has no reads; submit at least one")
     granule = max(file.granule_bytes for file in batch.files)
     columns: dict[str, NDArray[np.int64]] = {
         name: getattr(batch, name) for name in ("offset_bytes", "address", "nbytes")

@@ -1,4 +1,4 @@
-"""A context of Linux's native asynchronous I/O: four system calls that libc does not wrap."""
+"""Contexts of Linux's native asynchronous I/O: four system calls that libc does not wrap."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.core.errors import ConfigError
 
 
 class _Numbers(NamedTuple):
-    """Of the system calls."""
+    """Numbers of the system calls."""
 
     setup: int
     destroy: int
@@ -31,25 +31,25 @@ _POINTERS: Final = (ctypes.c_void_p, ctypes.c_void_p)
 
 
 class Context:
-    """Where the kernel takes ``struct iocb`` from, and puts ``struct io_event`` to."""
+    """Kernel context that takes ``struct iocb`` and returns ``struct io_event``."""
 
     def __init__(self, depth: int) -> None:
-        """Set it up for so many transfers at once. Raises ConfigError: it cannot be had here; why."""
+        """Set up a context for ``depth`` transfers. Raises ConfigError if it is not available."""
         numbers = NUMBERS.get(platform.machine())
         if numbers is None or not hasattr(os, "eventfd"):
             where = f"{platform.system()} on {platform.machine()}"
-            raise ConfigError(f"asynchronous I/O is not known for {where}")
+            raise ConfigError(f"asynchronous I/O is not supported for {where}")
         self._submit = _system_call(numbers.submit, ctypes.c_long, ctypes.c_void_p)
         self._getevents = _system_call(numbers.getevents, *[ctypes.c_long] * 2, *_POINTERS)
         self._destroy = _system_call(numbers.destroy)
         context = ctypes.c_ulong(0)
         setup = _system_call(numbers.setup, ctypes.c_void_p)
         if setup(depth, ctypes.addressof(context)) < 0:
-            raise not_to_be_had("io_setup", ctypes.get_errno())
+            raise unavailable_error("io_setup", ctypes.get_errno())
         self._context = context.value
 
     def submit(self, count: int, pointers: int) -> int:
-        """Hand over ``count`` blocks; how many were taken. Raises OSError: not even the first."""
+        """Submit ``count`` blocks, and return how many were accepted; OSError if not even the first."""
         taken: int = self._submit(self._context, count, pointers)
         if taken < 0:
             errno = ctypes.get_errno()
@@ -57,26 +57,26 @@ class Context:
         return taken
 
     def events(self, least: int, most: int, events: int, timeout: int | None) -> int:
-        """Wait for ``least`` events; how many were put to the address ``events``."""
+        """Wait for ``least`` events, and return how many were written to the address ``events``."""
         found: int = self._getevents(self._context, least, most, events, timeout)
         return max(found, 0)
 
     def close(self) -> None:
-        """Give it back; nothing may be under way."""
+        """Destroy the context; no transfer may be in flight."""
         self._destroy(self._context)
 
 
 def _system_call(number: int, *arguments: type) -> Callable[..., int]:
-    """One that libc does not wrap; its first argument is a long. It is made without the GIL."""
+    """Return a system call that releases the GIL; its first argument is a long."""
     call = ctypes.CDLL(None, use_errno=True)["syscall"]
     call.restype = ctypes.c_long
     call.argtypes = (ctypes.c_long, ctypes.c_ulong, *arguments)
     return partial(call, number)
 
 
-def not_to_be_had(call: str, errno: int) -> ConfigError:
-    """The error that asynchronous I/O cannot be used, and why."""
+def unavailable_error(call: str, errno: int) -> ConfigError:
+    """Return the error that asynchronous I/O is not available, with the reason."""
     why = os.strerror(errno)
     if errno == errnos.EAGAIN:
-        why = "all that fs.aio-max-nr allows are taken"
-    return ConfigError(f"asynchronous I/O cannot be had: {call}: {why}")
+        why = "the limit fs.aio-max-nr is reached; raise it"
+    return ConfigError(f"asynchronous I/O is not available: {call}: {why}")

@@ -1,22 +1,22 @@
-"""Optional: transfers between flash and device memory that never touch host memory.
+"""Optional transfers between flash and device memory that never touch host memory.
 
-This is NVIDIA's GPUDirect Storage, by way of ``libcufile``, which torch's CUDA builds bring and load.
-Where it cannot be used nothing here is needed, and everything goes through host memory instead.
+They use NVIDIA's GPUDirect Storage through ``libcufile``, which torch's CUDA builds ship and load. If it
+is not available, everything goes through host memory instead.
 
 [Note: cuFile]
     A piece is one blocking ``cuFileRead`` or ``cuFileWrite`` in a worker of the engine, with the GIL
-    released. It is no work of a stream: the interface promises no order behind the default stream (nor
-    behind any other), so whoever submits a request sees to it that what it comes after has ended.
+    released. It is not ordered with any stream, not even the default one, so the submitter of a request
+    must make sure that the work that precedes it has ended.
 
     Addresses belong to the CUDA context that is current in the calling thread. Hence ``use_device``,
-    which the engine calls before each piece. It must not be undone after the piece: a thread that goes
-    back to device 0 makes a context there, which costs memory on a device that it never uses.
+    which the engine calls before each piece. It must not be undone after the piece: a thread that
+    returns to device 0 creates a context there, which costs memory on a device that it never uses.
 
-    Memory is not registered with cuFile: torch gives it out and takes it back all the time, and it
-    cannot be done for every kind. cuFile passes through buffers of its own what it must.
+    Memory is not registered with cuFile: torch allocates and frees it all the time, and some kinds
+    cannot be registered. cuFile uses internal buffers where it must.
 
-    A file is opened anew for cuFile, by way of ``/proc`` since a spill file has no name: with O_DIRECT,
-    and without O_TMPFILE, which cuFile refuses. Offsets and lengths need not be aligned for it.
+    A file is opened again for cuFile, through ``/proc`` since a spill file has no name: with O_DIRECT,
+    and without O_TMPFILE, which cuFile refuses. Its offsets and lengths need not be aligned.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ from typing import Any, Final
 
 from penstock.core.errors import ConfigError
 from penstock.core.locks import Lock
+from penstock.core.process import fork_guard
 from penstock.io.engine import EngineSpec, File
 from penstock.io.threads import Syscalls, ThreadEngine
 
 LIBRARY: Final = "libcufile.so.0"
 _MODULE: Final = "/proc/driver/nvidia-fs/version"
-"""There while the kernel module nvidia-fs is loaded."""
+"""File that exists while the kernel module nvidia-fs is loaded."""
 
 _SUCCESS: Final = 0
 _BASE_ERROR: Final = 5000
-"""cuFile's own errors are above it."""
+"""Number below cuFile's own errors."""
 _ALREADY_OPEN: Final = 5026
 _MEANINGS: Final = {
     5001: "the kernel module nvidia-fs is not loaded",
-    5004: "the kernel module nvidia-fs is of a version that does not fit libcufile",
+    5004: "the version of the kernel module nvidia-fs does not match libcufile",
     5007: "this platform is not supported",
     5008: "the file system or its device is not supported",
     5009: "this GPU is not supported",
@@ -66,25 +67,25 @@ _P2P_SUPPORTED: Final = 1 << 4
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """Whether something optional can be used here."""
+    """Availability of something optional, with the reason."""
 
     ok: bool
     reason: str
-    """In words: what was found, or what is missing and what to do."""
+    """Text that names what was found, or what is missing and what to do."""
 
     def __bool__(self) -> bool:
         return self.ok
 
 
 def available(*, ask_library: bool = False) -> Availability:
-    """Tell whether GPU-direct transfers are to be had on this machine. Never raises.
+    """Check if GPU-direct transfers are available on this machine. Never raises.
 
-    That they are says nothing of a certain directory yet. libcufile is loaded and opened, which may
-    leave a file ``cufile.log`` in the working directory, and stays open.
+    A particular directory may still not support them. libcufile is loaded and opened, which may leave a
+    file ``cufile.log`` in the working directory, and stays open.
 
     Args:
-        ask_library: Ask libcufile also where the kernel module nvidia-fs is missing: it has another
-            way past the host (PCI peer-to-peer), which ``cufile.json`` must permit.
+        ask_library: Ask libcufile even if the kernel module nvidia-fs is missing: it can also use PCI
+            peer-to-peer transfers, which ``cufile.json`` must permit.
     """
     if not ask_library and not os.path.exists(_MODULE):
         return Availability(
@@ -98,7 +99,7 @@ def available(*, ask_library: bool = False) -> Availability:
 
 
 class CuFileEngine(ThreadEngine):
-    """The thread engine with cuFile in place of ``preadv`` and ``pwritev``. See [Note: cuFile].
+    """Thread engine with cuFile in place of ``preadv`` and ``pwritev``. See [Note: cuFile].
 
     Addresses may be those of device memory, or of host memory. Priorities, pieces, short transfers
     and errors are as in :class:`ThreadEngine`.
@@ -114,33 +115,33 @@ class CuFileEngine(ThreadEngine):
         """Make an engine; libcufile is opened if it is not open yet.
 
         Args:
-            threads: As of :class:`ThreadEngine`.
-            piece_bytes: As of :class:`ThreadEngine`.
-            use_device: Called in a worker before each piece, with the ``keep_alive`` of its request:
-                makes the device of that memory current in the thread, for good. Nothing if None.
+            threads: See :class:`ThreadEngine`.
+            piece_bytes: See :class:`ThreadEngine`.
+            use_device: Called in a worker before each piece, with the ``keep_alive`` of its request;
+                makes the device of that memory current in the thread, for good. None: not called.
 
         Raises:
-            ConfigError: libcufile cannot be loaded or opened; says why.
+            ConfigError: libcufile cannot be loaded or opened; gives the reason.
         """
         self._cufile = CuFileSyscalls(_open_library(), use_device)
         super().__init__(threads, piece_bytes, syscalls=self._cufile)
 
     @property
     def spec(self) -> EngineSpec:
-        """What this engine is."""
+        """Properties of this engine."""
         return replace(super().spec, name="cufile", gpu_direct=True)
 
     def close(self) -> None:
-        """As :meth:`ThreadEngine.close`; the handles of cuFile go too."""
+        """Close as :meth:`ThreadEngine.close`, and close cuFile's handles."""
         super().close()
         self._cufile.close()
 
 
 class CuFileSyscalls(Syscalls):
-    """Moves pieces by cuFile."""
+    """System calls that move pieces with cuFile."""
 
     def __init__(self, library: _Library, use_device: Callable[[object], None] | None) -> None:
-        """Use an open library. ``use_device`` as of :class:`CuFileEngine`."""
+        """Use an open library. For ``use_device`` see :class:`CuFileEngine`."""
         self._library = library
         self._use_device = use_device
         self._lock = Lock()
@@ -160,7 +161,7 @@ class CuFileSyscalls(Syscalls):
         return self._library.write(self._handle(file).value, address, nbytes, offset_bytes)
 
     def close(self) -> None:
-        """Give back every handle. Idempotent."""
+        """Close every handle. Idempotent."""
         with self._lock:
             handles = list(self._handles.values())
             self._handles.clear()
@@ -176,12 +177,12 @@ class CuFileSyscalls(Syscalls):
 
 
 class _Handle:
-    """What cuFile knows a file by. Dies with the file, or with the engine."""
+    """Handle of a file in cuFile. Closed with the file, or with the engine."""
 
     def __init__(self, library: _Library, file: File) -> None:
         """Open and register. Raises OSError."""
         self._library = library
-        self._pid = os.getpid()
+        self._guard = fork_guard()
         self._fd = -1  # until registered, for `__del__`
         mode = fcntl.fcntl(file.fd, fcntl.F_GETFL) & os.O_ACCMODE
         try:
@@ -203,7 +204,7 @@ class _Handle:
         fd, self._fd = self._fd, -1
         if fd < 0:
             return
-        if os.getpid() == self._pid:
+        if not self._guard.in_child:
             self._library.deregister(self.value)
         os.close(fd)
 
@@ -225,7 +226,7 @@ class _Description(ctypes.Structure):
 
 
 class _Properties(ctypes.Structure):
-    """``CUfileDrvProps_t``, as far as it is looked at, and room for the rest of it."""
+    """``CUfileDrvProps_t``: the fields that are used, and padding for the others."""
 
     _fields_ = (
         ("major_version", ctypes.c_uint),
@@ -240,10 +241,10 @@ class _Properties(ctypes.Structure):
 
 
 class _Library:
-    """The functions of libcufile that are used, all thread-safe."""
+    """Functions of libcufile that are used, all thread-safe."""
 
     def __init__(self, library: Any) -> None:
-        """Declare them. Raises AttributeError."""
+        """Declare the functions. Raises AttributeError."""
 
         def declare(name: str, result: Any, *arguments: Any) -> Any:
             function = getattr(library, name)
@@ -260,18 +261,18 @@ class _Library:
         self._write = declare("cuFileWrite", ctypes.c_ssize_t, *moving)
 
     def open(self) -> None:
-        """Initialize it, for this process and until its end; more than once does no harm."""
+        """Initialize the library for this process until its end. Idempotent."""
         status = self._open()
         if status.error != _ALREADY_OPEN:
             _check(status)
 
     def availability(self) -> Availability:
-        """Tell which way past the host there is, if any."""
+        """Return the kind of direct transfers that is available, if any."""
         found = _Properties()
         try:
             _check(self._get_properties(ctypes.byref(found)))
         except OSError as error:
-            return Availability(False, f"libcufile does not tell its properties: {error}")
+            return Availability(False, f"libcufile does not report its properties: {error}")
         module = f"nvidia-fs {found.major_version}.{found.minor_version}"
         loaded = module != "nvidia-fs 0.0"
         if loaded and found.status_flags:
@@ -287,7 +288,7 @@ class _Library:
             )
         if found.control_flags & _ALLOW_COMPAT_MODE:
             way += (
-                "; where that does not reach, libcufile goes through host memory by itself"
+                "; where that is impossible, libcufile itself goes through host memory"
                 " (allow_compat_mode in cufile.json)"
             )
         return Availability(True, f"libcufile over {way}")
@@ -300,20 +301,20 @@ class _Library:
         return handle.value or 0
 
     def deregister(self, handle: int) -> None:
-        """Let go of a handle that nothing moves by any more. The file stays open."""
+        """Deregister a handle that no transfer uses any more. The file stays open."""
         self._deregister(handle)
 
     def read(self, handle: int, address: int, nbytes: int, offset_bytes: int) -> int:
-        """Read; returns how many bytes. Raises OSError."""
+        """Read, and return the bytes moved. Raises OSError."""
         return _moved(self._read(handle, address, nbytes, offset_bytes, 0))
 
     def write(self, handle: int, address: int, nbytes: int, offset_bytes: int) -> int:
-        """Write; returns how many bytes. Raises OSError."""
+        """Write, and return the bytes moved. Raises OSError."""
         return _moved(self._write(handle, address, nbytes, offset_bytes, 0))
 
 
 def _open_library() -> _Library:
-    """Load libcufile, as torch has done or by name, and initialize it. Raises ConfigError."""
+    """Load libcufile, which torch may have loaded, and initialize it. Raises ConfigError."""
     try:
         library = _Library(_load())
     except OSError as error:
@@ -331,7 +332,7 @@ def _open_library() -> _Library:
 
 
 def _load() -> Any:
-    """The one that torch has loaded, if it has; calls release the GIL."""
+    """Load the library, or return the one that torch has loaded; calls release the GIL."""
     return ctypes.CDLL(LIBRARY, use_errno=True)
 
 
@@ -341,7 +342,7 @@ def _check(status: _Status) -> None:
 
 
 def _moved(count: int) -> int:
-    """What a transfer returned: bytes, -1 and ``errno``, or an error's number with a minus."""
+    """Check the result of a transfer: bytes, -1 and ``errno``, or a negative error number."""
     if count >= 0:
         return count
     if count == -1:

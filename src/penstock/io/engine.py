@@ -1,15 +1,15 @@
-"""The seam through which every byte of Penstock's own I/O goes.
+"""Interface of I/O engines, through which all of Penstock's own I/O goes.
 
-A tier, the benchmarks, later the checkpoints and data sets say what to move; an engine moves it:
+Tiers, optimizers, checkpoints, data sets and benchmarks request transfers; an engine performs them:
 
-1. The owner opens files with :func:`penstock.io.files.open_unlinked` (or ``open_path``) and asks
-   each for its ``granule_bytes``.
-2. It calls :meth:`Engine.submit` with a :class:`Request`, from any thread; that waits for no I/O.
+1. The client opens files with :func:`penstock.io.files.open_unlinked` (or ``open_path``) and reads the
+   ``granule_bytes`` of each.
+2. It calls :meth:`Engine.submit` with a :class:`Request`, from any thread; that does not wait for I/O.
 3. A worker of the engine splits the request, continues short transfers, and settles the
    :class:`Transfer`: with the bytes moved, or with a typed error. It never settles with fewer bytes
-   than were asked for.
-4. Whoever needs the bytes calls :meth:`Transfer.wait`; a waiter may :meth:`Transfer.promote` first.
-5. The owner closes its files after the engine, or after their last transfer.
+   than requested.
+4. A consumer of the bytes calls :meth:`Transfer.wait`, after :meth:`Transfer.promote` if it is urgent.
+5. The client closes its files after the engine, or after their last transfer.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ Op = Literal["read", "write"]
 
 
 class Priority(enum.IntEnum):
-    """Who goes first. A waiting computation outranks a guess, and a guess outranks tidying up."""
+    """Priority of a request: waiting computation before prefetches, prefetches before writes."""
 
     DEMAND = 0
-    """Somebody waits for these bytes now."""
+    """A thread waits for these bytes now."""
     PREFETCH = 1
-    """Somebody will need them soon."""
+    """The bytes will be needed soon."""
     WRITE_BEHIND = 2
-    """Memory is freed when they are gone."""
+    """Memory is freed once the bytes are written."""
     READ_AHEAD = 3
-    """Batches of data for steps to come: a training that has to wait for one makes it a demand."""
+    """Batches of data for later steps: training that has to wait for one promotes it to a demand."""
 
 
 class File(Protocol):
-    """An open file as an engine sees it (see :mod:`penstock.io.files`)."""
+    """Open file as an engine uses it (see :mod:`penstock.io.files`)."""
 
     @property
     def fd(self) -> int:
-        """The descriptor."""
+        """File descriptor."""
 
     @property
     def path(self) -> str:
-        """What to call the file in an error: its path, or the directory of an unlinked one."""
+        """Path of the file, or directory of an unlinked one, for errors."""
 
     @property
     def direct(self) -> bool:
-        """Whether the file is open with O_DIRECT."""
+        """True if the file is open with O_DIRECT."""
 
     @property
     def granule_bytes(self) -> int:
-        """Addresses, offsets and lengths of transfers must be multiples of this (1 if buffered)."""
+        """Alignment of addresses, offsets and lengths of transfers (1 if buffered)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,43 +72,43 @@ class Request:
     op: Op
     file: File
     offset_bytes: int
-    """Where in the file; a multiple of the file's granule."""
+    """Offset in the file; a multiple of the file's granule."""
     address: int
-    """Where in memory; a multiple of the file's granule."""
+    """Address in memory; a multiple of the file's granule."""
     nbytes: int
-    """How much; a multiple of the file's granule."""
+    """Length; a multiple of the file's granule."""
     keep_alive: object
-    """Owner of the memory. The engine lets go of it when nothing touches the memory any more, just
-    before the callbacks run and waiters wake: a callback that reads the memory holds it itself."""
+    """Owner of the memory. The engine drops its reference when the memory is no longer accessed, just
+    before the callbacks run and waiters wake: a callback that reads the memory must hold it itself."""
     priority: Priority = Priority.WRITE_BEHIND
     least_bytes: int | None = None
-    """A read that moved so many is whole: the file may end inside its last granule. All if None."""
+    """Bytes after which a read is complete: the file may end inside its last granule. None: all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch:
-    """Many short reads, handed over together: row ``i`` of each array is one of them, an *entry*."""
+    """Many short reads submitted together: row ``i`` of each array is one of them, an *entry*."""
 
     files: Sequence[File]
     which: NDArray[np.int64]
-    """Number of the entry's file in ``files``."""
+    """Index in ``files`` of each entry's file."""
     offset_bytes: NDArray[np.int64]
-    """As of :class:`Request`, all of these; multiples of the granule of every file."""
+    """Offsets in the files. These four are as in :class:`Request`, for the granule of every file."""
     address: NDArray[np.int64]
     nbytes: NDArray[np.int64]
     least_bytes: NDArray[np.int64]
     keep_alive: object
-    """Owner of the memory; not let go of before the transfer is settled."""
+    """Owner of the memory, referenced until the transfer is settled."""
     priority: Priority = Priority.PREFETCH
     errors: dict[int, BaseException] = field(default_factory=dict)
-    """Why entries failed, by row. Complete when the transfer is settled: it succeeds all the same."""
+    """Errors of entries, by row. Complete when the transfer is settled, which succeeds even so."""
 
     def __len__(self) -> int:
-        """How many entries."""
+        """Return the number of entries."""
         return len(self.nbytes)
 
     def request(self, entry: int) -> Request:
-        """One entry by itself."""
+        """Return a request for one entry."""
         return Request(
             op="read",
             file=self.files[int(self.which[entry])],
@@ -122,7 +122,7 @@ class Batch:
 
 
 class Transfer:
-    """What becomes of a request. Settled once, by the engine. Thread-safe."""
+    """Future of a request. Settled once, by the engine. Thread-safe."""
 
     __slots__ = (
         "_callbacks",
@@ -146,9 +146,9 @@ class Transfer:
         """Make an unsettled transfer.
 
         Args:
-            nbytes: Bytes that it moves when all goes well.
-            cancel: Asked by ``cancel``: withdraw the request if nothing of it has started.
-            promote: Told by ``promote``.
+            nbytes: Bytes that it moves if it succeeds.
+            cancel: Called by ``cancel``; cancels the request if no part of it has started.
+            promote: Called by ``promote``.
         """
         self.nbytes = nbytes
         self._cancel = cancel
@@ -156,18 +156,18 @@ class Transfer:
         self._lock = Lock()
         self._event: threading.Event | None = None  # for waiters; few transfers have one
         self._settled = False
-        self._over = False  # settled, and every callback has run: waiters may go on
+        self._over = False  # settled, and every callback has run: waiters may continue
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[Transfer], None]] = []
 
     @property
     def done(self) -> bool:
-        """Whether it is settled, in whichever way; true before the callbacks run."""
+        """True once it is settled, successfully or not; already true while the callbacks run."""
         return self._settled
 
     @property
     def error(self) -> BaseException | None:
-        """Why it failed, once settled; ``None`` if it succeeded (or is not settled yet)."""
+        """Error of a failed transfer; ``None`` if it succeeded or is not settled yet."""
         return self._error
 
     def wait(self, timeout_s: float | None = None) -> int:
@@ -184,7 +184,7 @@ class Transfer:
         if not self._wait(timeout_s):
             raise TimeoutError(f"a transfer of {self.nbytes} bytes is not done after {timeout_s} s")
         if self._error is not None:
-            raise self._error.with_traceback(None)  # else it would keep every waiter's frame alive
+            raise self._error.with_traceback(None)  # otherwise it would keep waiters' frames alive
         return self.nbytes
 
     def _wait(self, timeout_s: float | None) -> bool:
@@ -197,25 +197,25 @@ class Transfer:
         return event.wait(timeout_s)
 
     def cancel(self) -> bool:
-        """Withdraw the request if no part of it has started. True: settled as cancelled."""
-        withdraw = self._cancel  # read once: a thread that settles it now resets it
-        if withdraw is None or self.done or not withdraw(self):
+        """Cancel the request if no part of it has started; return True if it is settled as cancelled."""
+        cancel = self._cancel  # read once: a thread that settles it now resets it
+        if cancel is None or self.done or not cancel(self):
             return False
-        if not self.done:  # a transfer that follows another is settled by that one's callback
+        if not self.done:  # a transfer that follows another is settled by the other's callback
             self.settle(CancelledError())
         return True
 
     def promote(self, priority: Priority) -> None:
-        """Raise the priority of what has not started yet; a lower one is ignored."""
+        """Raise the priority of the parts that have not started; a lower priority is ignored."""
         promote = self._promote  # read once, as in cancel
         if promote is not None and not self.done:
             promote(self, priority)
 
     def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
-        """Call ``callback(self)`` when settled, in the settling thread; at once if settled.
+        """Call ``callback(self)`` when settled, in the settling thread; at once if already settled.
 
-        It must not raise: in a settling thread that is reported to ``threading.excepthook``, and
-        the other callbacks and the waiters go on.
+        It must not raise: an error in a settling thread is reported to ``threading.excepthook``, and
+        the other callbacks and the waiters continue.
         """
         with self._lock:
             if not self._over:
@@ -224,7 +224,7 @@ class Transfer:
         callback(self)
 
     def settle(self, error: BaseException | None = None) -> None:
-        """For engines and tiers: the transfer is over. Waiters wake after the callbacks ran."""
+        """Settle the transfer; only for engines and tiers. Waiters wake after the callbacks ran."""
         with self._lock:
             assert not self._settled, "a transfer was settled twice"
             self._error = error
@@ -245,39 +245,39 @@ class Transfer:
     def _call(self, callback: Callable[[Transfer], None]) -> None:
         try:
             callback(self)
-        except BaseException as error:  # noqa: BLE001  (else waiters would wait for ever)
+        except BaseException as error:  # noqa: BLE001  (otherwise waiters would wait for ever)
             details = (type(error), error, error.__traceback__, threading.current_thread())
             threading.excepthook(threading.ExceptHookArgs(details))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSpec:
-    """What an engine is, asked up front."""
+    """Properties of an engine."""
 
     name: str
     workers: int
-    """Transfers in flight at once."""
+    """Largest number of transfers in flight at once."""
     piece_bytes: int
-    """The longest single transfer; a demand waits for at most ``workers`` of these."""
+    """Longest single transfer; a demand waits for at most ``workers`` of these."""
     gpu_direct: bool = False
-    """Whether addresses may be those of device memory."""
+    """True if addresses may be those of device memory."""
 
 
 class Engine(ABC):
-    """Moves bytes between memory and files. One per process: not usable in a forked child."""
+    """Mover of bytes between memory and files. Not usable in a forked child."""
 
     @property
     @abstractmethod
     def spec(self) -> EngineSpec:
-        """What this engine is."""
+        """Properties of this engine."""
 
     def start(self) -> None:
-        """Have a thread ready for what will be submitted, if threads move it. Idempotent.
+        """Start a thread in advance, if the engine uses threads. Idempotent.
 
-        For whoever submits when the program ends: from Python 3.12 on none can be started then.
+        Needed to submit while the program ends: from Python 3.12 on no thread can be started then.
 
         Raises:
-            RuntimeError: The system starts none.
+            RuntimeError: The system cannot start a thread.
         """
         return
 
@@ -291,9 +291,9 @@ class Engine(ABC):
         """
 
     def submit_batch(self, batch: Batch) -> Transfer:
-        """Begin many reads; returns at once. The transfer cannot be cancelled, but by ``close``.
+        """Begin many reads; returns at once. Only ``close`` can cancel the transfer.
 
-        Here each is a request of its own. An engine that has a quicker way overrides this.
+        By default each entry is a separate request. An engine that has a quicker way overrides this.
 
         Raises:
             ConfigError: As ``submit``.
@@ -303,11 +303,11 @@ class Engine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Cancel what has not started, wait for what has, stop the workers. Idempotent."""
+        """Cancel transfers that have not started, wait for the others, stop the workers. Idempotent."""
 
 
 class _Entries:
-    """A batch as requests, each by itself."""
+    """Batch that is submitted as separate requests."""
 
     def __init__(self, engine: Engine, batch: Batch) -> None:
         self._batch = batch

@@ -1,4 +1,4 @@
-"""Which parts of a range of bytes are free: pure integers, for memory and for file space alike."""
+"""Allocator of ranges of bytes: pure integers, for memory and for file space alike."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from penstock.core.units import round_up
 
 
 class ExtentAllocator:
-    """Best fit over ``[0, capacity_bytes)``, coalescing at every free. Not thread-safe.
+    """Best-fit allocator over ``[0, capacity_bytes)`` that coalesces at every free. Not thread-safe.
 
     The smallest free extent that is long enough is used, the lowest one among equals, so that a
-    repeating sequence of sizes (a training step) finds the same places again.
+    repeating sequence of sizes (a training step) gets the same offsets again.
 
     Attributes:
         capacity_bytes: End of the range.
@@ -37,13 +37,13 @@ class ExtentAllocator:
         return self._by_size[-1][0] if self._by_size else 0
 
     def extents(self, low: int = 0, high: int | None = None) -> Iterator[tuple[int, int]]:
-        """Free extents that start in ``[low, high)``, as (start, end). Do not modify meanwhile."""
+        """Iterate over (start, end) of free extents that start in ``[low, high)``; do not modify them."""
         first = bisect_left(self._starts, low)
         last = None if high is None else bisect_left(self._starts, high)
         return ((start, self._end[start]) for start in islice(self._starts, first, last))
 
     def allocate(self, nbytes: int, alignment: int = 1) -> int | None:
-        """Take ``nbytes`` at a multiple of ``alignment``; the offset, or None if none is free."""
+        """Allocate ``nbytes`` at a multiple of ``alignment``; return the offset, or None if none fits."""
         assert nbytes > 0, f"allocation of {nbytes} bytes"
         first = bisect_left(self._by_size, (nbytes, 0))
         for length, start in islice(self._by_size, first, None):
@@ -54,7 +54,7 @@ class ExtentAllocator:
         return None
 
     def take(self, offset: int, nbytes: int) -> None:
-        """Take exactly ``[offset, offset + nbytes)``, all of which must be free."""
+        """Allocate exactly ``[offset, offset + nbytes)``, all of which must be free."""
         assert nbytes > 0, f"take of {nbytes} bytes"
         index = bisect_right(self._starts, offset) - 1
         assert index >= 0, f"offset {offset} is not free"
@@ -63,7 +63,7 @@ class ExtentAllocator:
         self._carve(start, offset, nbytes)
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Give ``[offset, offset + nbytes)`` back, none of which may be free."""
+        """Free ``[offset, offset + nbytes)``, none of which may be free already."""
         start, end = offset, offset + nbytes
         assert nbytes > 0, f"free of {nbytes} bytes"
         assert start >= 0, f"free at {start}"

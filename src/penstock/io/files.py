@@ -1,7 +1,7 @@
-"""Files for an engine: O_DIRECT where the file system allows it, else buffered but not cached.
+"""Files for engines: with O_DIRECT where the file system allows it, else buffered but not cached.
 
-Spill files have no name: they are created unlinked, so nothing is left behind by a crash. They are
-closed on exec. A forked child inherits them, and their space is free when the last copy is closed.
+Spill files have no name: they are created unlinked, so a crash leaves nothing behind. They are closed on
+exec. A forked child inherits them, and their space is free when the last copy is closed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import secrets
 import struct
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
@@ -28,9 +27,10 @@ from penstock.core.errors import (
     transfer_error,
 )
 from penstock.core.files import open_regular
+from penstock.core.fs import filesystem_of
 
 Mode = Literal["r", "r+", "w+", "x+"]
-"""As of ``open``: read; read and write; the same, created or emptied; the same, must be new."""
+"""Modes as of ``open``: read; read and write; the same, created or emptied; the same, must be new."""
 
 _FLAGS: Final[dict[str, int]] = {
     "r": os.O_RDONLY,
@@ -41,9 +41,8 @@ _FLAGS: Final[dict[str, int]] = {
 _OWNER_ONLY: Final = 0o600
 
 MAX_GRANULE_BYTES: Final = 4096
-"""The coarsest alignment that callers are asked for; what wants more is used buffered."""
+"""Coarsest alignment required of callers; files that need more are used buffered."""
 
-_MEMORY_FILESYSTEMS: Final = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 _CANNOT_RESERVE: Final = frozenset({errnos.EOPNOTSUPP, errnos.EINVAL, errnos.ENOSYS})
 _NO_TMPFILE: Final = frozenset({errnos.EOPNOTSUPP, errnos.EISDIR, errnos.EINVAL, errnos.ENOENT})
 
@@ -57,14 +56,14 @@ _warned: set[str] = set()  # directories; at most one warning each
 
 
 class DirectFile:
-    """An open file as engines want it. See :class:`penstock.io.engine.File`.
+    """Open file for engines. See :class:`penstock.io.engine.File`.
 
-    Thread-safe but for ``close``, which must come after the last transfer.
+    Thread-safe except for ``close``, which must come after the last transfer.
 
     Attributes:
         path: Its path, or the directory of an unlinked one.
-        direct: Whether it is open with O_DIRECT.
-        granule_bytes: What addresses, offsets and lengths must be multiples of; 1 if buffered.
+        direct: True if it is open with O_DIRECT.
+        granule_bytes: Alignment of addresses, offsets and lengths; 1 if buffered.
     """
 
     def __init__(self, fd: int, path: str, granule_bytes: int) -> None:
@@ -72,7 +71,7 @@ class DirectFile:
 
         Args:
             fd: The descriptor.
-            path: What to call it in errors.
+            path: Its name in errors.
             granule_bytes: Alignment of direct transfers; 0 if the descriptor is buffered.
         """
         self._fd = fd
@@ -80,7 +79,7 @@ class DirectFile:
         self.direct = granule_bytes > 0
         self.granule_bytes = granule_bytes or 1
         if not self.direct:
-            # Nothing is read that was not asked for: such pages would stay in the page cache.
+            # Without read-ahead, whose pages would stay in the page cache.
             with suppress(OSError):  # only a hint
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 
@@ -93,21 +92,21 @@ class DirectFile:
 
     @property
     def fd(self) -> int:
-        """The descriptor. Raises ClosedError after ``close``."""
+        """File descriptor. Raises ClosedError after ``close``."""
         if self._fd < 0:
             raise ClosedError(f"{self!r} is used after its close")
         return self._fd
 
     @property
     def size_bytes(self) -> int:
-        """Where the file ends now."""
+        """Length of the file."""
         return os.fstat(self.fd).st_size
 
     def preallocate(self, nbytes: int) -> None:
         """Make the file at least ``nbytes`` long, with its space reserved; contents are zero.
 
-        Where the file system cannot reserve, the file is only extended, and a full disk shows when
-        it is written to.
+        If the file system cannot reserve space, the file is only extended, and a full disk is noticed
+        when it is written to.
 
         Raises:
             NoSpaceError: The file system is full; the file is as long as it was.
@@ -122,7 +121,7 @@ class DirectFile:
                     raise
                 os.ftruncate(self.fd, max(size, nbytes))
         except OSError as error:
-            with suppress(OSError):  # give back what a failed attempt has reserved
+            with suppress(OSError):  # free the space that a failed attempt has reserved
                 os.ftruncate(self.fd, size)
             raise transfer_error(
                 errno=error.errno or errnos.EIO,
@@ -141,7 +140,7 @@ class DirectFile:
 
 
 def open_unlinked(directory: str | os.PathLike[str]) -> DirectFile:
-    """Make an empty file without a name in ``directory``, readable and writable by us alone.
+    """Create an empty file without a name in ``directory``, accessible to this user only.
 
     Raises:
         TransferError: The directory is missing, not a directory, not writable, ...
@@ -151,13 +150,13 @@ def open_unlinked(directory: str | os.PathLike[str]) -> DirectFile:
 
 
 def open_unlinked_buffered(directory: str | os.PathLike[str]) -> DirectFile:
-    """The same without O_DIRECT, for an engine that opens it once more in its own way, as cuFile."""
+    """Create a file as ``open_unlinked``, without O_DIRECT, for an engine that reopens it, as cuFile."""
     where = os.fspath(directory)
     return DirectFile(_open_unlinked(where), where, 0)
 
 
 def open_path(path: str | os.PathLike[str], mode: Mode) -> DirectFile:
-    """Open a regular file by its path. One that is created is readable and writable by us alone.
+    """Open a regular file by its path. A file that is created is accessible to this user only.
 
     Raises:
         ConfigError: An unknown mode.
@@ -184,8 +183,8 @@ def open_at(
         directory_fd: Descriptor of the directory.
         name: Without a slash: nothing outside the directory can be reached.
         mode: As of ``open_path``.
-        path: What to call it in errors.
-        permissions: Of a file that is created, less what the process's umask takes away.
+        path: Its name in errors.
+        permissions: Permissions of a file that is created, reduced by the process's umask.
 
     Raises:
         ConfigError: An unknown mode, or a name that leaves the directory.
@@ -204,15 +203,15 @@ def open_at(
 
 
 def read_end(file: DirectFile, offset_bytes: int, address: int, nbytes: int) -> None:
-    """Read the last bytes of a file whose length is no multiple of its granule; they are few.
+    """Read the last few bytes of a file whose length is no multiple of its granule.
 
-    An engine moves whole granules only.
+    An engine moves only whole granules.
 
     Args:
         file: The file.
-        offset_bytes: Where they begin, a multiple of the granule.
-        address: Of memory for a whole granule, a multiple of the granule.
-        nbytes: How many there are, less than a granule.
+        offset_bytes: Offset of the bytes, a multiple of the granule.
+        address: Address of memory for a whole granule, a multiple of the granule.
+        nbytes: Number of bytes, less than a granule.
 
     Raises:
         ShortTransferError: The file ends before.
@@ -220,7 +219,7 @@ def read_end(file: DirectFile, offset_bytes: int, address: int, nbytes: int) -> 
     """
     memory = (ctypes.c_char * file.granule_bytes).from_address(address)
     try:
-        moved = os.preadv(file.fd, [memory], offset_bytes)  # PEP 475: it is not interrupted
+        moved = os.preadv(file.fd, [memory], offset_bytes)  # PEP 475: retried if interrupted
     except OSError as error:
         raise transfer_error(
             errno=error.errno or errnos.EIO,
@@ -242,47 +241,14 @@ def read_end(file: DirectFile, offset_bytes: int, address: int, nbytes: int) -> 
 
 
 def drop_cache(fd: int, offset: int, nbytes: int, *, written: bool) -> None:
-    """Let a buffered file's pages go, after writing them out if need be. Raises OSError.
+    """Drop a buffered file's pages from the page cache, after writing dirty ones. Raises OSError.
 
-    Else the page cache would hold the very bytes that were spilled to be rid of them.
+    Otherwise the page cache would hold the bytes that were offloaded to free memory.
     """
     if written:
         _write_out(fd, offset, nbytes)
     with suppress(OSError):  # only a hint
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
-
-
-@dataclass(frozen=True, slots=True)
-class FileSystem:
-    """What a directory lies on."""
-
-    kind: str
-    """As in ``/proc/mounts``: ``"ext4"``, ``"tmpfs"``, ...; ``"unknown"`` if it cannot be asked."""
-    is_memory: bool
-    """Whether its files live in memory, so that spilling to it saves none."""
-
-
-def filesystem_of(path: str | os.PathLike[str]) -> FileSystem:
-    """The file system that ``path`` (or, if it is missing, its nearest parent) lies on."""
-    try:
-        mounts = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return FileSystem("unknown", False)
-    real = Path(path).resolve()
-    kind, longest = "unknown", -1
-    for line in mounts:  # id parent major:minor root MOUNT-POINT options [tags] - KIND source ...
-        fields, _, rest = line.partition(" - ")
-        mount = Path(_unescape(fields.split(" ")[4]))
-        # A later mount on the same point hides an earlier one.
-        if len(mount.parts) >= longest and real.is_relative_to(mount):
-            kind, longest = rest.split(" ")[0], len(mount.parts)
-    return FileSystem(kind, kind in _MEMORY_FILESYSTEMS)
-
-
-def _unescape(mount: str) -> str:
-    for octal in ("\\040", "\\011", "\\012", "\\134"):
-        mount = mount.replace(octal, chr(int(octal[1:], 8)))
-    return mount
 
 
 def _open_unlinked(directory: str) -> int:
@@ -314,7 +280,7 @@ def _open_error(error: OSError, path: str) -> Exception:
 
 
 def _direct(fd: int, path: str, directory: str) -> DirectFile:
-    """Switch O_DIRECT on if that is possible; warn once per directory if it is not."""
+    """Switch on O_DIRECT if possible; warn once per directory if not."""
     wanted = not knobs.buffered_io()
     file = DirectFile(fd, path, _granule(fd) if wanted else 0)
     if file.direct:
@@ -325,7 +291,7 @@ def _direct(fd: int, path: str, directory: str) -> DirectFile:
 
 
 def _granule(fd: int) -> int:
-    """Alignment of direct transfers on this file; 0 if there can be none."""
+    """Return the alignment of direct transfers on this file; 0 if there can be none."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
@@ -338,7 +304,7 @@ def _granule(fd: int) -> int:
 
 
 def _dio_align(fd: int) -> tuple[int, int] | None:
-    """Alignment of (memory, offset) as ``statx`` says; zeros mean none; None if it does not say."""
+    """Return the (memory, offset) alignment from ``statx``; zeros: no direct I/O; None: not reported."""
     buffer = ctypes.create_string_buffer(_STATX_BYTES)
     try:
         failed = _libc.statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, buffer)
@@ -366,7 +332,7 @@ def _warn_buffered(directory: str) -> None:
 
 
 def _write_out(fd: int, offset: int, nbytes: int) -> None:
-    """Write a range's dirty pages and wait for them; cheaper than ``fdatasync`` of everything."""
+    """Write a range's dirty pages and wait for them; cheaper than ``fdatasync`` of the whole file."""
     try:
         sync = _libc.sync_file_range
     except AttributeError:

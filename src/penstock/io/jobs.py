@@ -1,4 +1,4 @@
-"""What engines share: requests on their way, in line by priority, cut into pieces, and their errors."""
+"""Parts that engines share: queued requests by priority, their pieces, and their errors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from penstock.core.errors import (
     free_space_bytes,
     transfer_error,
 )
+from penstock.core.process import fork_guard
 from penstock.core.units import round_down, round_up
 from penstock.io.engine import File, Op, Priority, Request, Transfer
 from penstock.io.files import MAX_GRANULE_BYTES
 
 
 class Job:
-    """A request on its way. Everything but the constants is guarded by its engine's lock."""
+    """A queued or running request. Its variable fields are guarded by its engine's lock."""
 
     __slots__ = (
         *("address", "file", "nbytes", "offset_bytes", "op"),
@@ -44,16 +45,16 @@ class Job:
         request: Request,
         piece_bytes: int,
         *,
-        withdraw: Callable[[Job], bool],
+        cancel: Callable[[Job], bool],
         promote: Callable[[Job, Priority], None],
     ) -> None:
-        """Take a request.
+        """Create a job for a request.
 
         Args:
-            request: What to move.
-            piece_bytes: The longest piece; those of one job are about equally long, none a mere rest.
-            withdraw: Asked to take the job back; then it is settled as cancelled.
-            promote: Told that it has become more urgent.
+            request: The request.
+            piece_bytes: Longest piece; the pieces of one job are about equally long.
+            cancel: Called to cancel the job; returns True if it can be settled as cancelled.
+            promote: Called when the job becomes more urgent.
         """
         self.op: Op = request.op
         self.file: File = request.file
@@ -65,32 +66,32 @@ class Job:
         self.priority = request.priority
         pieces = -(-request.nbytes // piece_bytes)
         self.piece_bytes = round_up(-(-request.nbytes // pieces), MAX_GRANULE_BYTES)
-        self.next_bytes = 0  # where the first piece begins that nobody took yet
-        self.running = 0  # pieces that are under way now
+        self.next_bytes = 0  # offset of the first piece that was not taken yet
+        self.running = 0  # pieces in flight
         self.error: BaseException | None = None
         self.transfer = Transfer(
             request.nbytes,
-            cancel=lambda _: withdraw(self),
+            cancel=lambda _: cancel(self),
             promote=lambda _, priority: promote(self, priority),
         )
 
     def settle(self, error: BaseException | None) -> None:
-        """Nothing touches the memory any more. Not under the engine's lock."""
+        """Settle the transfer once the memory is no longer accessed. Not under the engine's lock."""
         self.keep_alive = None
         self.transfer.settle(error)
 
 
 class Piece(NamedTuple):
-    """What one system call moves."""
+    """Part of a job that one system call moves."""
 
     job: Job
     start: int
-    """Where it begins, in bytes from the job's own beginning."""
+    """Offset in bytes from the job's beginning."""
     nbytes: int
 
     @property
     def least_bytes(self) -> int:
-        """How much of it must be moved: less where the file ends inside its last granule."""
+        """Bytes that must be moved: fewer than all if the file ends inside its last granule."""
         return min(self.nbytes, max(0, self.job.least_bytes - self.start))
 
 
@@ -98,15 +99,15 @@ class Line:
     """Jobs that have pieces left, by priority. Not thread-safe: its engine's lock guards it."""
 
     def __init__(self) -> None:
-        """Nothing waits."""
+        """Start empty."""
         self._waiting: dict[Priority, deque[Job]] = {priority: deque() for priority in Priority}
 
     def append(self, job: Job) -> None:
-        """Behind all of its priority."""
+        """Add a job behind all of its priority."""
         self._waiting[job.priority].append(job)
 
     def take(self) -> Piece | None:
-        """The next piece of the first job of the highest priority; it is running from now on."""
+        """Take the next piece of the first job of the highest priority; it counts as running."""
         for jobs in self._waiting.values():
             if not jobs:
                 continue
@@ -121,9 +122,9 @@ class Line:
         return None
 
     def finish(self, job: Job, error: BaseException | None) -> bool:
-        """A piece is done. True: the job is over, and its engine's to settle.
+        """Note that a piece is done; return True if the job is over and must be settled by the engine.
 
-        After a failure no piece is begun; the first one is told.
+        After a failure no further piece is begun; the first error is reported.
         """
         job.running -= 1
         if error is not None and job.error is None:
@@ -133,22 +134,22 @@ class Line:
                 job.next_bytes = job.nbytes
         return not job.running and job.next_bytes == job.nbytes
 
-    def withdraw(self, job: Job) -> bool:
-        """Take a job out, if nothing of it has begun."""
+    def cancel(self, job: Job) -> bool:
+        """Remove a job if nothing of it has begun; return True if it was removed."""
         if job.next_bytes or job not in self._waiting[job.priority]:
             return False
         self._waiting[job.priority].remove(job)
         return True
 
     def promote(self, job: Job, priority: Priority) -> None:
-        """Behind all of a higher priority, if the job has pieces left."""
+        """Move a job that has pieces left behind all of a higher priority."""
         if priority < job.priority and job in self._waiting[job.priority]:
             self._waiting[job.priority].remove(job)
             job.priority = priority
             self._waiting[priority].append(job)
 
     def take_unbegun(self) -> list[Job]:
-        """Take out every job of which nothing has begun."""
+        """Remove and return every job of which nothing has begun."""
         unbegun = [job for job in self if not job.next_bytes]
         for job in unbegun:
             self._waiting[job.priority].remove(job)
@@ -160,45 +161,45 @@ class Line:
 
 
 class Queue:
-    """A line, and whose turn it is to touch it. What an engine's threads refer to in its stead."""
+    """Queue of an engine with its lock. The engine's threads refer to it instead of the engine."""
 
     def __init__(self, lock: AbstractContextManager[object]) -> None:
-        """Open, with nothing in line.
+        """Start open and empty.
 
         Args:
-            lock: What guards the line and everything in it.
+            lock: The lock that guards the queue and everything in it.
         """
-        self.pid = os.getpid()
+        self.guard = fork_guard()
         self._lock = lock
         self._line = Line()
         self._closed = False
 
-    def withdraw(self, job: Job) -> bool:
-        """Take a job back if nothing of it has started. True: it is the caller's to settle."""
-        if os.getpid() != self.pid:
+    def cancel(self, job: Job) -> bool:
+        """Remove a job if nothing of it has started; return True if the caller must settle it."""
+        if self.guard.in_child:
             return False
         with self._lock:
-            if not self._line.withdraw(job):
+            if not self._line.cancel(job):
                 return False
         job.keep_alive = None
         return True
 
     def promote(self, job: Job, priority: Priority) -> None:
-        """Raise the priority of what has not started of a job."""
-        if os.getpid() != self.pid:
+        """Raise the priority of the parts of a job that have not started."""
+        if self.guard.in_child:
             return
         with self._lock:
             self._line.promote(job, priority)
 
     def _append(self, job: Job) -> None:
-        """Under the lock."""
+        """Add a job. Requires the lock."""
         if self._closed:
             raise ClosedError("the I/O engine is closed; a transfer was submitted after it")
         self._line.append(job)
 
 
 def check(request: Request) -> None:
-    """Raise ConfigError unless the file can be asked for this."""
+    """Raise ConfigError if a request is not aligned to its file's granule."""
     granule = request.file.granule_bytes
     for name in ("offset_bytes", "address", "nbytes"):
         value = getattr(request, name)
@@ -212,17 +213,17 @@ def check(request: Request) -> None:
     if least is not None and (request.op != "read" or not 0 <= least <= request.nbytes):
         raise ConfigError(
             f"{request.op} of {request.nbytes} bytes at offset {request.offset_bytes} of"
-            f" {request.file.path!r}: least_bytes={least} is of a read, and not more than all"
+            f" {request.file.path!r}: least_bytes={least} is only for reads, and at most nbytes"
         )
 
 
-def reached(file: File, moved: int, nbytes: int) -> int:
-    """From where a transfer can go on: a direct one only from a granule, or it is whole."""
+def resume_point(file: File, moved: int, nbytes: int) -> int:
+    """Return the bytes after which a transfer can continue: its end, or for a direct one a granule."""
     return moved if moved == nbytes else round_down(moved, file.granule_bytes)
 
 
 def failure(piece: Piece, moved: int, error: OSError) -> TransferError:
-    """Of a piece of which so many bytes had been moved."""
+    """Return the error of a piece that failed after ``moved`` bytes."""
     job, code, said = piece.job, error.errno or errnos.EIO, error.strerror or ""
     found = transfer_error(
         errno=code,
@@ -237,11 +238,11 @@ def failure(piece: Piece, moved: int, error: OSError) -> TransferError:
     return found
 
 
-def cut_short(piece: Piece, moved: int) -> ShortTransferError:
-    """Of a piece that goes no further, though no call failed."""
+def short_transfer(piece: Piece, moved: int) -> ShortTransferError:
+    """Return the error of a piece that moves no further although no call failed."""
     job = piece.job
-    ended = "the file ends there: it was truncated, or never written so far"
-    refused = "the system took no more bytes and named no reason"
+    ended = "the file ends there: it was truncated, or never written that far"
+    refused = "the system accepted no more bytes and gave no reason"
     return ShortTransferError(
         errno=errnos.ENODATA if job.op == "read" else errnos.EIO,
         op=job.op,

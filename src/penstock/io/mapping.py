@@ -1,15 +1,14 @@
-"""Private anonymous memory in 2 MiB pages, by way of the C library.
+"""Private anonymous memory in 2 MiB pages, through the C library.
 
-Python's own ``mmap`` would do but for one thing: the mapping is not inherited by ``fork``, and a
-forked child that garbage-collects its copy of the object would unmap whatever has since come to lie
-at that address. Here the process that mapped is the only one that unmaps.
+Python's own ``mmap`` does not suffice: the mapping is not inherited by ``fork``, and a forked child that
+garbage-collects its copy of the object would unmap whatever was mapped at that address since. Here only
+the process that mapped the memory unmaps it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import weakref
 from pathlib import Path
 from typing import Final
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.errors import TransferError
+from penstock.core.process import ForkGuard, fork_guard
 from penstock.core.units import MIB, round_up
 
 HUGE_PAGE_BYTES: Final = 2 * MIB
@@ -41,14 +41,14 @@ _libc.mremap.restype = ctypes.c_void_p
 
 
 class Mapping:
-    """``nbytes`` of zeroed memory at a multiple of 2 MiB; nothing is resident until touched.
+    """Zeroed memory at a multiple of 2 MiB; nothing is resident until touched.
 
-    Whole 2 MiB pages are backed by huge pages where the kernel has some; a tail that is shorter
-    never is, so touching it makes no more resident than its own length.
+    Whole 2 MiB pages are backed by huge pages if the kernel has some; a shorter tail never is, so
+    touching it makes no more resident than its own length.
 
     Attributes:
-        address: Where it begins.
-        nbytes: How long it is, a multiple of the system's page.
+        address: Its first address.
+        nbytes: Its length, a multiple of the system's page.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -60,7 +60,7 @@ class Mapping:
         start = _map(reserved)
         self.address = round_up(start, HUGE_PAGE_BYTES)
         self._buffer = memoryview((ctypes.c_ubyte * nbytes).from_address(self.address))
-        self._unmap = weakref.finalize(self, _unmap, start, reserved, os.getpid())
+        self._unmap = weakref.finalize(self, _unmap, start, reserved, fork_guard())
         self._unmap.atexit = False  # daemon threads may still be moving bytes
         self._advise(mmap.MADV_DONTFORK, 0, nbytes)
         whole = nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
@@ -70,33 +70,33 @@ class Mapping:
             self._advise(_MADV_NOHUGEPAGE, whole, nbytes - whole)
 
     def array(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        """A range of the memory; it does not keep the memory mapped.
+        """Return a range of the memory as an array, which does not keep the memory mapped.
 
-        A new array each time, whose base is no array: NumPy then lets views of it refer to it and
-        not past it, so that it lives as long as they do.
+        It is a new array each time whose base is no array: then NumPy's views of it refer to it and not
+        past it, so that it lives as long as they do.
         """
         return np.frombuffer(self._buffer, np.uint8, nbytes, offset)
 
     def populate(self, offset: int, nbytes: int) -> bool:
-        """Make a page-aligned range resident, contents unchanged; False on kernels before 5.14."""
+        """Make a page-aligned range resident, contents unchanged; return False before Linux 5.14."""
         return self._advise(MADV_POPULATE_WRITE, offset, nbytes)
 
-    def drop(self, offset: int, nbytes: int) -> bool:
-        """Give the pages of a page-aligned range back to the system; contents become zero."""
+    def free(self, offset: int, nbytes: int) -> bool:
+        """Free the pages of a page-aligned range; contents become zero."""
         return self._advise(mmap.MADV_DONTNEED, offset, nbytes)
 
     def move_page(self, source: int, target: int) -> bool:
-        """Have the memory of one whole 2 MiB page at another offset: some µs, where zeroing takes 200.
+        """Move the memory of a 2 MiB page to another offset: takes some µs, while zeroing takes 200.
 
-        What was at ``source``, contents included, is at ``target`` then, and ``source`` is as if it had
-        been dropped. The two become mappings of their own, of which a process may have 65 530 by default.
+        The memory of ``source``, contents included, is then at ``target``, and ``source`` is as if it
+        had been freed. Both become separate mappings, of which a process may have 65 530 by default.
 
         Args:
-            source: Where a resident page begins, a multiple of 2 MiB.
-            target: Where a page that is not resident begins, likewise.
+            source: Offset of a resident page, a multiple of 2 MiB.
+            target: Offset of a page that is not resident, a multiple of 2 MiB.
 
         Returns:
-            False, with nothing changed, on kernels before 5.7, or where the system has no mapping left.
+            False, with nothing changed, before Linux 5.7, or if the process has no mapping left.
         """
         moved = _libc.mremap(
             ctypes.c_void_p(self.address + source),
@@ -132,13 +132,13 @@ def _map(nbytes: int) -> int:
     return int(address)
 
 
-def _unmap(address: int, nbytes: int, pid: int) -> None:
-    if os.getpid() == pid:
+def _unmap(address: int, nbytes: int, guard: ForkGuard) -> None:
+    if not guard.in_child:
         _libc.munmap(address, nbytes)
 
 
 def _huge_page_bytes() -> int:
-    """What a huge page is here: 512 MiB on ARM kernels with 64 KiB pages, which is no use."""
+    """Return the system's huge page size: 512 MiB on ARM kernels with 64 KiB pages, which is unusable."""
     try:
         return int(Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").read_text())
     except (OSError, ValueError):

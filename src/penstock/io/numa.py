@@ -1,8 +1,8 @@
-"""NUMA: to which node of a machine memory belongs, and which node a device is at.
+"""NUMA nodes of memory and devices.
 
-A machine with several sockets has memory at each, and devices too. A copy between a device and memory of
-another node crosses the link between the sockets, which others need as well. Memory belongs to the node
-of the core that first touches it, unless something else was asked for before.
+A machine with several sockets has memory and devices at each. A copy between a device and memory of
+another node crosses the shared link between the sockets. Memory belongs to the node of the core that
+first touches it, unless another node was requested before.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 SYSFS: Final = Path("/sys")
 _PREFERRED: Final = 1
-"""``MPOL_PREFERRED``: of others where this node has none left. ``MPOL_BIND`` would end the process."""
+"""``MPOL_PREFERRED``: use other nodes if this one is full, where ``MPOL_BIND`` would end the process."""
 _NODE_AT_ADDRESS: Final = 1 | 2
 """``MPOL_F_NODE | MPOL_F_ADDR``."""
 _CALLS: Final = {"x86_64": (237, 239), "aarch64": (235, 236)}
@@ -26,14 +26,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def node_of(properties: Any, sysfs: Path = SYSFS) -> int | None:
-    """The node that a CUDA device is at.
+    """Return the node of a CUDA device.
 
     Args:
-        properties: What ``torch.cuda.get_device_properties`` says.
-        sysfs: Where the kernel tells of its devices.
+        properties: The result of ``torch.cuda.get_device_properties``.
+        sysfs: Directory in which the kernel describes devices.
 
     Returns:
-        Its number; None if the machine has none, or does not tell.
+        Number of the node; None if the machine has none, or does not report it.
     """
     address = pci_address(properties)
     if address is None:
@@ -46,7 +46,7 @@ def node_of(properties: Any, sysfs: Path = SYSFS) -> int | None:
 
 
 def pci_address(properties: Any) -> str | None:
-    """Where a device is on the PCI bus, as ``"0000:3b:00.0"``; None if this torch does not tell."""
+    """Return a device's PCI address, as ``"0000:3b:00.0"``; None if this torch does not report it."""
     parts = [getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
     if None in parts:
         return None
@@ -55,19 +55,19 @@ def pci_address(properties: Any) -> str | None:
 
 
 def prefer(address: int, nbytes: int, node: int) -> str:
-    """Have pages that are not resident yet come from a node, while it has any.
+    """Prefer a node for pages that are not resident yet.
 
     Args:
-        address: Where the memory begins, a multiple of the system's page.
-        nbytes: How long it is.
-        node: Which.
+        address: First address, a multiple of the system's page.
+        nbytes: Length of the memory.
+        node: Number of the node.
 
     Returns:
-        ``""``, or why the system refuses: it has no such node, or the process may not use it.
+        ``""``, or the reason for a refusal: there is no such node, or the process may not use it.
     """
     numbers = _CALLS.get(platform.machine())
     if numbers is None:
-        return f"not known how to ask on {platform.machine()}"
+        return f"not supported on {platform.machine()}"
     words = node // _WORD_BITS + 1
     mask = (ctypes.c_ulong * words)()
     mask[node // _WORD_BITS] = 1 << node % _WORD_BITS
@@ -84,7 +84,7 @@ def prefer(address: int, nbytes: int, node: int) -> str:
 
 
 def node_at(address: int) -> int | None:
-    """The node of a resident page; None if the system does not tell."""
+    """Return the node of a resident page; None if the system does not report it."""
     numbers = _CALLS.get(platform.machine())
     node = ctypes.c_int(-1)
     if numbers is None or _libc.syscall(
@@ -100,7 +100,7 @@ def node_at(address: int) -> int | None:
 
 
 def nodes(sysfs: Path = SYSFS) -> int:
-    """How many nodes have memory; 1 if the kernel does not tell."""
+    """Return the number of nodes with memory; 1 if the kernel does not report it."""
     try:
         text = (sysfs / "devices" / "system" / "node" / "has_memory").read_text()
         return max(1, len(_numbers(text)))
@@ -109,7 +109,7 @@ def nodes(sysfs: Path = SYSFS) -> int:
 
 
 def allowed_nodes(status: Path = Path("/proc/self/status")) -> frozenset[int] | None:
-    """The nodes whose memory this process may use; None if the kernel does not tell."""
+    """Return the nodes whose memory this process may use; None if the kernel does not report them."""
     try:
         lines = status.read_text().splitlines()
         found = next(each for each in lines if each.startswith("Mems_allowed_list:"))
@@ -119,7 +119,7 @@ def allowed_nodes(status: Path = Path("/proc/self/status")) -> frozenset[int] | 
 
 
 def _numbers(text: str) -> frozenset[int]:
-    """Of a list as the kernel writes it: ``"0-3,8"``."""
+    """Parse a list of numbers as the kernel writes it: ``"0-3,8"``."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

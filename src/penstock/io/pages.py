@@ -1,12 +1,12 @@
-"""Pages of memory that somebody else owns: given back to the system, and closed until they are refilled.
+"""Freeing and refilling in place of memory pages that other objects own.
 
-[Note: pages at rest]
-    The memory of a tensor can be given back without the tensor's knowing: its whole pages are dropped
-    where they are, and its addresses stay valid for all that points there. While they are at rest nobody
-    may touch them: a read would find zeros, and a write would be lost. So they are closed to reads and
-    writes, and who touches one all the same ends the process by SIGSEGV, rather than to train on with
-    wrong numbers. Only private memory without a file goes: of shared memory other processes would lose
-    their bytes, and pages of a file come from there again.
+[Note: swapped pages]
+    A tensor's memory can be freed without its knowledge: its whole pages are freed in place, and its
+    addresses stay valid for everything that points to them. While pages are swapped out they must not be
+    touched: a read would find zeros, and a write would be lost. So they are protected against reads and
+    writes, and any access ends the process by SIGSEGV, rather than training on with wrong numbers. Only
+    private memory without a file is freed this way: other processes would lose the bytes of shared
+    memory, and pages of a file would be read from the file again.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Pages(NamedTuple):
-    """Whole pages, one after the other."""
+    """Range of whole pages."""
 
     address: int
     nbytes: int
 
 
 def whole_pages(address: int, nbytes: int) -> Pages:
-    """Those that lie within so many bytes; none of them, of length 0, where that is too short."""
+    """Return the whole pages within a range of bytes; of length 0 if the range is too short."""
     start = round_up(address, PAGE_BYTES)
     return Pages(start, max(0, round_down(address + nbytes, PAGE_BYTES) - start))
 
 
 def huge_pages_within(pages: Pages) -> Pages:
-    """Where huge pages may lie among them: from the first multiple of 2 MiB to the last; may be empty."""
+    """Return the part of the pages between the first and the last multiple of 2 MiB; may be empty."""
     start = round_up(pages.address, HUGE_PAGE_BYTES)
     end = round_down(pages.address + pages.nbytes, HUGE_PAGE_BYTES)
     return Pages(start, end - start) if start < end else Pages(pages.address, 0)
 
 
 def around(inner: Pages, outer: Pages) -> list[Pages]:
-    """What of the outer pages lies before and behind some that are among them."""
+    """Return the parts of the outer pages before and after the inner ones."""
     before = Pages(outer.address, inner.address - outer.address)
     end = inner.address + inner.nbytes
     behind = Pages(end, outer.address + outer.nbytes - end)
@@ -62,10 +62,10 @@ def around(inner: Pages, outer: Pages) -> list[Pages]:
 
 
 class PrivateMemory:
-    """The process's private memory that belongs to no file, as it is now."""
+    """Snapshot of the process's private memory that is not backed by a file."""
 
     def __init__(self) -> None:
-        """Read what the kernel says of this process. Raises TransferError."""
+        """Read the process's mappings from the kernel. Raises TransferError."""
         self._starts: list[int] = []
         self._ends: list[int] = []
         try:
@@ -93,37 +93,39 @@ class PrivateMemory:
             self._ends.append(end)
 
     def holds(self, pages: Pages) -> bool:
-        """Whether all of these pages are such memory."""
+        """Return True if all of these pages are such memory."""
         i = bisect.bisect_right(self._starts, pages.address) - 1
         return i >= 0 and pages.address + pages.nbytes <= self._ends[i]
 
 
-def give_back(pages: Pages) -> None:
-    """Drop the pages' contents, and close them to everybody. See [Note: pages at rest].
+def free_pages(pages: Pages) -> None:
+    """Free the pages and protect them against access. See [Note: swapped pages].
 
     Raises:
-        TransferError: The system refuses, as it does for memory that is locked, and where there would be
-            too many mappings; nothing has changed.
+        TransferError: The system refuses, because the memory is locked or there would be too many
+            mappings; nothing has changed.
     """
-    _call("mprotect", pages, _PROT_NONE)  # first: it may be refused, and what is dropped is lost
+    _call(
+        "mprotect", pages, _PROT_NONE
+    )  # first, because it may be refused, and freed bytes are lost
     try:
         _call("madvise", pages, _MADV_DONTNEED)
     except TransferError:
-        open_again(pages)
+        unprotect(pages)
         raise
 
 
-def close_to_all(pages: Sequence[Pages]) -> None:
-    """Whoever touches them from now on ends the process."""
+def protect(pages: Sequence[Pages]) -> None:
+    """Protect pages against access: from now on it ends the process."""
     for each in pages:
         _call("mprotect", each, _PROT_NONE)
 
 
-def abandon(pages: Iterable[Pages]) -> None:
-    """Close pages whose contents nobody needs, and drop what the system lets go.
+def protect_and_free(pages: Iterable[Pages]) -> None:
+    """Protect pages whose contents are not needed, and free those that the system allows.
 
     Raises:
-        TransferError: Some cannot be closed; all others are.
+        TransferError: Some cannot be protected; all others are.
     """
     refused: TransferError | None = None
     for each in pages:
@@ -136,29 +138,29 @@ def abandon(pages: Iterable[Pages]) -> None:
         raise refused
 
 
-def open_again(pages: Pages) -> None:
-    """Let the pages be written and read again; they are zeros until they are filled."""
+def unprotect(pages: Pages) -> None:
+    """Make pages accessible again; they are zeros until they are filled."""
     _call("mprotect", pages, _PROT_READ_WRITE)
 
 
-def open_to_refill(pages: Pages) -> None:
-    """Open them, and have them come back as huge pages where the system has some.
+def unprotect_for_refill(pages: Pages) -> None:
+    """Make pages accessible, and refill them with huge pages if the system has some.
 
-    To fill, and to give back, pages of 2 MiB takes a part of what as many bytes of 4 KiB take. Only huge
-    pages that lie within these are meant, so no more becomes resident than before.
+    Filling and freeing pages of 2 MiB takes a fraction of the time for as many bytes in 4 KiB pages.
+    Only huge pages within the range are used, so no more memory becomes resident than before.
     """
-    open_again(pages)
+    unprotect(pages)
     if pages.nbytes >= HUGE_PAGE_BYTES:  # a refusal costs speed only
         _libc.madvise(pages.address, pages.nbytes, _MADV_HUGEPAGE)
 
 
 def populate(pages: Pages) -> bool:
-    """Make open pages resident, contents unchanged; False if the system refuses (before Linux 5.14)."""
+    """Make accessible pages resident, contents unchanged; return False if refused (before Linux 5.14)."""
     return int(_libc.madvise(pages.address, pages.nbytes, MADV_POPULATE_WRITE)) == 0
 
 
 def trim_heap() -> None:
-    """Have the C library give back what is free in its heap, where it can."""
+    """Make the C library free unused memory of its heap, if it can."""
     trim = getattr(_libc, "malloc_trim", None)  # glibc's
     if trim is not None:
         trim(0)
@@ -172,7 +174,7 @@ def _call(name: str, pages: Pages, argument: int) -> None:
             path=f"memory at {pages.address:#x}",
             offset_bytes=0,
             nbytes=pages.nbytes,
-            advice="memory that is locked cannot be given back"
+            advice="memory that is locked cannot be freed"
             if name == "madvise"
             else "there may be too many mappings: raise vm.max_map_count",
         )

@@ -1,4 +1,4 @@
-"""Reports to the open session what clients without a tier move to and from flash.
+"""Reporting of flash transfers by clients without a tier to the open session.
 
 See :mod:`penstock.observe.clients`. Files in memory wear no SSD, and are not reported.
 """
@@ -9,21 +9,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 
+from penstock.core.fs import filesystem_of
 from penstock.io.engine import Op, Transfer
-from penstock.io.files import filesystem_of
 from penstock.observe.clients import open_recorder
 from penstock.observe.events import Stage
 from penstock.observe.recorder import Recorder
 
 
 def reported(transfer: Transfer, op: Op, client: str, path: str) -> Transfer:
-    """Report a transfer that has just begun when it is over, unless it fails.
+    """Report a transfer that has just begun once it ends, unless it fails.
 
     Args:
-        transfer: As the engine returned it.
+        transfer: The transfer that the engine returned.
         op: Its direction.
         client: Name of a tier in :mod:`penstock.observe.clients`.
-        path: The file, or the directory of one without a name.
+        path: The file, or the directory of an unlinked one.
 
     Returns:
         The same transfer.

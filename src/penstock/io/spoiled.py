@@ -1,7 +1,7 @@
-"""An engine around an engine that changes what is read: to try what wrong bytes do.
+"""Wrapper of an engine that corrupts what is read, to test the handling of wrong bytes.
 
-A wrapper of the same type, as those of tiers: whoever reads knows nothing of it. What is read is changed
-in memory, after it has come and before anybody who waits for it goes on.
+It has the engine's interface, so clients do not notice it. Bytes are changed in memory after they were
+read and before any waiter continues.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ from collections.abc import Callable
 from penstock.io.engine import Engine, EngineSpec, Request, Transfer
 
 Spoil = Callable[[int, int], None]
-"""``spoil(address, nbytes)`` changes memory; in an engine's thread, one call at a time for each read."""
+"""Function ``spoil(address, nbytes)`` that changes memory; called once per read in an engine's thread."""
 
 
 class SpoiledEngine(Engine):
-    """Does what the engine inside does, then spoils what was read.
+    """Engine that corrupts what its inner engine has read.
 
     Attributes:
-        inner: The engine inside, which belongs to this one.
+        inner: The inner engine, which belongs to this one.
     """
 
     def __init__(self, inner: Engine, spoil: Spoil) -> None:
-        """Wrap ``inner``. An error that ``spoil`` raises is the transfer's."""
+        """Wrap ``inner``. An error that ``spoil`` raises fails the transfer."""
         self.inner = inner
         self._spoil = spoil
 
     @property
     def spec(self) -> EngineSpec:
-        """As the engine inside."""
+        """Properties of the inner engine."""
         return self.inner.spec
 
     def start(self) -> None:
-        """As the engine inside."""
+        """Start the inner engine's thread."""
         self.inner.start()
 
     def submit(self, request: Request) -> Transfer:
-        """Begin a transfer; returns at once. Raises as the engine inside."""
+        """Begin a transfer; returns at once. Raises as the inner engine."""
         inner = self.inner.submit(request)
         if request.op != "read":
             return inner
@@ -51,7 +51,7 @@ class SpoiledEngine(Engine):
             if error is None:
                 try:
                     self._spoil(request.address, request.nbytes)
-                except Exception as raised:  # noqa: BLE001  (whoever waits is told)
+                except Exception as raised:  # noqa: BLE001  (waiters get it)
                     error = raised
             outer.settle(error)
 
@@ -59,5 +59,5 @@ class SpoiledEngine(Engine):
         return outer
 
     def close(self) -> None:
-        """Close the engine inside. Idempotent."""
+        """Close the inner engine. Idempotent."""
         self.inner.close()

@@ -1,10 +1,10 @@
-"""Memory that the system has yet to supply, touched ahead by several threads.
+"""Prefaulting of memory pages by several threads, ahead of the reads that fill them.
 
-[Note: memory takes time]
-    A page that is touched for the first time has to be found and cleared. A virtual machine may have to
-    ask its host for it, at a fraction of what its disk reads in the time: a page that was given back a
-    second ago is gone there already. A direct read asks for its pages one after the other, in the one
-    thread that hands over reads. So several threads ask ahead of it, in the order of the reads.
+[Note: prefaulting]
+    A page that is touched for the first time must be found and cleared. A virtual machine may have to
+    request it from its host, slower than its disk reads: a page that was freed a second ago is already
+    gone there. A direct read faults its pages in one after the other, in the single thread that submits
+    reads. So several threads fault pages in ahead of it, in the order of the reads.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from penstock.core.locks import condition
 from penstock.core.units import MIB
 from penstock.io.pages import Pages, populate
 
-MOST_THREADS: Final = 4
+MAX_THREADS: Final = 4
 _PIECE_BYTES: Final = 16 * MIB
-"""What a thread asks for at once."""
+"""Bytes that a thread faults in at once."""
 
 
 class Supply:
-    """Has pages made resident, their contents unchanged, while somebody reads into the first of them.
+    """Threads that make pages resident, contents unchanged, while the first of them are being filled.
 
-    A hint, as it were: where the system refuses, or no thread is to be had, whoever touches the pages
-    gets them, or the error. The pages must be writable. Leave the ``with`` block to stop and to wait.
+    It is only a hint: if the system refuses, or no thread can be started, the pages become resident, or
+    fail, when they are touched. The pages must be writable. Leave the ``with`` block to stop and wait.
     """
 
     def __init__(self, pages: Sequence[Pages], *, threads: int | None = None) -> None:
-        """Begin.
+        """Start the threads.
 
         Args:
-            pages: In the order in which they are needed.
-            threads: How many ask; as many as there are cores, but at most four, if None.
+            pages: Pages in the order in which they are needed.
+            threads: Number of threads; None: one per core, at most four.
         """
         self._pages = pages
         self._lock = condition()
@@ -43,7 +43,7 @@ class Supply:
         self._pieces = self._in_order()
         self._over = False
         self._threads: list[threading.Thread] = []
-        wanted = min(MOST_THREADS, _cores()) if threads is None else threads
+        wanted = min(MAX_THREADS, _cores()) if threads is None else threads
         try:
             for number in range(min(wanted, sum(self._left))):
                 thread = threading.Thread(
@@ -51,7 +51,7 @@ class Supply:
                 )
                 thread.start()
                 self._threads.append(thread)
-        except RuntimeError:  # none is to be had
+        except RuntimeError:  # no thread can be started
             self._over = not self._threads
 
     def __enter__(self) -> Self:
@@ -61,12 +61,12 @@ class Supply:
         self.close()
 
     def wait_for(self, number: int) -> None:
-        """Until all of these pages were asked for; no longer than anybody asks."""
+        """Wait until all of these pages were faulted in, or the threads have stopped."""
         with self._lock:
             self._lock.wait_for(lambda: self._over or not self._left[number])
 
     def close(self) -> None:
-        """Ask for nothing more, and wait until nobody does. Idempotent."""
+        """Stop the threads and wait for them. Idempotent."""
         with self._lock:
             self._over = True
             self._lock.notify_all()
@@ -92,6 +92,6 @@ class Supply:
 
 
 def _cores() -> int:
-    """Those that this process may use."""
+    """Return the number of cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

@@ -1,9 +1,9 @@
-"""The engine that runs everywhere: threads, each with one blocking ``preadv`` or ``pwritev`` at a time.
+"""Portable engine: threads, each with one blocking ``preadv`` or ``pwritev`` at a time.
 
-With O_DIRECT and pieces of some MiB this moves as many bytes per second as any other way.
-A request is cut into pieces of equal length when it reaches the head of its queue, and every free
-worker takes the next piece of the first request of the highest priority. So one large request uses all
-workers, none of them for a mere rest, and a demand overtakes a running write-behind between two pieces.
+With O_DIRECT and pieces of some MiB this moves as many bytes per second as any other method. A request is
+cut into pieces of equal length when it reaches the head of its queue, and every free worker takes the
+next piece of the first request of the highest priority. So one large request uses all workers evenly,
+and a demand overtakes a running write-behind between two pieces.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from concurrent.futures import CancelledError
 from typing import Final
 
 from penstock.core import knobs
-from penstock.core.errors import ClosedError, ConfigError, TransferError
+from penstock.core.errors import ConfigError, TransferError
 from penstock.core.locks import condition, defer
 from penstock.io.engine import Engine, EngineSpec, File, Request, Transfer
 from penstock.io.files import MAX_GRANULE_BYTES, drop_cache
-from penstock.io.jobs import Job, Piece, Queue, check, cut_short, failure, reached
+from penstock.io.jobs import Job, Piece, Queue, check, failure, resume_point, short_transfer
 
 _PYBUF_WRITE: Final = 0x200
 _BUSY_RETRIES: Final = 1000
@@ -33,13 +33,13 @@ _memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 
 class Syscalls:
-    """How one piece is moved, once. Overridden to inject faults, or to move it in another way.
+    """System calls that move one piece. Overridden to inject faults or to move it another way.
 
-    Methods return how many bytes were moved, raise OSError, and are called by several threads.
+    Methods return the number of bytes moved, raise OSError, and are called by several threads.
     """
 
     def prepare(self, owner: object) -> None:
-        """Before a piece, in the thread that moves it; ``owner`` is what keeps its memory alive."""
+        """Prepare the thread that moves a piece; ``owner`` keeps its memory alive."""
         return
 
     def read(self, file: File, address: int, nbytes: int, offset_bytes: int) -> int:
@@ -51,15 +51,15 @@ class Syscalls:
         return os.pwritev(file.fd, [_memory_view(address, nbytes, _PYBUF_WRITE)], offset_bytes)
 
     def drop(self, file: File, nbytes: int, offset_bytes: int, *, written: bool) -> None:
-        """After a piece of a buffered file: write it out if need be, and let its pages go."""
+        """Drop a moved piece of a buffered file from the page cache, after writing it if necessary."""
         drop_cache(file.fd, offset_bytes, nbytes, written=written)
 
 
 class _Queue(Queue):
-    """Requests by priority, and the workers' way of taking pieces of them.
+    """Requests by priority, of which workers take pieces.
 
     The workers refer to this and not to the engine, so that an engine that was dropped without
-    ``close`` can be collected and stops them.
+    ``close`` can be collected, which stops them.
     """
 
     def __init__(self, piece_bytes: int, syscalls: Syscalls) -> None:
@@ -80,12 +80,12 @@ class _Queue(Queue):
             self._workers += missing
             self._idle -= woken  # here, not when they wake: the next `put` must not count them
             self._wake.notify(woken)
-        # Not under the lock: it waits for the interpreter's own locks, and whoever holds one of
-        # those may be running a finalizer that waits for ours.
+        # Not under the lock: starting a thread waits for locks of the interpreter, and a thread that
+        # holds one of those may be running a finalizer that waits for this lock.
         self._start_threads(missing)
 
     def start(self) -> None:
-        """Have one worker at least. Raises RuntimeError."""
+        """Start one worker if there is none. Raises RuntimeError."""
         with self._wake:
             if self._workers or self._closed:
                 return
@@ -95,11 +95,11 @@ class _Queue(Queue):
             raise RuntimeError("can't start new thread")
 
     def stop(self) -> list[Job]:
-        """Let the workers finish what has begun and end; the jobs that have not begun.
+        """Let the workers finish running pieces and end; return the jobs that have not begun.
 
-        Those are the caller's to settle.
+        The caller must settle those.
         """
-        if os.getpid() != self.pid:
+        if self.guard.in_child:
             return []
         with self._wake:
             self._closed = True
@@ -112,7 +112,7 @@ class _Queue(Queue):
                 thread.join()
 
     def serve(self) -> bool:
-        """Do one piece; False if there will be no more. Its frame holds no job while idle."""
+        """Move one piece; return False if there will be no more. Its frame holds no job while idle."""
         piece = self._take()
         if piece is None:
             return False
@@ -120,7 +120,7 @@ class _Queue(Queue):
         error: BaseException | None
         try:
             error = _move(self._syscalls, piece)
-        except BaseException as unexpected:  # noqa: BLE001  (whoever waits for the transfer gets it)
+        except BaseException as unexpected:  # noqa: BLE001  (waiters of the transfer get it)
             error = unexpected
         with self._wake:
             over = self._line.finish(job, error)
@@ -135,12 +135,12 @@ class _Queue(Queue):
             try:
                 thread.start()
             except RuntimeError as error:
-                self._make_do_without(count - started, error)
+                self._continue_without(count - started, error)
                 return
             self._threads.append(thread)
 
-    def _make_do_without(self, count: int, error: RuntimeError) -> None:
-        """No thread is to be had: fewer workers are slower, not wrong; but none is an error."""
+    def _continue_without(self, count: int, error: RuntimeError) -> None:
+        """Continue with fewer workers after a thread failed to start; having none is an error."""
         with self._wake:
             self._workers -= count
             stranded = [] if self._workers else self._line.take_unbegun()
@@ -153,7 +153,7 @@ class _Queue(Queue):
                 if self._closed:
                     return None
                 self._idle += 1
-                self._wake.wait()  # whoever wakes it lowers `_idle`
+                self._wake.wait()  # the thread that wakes it lowers `_idle`
             return piece
 
 
@@ -177,12 +177,12 @@ class ThreadEngine(Engine):
             threads: Transfers in flight at once; ``knobs.io_threads()`` if None.
             piece_bytes: The longest single transfer, a multiple of 4096; ``knobs.io_piece_bytes()``
                 if None.
-            syscalls: How a piece is moved; the operating system if None.
+            syscalls: Calls that move a piece; those of the operating system if None.
         """
         workers = knobs.io_threads() if threads is None else threads
         piece = knobs.io_piece_bytes() if piece_bytes is None else piece_bytes
         if workers < 1:
-            raise ConfigError(f"an I/O engine of {workers} threads cannot move anything")
+            raise ConfigError(f"an I/O engine cannot have {workers} threads; give it at least 1")
         if piece <= 0 or piece % MAX_GRANULE_BYTES:
             raise ConfigError(
                 f"I/O pieces of {piece} bytes are not a positive multiple of {MAX_GRANULE_BYTES}"
@@ -193,37 +193,34 @@ class ThreadEngine(Engine):
 
     @property
     def spec(self) -> EngineSpec:
-        """What this engine is."""
+        """Properties of this engine."""
         return self._spec
 
     def start(self) -> None:
-        """Have one worker at least."""
+        """Start one worker if there is none."""
         self._queue.start()
 
     def submit(self, request: Request) -> Transfer:
         """Begin a transfer; returns at once. Raises as :meth:`Engine.submit`."""
-        if os.getpid() != self._queue.pid:
-            raise ClosedError(
-                f"this I/O engine belongs to process {self._queue.pid}; a forked child must make"
-                " its own"
-            )
+        if self._queue.guard.in_child:
+            raise self._queue.guard.error("this I/O engine", "make one here")
         check(request)
         job = Job(
             request,
             self._spec.piece_bytes,
-            withdraw=self._queue.withdraw,
+            cancel=self._queue.cancel,
             promote=self._queue.promote,
         )
         self._queue.put(job, self._spec.workers)
         return job.transfer
 
     def close(self) -> None:
-        """Cancel what has not started, wait for what has, stop the workers.
+        """Cancel transfers that have not started, wait for the others, stop the workers.
 
         Idempotent; harmless in a forked child.
         """
         _cancel_unbegun(self._queue)
-        if os.getpid() == self._queue.pid:
+        if not self._queue.guard.in_child:
             self._queue.join()
 
 
@@ -233,7 +230,7 @@ def _work(queue: _Queue) -> None:
 
 
 def _abandon(queue: _Queue) -> None:
-    """An engine was dropped without ``close``."""
+    """Stop the workers of an engine that was dropped without ``close``."""
     defer(lambda: _cancel_unbegun(queue))
 
 
@@ -243,7 +240,7 @@ def _cancel_unbegun(queue: _Queue) -> None:
 
 
 def _move(syscalls: Syscalls, piece: Piece) -> TransferError | None:
-    """Move one piece, whole; the error if that fails. Never returns early without one."""
+    """Move one whole piece and return None, or the error."""
     job, start, nbytes = piece
     syscalls.prepare(job.keep_alive)
     call = syscalls.read if job.op == "read" else syscalls.write
@@ -263,24 +260,24 @@ def _move(syscalls: Syscalls, piece: Piece) -> TransferError | None:
             continue
         except OSError as error:
             return failure(piece, moved, error)
-        # A direct transfer can only go on from a granule: what was moved past one is moved again.
-        # If that gives no more, the file ends inside a granule.
+        # A direct transfer can only continue at a granule: bytes moved past one are moved again.
+        # If that moves no more, the file ends inside a granule.
         if moved + count >= piece.least_bytes:
             break
-        before, moved = moved, reached(job.file, moved + count, nbytes)
+        before, moved = moved, resume_point(job.file, moved + count, nbytes)
         stuck = stuck + 1 if moved == before else 0
         if count == 0 or stuck > 1:
-            return cut_short(piece, moved + count)
-    return _let_go(syscalls, piece)
+            return short_transfer(piece, moved + count)
+    return _drop_cache(syscalls, piece)
 
 
-def _let_go(syscalls: Syscalls, piece: Piece) -> TransferError | None:
+def _drop_cache(syscalls: Syscalls, piece: Piece) -> TransferError | None:
     job = piece.job
     if job.file.direct:
         return None
     offset = job.offset_bytes + piece.start
     try:
         syscalls.drop(job.file, piece.nbytes, offset, written=job.op == "write")
-    except OSError as error:  # of writing out: the data are not on the device
+    except OSError as error:  # writing failed: the data are not on the device
         return failure(piece, 0, error)
     return None

@@ -1,11 +1,11 @@
-"""What goes where and when, decided beforehand: pure functions from a profile to a frozen plan.
+"""Planning: pure functions from a profile to a frozen plan of which slots to keep, offload or recompute.
 
 1. The runtime records one step as a :class:`Profile`.
 2. A policy (:mod:`penstock.plan.policies`) turns it, a :class:`Machine` and :class:`Budgets` into a
    :class:`Plan`.
 3. The runtime looks every saved slot up in the plan (:meth:`Plan.lookup`).
 
-Nothing here imports torch or moves a byte: planning for a machine one does not have takes
+Nothing here imports torch or moves a byte, so planning for a machine that is not at hand takes
 milliseconds.
 """
 

@@ -1,15 +1,15 @@
-"""The addresses that a step's slots would need, where blocks stay where they were placed.
+"""Address space that a step's slots need where blocks are never moved, fragmentation included.
 
-Bytes that are free may be of no use if no gap of them is long enough. So what a device must have is not
-the most bytes alive at once, but the end of the highest block. Two placements are simulated over the
+Free bytes are useless if no gap is long enough. So a device must have memory up to the end of the highest
+block, which may be more than the most bytes alive at once. Two placements are simulated over the
 residences of a replayed step:
 
 * *first fit*: the lowest gap that is long enough, gaps that touch being one;
-* *two-ended* (the memory manager of FlashNeuron, FAST 2021): what is kept from one end of the space, what
-  comes and goes from the other, each first fit, so that what is short-lived leaves no holes between what
-  stays. The space needed is what both ends take together, at the worst moment.
+* *two-ended* (the memory manager of FlashNeuron, FAST 2021): kept slots from one end of the space, all
+  others from the other end, each first fit, so that short-lived blocks leave no holes between those that
+  stay. The space needed is the largest sum of both ends.
 
-Only slots are placed: what is fixed lies outside, and what is transient comes from a pool of its own.
+Only slots are placed: fixed bytes lie outside, and transient ones come from a pool of their own.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from penstock.core.units import round_up
 from penstock.plan.replay.result import Residence
 
 GRANULE_BYTES: Final = 512
-"""Blocks begin at, and take, multiples of this, as those of CUDA's allocators do."""
+"""Alignment and size granule of blocks, as in CUDA's allocators."""
 
 
 @dataclass(frozen=True, slots=True)
 class AddressUse:
-    """What one way of placing blocks needs."""
+    """Memory that one way of placing blocks needs."""
 
     peak_address: int
-    """Bytes of address space that are enough."""
+    """Bytes of address space needed."""
     peak_live_bytes: int
-    """The most bytes alive at once, each block in whole granules."""
+    """Largest number of bytes alive at once, each block in whole granules."""
 
     @property
     def fragmentation(self) -> float:
-        """Address space per byte alive, at the worst of each; 1 is none."""
+        """Peak address divided by peak live bytes; 1 means no fragmentation."""
         return self.peak_address / self.peak_live_bytes if self.peak_live_bytes else 1.0
 
 
 class Space:
-    """An address space without end: blocks are placed first fit, and freed gaps that touch are one."""
+    """Unbounded address space: blocks are placed first fit, and adjacent free gaps are merged."""
 
     def __init__(self) -> None:
         self._gaps: list[tuple[int, int]] = []  # (start, end), by address, below ``top``
         self.top = 0
-        """Where the highest block ends; 0 if there is none."""
+        """End of the highest block; 0 if there is none."""
 
     def allocate(self, nbytes: int) -> int:
-        """Place a block in the lowest gap that is long enough; its address."""
+        """Place a block in the lowest gap that is long enough and return its address."""
         for place, (start, end) in enumerate(self._gaps):
             if end - start >= nbytes:
                 if end - start == nbytes:
@@ -77,12 +77,12 @@ class Space:
 
 
 def first_fit(residences: Iterable[Residence]) -> AddressUse:
-    """All blocks from one end."""
+    """Place all blocks from one end."""
     return _simulate(residences, two_ended=False)
 
 
 def two_ended(residences: Iterable[Residence]) -> AddressUse:
-    """What is kept from one end, what comes and goes from the other."""
+    """Place kept slots from one end and all others from the other."""
     return _simulate(residences, two_ended=True)
 
 
@@ -90,10 +90,10 @@ def _simulate(residences: Iterable[Residence], *, two_ended: bool) -> AddressUse
     ends = (Space(), Space())
     live = most_live = most_address = 0
     placed: dict[int, int] = {}
-    for _, comes, index, one in _events(residences):
+    for _, begins, index, one in _events(residences):
         space = ends[two_ended and not one.kept]
         nbytes = round_up(one.nbytes, GRANULE_BYTES)
-        if comes:
+        if begins:
             placed[index] = space.allocate(nbytes)
             live += nbytes
         else:
@@ -105,7 +105,7 @@ def _simulate(residences: Iterable[Residence], *, two_ended: bool) -> AddressUse
 
 
 def _events(residences: Iterable[Residence]) -> list[tuple[int, bool, int, Residence]]:
-    """(when, whether it comes, which, the residence) in order; who leaves goes before who comes."""
+    """List (time, begins, index, residence) in order; of one time, ends come before begins."""
     found = []
     for index, one in enumerate(residences):
         if one.end_ns > one.start_ns:

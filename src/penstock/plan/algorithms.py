@@ -1,28 +1,30 @@
-"""How long convolutions take, and what they need beside, by the algorithm that computes them.
+"""Time and workspace of convolutions, by the algorithm that computes them.
 
 cuDNN has a family of algorithms for a convolution, and takes the fastest whose workspace fits a limit;
-vDNN (MICRO 2016, sections 3.4 and 4.3) makes a plan of that. What each takes is modelled here, for any
-geometry, from the work and the bytes that it moves: a phase takes the longer of its arithmetic and its
-memory traffic (:class:`Compute`), and an algorithm the sum of its phases. Nothing is fitted to a network.
+vDNN (MICRO 2016, sections 3.4 and 4.3) plans that choice. The cost of each algorithm is modelled here,
+for any geometry, from its work and the bytes that it moves: a phase takes the longer of its arithmetic
+and its memory traffic (:class:`Compute`), and an algorithm the sum of its phases. Nothing is fitted to a
+network.
 
 Implicit GEMM (Chetlur et al., "cuDNN", 2014, section 3)
     A matrix product whose left side is gathered from the map on the fly. No workspace. Beside the product
-    the cores work out where each gathered element lies: ``INDEXING_OPERATIONS`` for each, which is then
-    used for a whole tile of ``TILE_COLUMNS``.
+    the cores compute the address of each gathered element with ``INDEXING_OPERATIONS``, and use it for a
+    whole tile of ``TILE_COLUMNS``.
 GEMM with precomputed indices (cuDNN's IMPLICIT_PRECOMP_GEMM)
-    The same without that. Its workspace is an offset for each element of a filter and of an output map.
-    (cuDNN's GEMM writes out what the product reads: more bytes and more time than this. It is left out.)
+    The same without computing addresses. Its workspace is an offset for each element of a filter and of
+    an output map. (cuDNN's GEMM materializes the product's input, which takes more bytes and more time
+    than this. It is left out.)
 FFT (Mathieu et al. 2013; Vasilache et al. 2014, section 2 and its table of steps)
     Maps and filters are transformed, transposed, multiplied point by point as complex matrices, and the
     products transposed and transformed back. A real transform of n points is 2.5 n log2 n operations; of
     a plane it is two passes over memory, in tiles small enough for on-chip memory one. The spectra of
-    input, filters and output are its workspace: cuDNN's need for the second convolution of AlexNet, as
-    Oyama et al. (2018) tell it, recalled, is that to within 1 %. Stride 1, 32 bits; maps of up to 256
+    input, filters and output are its workspace: within 1 % of cuDNN's need for the second convolution of
+    AlexNet as Oyama et al. (2018) give it (quoted from memory). Stride 1, 32 bits; maps of up to 256
     points a side, padded to a power of two.
 Tiled FFT (cuDNN 4 and later; for the gradient of filters 6 and later)
     The same over tiles of 32 by 32, with the spectra of the filters and of one tile of every image at a
-    time. cuDNN's manual says that it needs less than FFT for large maps, as it would not if it held all
-    tiles; a tile of every image makes the matrices wide enough. For a map of one tile the sizes are
+    time. cuDNN's manual says that it needs less than FFT for large maps, which rules out holding all
+    tiles; one tile of every image makes the matrices wide enough. For a map of one tile the sizes are
     those that NVIDIA's sample ``mnistCUDNN`` prints.
 Winograd (Lavin and Gray 2016; cuDNN 5 and later; for the gradient of filters 6 and later)
     F(4x4, 3x3), not fused: tiles of 6 by 6 are transformed, multiplied point by point and transformed
@@ -50,62 +52,62 @@ from typing import Final
 
 from penstock.plan.machine import Compute
 from penstock.plan.operators import Convolution, Operator
-from penstock.plan.tiles import TILE_COLUMNS, filled
+from penstock.plan.tiles import TILE_COLUMNS, utilization
 
 INDEXING_OPERATIONS: Final = 16
-"""Two divisions by multiplication, the products and sums of an address, and the check of the border."""
+"""Operations to compute one address: two divisions by multiplication, products and sums, border check."""
 INDEXING_SHARE: Final = TILE_COLUMNS / (TILE_COLUMNS + INDEXING_OPERATIONS)
-"""Speed of implicit GEMM in that of a plain matrix product."""
-MOST_PARTS: Final = 64
-"""Into how many parts a batch is cut at the most; halves of halves."""
+"""Speed of implicit GEMM relative to a plain matrix product."""
+MAX_PARTS: Final = 64
+"""Largest number of parts that a batch is cut into; a power of two."""
 _INDEX_BYTES: Final = 4
 _FFT_MOST: Final = 256
 _TILE: Final = 32
 _MOVES_IN_PASSES: Final = 5
-"""How often a spectrum is written or read beside the product: by two passes and a transposition."""
+"""Number of times a spectrum is written or read outside the product: two passes and a transposition."""
 _MOVES_ON_CHIP: Final = 3
-"""By one pass and a transposition."""
+"""Number of these moves for transforms that fit on-chip memory: one pass and a transposition."""
 _WINOGRAD_TILE: Final = 6
 _WINOGRAD_MOVES: Final = 1
-"""The transform writes in the order that the product reads."""
+"""Number of these moves for Winograd: the transform writes in the order in which the product reads."""
 _WINOGRAD_TRANSFORM_OPERATIONS: Final = 12 * 12
-"""Of a tile: twelve transforms of one dimension, of twelve operations (Lavin and Gray, section 4.3)."""
+"""Operations per tile: twelve one-dimensional transforms of twelve (Lavin and Gray, section 4.3)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """How one convolution operator is computed."""
+    """Algorithm, time and workspace of one convolution operator."""
 
     name: str
     took_ns: int
-    """All parts together."""
+    """Time of all parts together."""
     workspace_bytes: int
     parts: int = 1
-    """Of the batch, one after the other."""
+    """Number of parts of the batch that are computed one after the other."""
 
 
 def lean_algorithm(operator: Operator, compute: Compute) -> Algorithm:
-    """The memory-optimal algorithm. The operator must be a convolution."""
+    """Return the algorithm without workspace. The operator must be a convolution."""
     return _together(_lean(one, compute) for one in _passes(operator))
 
 
 def fastest(
-    operator: Operator, compute: Compute, limit_bytes: int | None = None, most_parts: int = 1
+    operator: Operator, compute: Compute, limit_bytes: int | None = None, max_parts: int = 1
 ) -> Algorithm:
-    """The fastest algorithm whose workspace fits; of equals that of the least workspace.
+    """Return the fastest algorithm whose workspace fits; of equally fast ones that with the smallest.
 
     Args:
         operator: A convolution, or its backward.
-        compute: What it runs on.
-        limit_bytes: For the workspace; None: there is none, which makes it the performance-optimal one.
-        most_parts: Into how many parts the batch may be cut.
+        compute: The device that it runs on.
+        limit_bytes: Limit of the workspace; None: no limit.
+        max_parts: Number of parts that the batch may be cut into.
     """
     best: Algorithm | None = None
     parts = 1
-    while parts <= min(most_parts, _geometry(operator).batch):
+    while parts <= min(max_parts, _geometry(operator).batch):
         found = (_first_that_fits(one, compute, limit_bytes) for one in _passes(operator, parts))
         whole = _together(found, parts)
-        if best is None or whole.took_ns + parts < best.took_ns:  # by more than is rounded
+        if best is None or whole.took_ns + parts < best.took_ns:  # by more than rounding
             best = whole
         parts *= 2
     assert best is not None
@@ -113,19 +115,19 @@ def fastest(
 
 
 def least_for_time(operator: Operator, compute: Compute, more: float) -> Algorithm:
-    """The least workspace that takes at most ``1 + more`` times as long as the fastest; in parts."""
+    """Return the algorithm with the least workspace that takes at most ``1 + more`` times the fastest."""
     found = better = fastest(operator, compute)
     most_ns = found.took_ns * (1 + more)
     while better.took_ns <= most_ns:
         found = better
         if not found.workspace_bytes:
             break
-        better = fastest(operator, compute, found.workspace_bytes - 1, MOST_PARTS)
+        better = fastest(operator, compute, found.workspace_bytes - 1, MAX_PARTS)
     return found
 
 
 class _Kind(enum.Enum):
-    """What a pass computes."""
+    """Result that a pass computes."""
 
     OUTPUT = enum.auto()
     INPUT_GRADIENT = enum.auto()
@@ -134,7 +136,7 @@ class _Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """One convolution."""
+    """One convolution: a pass over the geometry of the forward."""
 
     shape: Convolution
     kind: _Kind
@@ -144,7 +146,7 @@ class _Pass:
 
 
 def _passes(operator: Operator, parts: int = 1) -> Iterator[_Pass]:
-    """What the operator computes, for the largest part of the batch."""
+    """Yield the passes of the operator, for the largest part of the batch."""
     shape = _geometry(operator)
     kinds = [_Kind.OUTPUT]
     if operator.backward:
@@ -166,7 +168,7 @@ def _passes(operator: Operator, parts: int = 1) -> Iterator[_Pass]:
 
 
 def _together(found: Iterable[Algorithm], parts: int = 1) -> Algorithm:
-    """One pass after the other, part by part."""
+    """Combine the algorithms of consecutive passes, part by part, into one."""
     each = list(found)
     return Algorithm(
         " and ".join(dict.fromkeys(one.name for one in each)),
@@ -214,7 +216,7 @@ def _lean(one: _Pass, compute: Compute) -> Algorithm:
 
 
 def _tiles(shape: Convolution, side: int) -> int:
-    """How many overlapping tiles of this side a map needs."""
+    """Return the number of overlapping tiles of this side that cover a map."""
     spans = zip(shape.output_size, shape.kernel_size, strict=True)
     return math.prod(math.ceil(out / (side - k + 1)) for out, k in spans)
 
@@ -229,34 +231,34 @@ def _gemm_ns(one: _Pass, compute: Compute, share: float) -> int:
 def _gemm_filled(one: _Pass, compute: Compute) -> float:
     shape = one.shape
     if one.kind is _Kind.FILTER_GRADIENT or shape.groups == shape.channels_in > 1:
-        return 1.0  # the latter is no product at all
+        return 1.0  # a depthwise convolution is no matrix product
     if one.kind is _Kind.OUTPUT:
         size, channels = shape.output_size, shape.channels_out
     else:
         size, channels = shape.input_size, shape.channels_in
     rows = shape.batch * math.prod(size)
-    return filled(compute, rows, channels // shape.groups, shape.groups)
+    return utilization(compute, rows, channels // shape.groups, shape.groups)
 
 
 @dataclass(frozen=True, slots=True)
 class _Transform:
-    """From a tile of a map to what is multiplied point by point, and back."""
+    """Transform from a tile of a map to points that are multiplied one by one, and back."""
 
     name: str
     tiles: int
-    """Of one map."""
+    """Tiles of one map."""
     held: int
-    """Tiles of one map that are there at once."""
+    """Tiles of one map that are in memory at once."""
     tile_bytes: int
-    """Of one transformed tile."""
+    """Size of one transformed tile."""
     operations: float
-    """To transform one tile."""
+    """Floating-point operations to transform one tile."""
     points: int
-    """Of one transformed tile: so many products of matrices."""
+    """Points of one transformed tile, each of which takes one matrix product."""
     point_operations: int
-    """To multiply two points, and add it up."""
+    """Floating-point operations to multiply two points and accumulate."""
     moves: int
-    """How often a transformed tile is written or read beside the product."""
+    """Number of times a transformed tile is written or read outside the product."""
 
 
 def _fft(sides: list[int], *, tiles: int) -> _Transform:
@@ -301,7 +303,7 @@ def _transformed(one: _Pass, compute: Compute, into: _Transform) -> Algorithm:
     )
     busy = 1.0
     if one.kind is not _Kind.FILTER_GRADIENT:
-        busy = filled(compute, images, shape.channels_out, into.points)
+        busy = utilization(compute, images, shape.channels_out, into.points)
     product_flops = float(into.point_operations * into.points * images * filters)
     product_s = _phase_s(compute, flops=product_flops / busy, nbytes=transformed_bytes)
     return Algorithm(
@@ -322,7 +324,7 @@ def _direct_flops(shape: Convolution) -> float:
 
 
 def _padded(output: int, kernel: int) -> int:
-    """The power of two that a side with its padding fits in."""
+    """Return the power of two that a side with its padding fits in."""
     return int(2 ** math.ceil(math.log2(output + kernel - 1)))
 
 

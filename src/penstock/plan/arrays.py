@@ -1,4 +1,4 @@
-"""The steps of a profile as arrays: what is counted over all of them is counted at once."""
+"""Events of a profile as NumPy arrays, so that sums over all of them are vectorized."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepArrays:
-    """By step, but where it says by slot. None of them may be written to."""
+    """Read-only arrays with one entry per event of the profile, or per slot where the field says so."""
 
     at_ns: Integers
-    """When it is."""
+    """Time of the event."""
     slot: Integers
-    """Which slot something happens to."""
+    """Index of the event's slot."""
     save: Flags
     use: Flags
     free: Flags
     nbytes: Integers
-    """Of the slot."""
+    """Size of the event's slot."""
     needed: Flags
-    """Whether backward asks for the slot."""
+    """True where backward asks for the event's slot."""
     sizes: Integers
-    """By slot, its bytes."""
+    """Size per slot."""
     small: Integers
-    """What is alive beside the slot then, below the floor."""
+    """Bytes below the floor that are alive at the event."""
     small_at_save: Integers
-    """By slot, the same at its save."""
+    """Bytes below the floor that are alive at the save, per slot."""
     use_place: Integers
-    """By slot, the step that uses it; after all steps, where none does."""
+    """Index of the event that uses the slot, per slot; the number of events where none does."""
     free_place: Integers
-    """By slot, the step that frees it."""
+    """Index of the event that frees the slot, per slot."""
 
     @property
     def count(self) -> int:
-        """How many steps there are."""
+        """Number of events."""
         return len(self.slot)
 
     def most_alive_bytes(self, least: int) -> int:
-        """The most that is alive at once if nothing is moved, or ``least`` if that is more."""
+        """Return the largest number of bytes alive at once if nothing is moved, at least ``least``."""
         alive = np.cumsum(self.nbytes * self.save - self.nbytes * self.free)
         beside = alive + self.small
         return int(np.max(beside, initial=least, where=~self.free))
@@ -57,14 +57,14 @@ def step_arrays(
     small_at_save: Sequence[int],
     small_at_need: Sequence[int],
 ) -> StepArrays:
-    """From what happens.
+    """Convert a profile's events to arrays.
 
     Args:
-        steps: (when in ns, 0 for a save, 1 for a use, 2 for a free, slot), in order.
-        sizes: By slot, its bytes.
-        needed: By slot, whether backward asks for it.
-        small_at_save: By slot, what is alive beside it below the floor when it is saved.
-        small_at_need: By slot, the same when it is used.
+        steps: (time in ns; 0 for a save, 1 for a use, 2 for a free; slot), in order.
+        sizes: Bytes per slot.
+        needed: Per slot, true if backward asks for it.
+        small_at_save: Per slot, the bytes below the floor that are alive when it is saved.
+        small_at_need: Per slot, the bytes below the floor that are alive when it is used.
     """
     at_ns, event, slot = np.array(steps, np.int64).reshape(-1, 3).T.copy()
     of_slot, asked = np.array(sizes, np.int64), np.array(needed, np.bool_)

@@ -1,4 +1,4 @@
-"""From what a policy chose to a plan: codecs, the order of need, the read window, reasons and notes."""
+"""Assembly of a plan from a policy's choice: codecs, order of need, read window, reasons and notes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def assemble(
 
     Args:
         policy: The policy's name.
-        case: What it chose from; the choice's ``lean`` may be another than its.
-        choice: What becomes of each group.
-        why_kept: The reason that is written beside a group that stays.
-        notes: Put before those that are made here.
+        case: The planning problem; the choice's ``lean`` may differ from the problem's.
+        choice: The decision for each group.
+        why_kept: Returns the reason for keeping a group.
+        notes: Notes that precede those made here.
     """
-    case = case.leaning(choice.lean)
+    case = case.with_limits(choice.lean)
     samples = samples_of(case, choice)
     modules = {path: case.recomputing.modules[path] for path in choice.recomputed}
     makers = {g: module for module in modules.values() for g in module.groups}
@@ -52,10 +52,10 @@ def assemble(
         policy=policy,
         notes=(
             *notes,
-            *explain.shortages(case, mask, segments, need),
-            *explain.crowded(case, choice.tiers, samples),
-            *explain.advice(case),
-            *explain.waits(
+            *explain.notes_on_budget(case, mask, segments, need),
+            *explain.notes_on_compression(case, choice.tiers, samples),
+            *explain.notes_on_workspaces(case),
+            *explain.notes_on_waits(
                 case.profile,
                 case.machine,
                 mask_of(case.profile, on_flash),
@@ -66,14 +66,14 @@ def assemble(
 
 
 def draft(case: Case, choice: Choice) -> Plan:
-    """The same plan without reasons and notes: quickly made, to be replayed."""
-    case = case.leaning(choice.lean)
+    """Make the choice's plan without reasons and notes: quickly, to be replayed."""
+    case = case.with_limits(choice.lean)
     samples = samples_of(case, choice)
     return _plan(case, choice, samples, [""] * len(case.groups))
 
 
 def mask_of(profile: Profile, chosen: Iterable[Group]) -> Mask:
-    """The mask of the profile's slots with those in ``chosen`` offloaded."""
+    """Return the mask of the profile's slots with those in ``chosen`` offloaded."""
     mask = bytearray(len(profile.slots))
     for group in chosen:
         for i in group.indices:
@@ -128,7 +128,7 @@ def _decisions(
 
 
 def samples_of(case: Case, choice: Choice) -> Mapping[int, CodecSample]:
-    """How groups are encoded, by group."""
+    """Return the codec sample by which each group is encoded, by group index."""
     if choice.samples is not None:
         return packed(case.groups, choice.tiers, choice.samples, case.budgets)
     known = case.encodings.get(choice.tiers)
@@ -147,7 +147,7 @@ def _by_slot(case: Case, samples: Mapping[int, CodecSample]) -> SlotCodecs:
 
 
 def _need_order(case: Case, segments: tuple[Segment, ...]) -> tuple[SlotKey, ...]:
-    """The order of need, with the inputs of modules that are run again when those begin."""
+    """Return the order of need, with the inputs of a recomputed module before the slots that it makes."""
     if not segments:
         return case.need_order
     segment_of = {i: one for one in segments for i in one.slots}

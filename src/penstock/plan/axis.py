@@ -1,4 +1,4 @@
-"""From moments of one axis of time to those of another, on which operators take other times."""
+"""Map from one time axis to another on which operators take other times."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from itertools import chain
 
 
 class Axis:
-    """What lies between operators keeps its length; a moment within one, its share of the operator."""
+    """Piecewise linear map of times: gaps keep their length, times in operators their fraction of it."""
 
     def __init__(self, spans: Iterable[tuple[int, int, int, int]]) -> None:
-        """From each operator's start and end as they were, and as they are now; in order, in ns.
+        """Take each operator's old start and end and new start and end, in order, in ns.
 
-        No two overlap, the first starts when it did, and what lies between two is as long as it was.
+        No two overlap, the first starts when it did, and the gaps between them are as long as they were.
         """
         starts, ends, new_starts, new_ends = zip(*spans, strict=True)
         self._old: list[int] = list(chain.from_iterable(zip(starts, ends, strict=True)))
         self._new: list[int] = list(chain.from_iterable(zip(new_starts, new_ends, strict=True)))
 
     def __call__(self, at_ns: int) -> int:
-        """Where a moment of the old axis lies on the new one."""
+        """Return the time on the new axis of a time on the old one."""
         place = bisect_left(self._old, at_ns)
         if place == len(self._old):
             return self._new[-1] + at_ns - self._old[-1]

@@ -1,7 +1,7 @@
-"""What a network needs and takes without any plan: the two ends that plans are measured against.
+"""Memory and time of a network without a plan: the two baselines that plans are measured against.
 
 vDNN (MICRO 2016) compares with a *static baseline*, which allocates everything that a step ever needs
-at once and for the whole step, and with an *oracle*, a device with memory enough (section 5).
+at once and for the whole step, and with an *oracle*, a device with enough memory (section 5).
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from penstock.plan.profile import Profile
 
 
 def static_bytes(profile: Profile, machine: Machine) -> int:
-    """Device memory of a network-wide static allocation, with the fastest convolutions.
+    """Return the device memory of a network-wide static allocation, with the fastest convolutions.
 
-    Every saved storage has its own place for the whole step; gradients and outputs that nobody saves
-    share one, as large as the most that is there at once; workspaces share another, as large as the
-    largest.
+    Every saved storage has its own place for the whole step. Gradients and outputs that are not saved
+    share one place, as large as their peak; workspaces share another, as large as the largest.
 
     Args:
-        profile: Of a whole device; else what its budget counts is meant.
+        profile: A profile of a whole device; of any other, only the bytes that its budget counts.
         machine: Chooses the convolutions' algorithms.
     """
     fast = with_algorithms(profile, machine, ())
@@ -31,7 +30,7 @@ def static_bytes(profile: Profile, machine: Machine) -> int:
 
 
 def workspace_bytes(profile: Profile, machine: Machine) -> int:
-    """The largest workspace of the fastest convolutions."""
+    """Return the largest workspace of the fastest convolutions."""
     if machine.compute is None:
         return 0
     found = (fastest(one, machine.compute) for one in profile.operators if one.convolution)
@@ -39,7 +38,7 @@ def workspace_bytes(profile: Profile, machine: Machine) -> int:
 
 
 def oracle_ns(profile: Profile, machine: Machine) -> int:
-    """The step time with memory without end: the fastest convolutions, and nothing is waited for."""
+    """Return the step time with unlimited memory: the fastest convolutions and no waits."""
     fast = with_algorithms(profile, machine, ())
     begins = [one.start_ns for one in fast.passes] + [one.start_ns for one in fast.operators]
     ends = [one.end_ns for one in fast.passes] + [one.end_ns for one in fast.operators]

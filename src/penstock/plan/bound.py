@@ -1,13 +1,13 @@
-"""How short a step can be at best: of a choice, and of any plan there is.
+"""Lower bound on the step time of any plan.
 
-[Note: what bounds a step]
-    Look at one moment. What would be on the device then, if everything stayed, and does not fit, is
-    away: written before, or dropped. What was written had to pass the channels between its save and that
-    moment, and has to pass them again before backward's last need; what was dropped must be computed
-    again in between. Waits before the moment, and waits and computing again after it, are apart, so they
-    add up. Nothing else is looked at: latencies, the order of needs, what a module needs beside it
-    while it is run again. So no plan is better than the bound, and few reach it. Of several passes
-    nothing is said: their moments are not apart.
+[Note: lower bound of a step]
+    Consider one moment. Of the bytes that would be on the device then if everything stayed, those that
+    do not fit have been written or dropped. Written bytes had to pass the channels between their save and
+    that moment, and must pass them again before backward's last need; dropped bytes must be recomputed in
+    between. Waits before the moment, and waits and recomputation after it, do not overlap, so they add
+    up. Everything else is ignored: latencies, the order of needs, the memory that a module takes while it
+    is recomputed. So no plan is better than the bound, and few reach it. A step of several passes has no
+    bound: their moments may overlap.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _NEVER_NS: Final = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """How fast bytes pass to both tiers, or back, in bytes per second."""
+    """Bandwidths to both tiers, or from both, in bytes per second."""
 
     host: float
     flash: float
     over_link: bool
-    """Whether what goes to flash passes the host's link as well."""
+    """True if bytes to flash pass the host's link as well."""
 
     def took_ns(self, nbytes: float, host_bytes: float, flash_bytes: float) -> float:
-        """The least time for so much, of which each tier takes no more than it has room for."""
+        """Return the least time in ns to move ``nbytes``, with at most so many of them per tier."""
         if nbytes <= 0:
             return 0.0
         if nbytes > host_bytes + flash_bytes:
@@ -49,7 +49,7 @@ class Rates:
 
 
 def rates(machine: Machine) -> tuple[Rates, Rates]:
-    """Outwards, and back."""
+    """Return the rates of writing and of reading."""
     return (
         Rates(
             machine.host_write_bytes_per_s, machine.flash_write_bytes_per_s, machine.flash_over_link
@@ -60,46 +60,46 @@ def rates(machine: Machine) -> tuple[Rates, Rates]:
     )
 
 
-def least_step_ns(profile: Profile, machine: Machine, budgets: Budgets) -> int:
-    """No plan that keeps these budgets makes a shorter step, on paper.
+def min_step_ns(profile: Profile, machine: Machine, budgets: Budgets) -> int:
+    """Return a step time that no plan within these budgets can beat in a replay.
 
     Args:
-        profile: What the step saves and computes.
-        machine: What it runs on.
-        budgets: What a plan may use.
+        profile: The step.
+        machine: The machine that it runs on.
+        budgets: The memory that a plan may use.
     """
     ideal_ns = oracle_ns(profile, machine)
     case = Case(profile, machine, budgets)
-    moment = fullest(case) if len(profile.passes) == 1 else None
+    moment = peak_moment(case) if len(profile.passes) == 1 else None
     if moment is None:
         return ideal_ns
-    slack_ns = 2 * len(profile.slots)  # of times that a replay rounds
+    slack_ns = 2 * len(profile.slots)  # a replay rounds times
     return max(ideal_ns, int(ideal_ns + moment.least_ns(case) - slack_ns))
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """When most would be on the device, if everything stayed."""
+    """The time at which most bytes would be on the device if everything stayed."""
 
-    there: frozenset[int]
-    """The slots that then would be."""
+    resident: frozenset[int]
+    """Slots that would be on the device then."""
     over_bytes: int
-    """By how much that is more than the budget."""
+    """Bytes by which they exceed the budget."""
     before_ns: int
-    """Since the first of it was saved."""
+    """Time since the first of them was saved."""
     after_ns: int
-    """Until the last of it is needed."""
+    """Time until the last of them is needed."""
     unread_bytes: int
-    """Of what is there, that nothing reads back: it is never needed, or held elsewhere."""
+    """Bytes of them that are never read back: they are not needed again, or are held elsewhere."""
     again: tuple[tuple[float, int], ...]
-    """(ns for each byte, bytes) of what can be computed again, the cheapest first."""
+    """(ns per byte, bytes) of those that can be recomputed, cheapest first."""
     ratio: float
-    """What a byte becomes at best on its way to a tier."""
+    """Best compression ratio of any codec; at most 1."""
 
     def least_ns(self, case: Case) -> float:
-        """The least that waiting and computing again take together, over all shares of the two."""
+        """Return the least time of waits and recomputation, over all splits between the two."""
         low, high = 0, min(self.over_bytes, sum(nbytes for _, nbytes in self.again))
-        while high - low > 2:  # what it takes is convex in what is computed again
+        while high - low > 2:  # the time is convex in the recomputed bytes
             third = (high - low) // 3
             if self._took_ns(low + third, case) <= self._took_ns(high - third, case):
                 high -= third
@@ -112,25 +112,25 @@ class Moment:
         return self.took_ns(again_bytes, _cost_ns(self.again, again_bytes), case)
 
     def took_ns(self, again_bytes: int, again_ns: float, case: Case) -> float:
-        """The least that waiting and computing again take, if so much is dropped, for so long."""
+        """Return the least time of waits and recomputation if ``again_bytes`` take ``again_ns`` again."""
         out, back = rates(case.machine)
         ratio, budgets = self.ratio, case.budgets
         room = [
             one / ratio if ratio else _NEVER_NS for one in (budgets.host_bytes, budgets.flash_bytes)
         ]
-        away_bytes = self.over_bytes - again_bytes
-        if away_bytes > sum(room):
+        offloaded_bytes = self.over_bytes - again_bytes
+        if offloaded_bytes > sum(room):
             return _NEVER_NS
-        written_ns = ratio * out.took_ns(away_bytes, *room)
-        read_ns = ratio * back.took_ns(away_bytes - self.unread_bytes, *room)
+        written_ns = ratio * out.took_ns(offloaded_bytes, *room)
+        read_ns = ratio * back.took_ns(offloaded_bytes - self.unread_bytes, *room)
         return max(0.0, written_ns - self.before_ns) + max(again_ns, read_ns - self.after_ns)
 
 
-def fullest(case: Case) -> Moment | None:
-    """The moment at which most would be there; None: everything fits."""
+def peak_moment(case: Case) -> Moment | None:
+    """Return the moment at which most would be resident; None if everything fits."""
     profile, given = case.profile, case.given
     slots = profile.slots
-    alive, there = 0, set[int]()
+    alive, resident = 0, set[int]()
     most, best = case.budgets.device_bytes, None
     for place, (_, event, i) in enumerate(profile.steps):
         if event is Event.FREE:
@@ -144,27 +144,27 @@ def fullest(case: Case) -> Moment | None:
         return None
     for _, event, i in profile.steps[: best + 1]:
         if event is Event.SAVE:
-            there.add(i)
+            resident.add(i)
         elif event is Event.FREE:
-            there.discard(i)
+            resident.discard(i)
     now_ns = profile.steps[best][0]
     needs = {
-        i: need for i in there if (need := slots[i].needed_at_ns) is not None and need > now_ns
+        i: need for i in resident if (need := slots[i].needed_at_ns) is not None and need > now_ns
     }
-    unread = (i for i in there if i not in needs or slots[i].held_elsewhere)
+    unread = (i for i in resident if i not in needs or slots[i].held_elsewhere)
     return Moment(
-        there=frozenset(there),
+        resident=frozenset(resident),
         over_bytes=most - case.budgets.device_bytes,
-        before_ns=now_ns - min(slots[i].saved_at_ns for i in there),
+        before_ns=now_ns - min(slots[i].saved_at_ns for i in resident),
         after_ns=max(needs.values(), default=now_ns) - now_ns,
         unread_bytes=sum(slots[i].key.nbytes for i in unread),
-        again=tuple(sorted(_again(case, there, there.difference(needs)))),
+        again=tuple(sorted(_again(case, resident, resident.difference(needs)))),
         ratio=_least_ratio(profile),
     )
 
 
-def _again(case: Case, there: set[int], unneeded: set[int]) -> Iterator[tuple[float, int]]:
-    """Of what is there, and can be computed again: the least ns for each byte, and the bytes."""
+def _again(case: Case, resident: set[int], unneeded: set[int]) -> Iterator[tuple[float, int]]:
+    """Return (least ns per byte, bytes) of each resident slot that can be recomputed."""
     slots = case.profile.slots
     least: dict[int, float] = {}
     for path, module in case.recomputing.modules.items():
@@ -173,7 +173,7 @@ def _again(case: Case, there: set[int], unneeded: set[int]) -> Iterator[tuple[fl
         for i in indices:
             index = slots[i].pass_index
             of_pass[index] = of_pass.get(index, 0) + slots[i].key.nbytes
-        for i in there.intersection(indices):
+        for i in resident.intersection(indices):
             index = slots[i].pass_index
             each_ns = case.recomputing.forward_ns(path, index) / of_pass[index]
             if i in unneeded:

@@ -1,4 +1,4 @@
-"""What policies choose from, and what they choose: a case, worked out once, and a choice of it."""
+"""The planning problem, with everything derived from it computed once; and a policy's choice."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from penstock.plan.slots import SlotKey
 
 @dataclass(frozen=True)
 class Choice:
-    """What becomes of each group of a case."""
+    """Decision for each group of a planning problem."""
 
     tiers: tuple[str, ...]
-    """By group: ``"host"``, ``"flash"``, or ``""`` where it stays, or is recomputed."""
+    """Tier of each group: ``"host"``, ``"flash"``, or ``""`` if it is kept or recomputed."""
     recomputed: tuple[str, ...] = ()
     """Modules of the case's ``recomputing``, none inside another."""
     lean: Limits = ()
-    """The convolutions that are not computed the fastest way."""
+    """Convolutions that do not use their fastest algorithm."""
     samples: Mapping[int, CodecSample] | None = None
-    """How groups are encoded, by group; None: wherever that pays (``pipeline.choose``)."""
+    """Codec sample by which each group is encoded; None: wherever it pays (``pipeline.choose``)."""
     prefetch: Mapping[int, int] = field(default_factory=dict)
     """``Decision.prefetch_at``, by group."""
 
@@ -41,12 +41,13 @@ class Case:
     """A profile, a machine and budgets, with the convolution algorithms within ``lean``.
 
     Attributes:
-        profile: With the times and workspaces of those algorithms.
-        machine: What it runs on.
-        budgets: What a plan may use.
+        given: The profile as it was passed in.
+        profile: The same with the times and workspaces of those algorithms.
+        machine: The machine that it runs on.
+        budgets: The memory that a plan may use.
         lean: The limits of convolutions' workspaces.
         split: Whether convolutions may be computed in parts of their batch.
-        encodings: By tiers of the groups, what is encoded where that pays, as far as it is known.
+        encodings: Cache of the encodings that pay, by the tiers of the groups.
     """
 
     def __init__(
@@ -68,9 +69,9 @@ class Case:
         self._residencies: dict[object, Residency] = {}
         self._others: dict[Limits, Case] = {lean: self}
 
-    def leaning(self, lean: Limits) -> Case:
-        """The same with other limits for convolutions; made once."""
-        if lean is self.lean:  # long to hash
+    def with_limits(self, lean: Limits) -> Case:
+        """Return the same problem with other limits for convolutions; cached."""
+        if lean is self.lean:  # hashing is slow
             return self
         if lean not in self._others:
             case = Case(self.given, self.machine, self.budgets, lean, split=self.split)
@@ -80,14 +81,14 @@ class Case:
 
     @property
     def made(self) -> int:
-        """How many such cases there are."""
+        """Number of problems made for different limits."""
         return len(self._others)
 
     def fitted(self, tiers: Sequence[str] | None = None) -> Case:
-        """The same with those convolutions limited whose workspace would not fit beside what is resident.
+        """Return the problem with limits where a workspace would not fit beside the resident bytes.
 
         Args:
-            tiers: What is offloaded; None: everything that can be.
+            tiers: The tier of each group; None: everything is offloaded that can be.
         """
         if not self.leanest:
             return self
@@ -101,16 +102,16 @@ class Case:
             self.budgets.device_bytes,
             split=self.split,
         )
-        return self.leaning(limits)
+        return self.with_limits(limits)
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
-        """What is decided upon, in the order of saving."""
+        """Groups of slots that share a decision, in the order of saving."""
         return groups_of(self.profile)
 
     @property
     def indices(self) -> range:
-        """Of the groups."""
+        """Indices of the groups."""
         return range(len(self.groups))
 
     @cached_property
@@ -120,22 +121,22 @@ class Case:
 
     @property
     def main_tier(self) -> str:
-        """Flash, where there is any."""
+        """Flash if it has a budget, else host memory."""
         return "flash" if self.budgets.flash_bytes else "host"
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """What each group takes in a tier as it is."""
+        """Bytes that each group takes in a tier without a codec."""
         return tuple(group.nbytes for group in self.groups)
 
     @cached_property
     def least(self) -> tuple[int, ...]:
-        """What each group is counted for in a tier if it is encoded to be shortest."""
+        """Bytes that each group is charged in a tier with the codec that makes it smallest."""
         return tuple(map(least_bytes, self.groups))
 
     @cached_property
     def best_samples(self) -> tuple[CodecSample | None, ...]:
-        """For each group its quickest way to the main tier and back; None: as it is."""
+        """Codec sample with the quickest round trip to the main tier, per group; None: no codec."""
         tier = self.main_tier
         return tuple(
             best(group.codecs, self.machine, tier) if group.codecs else None
@@ -144,12 +145,12 @@ class Case:
 
     @cached_property
     def leanest(self) -> Limits:
-        """No workspace for any convolution that has a choice of algorithms."""
+        """Limits that leave no workspace to any convolution with a choice of algorithms."""
         return leanest(self.given, self.machine)
 
     @cached_property
     def recomputing(self) -> Recomputing:
-        """Its modules, as far as they can be run again."""
+        """Modules and recipes that can be recomputed."""
         return Recomputing(self.profile, self.groups)
 
     @cached_property
@@ -159,13 +160,13 @@ class Case:
 
     @cached_property
     def places(self) -> tuple[int | None, ...]:
-        """For each group, its place in ``need_order``; None: backward never asks for it."""
+        """Index in ``need_order`` of each group; None: backward never asks for it."""
         ranks = {key.match_key: rank for rank, key in enumerate(self.need_order)}
         return tuple(ranks.get(group.key.match_key) for group in self.groups)
 
     @cached_property
     def layers(self) -> list[Layer]:
-        """Its layers, as vDNN sees them."""
+        """Layers of the network, as vDNN defines them."""
         return layers_of(self.profile, self.groups, self.places, self.recomputing.consumers)
 
     def dropped(self, choice: Choice) -> frozenset[int]:
@@ -174,25 +175,25 @@ class Case:
         return frozenset(g for path in choice.recomputed for g in modules[path].groups)
 
     def mask(self, choice: Choice) -> Mask:
-        """What becomes of each slot of the profile."""
+        """Return the decision for each slot of the profile."""
         fates = np.fromiter(map(bool, choice.tiers), np.uint8, len(self.groups))  # OFFLOADED is 1
         fates[list(self.dropped(choice))] = RECOMPUTED
         return bytearray(fates[self.group_of].tobytes())
 
     @cached_property
     def group_of(self) -> Integers:
-        """By slot of the profile, the group that it is in."""
+        """Index of the group of each slot."""
         found = np.empty(len(self.profile.slots), np.int64)
         counts = [len(group.indices) for group in self.groups]
         found[[i for group in self.groups for i in group.indices]] = np.repeat(self.indices, counts)
         return found
 
     def segments(self, choice: Choice) -> tuple[Segment, ...]:
-        """What is recomputed together."""
+        """Return the segments that are recomputed."""
         return self.recomputing.segments(choice.recomputed) if choice.recomputed else ()
 
     def residency(self, choice: Choice) -> Residency:
-        """The bytes that the choice needs; worked out once."""
+        """Return the bytes that the choice needs; cached."""
         key = tuple(map(bool, choice.tiers)), choice.recomputed
         known = self._residencies.get(key)
         if known is None:
@@ -201,7 +202,7 @@ class Case:
         return known
 
     def fits(self, choice: Choice) -> bool:
-        """Whether the device budget can be kept."""
+        """Return True if the device budget can be kept."""
         if not choice.recomputed:
             gone = np.fromiter(map(bool, choice.tiers), np.bool_, len(self.groups))
             if self._still_lacks(int(self._saved_bytes[gone].sum())):
@@ -209,7 +210,7 @@ class Case:
         return self.residency(choice).hard_bytes <= self.budgets.device_bytes
 
     def lacks(self, chosen: Iterable[int]) -> bool:
-        """Whether even all bytes of these groups together are too few to be gone. Quickly said."""
+        """Return True if offloading all bytes of these groups cannot be enough. Quick to check."""
         return self._still_lacks(int(self._saved_bytes[list(chosen)].sum()))
 
     def _still_lacks(self, gone_bytes: int) -> bool:
@@ -217,17 +218,17 @@ class Case:
 
     @cached_property
     def _saved_bytes(self) -> Integers:
-        """By group, all of its slots."""
+        """Bytes of all slots of each group."""
         found = np.zeros(len(self.groups), np.int64)
         np.add.at(found, self.group_of, self.profile.arrays.sizes)
         return found
 
     def offloaded(self, chosen: Iterable[int], recomputed: Iterable[str] = ()) -> Choice:
-        """The choice that offloads these groups, to whichever tier: to count device memory with."""
+        """Return a choice that offloads these groups to any tier, for counting device memory."""
         return self.offload(dict.fromkeys(chosen, "flash"), recomputed)
 
     def offload(self, tiers: Mapping[int, str], recomputed: Iterable[str] = ()) -> Choice:
-        """The choice that offloads these groups to these tiers, but for what is recomputed."""
+        """Return the choice that offloads these groups to these tiers, except recomputed ones."""
         placed = [""] * len(self.groups)
         for g, tier in tiers.items():
             placed[g] = tier

@@ -1,9 +1,8 @@
-"""Whether a plan belongs to a profile, and keeps its budget: the bytes resident at every event.
+"""Checks that a plan belongs to a profile and keeps its budget, by the bytes resident at every event.
 
-Not a replay: it tells memory, not time. The encoder and the write channel behind it are first in,
-first out, at the slot's and the machine's measured speeds. The runtime's waits are modelled, for they
-are what keeps the budget: ``pack`` waits for writes when memory is full, and reads ahead take only
-what is free.
+Unlike a replay, this gives memory, not time. The encoder and the write channel behind it are first in,
+first out, at the slot's and the machine's measured speeds. The runtime's waits are modelled, because they
+keep the budget: ``pack`` waits for writes when memory is full, and prefetches take only free memory.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ class _Walk:
     machine: Machine
     limit_bytes: int
     resident: int = 0
-    """Kept, in use, and made again: what no wait can free."""
+    """Bytes kept, in use and recomputed, which no wait can free."""
     small: int = 0
-    """Below the floor, beside the slot at hand."""
+    """Bytes below the floor, beside the current slot."""
     peak: int = 0
     encoder_free_s: float = 0.0
     channel_free_s: float = 0.0
     writing: deque[tuple[float, int]] = field(default_factory=deque)
-    """(when done, bytes) of the writes in flight."""
+    """(end, bytes) of the writes in flight."""
     writing_bytes: int = 0
 
     def need(self, nbytes: int, at_s: float) -> None:
-        """Let writes end, and wait for more of them if must be, until ``nbytes`` more fit.
+        """Complete writes, waiting for more of them if necessary, until ``nbytes`` more fit.
 
-        A wait is not added to later times: from then on memory is at its limit, and the peak known.
+        A wait does not delay later events: memory is then at its limit, so the peak is known.
         """
         while self.writing:
             done_s, written = self.writing[0]
@@ -72,14 +71,14 @@ class _Walk:
         self.writing.append((self.channel_free_s, nbytes))
         self.writing_bytes += nbytes
 
-    def read_ahead(self, nbytes: int) -> None:
-        """Reads ahead take what is free, up to ``nbytes``."""
+    def prefetch(self, nbytes: int) -> None:
+        """Fill free memory with prefetched bytes, up to ``nbytes``."""
         free = self.limit_bytes - self._now
         self.peak = max(self.peak, self._now + max(0, min(free, nbytes)))
 
 
 def peak_bytes(profile: Profile, plan: Plan, machine: Machine) -> int:
-    """The most bytes resident at once under ``plan``; over its device budget if it fails."""
+    """Return the most bytes resident at once under ``plan``; over its device budget if it fails."""
     profile = with_algorithms(profile, machine, plan.workspace_limits)
     segments = Recomputing(profile, groups_of(profile)).segments(plan.recomputed)
     drops = deque(sorted(drop for one in segments for drop in one.drops))
@@ -108,7 +107,7 @@ def peak_bytes(profile: Profile, plan: Plan, machine: Machine) -> int:
             brought = kept + back.read + back.made - walk.resident
             walk.need(brought, when_ns / 1e9)
             walk.resident += brought
-            walk.read_ahead(min(to_come, max(0, plan.window_bytes - back.read)))
+            walk.prefetch(min(to_come, max(0, plan.window_bytes - back.read)))
         elif fate == KEPT:
             kept -= nbytes
         else:
@@ -116,11 +115,11 @@ def peak_bytes(profile: Profile, plan: Plan, machine: Machine) -> int:
     return walk.peak
 
 
-def refuse_other(profile: Profile, plan: Plan) -> None:
-    """Refuse a plan that was made from another profile: of another network, or another batch.
+def check_matches_profile(profile: Profile, plan: Plan) -> None:
+    """Raise if a plan was made from another profile: of another network, or another batch size.
 
     Raises:
-        PlanError: Naming the first slot that differs, in the order of saving.
+        PlanError: The plan is for another profile; names the first slot that differs.
     """
     mine = {group.key.match_key: group.key for group in groups_of(profile)}
     planned = [decision.key for decision in plan.decisions]

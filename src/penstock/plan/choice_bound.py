@@ -1,8 +1,8 @@
-"""How short a step can be at best under one choice: quickly said, where a replay takes its time.
+"""Lower bound on the step time of one choice: quicker than a replay.
 
-As [Note: what bounds a step] (bound.py) says, at every save of forward: what is kept and does not fit
-beside what was offloaded must be written by then; and from the first need on: what is not there must
-be read before it is used. Of several passes neither is looked at: only what is computed counts.
+It follows [Note: lower bound of a step] (bound.py). At every save of forward, the offloaded bytes that do
+not fit beside the kept ones must have been written; from the first need on, offloaded slots must be read
+before they are used. In a step of several passes neither is considered: only compute time counts.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from penstock.plan.case import Case, Choice
 from penstock.plan.residency import OFFLOADED, Flow, first_uses, flow
 
 
-def least_step_ns(case: Case, choice: Choice) -> int:
-    """No replay of this choice takes less time, if it fits; work of a replay's twentieth.
+def min_step_ns(case: Case, choice: Choice) -> int:
+    """Return a step time that no feasible replay of this choice can beat, in a twentieth of its time.
 
     Args:
-        case: What it is a choice of.
-        choice: What becomes of each group.
+        case: The planning problem.
+        choice: The decision for each group.
     """
-    case = case.leaning(choice.lean)
+    case = case.with_limits(choice.lean)
     profile, mask = case.profile, case.mask(choice)
     begin_ns, end_ns = profile.axis_ns
     again_ns = 0
@@ -43,7 +43,7 @@ def least_step_ns(case: Case, choice: Choice) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """A choice, step by step."""
+    """Walk over the events of a profile under one choice."""
 
     case: Case
     choice: Choice
@@ -53,22 +53,22 @@ class _Walk:
 
     @property
     def _turn(self) -> int:
-        """The first step of backward."""
+        """Index of the first event of backward."""
         return int(np.argmax(self.steps.use)) if self.steps.use.any() else self.steps.count
 
     @property
     def _room(self) -> Integers:
-        """Beside what is kept, before anything is run again."""
+        """Bytes free beside the kept ones at each event, before anything is recomputed."""
         steps = self.steps
         return self.case.budgets.device_bytes - self.flow.kept - steps.small
 
     def _on_flash(self) -> Integers:
-        """By slot: 1 on flash, 0 elsewhere."""
+        """Return an array over slots: 1 on flash, 0 elsewhere."""
         tiers = np.array([tier == "flash" for tier in self.choice.tiers], np.int64)
         return tiers[self.case.group_of]
 
     def written_ns(self) -> float:
-        """How long forward at least waits for writes."""
+        """Return a lower bound on forward's waits for writes."""
         turn, steps = self._turn, self.steps
         save = steps.save[:turn]
         gone = np.where(save & (self.flow.fate[:turn] == OFFLOADED), steps.nbytes[:turn], 0)
@@ -82,7 +82,7 @@ class _Walk:
         return float(np.max(took, initial=0.0, where=save & (every > np.maximum(room, 0))))
 
     def read_ns(self, again_ns: int) -> float:
-        """How much longer backward at least takes, computing again included."""
+        """Return a lower bound on the time added to backward, recomputation included."""
         turn, steps, flow = self._turn, self.steps, self.flow
         if turn == steps.count:
             return again_ns
@@ -106,7 +106,7 @@ class _Walk:
         return sizes, sizes * self._on_flash()
 
     def _again_ns(self) -> Integers:
-        """By step, what is computed again then."""
+        """Return the recomputation time at each event."""
         case, found = self.case, np.zeros(self.steps.count + 1, np.int64)
         for path in self.choice.recomputed:
             segments = case.recomputing.segments((path,))
@@ -118,7 +118,7 @@ class _Walk:
 
 
 def _took_ns(rates: Rates, nbytes: Integers, host: Integers, flash: Integers) -> Integers:
-    """As ``Rates.took_ns``, of many."""
+    """Vectorized ``Rates.took_ns``."""
     both = rates.host if rates.over_link else rates.host + rates.flash
     took_s = np.maximum(
         nbytes / both, np.maximum((nbytes - host) / rates.flash, (nbytes - flash) / rates.host)

@@ -1,9 +1,9 @@
-"""A profile as it is with chosen convolution algorithms: its times, workspaces, and bytes beside slots.
+"""A profile with chosen convolution algorithms: its times, workspaces, and bytes beside slots.
 
 A convolution uses the fastest algorithm whose workspace is within its limit, if it has one
-(:mod:`penstock.plan.algorithms`). It then takes another time than the profile has it, so everything
-after it moves. Workspaces are in device memory while their operator runs; they count where the profile is
-of a whole device.
+(:mod:`penstock.plan.algorithms`). Its time then differs from the profile's, so everything after it
+shifts. Workspaces are in device memory while their operator runs; they count if the profile is of a
+whole device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
-from penstock.plan.algorithms import MOST_PARTS, Algorithm, fastest, least_for_time
+from penstock.plan.algorithms import MAX_PARTS, Algorithm, fastest, least_for_time
 from penstock.plan.axis import Axis
 from penstock.plan.machine import Machine
 from penstock.plan.operators import Operator, WorkspaceLimit
@@ -21,17 +21,17 @@ from penstock.plan.profile import Event, Profile, Transient
 from penstock.plan.residency import KEPT, Mask
 
 Limits: TypeAlias = tuple[WorkspaceLimit, ...]
-"""Of the convolutions that are not to be computed the fastest way, in the order of the profile."""
-HARDLY_MORE: Final = 1 / 32
-"""Of its time, for which a convolution may be computed with less workspace."""
+"""Limits of convolutions that do not use their fastest algorithm, in the order of the profile."""
+MAX_FRUGAL_SLOWDOWN: Final = 1 / 32
+"""Fraction of its time by which a convolution may be slower to save workspace."""
 _Kind: TypeAlias = tuple[str, bool]
-"""A convolution by its module, forward or backward: what has one limit."""
+"""(module, backward): the convolutions that share a limit."""
 _NO_LIMITS: Final[Mapping[_Kind, WorkspaceLimit]] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """An operator, how it is computed now, and when."""
+    """An operator with its algorithm and its new times."""
 
     operator: Operator
     algorithm: Algorithm
@@ -40,19 +40,19 @@ class _Run:
 
     @property
     def kind(self) -> _Kind:
-        """What its limit is of."""
+        """Key of its workspace limit."""
         return self.operator.module, self.operator.backward
 
 
 def with_algorithms(profile: Profile, machine: Machine, limits: Limits) -> Profile:
-    """The profile with its convolutions within ``limits``, and all others as fast as can be.
+    """Return the profile with convolutions within ``limits`` and the fastest algorithm for all others.
 
-    It is made once (``Profile.derived``).
+    The result is cached in ``Profile.derived``.
 
     Args:
-        profile: Of shapes: the geometry of its convolutions is known, and no workspace is in it.
-        machine: Computes them; without ``compute`` the profile stays as it is.
-        limits: Of some of its convolutions.
+        profile: A profile made from shapes, with the geometry of its convolutions and no workspace.
+        machine: The machine; without its ``compute`` the profile is returned as it is.
+        limits: Workspace limits of some of its convolutions.
     """
     if machine.compute is None or not any(one.convolution for one in profile.operators):
         return profile
@@ -107,12 +107,12 @@ def _computed(profile: Profile, runs: Sequence[_Run]) -> Profile:
 
 
 def convolutions(profile: Profile, machine: Machine) -> tuple[str, ...]:
-    """Paths of the modules that compute convolutions whose algorithm can be chosen, in order."""
+    """Return the paths of modules with convolutions whose algorithm can be chosen, in order."""
     return tuple(dict.fromkeys(one.module for one in leanest(profile, machine)))
 
 
 def leanest(profile: Profile, machine: Machine) -> Limits:
-    """The memory-optimal algorithm for every convolution: none has a workspace (vDNN's (m))."""
+    """Return limits that leave no convolution a workspace: vDNN's memory-optimal mode (m)."""
     if machine.compute is None:
         return ()
     kinds = dict.fromkeys(
@@ -124,16 +124,16 @@ def leanest(profile: Profile, machine: Machine) -> Limits:
 def stepped_down(
     profile: Profile, machine: Machine, mask: Mask, device_bytes: int, *, split: bool = False
 ) -> Limits:
-    """Limits for the convolutions whose workspace does not fit beside what is resident; the least strict.
+    """Return the least strict limits that make each workspace fit beside the resident bytes.
 
-    It is vDNN's step-down (MICRO 2016, section 3.4), in one: which slots are resident beside a
-    convolution does not depend on the algorithms, so each can be looked at by itself, and gets the
+    This is vDNN's step-down (MICRO 2016, section 3.4) in one pass: the slots that are resident beside a
+    convolution do not depend on the algorithms, so each convolution is considered by itself and gets the
     fastest algorithm that fits.
 
     Args:
         profile: As for ``with_algorithms``.
         machine: As for ``with_algorithms``.
-        mask: What is offloaded; nothing may be recomputed.
+        mask: The decision for each slot; none may be recomputed.
         device_bytes: The device budget.
         split: Whether convolutions may be computed in parts of their batch.
     """
@@ -141,11 +141,11 @@ def stepped_down(
         return ()
     rooms = _rooms(profile, machine, mask, device_bytes)
     runs = _runs(profile, machine, _NO_LIMITS)
-    return _within(runs, machine, rooms, MOST_PARTS if split else 1)
+    return _within(runs, machine, rooms, MAX_PARTS if split else 1)
 
 
 def frugal(profile: Profile, machine: Machine) -> Limits:
-    """Limits for convolutions that do with less workspace in hardly more time, in parts."""
+    """Return limits for convolutions that need less workspace at little cost in time, split in parts."""
     if machine.compute is None or not _whole_device(profile):
         return ()
     rooms: dict[_Kind, int] = {}
@@ -157,19 +157,19 @@ def frugal(profile: Profile, machine: Machine) -> Limits:
         kind, work = (one.module, one.backward), _work(one)
         need = known.get(work)
         if need is None:
-            need = least_for_time(one, machine.compute, HARDLY_MORE).workspace_bytes
+            need = least_for_time(one, machine.compute, MAX_FRUGAL_SLOWDOWN).workspace_bytes
             known[work] = need
             spared = spared or need < fastest(one, machine.compute).workspace_bytes
         rooms[kind] = max(need, rooms.get(kind, 0))
     if not spared:
         return ()
-    return _within(_runs(profile, machine, _NO_LIMITS), machine, rooms, MOST_PARTS)
+    return _within(_runs(profile, machine, _NO_LIMITS), machine, rooms, MAX_PARTS)
 
 
 def _within(
     runs: Sequence[_Run], machine: Machine, rooms: Mapping[_Kind, int], parts: int
 ) -> Limits:
-    """Limits where the fastest needs more than its room, and no stricter than must be."""
+    """Return the least strict limits for convolutions whose fastest algorithm does not fit its room."""
     assert machine.compute is not None
     found: dict[_Kind, list[Algorithm]] = {}
     too_large = {run.kind for run in runs if run.algorithm.workspace_bytes > rooms[run.kind]}
@@ -191,14 +191,16 @@ def _within(
 
 
 def _rooms(profile: Profile, machine: Machine, mask: Mask, device_bytes: int) -> dict[_Kind, int]:
-    """The room for the workspace of each convolution, in order; of several calls the least."""
+    """Return the bytes free for the workspace of each convolution; of several calls the fewest."""
     everything = leanest(profile, machine)
     spare = with_algorithms(profile, machine, everything)
     times, needs = _needs(spare, mask)
     rooms: dict[_Kind, int] = {}
     for run in _runs(profile, machine, {(one.module, one.backward): one for one in everything}):
         first = max(0, bisect_right(times, run.start_ns) - 1)
-        since = bisect_left(times, times[first]) if times else 0  # all may be below the floor
+        since = (
+            bisect_left(times, times[first]) if times else 0
+        )  # all storages may be below the floor
         beside = needs[since : bisect_left(times, run.end_ns)]
         room = max(0, device_bytes - max(beside, default=spare.small_bytes))
         rooms[run.kind] = min(room, rooms.get(run.kind, room))
@@ -206,7 +208,7 @@ def _rooms(profile: Profile, machine: Machine, mask: Mask, device_bytes: int) ->
 
 
 def _needs(profile: Profile, mask: Mask) -> tuple[list[int], list[int]]:
-    """When slots are saved and asked for, and the bytes then resident that no wait can free."""
+    """Return the times of saves and uses, and the resident bytes at each that no wait can free."""
     times, needs = [], []
     kept = in_use = 0
     for when_ns, event, i in profile.steps:
@@ -233,7 +235,7 @@ def _whole_device(profile: Profile) -> bool:
 
 
 def _runs(profile: Profile, machine: Machine, limits: Mapping[_Kind, WorkspaceLimit]) -> list[_Run]:
-    """The convolutions in order of time, each after those before it have taken theirs."""
+    """Return the convolutions in order of time, shifted by the new times of earlier ones."""
     if machine.compute is None:
         return []
     found = []
@@ -254,12 +256,12 @@ def _runs(profile: Profile, machine: Machine, limits: Mapping[_Kind, WorkspaceLi
 
 
 def _work(one: Operator) -> object:
-    """The same for convolutions that take the same time with the same algorithm."""
+    """Return a key that is equal for convolutions that take the same time with the same algorithm."""
     return one.convolution, one.flops, one.moved_bytes, one.half, one.backward
 
 
 def _workspace_beside(profile: Profile, runs: Sequence[_Run]) -> Mapping[Event, list[int]]:
-    """For each slot the largest workspace from its save, and from its need, to what happens next."""
+    """Return the largest workspace between each slot's save, and its use, and the next event."""
     starts, ends = zip(*((run.operator.start_ns, run.operator.end_ns) for run in runs), strict=True)
     beside = {event: [0] * len(profile.slots) for event in (Event.SAVE, Event.USE)}
     events = [step for step in profile.steps if step[1] is not Event.FREE]
@@ -276,7 +278,7 @@ def _workspace_beside(profile: Profile, runs: Sequence[_Run]) -> Mapping[Event, 
 
 
 def _merged(transients: Sequence[Transient], runs: Sequence[_Run]) -> Iterator[Transient]:
-    """The sum of two functions of time: what is transient, and what is workspace."""
+    """Yield the sum of two functions of time: transient bytes and workspace bytes."""
     changes: list[tuple[int, int]] = []
     before = 0
     for one in transients:

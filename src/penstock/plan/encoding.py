@@ -1,7 +1,7 @@
-"""Whether a codec pays for a slot: seconds of a core against seconds of a tier, both as measured.
+"""Codec choice for one slot: measured seconds of a core against measured seconds of a tier.
 
-A codec shortens the transfer and costs a core. Times of a slot are those of its bytes alone: latency is
-the same with a codec and without, so it decides nothing, and the size cancels out.
+A codec shortens the transfer and costs a core. Latency is the same with a codec and without it, so only
+the times of the bytes are compared, and the size cancels out.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from penstock.plan.machine import Machine
 from penstock.plan.profile import CodecSample
 
 MARGIN: Final = 0.1
-"""What a codec must save: a tenth of the transfers that it shortens, and, where it hides behind them, of
-the core's time that it takes. Codecs were measured on a core that had nothing else to do; encoding shares
-its core with the training thread. A codec that wins by less would win nothing."""
+"""Least relative gain of a codec: a tenth of the transfer time that it shortens and, if it overlaps with
+transfers, of its own core time. Codecs are measured on an idle core, but encoding shares its core with
+the training thread, so a codec that wins by less would win nothing."""
 
 SlotCodecs: TypeAlias = Mapping[int, CodecSample]
-"""By index into the profile's slots: how each is encoded; the others go as they are."""
+"""Codec sample by index of the profile's slot; slots that are not in it are not encoded."""
 AS_THEY_ARE: Final[SlotCodecs] = MappingProxyType({})
 
 
 def best(samples: Sequence[CodecSample], machine: Machine, tier: str) -> CodecSample | None:
-    """The quickest way to a tier and back; None: the bytes as they are.
+    """Return the codec sample with the quickest round trip to a tier; None: no codec.
 
-    A slower tier never loses a codec: it gets the same, or one that makes fewer bytes.
+    For a slower tier the answer is the same codec or one that makes fewer bytes, never None instead.
 
     Args:
         samples: The codecs that may be used.
-        machine: How fast the tiers are.
+        machine: The tiers' speeds.
         tier: ``"flash"`` or ``"host"``.
     """
     raw_s = sum(_raw_s(machine, tier))
@@ -41,9 +41,9 @@ def best(samples: Sequence[CodecSample], machine: Machine, tier: str) -> CodecSa
 
 
 def pays(sample: CodecSample, machine: Machine, tier: str) -> bool:
-    """Whether a slot makes its way out and back in less time, by ``MARGIN``, with nothing overlapping.
+    """Return True if a codec shortens a slot's round trip by ``MARGIN``, with nothing overlapping.
 
-    That is to encode, write, read and decode it, against to write and read it as it is.
+    It compares encoding, writing, reading and decoding with writing and reading the raw bytes.
     """
     return _pays(sample, sum(_raw_s(machine, tier)))
 
@@ -53,28 +53,28 @@ def _pays(sample: CodecSample, raw_s: float) -> bool:
 
 
 def saved_per_work(sample: CodecSample, machine: Machine, tier: str) -> float:
-    """Seconds of a tier's channel that a codec spares for each second of the encoder; both ways."""
+    """Return the seconds of a tier's channel saved per second of codec work, both ways."""
     return (1 - sample.ratio) * sum(_raw_s(machine, tier)) / sum(_work_s(sample))
 
 
 def cost_s(nbytes: int, machine: Machine, tier: str, sample: CodecSample | None) -> float:
-    """Seconds for which a slot of ``nbytes`` occupies the tier's channel, both ways."""
+    """Return the seconds for which a slot of ``nbytes`` occupies the tier's channel, both ways."""
     moved = nbytes if sample is None else sample.encoded_bytes(nbytes)
     return machine.write_s(moved, tier) + machine.read_s(moved, tier)
 
 
-def trip_s(nbytes: int, machine: Machine, tier: str, sample: CodecSample | None) -> float:
-    """Seconds from a slot's save until it could be back, if it were alone: the encoder's included."""
+def round_trip_s(nbytes: int, machine: Machine, tier: str, sample: CodecSample | None) -> float:
+    """Return the seconds of a slot's round trip on an idle tier, codec work included."""
     work_s = 0.0 if sample is None else sample.encode_s(nbytes) + sample.decode_s(nbytes)
     return cost_s(nbytes, machine, tier, sample) + work_s
 
 
 def _raw_s(machine: Machine, tier: str) -> tuple[float, float]:
-    """Seconds to write a byte as it is, and to read it."""
+    """Return the seconds to write a raw byte, and to read it."""
     write, read = machine.bytes_per_s(tier)
     return 1 / write, 1 / read
 
 
 def _work_s(sample: CodecSample) -> tuple[float, float]:
-    """Seconds to encode a byte of the source, and to decode it."""
+    """Return the seconds to encode a byte of the source, and to decode it."""
     return 1 / sample.encode_bytes_per_s, 1 / sample.decode_bytes_per_s

@@ -1,4 +1,4 @@
-"""What a plan says for itself: reasons beside its decisions, and notes on budgets and waits."""
+"""Text of a plan: reasons of its decisions, and notes on budgets and waits."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from penstock.plan.residency import Mask, Residency, Segment, resident_at
 from penstock.plan.together import Module
 from penstock.plan.window import least_window, returning
 
-BINDING: Final = 3
-"""How many of the slots that bind a budget are named."""
+MAX_NAMED_SLOTS: Final = 3
+"""Number of slots that a note on a budget that is too small names."""
 
 
 def why_kept(group: Group) -> str:
-    """Of a group that a policy could have offloaded, and did not."""
+    """Return the reason for keeping a group that a policy could have offloaded."""
     if group.held_elsewhere:
         return "held elsewhere: offloading it would free nothing"
     if group.idle_ns is None:
@@ -32,7 +32,7 @@ def why_kept(group: Group) -> str:
 
 
 def why_no_room(case: Case) -> str:
-    """Of a group that no tier has room for."""
+    """Return the reason for keeping a group that no tier has room for."""
     return (
         f"no room: host tier {format_bytes(case.budgets.host_bytes)}, flash tier"
         f" {format_bytes(case.budgets.flash_bytes)}"
@@ -40,7 +40,7 @@ def why_no_room(case: Case) -> str:
 
 
 def why_offloaded(group: Group, machine: Machine, tier: str, sample: CodecSample | None) -> str:
-    """Of a group that goes to a tier."""
+    """Return the reason for offloading a group to a tier."""
     nbytes = moved = group.key.nbytes
     encoded = decoded = ""
     if sample is not None:
@@ -58,15 +58,17 @@ def why_offloaded(group: Group, machine: Machine, tier: str, sample: CodecSample
 
 
 def why_recomputed(module: Module) -> str:
-    """Of a group that is dropped."""
+    """Return the reason for recomputing a group."""
     return (
-        f"made again by {module.path}; {format_bytes(module.nbytes)} in"
+        f"recomputed by {module.path}; {format_bytes(module.nbytes)} in"
         f" {format_duration(module.forward_ns / 1e9)}"
     )
 
 
-def crowded(case: Case, tiers: Sequence[str], samples: Mapping[int, CodecSample]) -> list[str]:
-    """Notes on tiers that have room for what they get only as it is encoded."""
+def notes_on_compression(
+    case: Case, tiers: Sequence[str], samples: Mapping[int, CodecSample]
+) -> list[str]:
+    """Return notes on tiers whose slots fit only because they are encoded."""
     notes = []
     for name, room in (("host", case.budgets.host_bytes), ("flash", case.budgets.flash_bytes)):
         mine = [g for g, tier in enumerate(tiers) if tier == name]
@@ -79,50 +81,52 @@ def crowded(case: Case, tiers: Sequence[str], samples: Mapping[int, CodecSample]
                 for g in mine
             )
             notes.append(
-                f"the {name} tier ({format_bytes(room)}) gets {format_bytes(raw)}, which take"
-                f" {format_bytes(taken)} of it encoded, margin included: if they come to compress less,"
-                " what has no room stays on the device until there is another plan"
+                f"the {name} tier ({format_bytes(room)}) receives {format_bytes(raw)}, which take"
+                f" {format_bytes(taken)} of it encoded, margin included; if they compress less later,"
+                " slots without room stay on the device until the next plan"
             )
     return notes
 
 
-def shortages(case: Case, mask: Mask, segments: tuple[Segment, ...], need: Residency) -> list[str]:
-    """Notes on a budget that is too small, or only just enough."""
+def notes_on_budget(
+    case: Case, mask: Mask, segments: tuple[Segment, ...], need: Residency
+) -> list[str]:
+    """Return notes on a budget that is too small, or only just enough."""
     device_bytes = case.budgets.device_bytes
     if need.hard_bytes > device_bytes:
         at = case.profile.slots[need.worst].key if need.worst >= 0 else "none"
         return [
-            f"{INFEASIBLE}what is kept or in use reaches {format_bytes(need.hard_bytes)}"
+            f"{INFEASIBLE}kept and used slots reach {format_bytes(need.hard_bytes)}"
             f" ({need.hard_bytes} bytes) at slot {at}, the device budget is"
             f" {format_bytes(device_bytes)} ({device_bytes} bytes); give at least"
-            f" {need.hard_bytes} bytes{_binding(case, mask, segments, need)}"
+            f" {need.hard_bytes} bytes{_resident_text(case, mask, segments, need)}"
         ]
     room = device_bytes - need.kept_bytes
     if room < least_window(returning(case.profile, mask), need.working_bytes):
         return [
-            f"only {format_bytes(room)} of the budget are not taken by what stays, too little to read"
-            " ahead in: backward waits for the first reads"
+            f"only {format_bytes(room)} of the budget are left beside kept slots, too little to"
+            " prefetch: backward waits for the first reads"
         ]
     return []
 
 
-def _binding(case: Case, mask: Mask, segments: tuple[Segment, ...], need: Residency) -> str:
-    """What takes the device's memory at that moment: the largest slots, and what is no slot."""
+def _resident_text(case: Case, mask: Mask, segments: tuple[Segment, ...], need: Residency) -> str:
+    """List the device's contents at the peak: the largest slots, and bytes outside of slots."""
     slots = case.profile.slots
-    there = resident_at(case.profile, mask, segments, need.hard_bytes)
-    there.sort(key=lambda i: (-slots[i].key.nbytes, i))
-    named = [str(slots[i].key) for i in there[:BINDING]]
-    rest = need.hard_bytes - sum(slots[i].key.nbytes for i in there)
-    if len(there) > BINDING:
-        more_bytes = sum(slots[i].key.nbytes for i in there[BINDING:])
-        named.append(f"{len(there) - BINDING} more slots ({format_bytes(more_bytes)})")
+    resident = resident_at(case.profile, mask, segments, need.hard_bytes)
+    resident.sort(key=lambda i: (-slots[i].key.nbytes, i))
+    named = [str(slots[i].key) for i in resident[:MAX_NAMED_SLOTS]]
+    rest = need.hard_bytes - sum(slots[i].key.nbytes for i in resident)
+    if len(resident) > MAX_NAMED_SLOTS:
+        more_bytes = sum(slots[i].key.nbytes for i in resident[MAX_NAMED_SLOTS:])
+        named.append(f"{len(resident) - MAX_NAMED_SLOTS} more slots ({format_bytes(more_bytes)})")
     if rest:
-        named.append(f"{format_bytes(rest)} that are no slots")
-    return f"; there are then {', '.join(named)}" if named else ""
+        named.append(f"{format_bytes(rest)} outside of slots")
+    return f"; resident then: {', '.join(named)}" if named else ""
 
 
-def advice(case: Case) -> list[str]:
-    """A note on convolutions that are to be computed otherwise than the runtime would have them."""
+def notes_on_workspaces(case: Case) -> list[str]:
+    """Return a note on convolutions for which the plan assumes another algorithm than PyTorch's."""
     if not case.lean:
         return []
     parts = sum(one.parts > 1 for one in case.lean)
@@ -135,8 +139,10 @@ def advice(case: Case) -> list[str]:
     ]
 
 
-def waits(profile: Profile, machine: Machine, on_flash: Mask, codecs: SlotCodecs) -> list[str]:
-    """Passes in which flash alone takes longer than the network, the worst of each direction."""
+def notes_on_waits(
+    profile: Profile, machine: Machine, on_flash: Mask, codecs: SlotCodecs
+) -> list[str]:
+    """Return notes on passes in which flash takes longer than the network, the worst per direction."""
     worst = {"write": (0.0, ""), "read": (0.0, "")}
     for one in profile.passes:
         out = [
@@ -162,7 +168,7 @@ def waits(profile: Profile, machine: Machine, on_flash: Mask, codecs: SlotCodecs
 
 
 def _moved_bytes(profile: Profile, indices: Iterable[int], codecs: SlotCodecs) -> int:
-    """What the transfers of these slots move one way."""
+    """Return the bytes that the transfers of these slots move one way."""
     return sum(
         codecs[i].encoded_bytes(profile.slots[i].key.nbytes)
         if i in codecs

@@ -1,7 +1,7 @@
-"""Slots that share one decision, because the runtime cannot tell them apart: equal match keys.
+"""Groups of slots that share one decision because their match keys are equal.
 
-A step of several passes (accumulated micro-batches) saves the same slots in each; a plan has one
-decision for all of them.
+A step of several passes (accumulated micro-batches) saves the same slots in each. The runtime cannot tell
+them apart, so a plan has one decision for all of them.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from penstock.plan.slots import MatchKey, SlotKey
 
 PAGE_BYTES: Final = 4096
 FRAME_HEADER_BYTES: Final = 64
-"""What encoding adds at worst: to bytes that did not become fewer, the header of a frame."""
+"""Bytes that encoding adds at worst: the header of a frame whose content did not shrink."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The slots of a profile that have one match key."""
+    """Slots of a profile with equal match keys."""
 
     key: SlotKey
-    """The first of them to be saved."""
+    """Key of the slot that is saved first."""
     indices: tuple[int, ...]
-    """Which of the profile's slots they are."""
+    """Indices into the profile's slots."""
     nbytes: int
-    """The most bytes of them that can be at rest in a tier at once, as they are: whole pages, as tiers
-    hold them. See [Note: a tier's room is counted before encoding] (placement.py)."""
+    """Most unencoded bytes of them that can be in a tier at once, in whole pages, as tiers hold them. See
+    [Note: a tier's room is counted before encoding] (placement.py)."""
     idle_ns: int | None
-    """The shortest time from save to need among them; None: none was ever needed."""
+    """Shortest time from save to need among them; None: none was ever needed."""
     held_elsewhere: bool
-    """Something else kept one of them alive."""
+    """True if something else kept one of them alive."""
     codecs: tuple[CodecSample, ...] = ()
-    """Those that were sampled on every one of them: the worst ratio, the slowest speeds."""
+    """Samples of codecs measured on every slot: the worst ratio and the slowest speeds."""
 
 
 def groups_of(profile: Profile) -> tuple[Group, ...]:
-    """The groups of a profile, in the order in which they were first saved."""
+    """Return the groups of a profile, in the order in which they were first saved."""
     members: dict[MatchKey, list[int]] = {}
     for i, match in enumerate(profile.match_keys):
         members.setdefault(match, []).append(i)
@@ -48,11 +48,11 @@ def groups_of(profile: Profile) -> tuple[Group, ...]:
 
 
 def need_order(profile: Profile, needs: Sequence[int] | None = None) -> tuple[SlotKey, ...]:
-    """Keys in the order in which backward first asked for them, one for each match key.
+    """Return keys in the order in which backward first asked for them, one for each match key.
 
     Args:
-        profile: Whose slots they are.
-        needs: Their indices, if they are asked for in another order than ``profile.needs``.
+        profile: The profile of the slots.
+        needs: Indices of its slots in the order of need, if that is not ``profile.needs``.
     """
     needs = profile.needs if needs is None else needs
     keys = {profile.match_keys[i]: profile.slots[i].key for i in reversed(needs)}
@@ -101,7 +101,7 @@ def _worst(samples: list[CodecSample]) -> CodecSample:
 
 
 def _overlap(passes: tuple[PassProfile, ...]) -> int:
-    """The most passes alive at once."""
+    """Return the largest number of passes alive at once."""
     changes = sorted(
         change
         for one in passes

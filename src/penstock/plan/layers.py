@@ -1,4 +1,4 @@
-"""The layers of a network, as vDNN sees them: what each reads back in its backward, in order."""
+"""Layers of a network as vDNN defines them: the slots that each reads back in its backward, in order."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from penstock.plan.profile import Profile, SlotProfile
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One module that backward asks for something. Its groups are its input feature maps, X."""
+    """One module whose backward reads saved slots. Its groups are its input feature maps, X."""
 
     module: str
     convolution: bool
     place: int
-    """When its backward begins: a place in the order of need."""
+    """Index in the order of need at which its backward begins."""
     groups: tuple[int, ...]
 
 
@@ -27,16 +27,16 @@ def layers_of(
     places: Sequence[int | None],
     consumers: Sequence[Operator | None],
 ) -> list[Layer]:
-    """The layers in the order of forward; those that need nothing back, as in-place ones, are not there.
+    """Return the layers in the order of forward, without those that read nothing back, as in-place ones.
 
-    A feature map belongs to the layer that is the first to ask for it; where the profile does not
-    tell, without operators, to the one that saved it.
+    A feature map belongs to the layer that first asks for it or, if the profile has no operators, to the
+    layer that saved it.
 
     Args:
-        profile: What the step saved.
+        profile: The step.
         groups: Its slots by decision.
-        places: For each group its place in the order of need, None if it is never asked for.
-        consumers: For each slot the operator of backward that first asks for it, if that is known.
+        places: Index of each group in the order of need; None if it is never asked for.
+        consumers: The operator of backward that first asks for each slot, if that is known.
     """
     found: dict[str, tuple[int, bool, list[int]]] = {}
     for place, g in sorted((place, g) for g, place in enumerate(places) if place is not None):
@@ -49,21 +49,21 @@ def layers_of(
 
 
 def _asking(slot: SlotProfile, consumer: Operator | None) -> tuple[str, bool]:
-    """The module that first asks for a slot in backward, and whether it is a convolution."""
+    """Return the module that first asks for a slot in backward, and True if it is a convolution."""
     if consumer is None:
         return slot.key.module, slot.kind.startswith("Conv")
     return consumer.module, consumer.convolution is not None or consumer.name.startswith("Conv")
 
 
 def prefetch_search(layers: list[Layer], offloaded: Collection[int]) -> Mapping[int, int]:
-    """When each offloaded group is read back: vDNN's search (MICRO 2016, section 3.3, figure 10).
+    """Return when each offloaded group is read back: vDNN's search (MICRO 2016, section 3.3, figure 10).
 
-    When the backward of a layer begins, the layers before it are looked at, the nearest first: the first
-    that was offloaded and not yet prefetched is. The search ends at a convolution, so that nothing
-    comes back too early. What no search has found comes when its own layer asks for it.
+    When the backward of a layer begins, the layers before it are searched, nearest first, and the first
+    that was offloaded and not yet prefetched is prefetched. The search ends at a convolution, so that
+    nothing comes back too early. A group that no search has found is read when its own layer asks for it.
 
     Returns:
-        For each group a place in the order of need.
+        An index in the order of need for each group.
     """
     maps = [[g for g in layer.groups if g in offloaded] for layer in layers]
     waiting = [j for j, mine in enumerate(maps) if mine]  # the nearest last
@@ -79,7 +79,7 @@ def prefetch_search(layers: list[Layer], offloaded: Collection[int]) -> Mapping[
 
 
 def _search_ends(layers: list[Layer]) -> list[int]:
-    """For each layer the last one that its search looks at: the nearest convolution before it."""
+    """Return for each layer the end of its search: the nearest convolution before it."""
     ends, end = [], 0
     for j, layer in enumerate(layers):
         ends.append(end)

@@ -1,4 +1,4 @@
-"""The least device memory that a policy can do with."""
+"""Smallest device budget that a policy can keep."""
 
 from __future__ import annotations
 
@@ -13,35 +13,36 @@ from penstock.plan.profile import Profile
 from penstock.plan.replay import replay
 
 _ROUNDS: Final = 8
-"""With more memory a policy may choose otherwise, and need a little more again; hardly ever twice."""
+"""Largest number of attempts. Given more memory a policy may choose differently and need slightly more
+again, but rarely twice."""
 
 
-def least_budget(
+def min_budget(
     profile: Profile,
     machine: Machine,
     budgets: Budgets,
     policy: Callable[[Profile, Machine, Budgets], Plan],
 ) -> int | None:
-    """The least device bytes that are known to do for ``policy``, none below the budget's.
+    """Find the smallest device budget that ``policy`` is known to keep, not below the given one.
 
-    A policy that cannot keep a budget goes as far as it can: what that would have needed, after all, is
-    given to it, until it does.
+    A policy that cannot keep a budget returns its closest plan. The budget is raised to the bytes that
+    this plan needs, until the plan fits.
 
     Args:
-        profile: What the step saves.
-        machine: What it runs on.
-        budgets: The tiers; and the device bytes to begin with.
+        profile: The step.
+        machine: The machine that it runs on.
+        budgets: The tiers, and the device budget to begin with.
         policy: One of :mod:`penstock.plan.policies`.
 
     Returns:
-        A budget that the policy's plan keeps; None if none was found, as where a tier is too small.
+        A budget that the policy's plan keeps; None if none was found, as when a tier is too small.
     """
     for _ in range(_ROUNDS):
         plan = policy(profile, machine, budgets)
         if plan.feasible and replay(profile, plan, machine).feasible:
             return budgets.device_bytes
         needed = peak_bytes(profile, plan, machine)
-        if needed <= budgets.device_bytes:  # it is not the device's memory that is too small
+        if needed <= budgets.device_bytes:  # a tier is too small, not the device
             return None
         budgets = replace(budgets, device_bytes=needed)
     return None

@@ -1,4 +1,4 @@
-"""What a plan is made for: the measured speeds of a machine, and the bytes it may use."""
+"""Inputs of a plan beside the profile: the measured speeds of a machine, and the budgets."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ VERSION = 2
 _PRESETS: Final = "penstock.plan.machines"
 _WORK: Final = ("write_work_s", "write_work_s_per_byte", "read_work_s", "read_work_s_per_byte")
 _OPTIONAL: Final[Mapping[str, object]] = {**dict.fromkeys(_WORK, 0.0), "flash_service": None}
-"""What a file need not tell of a machine, as those written before it was known."""
+"""Defaults of a machine's fields that a file may omit."""
 _OPTIONAL_COMPUTE: Final[Mapping[str, object]] = {"cudnn": 4, "processors": 0}
-"""The same of a device."""
+"""Defaults of the fields of ``compute`` that a file may omit."""
 _ZERO_OR_MORE: Final = ("flash_latency_s", "interference", *_WORK)
 
 
 @dataclass(frozen=True)
 class Compute:
-    """What a device computes with, for a roofline (Williams et al., CACM 2009).
+    """Arithmetic and memory speeds of a device, for a roofline (Williams et al., CACM 2009).
 
     An operator takes the longer of its arithmetic and its memory traffic, and at least ``operator_s``.
     """
@@ -37,14 +37,14 @@ class Compute:
     half_flops_per_s: float
     """Peak of 16-bit arithmetic."""
     efficiency: float
-    """Share of the peak that convolutions and matrix products reach; over 0, at most 1."""
+    """Fraction of the peak that convolutions and matrix products reach; over 0, at most 1."""
     memory_bytes_per_s: float
     operator_s: float
-    """The least that any operator takes: its launch."""
+    """Least time of any operator: its launch."""
     cudnn: int = 4
-    """Version of the library of convolutions, which had other algorithms in its time."""
+    """Major version of cuDNN, which determines the convolution algorithms available."""
     processors: int = 0
-    """Multiprocessors, which compute a tile of a product each at a time; 0: no matter, or not known."""
+    """Multiprocessors, each of which computes one tile of a product at a time; 0: not known."""
 
     def __post_init__(self) -> None:
         for name, fewest in (("cudnn", 4), ("processors", 0)):
@@ -71,35 +71,34 @@ class Machine:
     flash_write_bytes_per_s: float
     flash_read_bytes_per_s: float
     flash_latency_s: float
-    """From asking for a small read to having it."""
+    """Time from requesting a small read to its end."""
     host_write_bytes_per_s: float
-    """Copies from the device to the host tier."""
+    """Bandwidth of copies from the device to the host tier."""
     host_read_bytes_per_s: float
     compute: Compute | None = None
-    """None: not known, so nothing can be timed from its shape."""
+    """Device speeds; None: not known, so operators cannot be timed from their shapes."""
     device_bytes: int = 0
-    """Memory of the device; 0: not known. So of the next two."""
+    """Memory of the device; 0: not known. The same holds for the next two."""
     host_bytes: int = 0
     flash_bytes: int = 0
     flash_shared: bool = False
-    """Whether reads and writes of flash share one bandwidth, instead of having one each."""
+    """True if reads and writes of flash share one bandwidth instead of having one each."""
     flash_over_link: bool = False
-    """Whether flash is reached over the link that the host tier uses, and shares it."""
+    """True if flash shares the link that the host tier uses."""
     interference: float = 0.0
-    """By what share computing is slower while bytes move: on a CPU both need memory and cores."""
+    """Fraction by which compute is slower while bytes move: on a CPU both need memory and cores."""
     write_work_s: float = 0.0
-    """By how much computing is later for each write to a tier: the runtime's own work, in the thread that
-    trains and in those beside it, as far as ``interference`` does not tell of it. 0 where the device
-    computes on meanwhile. So of the next three."""
+    """Compute time lost per write to a tier: the runtime's own work, in the training thread and others,
+    beyond ``interference``. 0 if the device computes on meanwhile. The same holds for the next three."""
     write_work_s_per_byte: float = 0.0
-    """For each of its bytes, beside that."""
+    """Additional compute time lost per byte written."""
     read_work_s: float = 0.0
     read_work_s_per_byte: float = 0.0
     sources: tuple[str, ...] = ()
-    """Where the figures are from."""
+    """Sources of the figures."""
     flash_service: Service | None = None
-    """How long transfers of flash take by their size, as a simulated drive tells; None: the bandwidths
-    and the latency say it."""
+    """Times of flash transfers by their size, from a simulated drive; None: use the bandwidths and the
+    latency."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -126,27 +125,27 @@ class Machine:
                 )
 
     def bytes_per_s(self, tier: str) -> tuple[float, float]:
-        """How fast a tier is written, and how fast it is read."""
+        """Return the write and read bandwidths of a tier."""
         if tier == "host":
             return self.host_write_bytes_per_s, self.host_read_bytes_per_s
         return self.flash_write_bytes_per_s, self.flash_read_bytes_per_s
 
     def write_s(self, nbytes: int, tier: str = "flash") -> float:
-        """Seconds to write ``nbytes`` to a tier that has nothing else to do."""
+        """Return the seconds to write ``nbytes`` to an idle tier."""
         if tier == "host":
             return nbytes / self.host_write_bytes_per_s
         return self.flash_latency_s + self.flash_busy_s(nbytes, writing=True)
 
     def read_s(self, nbytes: int, tier: str = "flash") -> float:
-        """Seconds to read ``nbytes`` from a tier that has nothing else to do."""
+        """Return the seconds to read ``nbytes`` from an idle tier."""
         if tier == "host":
             return nbytes / self.host_read_bytes_per_s
         return self.flash_latency_s + self.flash_busy_s(nbytes, writing=False)
 
     def less_read(self, bytes_per_s: float) -> Machine:
-        """This machine, of which something else reads so much of flash all the time.
+        """Return this machine with flash slowed by another reader of ``bytes_per_s``.
 
-        A tenth of what there is stays. Where reads and writes share a bandwidth, writes have less, too.
+        At least a tenth of the bandwidth remains. If reads and writes share it, writes slow down, too.
         """
         left = max(0.1, 1 - max(0.0, bytes_per_s) / self.flash_read_bytes_per_s)
         writes = left if self.flash_shared else 1.0
@@ -165,22 +164,22 @@ class Machine:
         )
 
     def flash_busy_s(self, nbytes: int, *, writing: bool) -> float:
-        """For how long a transfer keeps flash from the next; its latency comes beside that."""
+        """Return the seconds for which a transfer occupies flash, without its latency."""
         if self.flash_service is not None:
             whole_s = self.flash_service.seconds(nbytes, writing=writing)
             return max(0.0, whole_s - self.flash_latency_s)
         return nbytes / (self.flash_write_bytes_per_s if writing else self.flash_read_bytes_per_s)
 
     def write_work_ns(self, nbytes: int) -> int:
-        """Nanoseconds by which writing ``nbytes`` makes computing later."""
+        """Return the compute time in ns lost to writing ``nbytes``."""
         return round((self.write_work_s + nbytes * self.write_work_s_per_byte) * 1e9)
 
     def read_work_ns(self, nbytes: int) -> int:
-        """Nanoseconds by which reading ``nbytes`` makes computing later."""
+        """Return the compute time in ns lost to reading ``nbytes``."""
         return round((self.read_work_s + nbytes * self.read_work_s_per_byte) * 1e9)
 
     def to_json(self) -> str:
-        """One JSON document."""
+        """Return one JSON document."""
         return serial.dump("machine", VERSION, self)
 
     @staticmethod
@@ -191,7 +190,7 @@ class Machine:
         )
 
     def to_toml(self) -> str:
-        """One TOML document: bytes, seconds, and per second."""
+        """Return one TOML document, in bytes, seconds and bytes per second."""
         data = {"penstock": "machine", "version": VERSION, **serial.encode_fields(self)}
         tables = {name: data.pop(name) for name in ("compute", "flash_service")}
         lines = [f"{name} = {_toml(value)}" for name, value in data.items()]
@@ -202,7 +201,7 @@ class Machine:
 
     @staticmethod
     def from_toml(text: str, *, source: str = "") -> Machine:
-        """Parse ``to_toml``'s text; without a table ``compute`` that is not known.
+        """Parse ``to_toml``'s text; without a table ``compute``, the device's speeds are not known.
 
         Raises PlanError naming ``source`` and the field at fault.
         """
@@ -231,7 +230,7 @@ class Machine:
 
     @staticmethod
     def preset(name: str) -> Machine:
-        """A machine that comes with Penstock. Raises ConfigError, listing the names, if there is none."""
+        """Return a machine that comes with Penstock, or raise ConfigError with the known names."""
         if name not in Machine.presets():
             known = ", ".join(Machine.presets())
             raise ConfigError(f"unknown machine {name!r}; known are {known}, or name a file")
@@ -240,13 +239,13 @@ class Machine:
 
     @staticmethod
     def presets() -> tuple[str, ...]:
-        """Names of the machines that come with Penstock."""
+        """Return the names of the machines that come with Penstock."""
         names = (Path(each.name) for each in files(_PRESETS).iterdir())
         return tuple(sorted(name.stem for name in names if name.suffix == ".toml"))
 
 
 def _completed(text: str) -> str:
-    """A machine's JSON with what it need not tell; what is no machine as it is."""
+    """Add omitted fields to a machine's JSON; text that is not a JSON object is returned as it is."""
     try:
         data = parse_json(text)
     except ValueError:
@@ -259,7 +258,7 @@ def _completed(text: str) -> str:
 
 
 def _toml(value: object) -> str:
-    """A value as TOML writes it: strings as JSON does, but for U+007F, and without surrogates."""
+    """Format a value as TOML: strings as JSON does, except U+007F, and without surrogates."""
     if isinstance(value, list):
         return "[" + "".join(f"\n    {_toml(item)}," for item in value) + ("\n]" if value else "]")
     if isinstance(value, str | bool):
@@ -269,10 +268,10 @@ def _toml(value: object) -> str:
 
 @dataclass(frozen=True)
 class Budgets:
-    """Bytes that a plan may use of each memory."""
+    """Limits in bytes of each memory that a plan may use."""
 
     device_bytes: int
-    """Saved storages that stay, sources of writes in flight, and targets of reads, together."""
+    """Limit of kept storages, sources of writes in flight and targets of reads together."""
     host_bytes: int = 0
     """Capacity of the host tier; 0 if there is none."""
     flash_bytes: int = 0

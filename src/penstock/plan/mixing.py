@@ -1,7 +1,7 @@
-"""Recompute some and offload what must still go: which mixtures promise most, and what they come to.
+"""Mixed choices: recompute some modules and offload what must still leave the device.
 
-What is recomputed decides most. So sets of modules are put in the order of the step that they allow at
-best (:mod:`penstock.plan.bound`), which takes a hundredth of what making and replaying a choice takes.
+The set of recomputed modules matters most. So sets of modules are sorted by a lower bound on their step
+time (:mod:`penstock.plan.bound`), which takes a hundredth of the time of making and replaying a choice.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from functools import cached_property
 from itertools import accumulate, takewhile
 from typing import Final
 
-from penstock.plan.bound import Moment, fullest
+from penstock.plan.bound import Moment, peak_moment
 from penstock.plan.case import Case, Choice
 from penstock.plan.policies import lifetime, ranked
-from penstock.plan.policies.recompute import by_worth, together
+from penstock.plan.policies.recompute import by_worth, compatible_sets
 
 _PARTS: Final = 8
-"""Into how many parts a ranking of modules is cut, to recompute some of them."""
+"""Number of prefixes of a ranking of modules that are tried as sets to recompute."""
 
 Set = tuple[str, ...]
-"""Paths of modules, none inside another, in alphabetical order."""
+"""Module paths, none inside another, in alphabetical order."""
 
 
 class Mixing:
-    """What can be mixed in one case."""
+    """Generator of mixed choices for one planning problem."""
 
     def __init__(self, case: Case) -> None:
         self._case = case.fitted()
@@ -35,22 +35,22 @@ class Mixing:
 
     @cached_property
     def _moment(self) -> Moment | None:
-        return fullest(self._case)
+        return peak_moment(self._case)
 
     @cached_property
     def _alive_bytes(self) -> dict[str, int]:
-        """By module, what dropping it takes from the fullest moment."""
-        there = self._moment.there if self._moment else frozenset()
+        """Bytes by which dropping each module lowers the peak, by module."""
+        resident = self._moment.resident if self._moment else frozenset()
         groups, slots = self._case.groups, self._case.profile.slots
         return {
             path: sum(
-                slots[i].key.nbytes for g in one.groups for i in groups[g].indices if i in there
+                slots[i].key.nbytes for g in one.groups for i in groups[g].indices if i in resident
             )
             for path, one in self._case.recomputing.modules.items()
         }
 
     def least_ns(self, recomputed: Set) -> float:
-        """How much longer than computing alone a step takes at least, if these are recomputed."""
+        """Return a lower bound on the step's time beyond plain compute if these are recomputed."""
         modules = self._case.recomputing.modules
         return self._least_ns(
             sum(self._alive_bytes[path] for path in recomputed),
@@ -63,9 +63,9 @@ class Mixing:
         return self._moment.took_ns(dropped_bytes, again_ns, self._case)
 
     def sets(self) -> list[Set]:
-        """Of modules of one size those first that free most for their time; the most promising first."""
+        """List sets of modules of similar size that free most for their time, most promising first."""
         found: dict[Set, float] = {(): self.least_ns(())}
-        for modules in together(self._case):
+        for modules in compatible_sets(self._case):
             order = by_worth(modules)
             counts = {len(order) * part // _PARTS for part in range(1, _PARTS + 1)}
             dropped = accumulate(self._alive_bytes[path] for path in order)
@@ -78,19 +78,19 @@ class Mixing:
         return sorted(found, key=lambda each: (found[each], each))
 
     def neighbours(self, recomputed: Set, below_ns: float) -> Iterator[Set]:
-        """Sets with one module more, or less, the most promising first, that could take less time.
+        """Yield sets with one module more or less that could be faster, most promising first.
 
         Args:
-            recomputed: From which they differ.
-            below_ns: What they must promise, beside computing alone.
+            recomputed: The set that they differ from.
+            below_ns: Time beyond plain compute that their lower bound must stay below.
         """
         found = {}
-        beside = self._case.recomputing.together(recomputed)
+        beside = self._case.recomputing.conflict_set(recomputed)
         for path, module in self._case.recomputing.modules.items():
             others = [one for one in recomputed if one != path]
             if len(others) == len(recomputed):
-                clashing = beside.clashing(module)
-                others = [one for one in others if one not in clashing]
+                conflicts = beside.conflicts_with(module)
+                others = [one for one in others if one not in conflicts]
                 others.append(path)
             each = tuple(sorted(others))
             found[each] = self.least_ns(each)
@@ -98,7 +98,7 @@ class Mixing:
         return takewhile(lambda each: found[each] < below_ns, iter(order))
 
     def choices(self, recomputed: Set) -> Iterator[Choice]:
-        """What must still go, by rank or by lifetime, to one tier after the other or to both at once."""
+        """Yield choices that offload the rest by rank or lifetime, to one tier at a time or to both."""
         placements: tuple[Callable[[Case, Sequence[int], Set], Choice], ...] = (
             ranked.offload_first,
             lifetime.spread,

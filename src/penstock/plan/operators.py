@@ -1,4 +1,4 @@
-"""What the network computes, operator by operator: the work, the moment, and what it needs beside."""
+"""Operators that a network computes: work, time, and geometry."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from penstock.core.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """The geometry of a convolution's forward; its backward is of the same."""
+    """Geometry of a convolution's forward, shared by its backward."""
 
     batch: int
     channels_in: int
     channels_out: int
     groups: int
     input_size: tuple[int, ...]
-    """Of the map that comes in, without batch and channels: height and width."""
+    """Height and width of the input map, without batch and channels."""
     kernel_size: tuple[int, ...]
     output_size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -25,7 +25,7 @@ class Convolution:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Products of matrices, all of one size: rows by depth with depth by columns."""
+    """Matrix products of one size: rows by depth with depth by columns."""
 
     count: int
     rows: int
@@ -35,24 +35,27 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class WorkspaceLimit:
-    """A convolution that is computed otherwise than the fastest way.
+    """Limit of a convolution's workspace.
 
-    It takes the fastest algorithm whose workspace is within the limit (:mod:`penstock.plan.algorithms`).
+    It uses the fastest algorithm whose workspace is within the limit (:mod:`penstock.plan.algorithms`).
 
     Raises:
-        PlanError: The limit is negative, or there is not even one part.
+        PlanError: The limit is negative, or there are fewer parts than one.
     """
 
     module: str
     backward: bool
     nbytes: int
-    """The most that its workspace may take; 0: the algorithm without any."""
+    """Largest workspace in bytes; 0: the algorithm without one."""
     parts: int = 1
-    """Into how many parts its batch may be cut, one computed after the other."""
+    """Number of parts that its batch may be cut into, computed one after the other."""
 
     def __post_init__(self) -> None:
         if self.nbytes < 0 or self.parts < 1:
-            raise PlanError(f"convolution {self.module!r}: a workspace limit is impossible: {self}")
+            raise PlanError(
+                f"convolution {self.module!r}: workspace limit {self} must have nbytes of 0 or more"
+                " and at least one part"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,32 +67,33 @@ class Operator:
     """
 
     name: str
-    """As ``"aten.convolution"``; in a measured profile the module's type, as ``"Conv2d"``."""
+    """Name such as ``"aten.convolution"``; in a measured profile the module's type, as ``"Conv2d"``."""
     module: str
     """Path of the innermost module whose forward it belongs to, also in backward."""
     pass_index: int
     backward: bool
     start_ns: int
     end_ns: int
-    """Both on the profile's own axis of compute time."""
+    """End on the profile's axis of compute time, as ``start_ns``."""
     flops: int = 0
     """Floating-point operations; a multiplication and an addition are two."""
     moved_bytes: int = 0
-    """What it reads and writes of device memory at the least: its operands and results, each once."""
+    """Least device memory traffic: its operands and results, each once."""
     convolution: Convolution | None = None
     half: bool = False
-    """Whether it computes in 16 bits."""
+    """True if it computes in 16 bits."""
     product: Product | None = None
-    """The sizes of what it multiplies, if that is all it does."""
+    """Sizes of its matrix products, if it computes nothing else."""
 
     def __post_init__(self) -> None:
         if self.end_ns < self.start_ns or min(self.flops, self.moved_bytes) < 0:
             raise PlanError(
-                f"profile: operator {self.name!r} of {self.module!r} is impossible: {self}"
+                f"profile: operator {self.name!r} of {self.module!r} ends before it starts or has a"
+                f" negative count: {self}"
             )
 
     def moved(self, start_ns: int, end_ns: int) -> Operator:
-        """The same at another time. Quicker than ``replace``."""
+        """Return this operator at another time. Quicker than ``replace``."""
         return Operator(
             self.name,
             self.module,
@@ -106,5 +110,5 @@ class Operator:
 
     @property
     def took_ns(self) -> int:
-        """Its time."""
+        """Duration in ns."""
         return self.end_ns - self.start_ns

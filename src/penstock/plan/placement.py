@@ -1,20 +1,20 @@
-"""Which tier an offloaded slot goes to: the quick ones to host memory, the rest to flash.
+"""Placement of offloaded slots in tiers: those needed soonest in host memory, the rest on flash.
 
 [Note: a tier's room is counted before encoding]
-    As long as the tiers have room for bytes as they are, a plan does not count on what codecs leave. What
-    a tensor shrinks to was measured on a sample of one step, and sparsity changes as a network learns;
-    how long a frame is shows only when it has been encoded, after the tensor was promised to the tier.
-    So every slot that may be encoded counts as it is, and a frame's header more: then the plan holds even
-    if from now on nothing compresses at all.
+    As long as the tiers have room for unencoded bytes, a plan does not rely on compression. A tensor's
+    ratio was measured on a sample of one step, and sparsity changes as a network learns; the length of a
+    frame is known only when it has been encoded, after the tensor was promised to the tier. So every slot
+    that may be encoded is charged its unencoded bytes and a frame's header: then the plan holds even if
+    nothing compresses any more.
 
-    Where the tiers have no room for all that is to go, that certainty is given up for what they lack:
-    slots count as encoded, and are, though it be slower (``packed``). They count with the measured ratio
-    and ``SPACE_MARGIN`` of their bytes more. That is as much as frames may differ from what was foreseen
-    before the runtime measures again and plans anew. What has no room then goes to another tier, or
-    stays on the device, as without codecs it would have from the beginning.
+    If the tiers lack room for everything that must be offloaded, the plan relies on compression for what
+    they lack: slots are charged as encoded, and are encoded even if that is slower (``packed``). They are
+    charged the measured ratio and ``SPACE_MARGIN`` of their bytes more, which is as much as frames may
+    deviate before the runtime samples again and makes a new plan. A slot without room then goes to
+    another tier, or stays on the device, as it would have without codecs.
 
-    The search of ``auto`` may also give one tier more than it holds as it is where another has room for
-    what does not fit after all: then nothing but time is at stake (``rooms_for``).
+    The search of ``auto`` may also give one tier more unencoded bytes than it holds if another tier has
+    room for those that turn out not to fit: then only time is at stake (``rooms_for``).
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from penstock.plan.machine import Budgets
 from penstock.plan.profile import CodecSample
 
 SPACE_MARGIN: Final = 0.15
-"""Share of a slot's bytes for which a tier has room beyond what its frames are expected to take."""
+"""Fraction of a slot's bytes that is charged to a tier beyond the expected size of its frames."""
 
 
 def packed_bytes(group: Group, sample: CodecSample) -> int:
-    """What a group is counted for in a tier if it is encoded so; no more than as it is.
+    """Return the bytes that an encoded group is charged in a tier; never more than unencoded.
 
-    A page more for each slot: each ends within one.
+    Each slot is charged one page more, because it ends within a page.
     """
     wanted = math.ceil(group.nbytes * (sample.ratio + SPACE_MARGIN))
     return min(group.nbytes, round_up(wanted, PAGE_BYTES) + PAGE_BYTES * len(group.indices))
 
 
 def least_bytes(group: Group) -> int:
-    """What it is counted for by whichever codec makes it shortest."""
+    """Return the bytes that a group is charged with the codec that makes it smallest."""
     return min((packed_bytes(group, sample) for sample in group.codecs), default=group.nbytes)
 
 
 def fitting(
     ranked: Iterable[int], groups: Sequence[Group], budgets: Budgets, *, encoded: bool = False
 ) -> list[int]:
-    """Those of the groups, by index and the first ones first, that the tiers have room for together.
+    """Return the indices of the groups that the tiers together have room for, in the given order.
 
     Args:
-        ranked: The groups, best first.
-        groups: What the indices mean.
+        ranked: Indices of groups, best first.
+        groups: All groups.
         budgets: The tiers' capacities.
-        encoded: Whether those for which there is room only if they, and the others, are encoded, follow.
+        encoded: Append the groups that fit only if they and the others are encoded.
     """
     room = budgets.host_bytes + budgets.flash_bytes
     found, left = [], []
@@ -76,17 +76,17 @@ def fitting(
 
 
 def place(chosen: list[Group], budgets: Budgets) -> list[str]:
-    """The tier of each group: ``"host"``, ``"flash"``, or ``""`` where neither has room.
+    """Return the tier of each group: ``"host"``, ``"flash"``, or ``""`` if neither has room.
 
-    Those that are needed soonest go to the host tier, which is quicker, until it is full. Of the
-    rest, the first in ``chosen`` have precedence. Where not all have room as they are, they are placed
-    as they would be encoded, if more of them have room so; ``packed`` says which then must be.
+    Groups that are needed soonest go to the host tier, which is quicker, until it is full. Of the rest,
+    the first in ``chosen`` have precedence. If not all fit unencoded, they are placed by their encoded
+    sizes if more of them fit that way; ``packed`` then chooses which must be encoded.
     """
-    as_they_are = _place(chosen, [group.nbytes for group in chosen], budgets)
-    if all(as_they_are):
-        return as_they_are
+    raw = _place(chosen, [group.nbytes for group in chosen], budgets)
+    if all(raw):
+        return raw
     encoded = _place(chosen, [least_bytes(group) for group in chosen], budgets)
-    return max(as_they_are, encoded, key=lambda tiers: _placed_bytes(chosen, tiers))
+    return max(raw, encoded, key=lambda tiers: _placed_bytes(chosen, tiers))
 
 
 def rooms_for(
@@ -97,15 +97,15 @@ def rooms_for(
     least: Sequence[int],
     instead_of: Sequence[str],
 ) -> bool:
-    """Whether each tier has room for the groups that it is given: as they are, or encoded.
+    """Return True if each tier has room for its groups, unencoded or encoded.
 
     Args:
         tiers: The tier of each group, or ``""``.
         budgets: The tiers' capacities.
-        sizes: What each group takes as it is.
-        least: ``least_bytes`` of each.
-        instead_of: The tiers of another choice. Where all tiers together have no room for bytes as they
-            are, encoded ones count only if that is so with that choice as well.
+        sizes: Unencoded bytes of each group.
+        least: ``least_bytes`` of each group.
+        instead_of: The tiers of another choice. If all tiers together have no room for unencoded bytes,
+            encoded sizes are used only if that holds for the other choice as well.
     """
     host, flash = budgets.host_bytes, budgets.flash_bytes
     in_host, on_flash = _sums(tiers, sizes)
@@ -118,7 +118,7 @@ def rooms_for(
 
 
 def _sums(tiers: Sequence[str], sizes: Sequence[int]) -> tuple[int, int]:
-    """Bytes to host memory, bytes to flash."""
+    """Return the bytes placed in host memory, and on flash."""
     used = {"host": 0, "flash": 0, "": 0}
     for tier, nbytes in zip(tiers, sizes, strict=True):
         used[tier] += nbytes
@@ -131,13 +131,13 @@ def packed(
     samples: Mapping[int, CodecSample],
     budgets: Budgets,
 ) -> Mapping[int, CodecSample]:
-    """How groups are encoded, so that no tier is given more than it has room for.
+    """Choose codecs such that no tier receives more than it has room for.
 
     Args:
-        groups: All of them.
+        groups: All groups.
         tiers: The tier of each, or ``""``.
-        samples: How they would be encoded, by index: to be quick. It is changed only for a tier that is
-            otherwise too full: those first that spare it most for each second of a core.
+        samples: The quickest codec sample of each group, by index. It is changed only for a tier that
+            would be too full: first those groups that save most bytes per second of a core.
         budgets: The tiers' capacities.
     """
     found = dict(samples)
@@ -167,7 +167,7 @@ def _spared(group: Group, sample: CodecSample | None) -> int:
 
 
 def _worth(group: Group, sample: CodecSample | None) -> float:
-    """Bytes more that the shortest codec spares, for each second that it works on the group."""
+    """Return the further bytes that the smallest codec saves per second of its work on the group."""
     best = _shortest(group)
     more = _spared(group, best) - _spared(group, sample)
     return more / (best.encode_s(group.nbytes) + best.decode_s(group.nbytes))
@@ -195,10 +195,10 @@ def _idle(group: Group) -> float:
 
 
 def first_true(count: int, holds: Callable[[int], bool]) -> int:
-    """The k in 0..count that bisection ends at: the least for which ``holds``, if it is monotone.
+    """Return the k in 0..count that bisection ends at: the least for which ``holds``, if it is monotone.
 
-    Where ``holds(count)`` is false the answer is ``count``. If one predicate holds wherever another
-    does, its answer is not above the other's, monotone or not.
+    It is ``count`` if no smaller one holds. If one predicate holds wherever another does, its result is
+    not above the other's, monotone or not.
     """
     low, high = 0, count
     while low < high:

@@ -1,4 +1,4 @@
-"""What goes where and when: a frozen value, printable, comparable, JSON both ways."""
+"""The plan: a frozen value with a decision for each slot, printable, comparable, to JSON and back."""
 
 from __future__ import annotations
 
@@ -15,53 +15,57 @@ from penstock.plan.slots import MatchKey, SlotKey
 
 VERSION = 5
 INFEASIBLE = "infeasible: "
-"""How the note of a plan begins that cannot keep its budget."""
+"""Prefix of the note of a plan that cannot keep its budget."""
 
 
 class Action(enum.StrEnum):
-    """What becomes of a saved storage."""
+    """Treatment of a saved storage."""
 
     KEEP = "keep"
-    """It stays where it is until backward has used it."""
+    """Stay resident until backward has used it."""
     OFFLOAD = "offload"
-    """It goes to a tier when it is saved and comes back before it is needed."""
+    """Move to a tier when it is saved and come back before it is needed."""
     RECOMPUTE = "recompute"
-    """It is dropped; what made it is run again before it is needed."""
+    """Free it, and recompute it before it is needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What becomes of one slot, and why."""
+    """Treatment of one slot, with the reason."""
 
     key: SlotKey
     action: Action
     tier: str
-    """``"flash"`` or ``"host"``; ``""`` where the slot is kept."""
+    """``"flash"`` or ``"host"``; ``""`` if the slot is not offloaded."""
     reason: str
-    """For people. What differs between slots of one cause follows a semicolon."""
+    """Reason to show a user. Details that differ between slots of one cause follow a semicolon."""
     codec: str = ""
-    """How it is encoded on its way to the tier, by name; ``""``: its bytes go as they are."""
+    """Name of the codec that encodes it for the tier; ``""``: not encoded."""
     ratio: float = 1.0
-    """Bytes in the tier per byte of the slot, as expected; 1 without a codec."""
+    """Expected bytes in the tier per byte of the slot; 1 without a codec."""
     prefetch_at: int | None = None
-    """Reading it back begins no sooner than when backward first asks for the slot at this place of the
-    plan's ``need_order``; None: as soon as the window has room."""
+    """Index in the plan's ``need_order``: its read starts only once backward asks for the slot there;
+    None: as soon as the read window has room."""
     recipe: str = ""
-    """Which of the plan's ``recomputed`` makes it again, if that is a recipe and not a module."""
+    """Name of the plan's ``recomputed`` that recomputes it, if that is a recipe and not a module."""
 
     def __post_init__(self) -> None:
         moves = self.action is Action.OFFLOAD
         if self.recipe and self.action is not Action.RECOMPUTE:
-            raise PlanError(f"slot {self.key}: action {self.action} with recipe {self.recipe!r}")
+            raise PlanError(
+                f"slot {self.key}: action {self.action} cannot have recipe {self.recipe!r}"
+            )
         if self.tier not in (("flash", "host") if moves else ("",)):
-            raise PlanError(f"slot {self.key}: action {self.action} with tier {self.tier!r}")
+            raise PlanError(f"slot {self.key}: action {self.action} cannot have tier {self.tier!r}")
         if not moves and (self.codec or self.prefetch_at is not None):
             raise PlanError(
-                f"slot {self.key}: action {self.action} with codec {self.codec!r} and prefetch_at"
-                f" {self.prefetch_at}"
+                f"slot {self.key}: action {self.action} cannot have codec {self.codec!r} and"
+                f" prefetch_at {self.prefetch_at}; only offloaded slots have them"
             )
         if self.prefetch_at is not None and self.prefetch_at < 0:
-            raise PlanError(f"slot {self.key}: prefetch_at is {self.prefetch_at}")
+            raise PlanError(
+                f"slot {self.key}: prefetch_at is {self.prefetch_at}, it must be zero or more"
+            )
         if not (math.isfinite(self.ratio) and self.ratio >= 0) or (
             not self.codec and self.ratio != 1
         ):
@@ -72,37 +76,38 @@ class Decision:
 
     @property
     def encoded_bytes(self) -> int:
-        """What the slot is expected to take in its tier."""
+        """Expected size of the slot in its tier."""
         return math.ceil(self.key.nbytes * self.ratio)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A policy's answer. One decision per match key, in the order of saving."""
+    """Result of a policy. One decision per match key, in the order of saving."""
 
     policy: str
     budgets: Budgets
     decisions: tuple[Decision, ...]
     need_order: tuple[SlotKey, ...]
-    """The slots that backward asked for, in the order of first asking, kept ones included."""
+    """Slots that backward asked for, in the order of first use, kept ones included."""
     window_bytes: int
-    """The most bytes in targets of reads, prefetched and in use; at least what one node uses. It may
-    be more than is free while much is kept: reads ahead take only what is free at the moment."""
+    """Largest number of bytes in targets of reads, prefetched and in use; at least those of one node. It
+    may exceed the memory that is free while much is kept: prefetches take only what is free."""
     notes: tuple[str, ...] = ()
-    """What a user should know, as waits that are certain or a budget that cannot be kept."""
+    """Warnings to the user, such as waits that are certain or a budget that cannot be kept."""
     recomputed: tuple[str, ...] = ()
-    """Paths of the modules that are run again in backward, none inside another; and names of recipes
-    (``plan.recipes``), by which the output of a module is made again for those that save it."""
+    """Paths of modules that are recomputed in backward, none inside another; and names of recipes
+    (``plan.recipes``), which recompute the output of a module for others that save it."""
     workspace_limits: tuple[WorkspaceLimit, ...] = ()
-    """The convolutions that are not computed the fastest way (vDNN, sections 3.4 and 4.3). Advice, which
-    replays follow: the runtime leaves the choice of algorithms to PyTorch."""
+    """Convolutions that do not use their fastest algorithm (vDNN, sections 3.4 and 4.3). Only replays
+    follow this: the runtime leaves the choice of algorithms to PyTorch."""
     widest_bytes: int | None = None
-    """How far the window may grow where reads come late, if not to the device's budget. Further, reads
-    ahead would take the room of what is saved or made again in backward, and be dropped for that."""
+    """Largest useful read window in bytes; None: the device budget. The runtime widens the window when
+    reads are late; wider still, prefetches would take the room of bytes that backward saves or
+    recomputes, and be dropped for those."""
     joined: bool = False
-    """Whether a layer of forward is over only when what is written under it is, as vDNN has it (section
-    3.2), and reads begin at their ``prefetch_at`` without regard to the window: vDNN has none. On
-    paper only: the runtime writes behind while there is room."""
+    """True if a layer of forward ends only when the writes that began under it have ended (vDNN, section
+    3.2), and reads start at their ``prefetch_at`` regardless of the window, which vDNN does not have.
+    Only replays follow this: the runtime writes behind while there is room."""
     _by_match: dict[MatchKey, Decision] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -110,25 +115,27 @@ class Plan:
         if len(index) != len(self.decisions):
             raise PlanError(f"plan {self.policy!r}: two decisions match the same slot")
         if self.window_bytes < 0:
-            raise PlanError(f"plan {self.policy!r}: window_bytes is {self.window_bytes}")
+            raise PlanError(
+                f"plan {self.policy!r}: window_bytes is {self.window_bytes}, it must be zero or more"
+            )
         object.__setattr__(self, "_by_match", index)
 
     def lookup(self, key: SlotKey) -> Decision | None:
-        """The decision for a slot of this module, ordinal and size bucket; None: there is none."""
+        """Return the decision for a slot of this module, ordinal and size bucket, or None."""
         return self._by_match.get(key.match_key)
 
     def lookup_match(self, match: MatchKey) -> Decision | None:
-        """The same by the slot's ``match_key``, where that is known already."""
+        """Return the decision for a ``match_key``, or None."""
         return self._by_match.get(match)
 
     @property
     def lean_convolutions(self) -> tuple[str, ...]:
-        """Paths of the convolutions that have a limit for their workspace."""
+        """Paths of the convolutions whose workspace has a limit."""
         return tuple(dict.fromkeys(one.module for one in self.workspace_limits))
 
     @property
     def feasible(self) -> bool:
-        """Whether the device budget can be kept, as far as the profile tells."""
+        """True if the device budget can be kept according to the profile."""
         return not any(note.startswith(INFEASIBLE) for note in self.notes)
 
     @property
@@ -138,7 +145,7 @@ class Plan:
 
     @property
     def encoded_bytes(self) -> int:
-        """What ``offloaded_bytes`` are expected to be in the tiers; the same if nothing is encoded."""
+        """Expected size of ``offloaded_bytes`` in the tiers; equal if nothing is encoded."""
         return sum(d.encoded_bytes for d in self.decisions if d.action is Action.OFFLOAD)
 
     @property
@@ -152,7 +159,7 @@ class Plan:
         return sum(d.key.nbytes for d in self.decisions if d.action is Action.RECOMPUTE)
 
     def to_json(self) -> str:
-        """One JSON document."""
+        """Return one JSON document."""
         return serial.dump("plan", VERSION, self)
 
     @staticmethod
@@ -165,7 +172,7 @@ class Plan:
             sum(d.action is action for d in self.decisions)
             for action in (Action.OFFLOAD, Action.KEEP, Action.RECOMPUTE)
         )
-        made = f" {again} made again ({format_bytes(self.recomputed_bytes)})," if again else ""
+        made = f" {again} recomputed ({format_bytes(self.recomputed_bytes)})," if again else ""
         lines = [
             f"plan {self.policy!r} for {format_bytes(self.budgets.device_bytes)} of device memory:"
             f" {offloaded} slots offloaded ({self._offloaded_text()}),"

@@ -1,7 +1,7 @@
-"""What one step saved, and when it wanted it back: the ordered events that a policy plans from.
+"""The profile of one step: saved slots, when they were saved and needed, and the operators between.
 
-Times are nanoseconds of compute on the profiled step's own axis: what the step waited for Penstock
-is taken out, so that a profile says what the network does and not what an earlier plan cost it.
+Times are nanoseconds of compute on the profiled step's own axis: waits for Penstock are subtracted, so
+that a profile shows what the network does, not the cost of an earlier plan.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
 
 VERSION: Final = 6
 NODE_NS: Final = 50_000
-"""Slots needed within this time of each other are taken to be needed by one node of backward."""
+"""Slots needed within this time of each other are assumed to be needed by one node of backward."""
 
 
 class Event(enum.IntEnum):
-    """What happens to a slot, in this order."""
+    """Event in the life of a slot, in this order."""
 
     SAVE = 0
-    """Forward hands it over."""
+    """Forward saves it."""
     USE = 1
     """A node of backward asks for it."""
     FREE = 2
-    """That node is done with it, or its pass ended without asking."""
+    """The node is done with it, or its pass ended without using it."""
 
 
 Step = tuple[int, Event, int]
-"""(when in ns, what, index of the slot)."""
+"""(time in ns, event, index of the slot)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodecSample:
-    """What a codec did with a sample of one slot's bytes, as measured on this machine.
+    """Measured ratio and speeds of a codec on a sample of one slot's bytes.
 
     Raises:
         PlanError: The codec has no name, or a figure is not finite, or not positive (but ``ratio`` may
@@ -51,13 +51,13 @@ class CodecSample:
     """
 
     codec: str
-    """Its name as ``"zero-value"``, or a chain's as ``"zero-value+bfloat16"``."""
+    """Name such as ``"zero-value"``, or of a chain, ``"zero-value+bfloat16"``."""
     ratio: float
     """Bytes of the frame per byte of the source."""
     encode_bytes_per_s: float
-    """Bytes of the source, on one core."""
+    """Encoding speed in bytes of the source, on one core."""
     decode_bytes_per_s: float
-    """Bytes of the source, on one core."""
+    """Decoding speed in bytes of the source, on one core."""
 
     def __post_init__(self) -> None:
         if not self.codec:
@@ -72,15 +72,15 @@ class CodecSample:
                 )
 
     def encoded_bytes(self, nbytes: int) -> int:
-        """What ``nbytes`` of source are expected to take in a tier; a frame is never empty."""
+        """Return the expected frame bytes of ``nbytes`` of source; a frame is never empty."""
         return max(1, math.ceil(nbytes * self.ratio))
 
     def encode_s(self, nbytes: int) -> float:
-        """Seconds of one core to encode ``nbytes`` of source."""
+        """Return the seconds of one core to encode ``nbytes`` of source."""
         return nbytes / self.encode_bytes_per_s
 
     def decode_s(self, nbytes: int) -> float:
-        """Seconds of one core to decode to ``nbytes`` of source."""
+        """Return the seconds of one core to decode to ``nbytes`` of source."""
         return nbytes / self.decode_bytes_per_s
 
 
@@ -93,30 +93,30 @@ class SlotProfile:
     """The pass (a forward graph and its backward) that saved it."""
     saved_at_ns: int
     needed_at_ns: int | None
-    """When backward first asked for it, or None if it never did."""
+    """Time when backward first asked for it; None: never."""
     kind: str
     """Type of the module that saved it, as ``"Conv2d"``."""
     held_elsewhere: bool
-    """Something else kept the storage alive, so offloading it would have freed nothing."""
+    """True if something else kept the storage alive, so that offloading it would have freed nothing."""
     dtype: str
     small_bytes: int | None = None
-    """Bytes below the floor that are alive beside it when it is saved. Where it is ``None``, all of the
-    profile's are taken to be."""
+    """Bytes below the floor that are alive when it is saved. None: assume the profile's
+    ``small_bytes``."""
     codecs: tuple[CodecSample, ...] = ()
-    """Those that a plan may choose for it, which are lossless ones, and ones whose loss is proven to
-    change no gradient. Without any it goes to a tier as it is."""
+    """Samples of the codecs that a plan may choose for it: lossless ones, and those whose loss is proven
+    to change no gradient. Empty: it is not encoded."""
     producer: str | None = None
-    """Path of the innermost module in whose forward the storage was made. It can be made again by running
-    a module that both made and saved it; None: not known, so it cannot. In a measured profile everything
-    that saved it is in that forward as well, by one and the same call of the module."""
+    """Path of the innermost module in whose forward the storage was made. A module that both made and
+    saved it can recompute it; None: not known, so it cannot be recomputed. In a measured profile
+    everything that saved it is inside that forward as well, in the same call of the module."""
     small_bytes_at_need: int | None = None
-    """The same as ``small_bytes``, when it is needed. Where it is ``None``, as much as then, since the
+    """Bytes below the floor that are alive when it is needed. None: as many as at its save, since the
     last saved is the first needed."""
     recipe: tuple[str, ...] = ()
-    """Paths of the modules that make it again from ``source``, called one after the other: the first
-    makes its storage, those that follow change that in place. Empty: there is no such way."""
+    """Paths of the modules that recompute it from ``source``, called one after the other: the first
+    makes its storage, the others change that in place. Empty: there is no recipe."""
     source: int | None = None
-    """The slot, of the same pass, that the first module of ``recipe`` is called with: by its index."""
+    """Index of the slot, of the same pass, that the first module of ``recipe`` is called with."""
 
     def moved(
         self,
@@ -125,7 +125,7 @@ class SlotProfile:
         small_bytes: int | None,
         small_bytes_at_need: int | None,
     ) -> SlotProfile:
-        """The same at another time, and beside other bytes. Quicker than ``replace``."""
+        """Return this slot with other times and other bytes beside it. Quicker than ``replace``."""
         return SlotProfile(
             self.key,
             self.pass_index,
@@ -144,7 +144,7 @@ class SlotProfile:
 
     @property
     def idle_ns(self) -> int | None:
-        """From being saved to being needed, or None if it never was."""
+        """Time from save to need; None: never needed."""
         return None if self.needed_at_ns is None else self.needed_at_ns - self.saved_at_ns
 
 
@@ -160,7 +160,7 @@ class PassProfile:
 
 @dataclass(frozen=True, slots=True)
 class Transient:
-    """Bytes of device memory that are neither fixed nor in a slot, from a moment to the next one."""
+    """Device memory that is neither fixed nor in a slot, from ``at_ns`` until the next entry."""
 
     at_ns: int
     nbytes: int
@@ -168,37 +168,37 @@ class Transient:
 
 @dataclass(frozen=True)
 class Profile:
-    """The saved storages of one step, in the order in which they were saved."""
+    """Saved storages of one step, in the order in which they were saved."""
 
     device: str
     slots: tuple[SlotProfile, ...]
     passes: tuple[PassProfile, ...]
     small_bytes: int = 0
-    """The most bytes alive at once in storages below the floor. They stay, and are resident."""
+    """Most bytes alive at once in storages below the floor, which always stay resident."""
     small_count: int = 0
-    """How many storages below the floor the step saved."""
+    """Number of storages below the floor that the step saved."""
     protected_bytes: int = 0
     """Saved bytes that are parameters, buffers or optimizer state. They are alive anyway."""
     operators: tuple[Operator, ...] = ()
-    """What the network computed, in order; without them nothing can be computed again."""
+    """Operators that the network computed, in order; without them nothing can be recomputed."""
     fixed_bytes: int = 0
-    """Parameters, their gradients, buffers and optimizer state: what is on the device all the time.
+    """Bytes that are always on the device: parameters, their gradients, buffers and optimizer state.
     0: the budget does not count them, as on a machine whose device is host memory."""
     transients: tuple[Transient, ...] = ()
-    """Outputs and gradients on their way, workspaces, storages below the floor: the device memory that
-    nothing is to be done about, over time. Of a profile of the whole device, ``small_bytes`` of a slot
-    are the fixed and the worst of the transient bytes beside it, at its save and at its need. Empty: the
-    budget counts none of it."""
+    """Device memory over time that a plan cannot move: intermediate outputs and gradients, workspaces,
+    storages below the floor. In a profile of the whole device, ``small_bytes`` of a slot are the fixed
+    and the largest transient bytes beside it, at its save and at its need. Empty: the budget counts none
+    of it."""
     unrepeatable: tuple[str, ...] = ()
-    """Paths of the modules that must not be run again as a whole: another run would not do the same, or
-    cannot be arranged. What is inside them may be."""
+    """Paths of modules that must not be recomputed as a whole, because a second run would differ or
+    cannot be arranged. Modules inside them may be."""
 
     def __post_init__(self) -> None:
         known = set()
         for one in self.passes:
             known.add(one.index)
             if not one.start_ns <= one.backward_start_ns <= one.end_ns:
-                raise PlanError(f"profile: pass {one.index} goes back in time: {one}")
+                raise PlanError(f"profile: times of pass {one.index} are not in order: {one}")
         if len(known) != len(self.passes):
             raise PlanError("profile: two passes have the same index")
         for slot in self.slots:
@@ -215,8 +215,8 @@ class Profile:
             return
         if not 0 <= slot.source < len(self.slots):
             raise PlanError(
-                f"profile: slot {slot.key} is made from slot {slot.source}, and there are"
-                f" {len(self.slots)}"
+                f"profile: slot {slot.key} is made from slot {slot.source}, but there are only"
+                f" {len(self.slots)} slots"
             )
         source = self.slots[slot.source]
         if source is slot or source.pass_index != slot.pass_index:
@@ -227,23 +227,23 @@ class Profile:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of all storages above the floor that the step saved."""
+        """Bytes of all saved storages above the floor."""
         return sum(slot.key.nbytes for slot in self.slots)
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        """What happens to which slot, in order. Passes may overlap in time.
+        """Events of all slots in order of time. Passes may overlap.
 
         A slot is in use until the next node of its pass begins, so that the slots of one node are
         in use together.
         """
         found = [step for one in self.passes for step in self._pass_steps[one.index]]
-        found.sort(key=lambda step: step[0])  # stable: what a pass does at one time stays in order
+        found.sort(key=lambda step: step[0])  # stable: events of one pass and time stay in order
         return tuple(found)
 
     @cached_property
     def arrays(self) -> StepArrays:
-        """The same as arrays."""
+        """Events and slots as NumPy arrays."""
         from penstock.plan.arrays import step_arrays  # noqa: PLC0415  (loads NumPy)
 
         return step_arrays(
@@ -256,7 +256,7 @@ class Profile:
 
     @property
     def axis_ns(self) -> tuple[int, int]:
-        """When the step begins and ends, as far as is known."""
+        """Begin and end of the step, as far as they are known."""
         begins = [one.start_ns for one in self.passes]
         ends = [one.end_ns for one in self.passes]
         if self.steps:
@@ -269,12 +269,12 @@ class Profile:
 
     @cached_property
     def peak_saved_bytes(self) -> int:
-        """The most bytes that would be resident at once if everything stayed."""
+        """Most bytes that would be resident at once if everything stayed."""
         return self.arrays.most_alive_bytes(self.small_bytes)
 
     @cached_property
     def small_beside(self) -> tuple[int, ...]:
-        """For each slot, the bytes below the floor that are alive beside it when it is saved."""
+        """Bytes below the floor that are alive when each slot is saved."""
         return tuple(
             self.small_bytes if slot.small_bytes is None else slot.small_bytes
             for slot in self.slots
@@ -282,29 +282,29 @@ class Profile:
 
     @cached_property
     def small_at_need(self) -> tuple[int, ...]:
-        """For each slot, the same when it is needed."""
+        """Bytes below the floor that are alive when each slot is needed."""
         return tuple(
             at_save if slot.small_bytes_at_need is None else slot.small_bytes_at_need
             for slot, at_save in zip(self.slots, self.small_beside, strict=True)
         )
 
     def small_at(self, event: Event, index: int) -> int:
-        """Bytes below the floor beside a slot at what happens to it."""
+        """Return the bytes below the floor that are alive at an event of a slot."""
         return (self.small_beside if event is Event.SAVE else self.small_at_need)[index]
 
     @cached_property
     def match_keys(self) -> tuple[MatchKey, ...]:
-        """For each slot, what plans are looked up by."""
+        """Key by which a plan is looked up, per slot."""
         return tuple(slot.key.match_key for slot in self.slots)
 
     @cached_property
     def derived(self) -> dict[object, Profile]:
-        """Profiles that were made from this one, by what was changed: some take long to make."""
+        """Cache of profiles made from this one, by what was changed, because some take long to make."""
         return {}
 
     @cached_property
     def needs(self) -> tuple[int, ...]:
-        """Indices of the slots that backward asked for, pass by pass in the order of asking."""
+        """Indices of the slots that backward asked for, pass by pass in order of first use."""
         return tuple(
             index
             for one in self.passes
@@ -346,7 +346,7 @@ class Profile:
         return mine
 
     def to_json(self) -> str:
-        """One JSON document."""
+        """Return one JSON document."""
         return serial.dump("profile", VERSION, self)
 
     @staticmethod
@@ -358,7 +358,7 @@ class Profile:
 def _check_slot(slot: SlotProfile, passes: set[int]) -> None:
     if slot.pass_index not in passes:
         raise PlanError(
-            f"profile: slot {slot.key} belongs to pass {slot.pass_index}, which is not there"
+            f"profile: slot {slot.key} belongs to pass {slot.pass_index}, which the profile does not have"
         )
     if slot.key.nbytes <= 0:
         raise PlanError(f"profile: slot {slot.key} has {slot.key.nbytes} bytes")

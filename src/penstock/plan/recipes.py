@@ -1,16 +1,16 @@
-"""Recipes: how one saved storage is made again from another that is saved anyway.
+"""Recipes: how one saved storage is recomputed from another that is saved anyway.
 
 [Note: recipes]
-    What a module gives to the next one is saved by that: the output of an activation or a normalization
-    by the convolution behind it. The module's own input is saved as well, for its own backward. So the
-    output need not be held: one more call of the module makes it. An activation that works in place has
-    overwritten its input; then it and the module before it are called, one after the other. A recipe is
-    these modules, and the slot that the first of them is called with. It makes one slot, and nothing
-    that autograd saves: it is run without gradients. (In-place activated BatchNorm, Rota Bulò et al.,
-    CVPR 2018, section 3, saves the same storage by inverting the activation.)
+    The output of a module is saved by the next one: that of an activation or a normalization by the
+    convolution behind it. The module's own input is saved as well, for its own backward. So the output
+    need not be held: one more call of the module recomputes it. An in-place activation has overwritten
+    its input; then it and the module before it are called, one after the other. A recipe consists of
+    these modules and the slot that the first of them is called with. It makes one slot, and nothing that
+    autograd saves: it is run without gradients. (In-place activated BatchNorm, Rota Bulò et al., CVPR
+    2018, section 3, saves the same storage by inverting the activation.)
 
-    What a recipe is called with must be there when it runs: kept, or read back. It may not be made again
-    itself, by whatever, or one recipe would need the one before it, and so on to the start.
+    The input of a recipe must be on the device when it runs: kept, or read back. It must not be
+    recomputed itself, or one recipe would need the one before it, and so on to the start.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ _ARROW: Final = "->"
 _NEVER: Final = 1 << 200
 
 Calls = Mapping[tuple[str, int], Sequence[tuple[int, int]]]
-"""What ``forward_calls`` says."""
+"""Calls as ``forward_calls`` returns them."""
 
 
 def recipe_name(members: Sequence[str], number: int = 1) -> str:
-    """What a plan calls a recipe: ``"bn1->relu->"`` is what comes out of ``relu`` behind ``bn1``.
+    """Return a plan's name of a recipe: ``"bn1->relu->"`` is the output of ``relu`` behind ``bn1``.
 
     Args:
         members: Paths of its modules, in the order of their calls.
-        number: Tells recipes of the same modules apart, from 1.
+        number: Distinguishes recipes of the same modules, from 1.
     """
     return _ARROW.join(members) + _ARROW + (str(number) if number > 1 else "")
 
 
 def recipe_members(name: str) -> tuple[str, ...]:
-    """The paths of a recipe's modules; empty if ``name`` is a module's path."""
+    """Return the paths of a recipe's modules; empty if ``name`` is a module's path."""
     return tuple(name.split(_ARROW)[:-1])
 
 
 @lru_cache(maxsize=65536)
 def ancestors(path: str) -> tuple[str, ...]:
-    """A path and those that contain it, innermost first, the root last."""
+    """Return a path and those that contain it, innermost first, the root last."""
     if not path:
         return ("",)
     return (path, *ancestors(path.rpartition(".")[0]))
 
 
 def forward_calls(operators: Iterable[Operator]) -> dict[tuple[str, int], list[tuple[int, int]]]:
-    """(start, end) of every uninterrupted forward of each module, by its path and pass."""
+    """Return (start, end) of every uninterrupted forward of each module, by its path and pass."""
     forward = [one for one in operators if not one.backward]
     forward.sort(key=lambda one: (one.pass_index, one.start_ns))
     calls: dict[tuple[str, int], list[tuple[int, int]]] = {}
@@ -73,7 +73,7 @@ def forward_calls(operators: Iterable[Operator]) -> dict[tuple[str, int], list[t
 def recipe_calls(
     members: Sequence[str], pass_index: int, saved_at_ns: int, calls: Calls
 ) -> list[tuple[int, int]]:
-    """(start, end) of the calls that made a slot which was saved then; empty if they are not known."""
+    """Return (start, end) of the calls that made a slot saved at that time; empty if not known."""
     found: list[tuple[int, int]] = []
     before_ns = saved_at_ns
     for path in reversed(members):

@@ -1,12 +1,12 @@
-"""Which modules can be run again in backward, what that frees, and what it costs.
+"""Modules that can be recomputed in backward: what that frees, and what it costs.
 
 [Note: what a recomputed module drops]
-    A slot is made again by running module M if M (or what is inside it) made it, saved it, and is the
-    first to ask for it in backward. What something outside M asks for first is M's output, which the next
-    module reads as its input: it is kept or offloaded like the checkpoints between the segments of Chen
-    et al. (2016, section 3), or made again by a recipe, see [Note: recipes]. M needs its inputs to run: a
-    module none of whose inputs is saved anyway is never run again, for holding them would cost what
-    dropping its slots frees.
+    Running module M again recomputes a slot if M (or a module inside it) made it, saved it, and is the
+    first to ask for it in backward. If a module outside M asks for it first, it is M's output, which the
+    next module reads as its input: it is kept or offloaded like the checkpoints between the segments of
+    Chen et al. (2016, section 3), or recomputed by a recipe, see [Note: recipes]. M needs its inputs to
+    run: a module none of whose inputs is saved anyway is never recomputed, because holding its inputs
+    would cost what dropping its slots frees.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _NEVER: Final = 1 << 200
 
 
 def inside(path: str, module: str) -> bool:
-    """Whether ``path`` is ``module`` or in it. Everything is inside the root, ``""``."""
+    """Return True if ``path`` is ``module`` or inside it. Everything is inside the root, ``""``."""
     return not module or path == module or path.startswith(module + ".")
 
 
 class Recomputing:
-    """What a profile tells about running its modules again; nothing without operators.
+    """Modules and recipes of a profile that can be recomputed; none without operators.
 
     Args:
-        profile: What the step saved and computed.
+        profile: The step.
         groups: Its slots by decision.
     """
 
@@ -52,7 +52,7 @@ class Recomputing:
 
     @cached_property
     def consumers(self) -> tuple[Operator | None, ...]:
-        """For each slot, the operator of backward that first asks for it, where that is known."""
+        """Operator of backward that first asks for each slot, if it is known."""
         by_pass: dict[int, list[Operator]] = {}
         for operator in self._profile.operators:
             if operator.backward:
@@ -65,7 +65,7 @@ class Recomputing:
         for slot in self._profile.slots:
             operators, place = by_pass.get(slot.pass_index, []), 0
             if slot.needed_at_ns is not None and operators:
-                # it asks just before it begins: it is the first that is not over then
+                # an operator asks just before it begins: it is the first that has not ended then
                 place = bisect_right(ends[slot.pass_index], slot.needed_at_ns)
             known = slot.needed_at_ns is not None and place < len(operators)
             found.append(operators[place] if known else None)
@@ -73,7 +73,7 @@ class Recomputing:
 
     @cached_property
     def modules(self) -> dict[str, Module]:
-        """By path, the modules that can be run again, without the root; by name, the recipes."""
+        """Modules that can be recomputed by path, without the root; and recipes by name."""
         if not self._profile.operators:
             return {}
         return {**self._whole_modules, **self._recipes}
@@ -130,7 +130,7 @@ class Recomputing:
         return recipe_calls(slot.recipe, slot.pass_index, slot.saved_at_ns, self._calls)
 
     def _recipe_ns(self, i: int) -> int:
-        """What the calls took that made a slot."""
+        """Return the duration of the calls that made a slot."""
         return sum(end_ns - start_ns for start_ns, end_ns in self._recipe_calls(i))
 
     def _runs_wherever_it_saves(self, path: str, groups: Iterable[int]) -> bool:
@@ -139,7 +139,7 @@ class Recomputing:
 
     @cached_property
     def _inputs(self) -> dict[str, list[int]]:
-        """For each module, the slots it reads that were made outside of it."""
+        """Slots that each module reads and did not make."""
         found: dict[str, list[int]] = {}
         for i, slot in enumerate(self._profile.slots):
             consumer = self.consumers[i]
@@ -153,7 +153,7 @@ class Recomputing:
         return found
 
     def forward_ns(self, path: str, pass_index: int) -> int:
-        """What running a module again takes, in one pass; or a recipe, in all calls of that."""
+        """Return the time to recompute a module, or to run all calls of a recipe, in one pass."""
         if recipe_members(path):
             slots = self._profile.slots
             mine = (i for g in self.modules[path].groups for i in self._groups[g].indices)
@@ -177,7 +177,7 @@ class Recomputing:
         return total
 
     def _makers(self, group: Group) -> Iterable[str]:
-        """The modules, without the root, that make every slot of a group again; innermost first."""
+        """Return the modules, without the root, that recompute every slot of a group; innermost first."""
         if group.held_elsewhere:
             return ()
         within: tuple[str, ...] = ancestors(group.key.module)
@@ -196,7 +196,7 @@ class Recomputing:
         )
 
     def segments(self, recomputed: Iterable[str]) -> tuple[Segment, ...]:
-        """What comes back together: each of these modules, in each pass; each slot of a recipe."""
+        """Return the units of recomputation: one per module and pass, one per slot of a recipe."""
         return tuple(segment for path in recomputed for segment in self._segments_of(path))
 
     def _segments_of(self, path: str) -> tuple[Segment, ...]:
@@ -232,13 +232,13 @@ class Recomputing:
 
     @cached_property
     def _calls(self) -> dict[tuple[str, int], list[tuple[int, int]]]:
-        """See ``forward_calls``."""
+        """Forward calls of each module, as ``forward_calls`` returns them."""
         return forward_calls(self._profile.operators)
 
     def _drop_place(self, path: str, i: int, mine: frozenset[int]) -> int:
-        """Before which step slot ``i`` is dropped: the first after the call of ``path`` that saved it.
+        """Return the step before which slot ``i`` is dropped: the first after the call that saved it.
 
-        What the call saves at its end is there before anything is dropped.
+        Slots that the call saves at its end are saved before any of its slots is dropped.
         """
         steps, slot = self._profile.steps, self._profile.slots[i]
         calls = self._calls[path, slot.pass_index]
@@ -252,7 +252,7 @@ class Recomputing:
         return place
 
     def antichain(self, limit_bytes: float) -> list[Module]:
-        """The largest modules, none inside another, that make no more than ``limit_bytes`` each."""
+        """Return the largest modules, none inside another, of at most ``limit_bytes`` each."""
         taken: dict[str, Module] = {}
         for path, module in sorted(
             self._whole_modules.items(), key=lambda one: (one[0].count("."), one[0])
@@ -262,20 +262,20 @@ class Recomputing:
         return list(taken.values())
 
     def recipes(self, beside: Iterable[Module] = ()) -> list[Module]:
-        """Recipes that go together, and with the modules ``beside``: those first that are worth most."""
+        """Return recipes that are compatible with each other and with ``beside``, worth most first."""
         taken = Together(beside)
         found = []
         for recipe in sorted(self._recipes.values(), key=lambda one: (-one.worth, one.path)):
-            if not taken.clashing(recipe):
+            if not taken.conflicts_with(recipe):
                 taken.add(recipe)
                 found.append(recipe)
         return found
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes that each module, no recipe, makes again."""
+        """Bytes that each module recomputes, without recipes."""
         return [one.nbytes for one in self._whole_modules.values()]
 
-    def together(self, recomputed: Iterable[str]) -> Together:
-        """These modules and recipes, to ask what cannot be put beside them."""
+    def conflict_set(self, recomputed: Iterable[str]) -> Together:
+        """Return a set of these modules and recipes that finds conflicts with others."""
         return Together(self.modules[path] for path in recomputed)

@@ -1,16 +1,16 @@
-"""How many bytes are resident when some slots are offloaded, and some made again.
+"""Resident bytes when some slots are offloaded and some recomputed.
 
 [Note: what counts against the device budget]
     Kept storages from their save until the backward node that uses them is done; offloaded storages
     until their write is done, and again from the start of their read until their node is done;
-    recomputed ones until the forward of their module is over, and from when it is run again until their
-    own node is done; storages below the floor. Of these the runtime can wait for writes (in ``pack``)
-    and do without reads ahead (they are a guess, and are dropped for a demand). It cannot do without
-    what is kept, what a node is using, nor what a module that is run again makes; of its inputs those
-    that had been freed come once more, and stay until all that it made is freed. ``hard_bytes`` is
-    the least budget that a plan can run in. Offloading one more slot of n bytes takes n from what is
-    kept and adds at most n to what is in use, so hard_bytes never grows: if offloading everything does
-    not fit, no choice of offloads does.
+    recomputed ones until the forward of their module is over, and from its recomputation until their own
+    node is done; storages below the floor. The runtime can wait for writes (in ``pack``) and give up
+    prefetches (they are a guess, and are dropped for a demand read). It cannot give up kept bytes, bytes
+    that a node is using, or bytes that a recomputed module makes; those of the module's inputs that had
+    been freed are read once more, and stay until everything that it made is freed. ``hard_bytes`` is the
+    smallest budget that a plan can run in. Offloading one more slot of n bytes removes n kept bytes and
+    adds at most n bytes in use, so hard_bytes never grows: if offloading everything does not fit, no
+    choice of offloads does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.plan.arrays import Integers, StepArrays
 from penstock.plan.profile import Event, Profile
 
 Mask = bytearray
-"""For each slot of the profile, what becomes of it: ``KEPT``, ``OFFLOADED`` or ``RECOMPUTED``."""
+"""Decision per slot of the profile: ``KEPT``, ``OFFLOADED`` or ``RECOMPUTED``."""
 KEPT: Final = 0
 OFFLOADED: Final = 1
 RECOMPUTED: Final = 2
@@ -35,33 +35,33 @@ RECOMPUTED: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One recomputed module in one pass: what is made again together. By index into the slots."""
+    """One recomputed module in one pass: slots recomputed together, by index."""
 
     slots: tuple[int, ...]
-    """What it makes again, and backward asks for."""
+    """Slots that it recomputes and backward asks for."""
     inputs: tuple[int, ...]
-    """Slots made outside of it that it reads: they must be on the device while it is run again."""
+    """Slots that it reads and did not make: they must be on the device while it is recomputed."""
     drops: tuple[tuple[int, int], ...]
-    """(step, slot): before which step a slot is dropped; until its module's forward is over, it stays."""
+    """(step, slot): the step before which a slot is dropped, when its module's forward is over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """The bytes that a choice of offloaded and recomputed slots needs."""
+    """Device memory that a choice of offloaded and recomputed slots needs."""
 
     hard_bytes: int
-    """The least device budget that it runs in, whatever the waits."""
+    """Smallest device budget that it runs in, however long the waits."""
     worst: int
     """Index of the slot at which ``hard_bytes`` is reached; -1 in an empty profile."""
     kept_bytes: int
-    """The most that is kept when a backward pass asks for something."""
+    """Most bytes kept when backward asks for a slot."""
     working_bytes: int
-    """The most offloaded bytes that one node of backward uses at once."""
+    """Most offloaded bytes that one node of backward uses at once."""
 
 
 @dataclass
 class Returned:
-    """Which slots are on the device again, as a walk over the profile's steps goes on."""
+    """Slots that have returned to the device during a walk over the profile's events."""
 
     sizes: Sequence[int]
     mask: Mask
@@ -69,49 +69,51 @@ class Returned:
     read: int = 0
     """Bytes that were read back and are in use."""
     made: int = 0
-    """Bytes that were computed again and are in use, or will be."""
-    _here: bytearray = field(init=False)
+    """Bytes that were recomputed and are in use, or will be."""
+    _resident: bytearray = field(init=False)
     _freed: bytearray = field(init=False)
     _once_more: dict[Segment, tuple[int, int]] = field(init=False, default_factory=dict)
-    """(how many slots of it are not freed yet, bytes of inputs that came once more)."""
+    """(slots that are not freed yet, bytes of inputs that were read once more), by segment."""
     _segment_of: dict[int, Segment] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._here = bytearray(len(self.mask))
+        self._resident = bytearray(len(self.mask))
         self._freed = bytearray(len(self.mask))
         self._segment_of = {i: one for one in self.segments for i in one.slots}
 
     def use(self, i: int) -> list[int]:
-        """Slot ``i`` is asked for: bring it, and what comes with it. Says which come by a read."""
-        if self.mask[i] == KEPT or self._here[i]:
+        """Bring slot ``i`` back with all that comes with it, and return the slots that are read."""
+        if self.mask[i] == KEPT or self._resident[i]:
             return []
         if self.mask[i] == OFFLOADED:
             arrived = [i]
         else:
             segment = self._segment_of[i]
-            away = [j for j in segment.inputs if self.mask[j] == OFFLOADED and not self._here[j]]
-            arrived = [j for j in away if not self._freed[j]]
-            again = sum(self.sizes[j] for j in away if self._freed[j])
+            offloaded = [
+                j for j in segment.inputs if self.mask[j] == OFFLOADED and not self._resident[j]
+            ]
+            arrived = [j for j in offloaded if not self._freed[j]]
+            again = sum(self.sizes[j] for j in offloaded if self._freed[j])
             self._once_more[segment] = len(segment.slots), again
             self.read += again
             for j in segment.slots:
-                self._here[j] = 1
+                self._resident[j] = 1
                 self.made += self.sizes[j]
         for j in arrived:
-            self._here[j] = 1
+            self._resident[j] = 1
             self.read += self.sizes[j]
         return arrived
 
-    def here(self) -> list[int]:
-        """The slots that are."""
-        return [i for i, here in enumerate(self._here) if here]
+    def resident(self) -> list[int]:
+        """Return the slots that are on the device again."""
+        return [i for i, resident in enumerate(self._resident) if resident]
 
     def free(self, i: int) -> None:
-        """The node that used slot ``i`` is done with it."""
+        """Free slot ``i``: the node that used it is done."""
         self._freed[i] = 1
-        if not self._here[i]:
+        if not self._resident[i]:
             return
-        self._here[i] = 0
+        self._resident[i] = 0
         if self.mask[i] == OFFLOADED:
             self.read -= self.sizes[i]
             return
@@ -126,30 +128,30 @@ class Returned:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flow:
-    """Bytes on the device, step by step, but where it says by slot."""
+    """Bytes on the device at each event, or per slot where the field says so."""
 
     fate: npt.NDArray[np.uint8]
-    """What becomes of the slot that the step is about."""
+    """Decision for the event's slot."""
     kept: Integers
-    """Kept, or not dropped yet."""
+    """Bytes kept, or not dropped yet."""
     made: Integers
-    """Made again, and in use or yet to be."""
+    """Bytes recomputed that are in use or will be."""
     small: Integers
-    """Beside the slot, and what running its module again took."""
+    """Bytes below the floor beside the slot, or while its module is recomputed."""
     read: Integers
-    """Read back, and in use."""
+    """Bytes read back and in use."""
     comes: Integers
-    """By slot, the step that first asks for it, by itself or as an input of what is run again; after
-    all steps, if none does, or it is not offloaded."""
+    """Event per slot that first asks for it, directly or as an input of a recomputed module; the number
+    of events if none does, or if it is not offloaded."""
 
     @property
     def stays(self) -> Integers:
-        """What no read has brought."""
+        """Bytes that were not read back."""
         return self.kept + self.made + self.small
 
 
 def residency(profile: Profile, mask: Mask, segments: Sequence[Segment] = ()) -> Residency:
-    """What the profile's steps need with some slots offloaded, and those of ``segments`` recomputed."""
+    """Return the memory needed with some slots offloaded, and those of ``segments`` recomputed."""
     steps, floor = profile.arrays, profile.small_bytes
     if not steps.count:
         return Residency(floor, -1, floor, 0)
@@ -167,11 +169,11 @@ def residency(profile: Profile, mask: Mask, segments: Sequence[Segment] = ()) ->
 
 
 def flow(profile: Profile, mask: Mask, segments: Sequence[Segment] = ()) -> Flow:
-    """Go through the profile's steps: as ``Returned`` does one by one, all at once."""
+    """Return the bytes on the device at every event: a vectorized ``Returned``."""
     steps, by_slot = profile.arrays, np.frombuffer(mask, np.uint8)
     fate = by_slot[steps.slot]
-    here = np.where(fate == KEPT, steps.nbytes, 0)
-    kept = here * steps.save - here * steps.free
+    staying = np.where(fate == KEPT, steps.nbytes, 0)
+    kept = staying * steps.save - staying * steps.free
     if not segments:
         gone = np.where((fate == OFFLOADED) & steps.needed, steps.nbytes, 0)
         comes = np.where(by_slot == OFFLOADED, steps.use_place, steps.count)
@@ -185,7 +187,7 @@ def flow(profile: Profile, mask: Mask, segments: Sequence[Segment] = ()) -> Flow
 
 
 def _dropped(steps: StepArrays, segments: Sequence[Segment]) -> Integers:
-    """What goes before each step of what was saved."""
+    """Return the bytes dropped before each event."""
     found = np.zeros(steps.count + 1, np.int64)
     drops = np.array([drop for one in segments for drop in one.drops], np.int64).reshape(-1, 2)
     np.add.at(found, np.minimum(drops[:, 0], steps.count), steps.sizes[drops[:, 1]])
@@ -193,7 +195,7 @@ def _dropped(steps: StepArrays, segments: Sequence[Segment]) -> Integers:
 
 
 def _made(steps: StepArrays, segments: Sequence[Segment]) -> Integers:
-    """What each step adds to what was made again: all of a segment at once, and off one by one."""
+    """Return the change of recomputed bytes at each event: segments add at once, and free singly."""
     found = np.zeros(steps.count + 1, np.int64)
     again = np.array([i for one in segments for i in one.slots], np.int64)
     begins = np.repeat(first_uses(steps, segments), [len(one.slots) for one in segments])
@@ -205,7 +207,7 @@ def _made(steps: StepArrays, segments: Sequence[Segment]) -> Integers:
 def _read(
     steps: StepArrays, by_slot: npt.NDArray[np.uint8], segments: Sequence[Segment]
 ) -> tuple[Integers, Integers]:
-    """What each step adds to what was read back; and by slot, when it first comes."""
+    """Return the change of bytes read back at each event, and the event at which each slot returns."""
     never, found = steps.count, np.zeros(steps.count + 1, np.int64)
     gone = by_slot == OFFLOADED
     inputs = np.array([i for one in segments for i in one.inputs], np.int64)
@@ -225,7 +227,7 @@ def _read(
 
 
 def first_uses(steps: StepArrays, segments: Sequence[Segment]) -> Integers:
-    """By segment, the step at which it is run again; after all steps, if it never is."""
+    """Return the event at which each segment is recomputed; the number of events if it never is."""
     return np.array([_first_use(steps, one) for one in segments], np.int64)
 
 
@@ -241,35 +243,35 @@ def _first_use(steps: StepArrays, segment: Segment) -> int:
 def resident_at(
     profile: Profile, mask: Mask, segments: Sequence[Segment], hard_bytes: int
 ) -> list[int]:
-    """The slots that are on the device when ``hard_bytes`` are first reached; none if they never are."""
+    """Return the slots resident when ``hard_bytes`` are first reached; none if they never are."""
     sizes = [slot.key.nbytes for slot in profile.slots]
     small = small_beside(profile, segments)
     drops = deque(sorted(drop for one in segments for drop in one.drops))
     back = Returned(sizes, mask, segments)
-    there: set[int] = set()
+    resident: set[int] = set()
     kept = 0
     for place, (_, event, i) in enumerate(profile.steps):
         while drops and drops[0][0] <= place:
-            there.discard(drops[0][1])
+            resident.discard(drops[0][1])
             kept -= sizes[drops.popleft()[1]]
         if event is Event.FREE:
             back.free(i)
             kept -= 0 if mask[i] else sizes[i]
-            there.discard(i)
+            resident.discard(i)
             continue
         if event is Event.USE:
             back.use(i)
-        here = kept + (sizes[i] if event is Event.SAVE else 0)
-        if here + back.read + back.made + small[place] == hard_bytes:
-            return sorted({*there, *back.here(), i})
+        staying = kept + (sizes[i] if event is Event.SAVE else 0)
+        if staying + back.read + back.made + small[place] == hard_bytes:
+            return sorted({*resident, *back.resident(), i})
         if event is Event.SAVE and mask[i] != OFFLOADED:
-            there.add(i)
+            resident.add(i)
             kept += sizes[i]
     return []
 
 
 def small_beside(profile: Profile, segments: Sequence[Segment]) -> Sequence[int]:
-    """Bytes beside the slot of each step; running a module again takes what running it took."""
+    """Return the bytes beside each event's slot; recomputing a module takes as much as its first run."""
     found: list[int] = _small_beside(profile.arrays, segments).tolist()
     return found
 
@@ -287,10 +289,10 @@ def _small_beside(steps: StepArrays, segments: Sequence[Segment]) -> Integers:
 
 
 def saved_in_backward_bytes(profile: Profile, mask: Mask, segments: Sequence[Segment] = ()) -> int:
-    """The most that is kept, made again or just saved while some backward still has slots to read.
+    """Return the most bytes kept, recomputed or just saved while a backward still has slots to read.
 
-    Modules run again, segments that the program itself recomputes, and overlapping passes save then.
-    Reads that run ahead leave this much room, for what they read would only be dropped again.
+    Recomputed modules, segments that the program itself recomputes, and overlapping passes save then.
+    Prefetches leave this much room, because they would only be dropped again.
     """
     if not segments and not _saves_in_backward(profile):
         return profile.small_bytes

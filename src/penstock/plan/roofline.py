@@ -1,4 +1,4 @@
-"""How long operators take on a machine that one need not have, from their shapes alone.
+"""Operator times on a machine that is not at hand, from shapes alone.
 
 The roofline (Williams et al., CACM 2009): an operator takes the longer of its arithmetic at the device's
 peak and its memory traffic at the device's bandwidth, and at least its launch. Convolutions and matrix
@@ -18,7 +18,7 @@ from penstock.plan.axis import Axis
 from penstock.plan.machine import Compute, Machine
 from penstock.plan.operators import Operator, Product
 from penstock.plan.profile import Profile
-from penstock.plan.tiles import product_filled
+from penstock.plan.tiles import product_utilization
 
 DENSE: Final = frozenset(
     {
@@ -30,17 +30,17 @@ DENSE: Final = frozenset(
         "aten.mm",
     }
 )
-"""Operators that multiply matrices, or do what amounts to it; and all of fused attention."""
+"""Operators that multiply matrices or are equivalent to that."""
 _FUSED_ATTENTION: Final = "aten._scaled_dot_product_"
 
 
 def is_dense(name: str) -> bool:
-    """Whether an operator of this name is bound by arithmetic where its shapes allow it."""
+    """Return True if an operator of this name is bound by arithmetic where its shapes allow it."""
     return name in DENSE or name.startswith(_FUSED_ATTENTION)
 
 
 def compute_of(machine: Machine) -> Compute:
-    """What ``machine`` computes with. Raises ConfigError if that is not known."""
+    """Return the machine's compute speeds. Raises ConfigError if they are not known."""
     if machine.compute is None:
         raise ConfigError(
             f"machine {machine.name!r}: its field 'compute' is missing, so no operator can be timed from"
@@ -63,38 +63,38 @@ def operator_ns(
     Args:
         compute: What it runs on.
         flops: Floating-point operations; a multiplication and an addition are two.
-        moved_bytes: What it reads and writes of device memory.
-        half: Whether it computes in 16 bits.
-        dense: Whether it reaches only ``compute.efficiency`` of the peak.
-        product: The sizes of what it multiplies; None: not known, taken to fill the device.
+        moved_bytes: Device memory that it reads and writes.
+        half: True if it computes in 16 bits.
+        dense: True if it reaches only ``compute.efficiency`` of the peak.
+        product: Sizes of its matrix products; None: not known, assumed to fill the device.
     """
     rate = compute.half_flops_per_s if half else compute.float32_flops_per_s
     if dense:
         rate *= compute.efficiency
     if product is not None:
-        rate *= product_filled(compute, product)
+        rate *= product_utilization(compute, product)
     arithmetic_ns = _ns(flops, rate)
     traffic_ns = _ns(moved_bytes, compute.memory_bytes_per_s)
     return max(1, arithmetic_ns, traffic_ns, round(compute.operator_s * 1e9))
 
 
 def _ns(count: int, per_s: float) -> int:
-    """Time of ``count`` at a rate, rounded up; in integers, so that more never takes less."""
+    """Return the time of ``count`` at a rate, rounded up; in integers, so that more never takes less."""
     numerator, denominator = per_s.as_integer_ratio()
     return -(-count * denominator * 1_000_000_000 // numerator)
 
 
 def retimed(profile: Profile, machine: Machine) -> Profile:
-    """A profile as it would be on another machine: the same slots and bytes, other times.
+    """Return the profile as it would be on another machine: the same slots and bytes, other times.
 
-    What lies between operators keeps its length; a moment within one, its share of the operator.
+    Gaps between operators keep their length; times within an operator keep their fraction of it.
 
     Args:
-        profile: One whose operators have counts, as a dry profile's have.
-        machine: One that says what it computes with.
+        profile: A profile whose operators have counts, as a dry profile's do.
+        machine: A machine with known compute speeds.
 
     Raises:
-        ConfigError: The machine does not.
+        ConfigError: The machine's compute speeds are not known.
         PlanError: The profile has no operators, or one without counts, or two at the same time.
     """
     compute = compute_of(machine)
@@ -131,7 +131,7 @@ def retimed(profile: Profile, machine: Machine) -> Profile:
 
 
 def _moved(operators: Sequence[Operator], took: Sequence[int]) -> list[Operator]:
-    """Each after those before it have taken their new times."""
+    """Return the operators with their new durations, shifted by those of earlier ones."""
     found, shift = [], 0
     for one, took_ns in zip(operators, took, strict=True):
         start_ns = one.start_ns + shift
@@ -154,14 +154,14 @@ def _time_of(operator: Operator, compute: Compute) -> int:
 def _check(profile: Profile) -> None:
     if not profile.operators:
         raise PlanError(
-            "profile: it has no operators, so it cannot be timed for another machine; take a dry profile"
+            "profile: it has no operators, so it cannot be timed for another machine; use a dry profile"
         )
     for operator in profile.operators:
         if not (operator.flops or operator.moved_bytes):
             raise PlanError(
                 f"profile: operator {operator.name!r} of {operator.module!r} has neither flops nor"
-                " moved_bytes: it was measured, and holds for the machine it was measured on only; take"
-                " a dry profile"
+                " moved_bytes: it was measured and is valid only for the machine it was measured on;"
+                " use a dry profile"
             )
     for one, following in pairwise(profile.operators):
         if following.start_ns < one.end_ns:

@@ -1,6 +1,6 @@
-"""Frozen dataclasses to JSON and back, strictly: an unknown or missing field is an error by name.
+"""Strict conversion of frozen dataclasses to JSON and back: unknown or missing fields are errors.
 
-Knows ``int``, ``float``, ``bool``, ``str``, string enums, ``X | None``, ``tuple[X, ...]`` and
+It supports ``int``, ``float``, ``bool``, ``str``, string enums, ``X | None``, ``tuple[X, ...]`` and
 dataclasses of these. A document carries its kind and version beside its fields.
 """
 
@@ -20,20 +20,20 @@ T = TypeVar("T")
 
 
 def dump(kind: str, version: int, value: object) -> str:
-    """One JSON document: ``{"penstock": kind, "version": version, ...fields}``."""
+    """Return a JSON document: ``{"penstock": kind, "version": version, ...fields}``."""
     head = {"penstock": kind, "version": version}
     return json.dumps({**head, **encode_fields(value)}, indent=1)
 
 
 def load(cls: type[T], text: str, *, kind: str, version: int, source: str = "") -> T:
-    """Parse what ``dump`` wrote.
+    """Parse a document that ``dump`` wrote.
 
     Args:
         cls: The dataclass to make.
         text: The document.
-        kind: What it must say it is.
-        version: The only version that is understood.
-        source: Where the text came from, for errors: a path.
+        kind: The kind that the document must state.
+        version: The only version that is accepted.
+        source: Path of the text, for errors.
 
     Raises:
         PlanError: Not JSON, another kind or version, or a field that is unknown, missing or
@@ -53,12 +53,12 @@ def load(cls: type[T], text: str, *, kind: str, version: int, source: str = "") 
         return _decode_fields(cls, data, where)
     except PlanError:
         raise
-    except PenstockError as error:  # a value's own checks, told with where it came from
+    except PenstockError as error:  # a check of the value itself: add the source
         raise PlanError(f"{where}: {error}") from error
 
 
 def encode_fields(value: object) -> dict[str, object]:
-    """A dataclass as plain data for ``json``."""
+    """Convert a dataclass to plain data for ``json``."""
     return {name: _encode(getattr(value, name)) for name in _hints(type(value))}
 
 

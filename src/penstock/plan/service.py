@@ -1,4 +1,4 @@
-"""How long a drive takes for transfers, by their size: what one bandwidth does not tell."""
+"""Transfer times of a drive by size, which one bandwidth does not describe."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from penstock.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Service:
-    """Transfers of some sizes, each alone; between them a straight line.
+    """Times of single transfers of some sizes, interpolated linearly between them.
 
     ``penstock ssd machine`` measures one on a simulated drive.
     """
 
     sizes_bytes: tuple[int, ...]
-    """Growing."""
+    """Transfer sizes in ascending order."""
     write_s: tuple[float, ...]
-    """From asking for a write of so many bytes to its end."""
+    """Time of a write of each size, from request to end."""
     read_s: tuple[float, ...]
 
     def __post_init__(self) -> None:
@@ -41,7 +41,7 @@ class Service:
                 )
 
     def seconds(self, nbytes: int, *, writing: bool) -> float:
-        """For one transfer alone: under the least size as long as that, beyond all at the last pace."""
+        """Return the time of one transfer: constant below the least size, then extrapolated."""
         sizes, times = self.sizes_bytes, self.write_s if writing else self.read_s
         if nbytes <= sizes[0]:
             return times[0]

@@ -1,4 +1,4 @@
-"""What a saved tensor is called: by where it was saved, never by an address or a global counter."""
+"""Names of saved tensors: by the place where they were saved, never by address or a global counter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import lru_cache
 from penstock.core.units import format_bytes
 
 MatchKey = tuple[str, int, int]
-"""(module path, ordinal, size bucket): by this a slot of one step is found again in the next."""
+"""(module path, ordinal, size bucket), by which a slot of one step is matched in the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,18 +19,18 @@ class SlotKey:
     module: str
     """Path of the module whose forward saved it first; ``""`` is the root."""
     ordinal: int
-    """The how-manieth storage that this module saved in this pass, from 0."""
+    """0-based index of the storage among those that this module saved in this pass."""
     nbytes: int
-    """Size of the storage. It is exact; matching goes by ``bucket``."""
+    """Exact size of the storage; matching uses ``bucket``."""
 
     @property
     def bucket(self) -> int:
-        """The size in eighths of an octave, so that neighbouring dynamic shapes match."""
+        """Size in eighths of an octave, so that similar dynamic shapes match."""
         return _bucket(self.nbytes)
 
     @property
     def match_key(self) -> MatchKey:
-        """What plans are looked up by."""
+        """Key by which a plan is looked up."""
         return (self.module, self.ordinal, _bucket(self.nbytes))
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What smaller device budgets would cost, from the profile of a run that had none."""
+"""Slowdown of smaller device budgets, from the profile of a run without one."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Final
 
 from penstock.core.units import MIB, round_up
 from penstock.observe.suggestion import SuggestedBudget, Suggestion
-from penstock.plan.least import least_budget
+from penstock.plan.least import min_budget
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.policies import Policy
 from penstock.plan.profile import Profile
 from penstock.plan.replay import replay
 
 _HALVINGS: Final = 3
-"""Budgets of a half, a quarter and an eighth of what is saved are replayed."""
+"""Number of halvings of the saved bytes whose budgets are replayed."""
 
 
 def suggest(
@@ -23,17 +23,17 @@ def suggest(
     """Replay some smaller device budgets.
 
     Args:
-        profile: What the passes of a step save.
-        machine: Its measured speeds.
-        budgets: The tiers that there are.
-        policy: Makes the plans.
-        slack_bytes: What the runtime takes of a budget beside what plans count.
+        profile: The step.
+        machine: The machine's measured speeds.
+        budgets: The tiers.
+        policy: The policy that makes the plans.
+        slack_bytes: Bytes of a budget that the runtime takes beyond those that plans count.
 
     Returns:
         Budgets in whole MiB that the policy's plans keep, down to the least. There are none if the least
-        is as much as is saved: nothing would be gained.
+        is as large as the saved bytes: nothing would be gained.
     """
-    least = least_budget(profile, machine, replace(budgets, device_bytes=1), policy)
+    least = min_budget(profile, machine, replace(budgets, device_bytes=1), policy)
     if least is None:
         return Suggestion(budgets=(), least_bytes=None)
     saved_bytes, least_bytes = profile.peak_saved_bytes, round_up(least + slack_bytes, MIB)

@@ -1,8 +1,8 @@
-"""Which modules and recipes can be recomputed in one plan.
+"""Sets of modules and recipes that can be recomputed in one plan.
 
-[Note: what is not recomputed together]
-    Modules of which one is inside another; a recipe and a module that calls one of the recipe's; and a
-    recipe with whatever makes what it is called with, or needs what it makes.
+[Note: recomputation conflicts]
+    Two modules conflict if one is inside the other; a recipe and a module, if the module calls one of the
+    recipe's modules; a recipe and anything that recomputes the recipe's input or needs its output.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from penstock.plan.recipes import ancestors, recipe_members
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A module that can be run again, or a recipe."""
+    """A module that can be recomputed, or a recipe."""
 
     path: str
-    """Or the recipe's name."""
+    """Path of the module, or name of the recipe."""
     groups: tuple[int, ...]
-    """What it makes again, by index into the groups."""
+    """Indices of the groups that it recomputes."""
     nbytes: int
-    """Their slots' bytes, over all passes."""
+    """Bytes of their slots, over all passes."""
     forward_ns: int
-    """What running it again takes, over all passes."""
+    """Time to recompute it, over all passes."""
     reads: tuple[int, ...] = ()
-    """The groups that it needs there, if they were not made by itself."""
+    """Indices of the groups that it needs on the device and does not make itself."""
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -35,15 +35,15 @@ class Module:
 
     @property
     def worth(self) -> float:
-        """Bytes freed for each nanosecond of running it again."""
+        """Bytes freed per nanosecond of recomputation."""
         return self.nbytes / max(1, self.forward_ns)
 
 
 class Together:
-    """Modules and recipes that are recomputed; see [Note: what is not recomputed together]."""
+    """Modules and recipes that are recomputed together; see [Note: recomputation conflicts]."""
 
     def __init__(self, taken: Iterable[Module] = ()) -> None:
-        """Begin with these."""
+        """Start with these modules and recipes."""
         self._modules: set[str] = set()
         self._within: dict[str, set[str]] = {}
         self._makers: dict[int, set[str]] = {}
@@ -53,7 +53,7 @@ class Together:
             self.add(one)
 
     def add(self, one: Module) -> None:
-        """Recompute it as well."""
+        """Add a module or recipe."""
         (self._recipes if one.members else self._modules).add(one.path)
         for path in one.members or (one.path,):
             for above in ancestors(path):
@@ -62,8 +62,8 @@ class Together:
             for g in groups:
                 table.setdefault(g, set()).add(one.path)
 
-    def clashing(self, one: Module) -> set[str]:
-        """Those that cannot be recomputed together with ``one``."""
+    def conflicts_with(self, one: Module) -> set[str]:
+        """Return the paths of those that cannot be recomputed together with ``one``."""
         found: set[str] = set()
         for path in one.members or (one.path,):
             found.update(self._modules.intersection(ancestors(path)))

@@ -1,4 +1,4 @@
-"""How far reads run ahead of backward: the bytes that targets of reads may take together."""
+"""Read window: the bytes that reads may run ahead of backward."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from penstock.plan.residency import (
 )
 
 SLACK: Final = 4
-"""How many times further reads may run ahead than would hide them on paper, while memory is free:
-bandwidth varies, and compute and reads share a machine. Further only makes more resident."""
+"""Factor on the read-ahead that would hide reads on paper, while memory is free: bandwidth varies, and
+compute and reads share a machine. A larger one only makes more bytes resident."""
 
 
 def windows(
@@ -34,11 +34,11 @@ def windows(
     codecs: SlotCodecs = AS_THEY_ARE,
     segments: Sequence[Segment] = (),
 ) -> tuple[int, int]:
-    """The window of a plan: at least what one node uses, else as far as is useful; and the widest.
+    """Return the read window of a plan, at least the bytes of one node, and its largest useful size.
 
-    The budget holds at every moment without it, because reads take only what is free then. At the
-    beginning of backward that is what is not kept; it grows as the kept tail is used up. Beyond the
-    widest, what is saved or made again in backward would find no room but that of what was read.
+    The budget holds without it, because reads take only free memory. At the beginning of backward that
+    is everything but the kept bytes; it grows as the kept tail is used up. With a window beyond the
+    largest useful size, bytes saved or recomputed in backward would have to evict what was read.
     """
     sizes = returning(profile, mask)
     useful = SLACK * least_window(sizes, need.working_bytes)
@@ -53,7 +53,7 @@ def windows(
 
 
 def returning(profile: Profile, mask: Mask) -> list[int]:
-    """Sizes of the offloaded slots that backward asks for."""
+    """Return the sizes of the offloaded slots that backward asks for."""
     sizes, places = profile.arrays.sizes, profile.arrays.use_place
     those = (np.frombuffer(mask, np.uint8) == OFFLOADED) & (places < profile.arrays.count)
     found: list[int] = sizes[those].tolist()
@@ -61,11 +61,11 @@ def returning(profile: Profile, mask: Mask) -> list[int]:
 
 
 def least_window(sizes: list[int], working_bytes: int) -> int:
-    """Room to use a slot while the next is read: twice the largest, or one node's if more.
+    """Return the bytes to use a slot while the next is read: twice the largest, or one node's if more.
 
     Args:
-        sizes: Of the slots that are read back (``returning``).
-        working_bytes: The most that one node uses at once.
+        sizes: Sizes of the slots that are read back (``returning``).
+        working_bytes: Most offloaded bytes that one node uses at once.
     """
     return max(working_bytes, min(2 * max(sizes, default=0), sum(sizes)))
 
@@ -78,12 +78,12 @@ def read_ahead_bytes(
     *,
     enough_bytes: float = math.inf,
 ) -> int:
-    """How far reads must run ahead of backward so that it never waits for one, in device memory.
+    """Return the bytes that reads must run ahead of backward so that it never waits for one.
 
-    Walks backward from its end: a read ends at the latest when its slot is needed and when the next
-    read must begin. What is then read but not yet used, at the worst moment, is the depth: of an encoded
-    slot the time is that of what its tier holds and of decoding it, but the memory is all of it.
-    Where that is ``enough_bytes`` or more, the walk ends, and it is not said how much more.
+    It walks backward from its end: a read ends at the latest when its slot is needed and when the next
+    read must begin. The result is the most bytes that are read but not yet used at any time. An encoded
+    slot takes the time of reading its frame and decoding it, but all of its bytes. The walk stops early
+    once the result is ``enough_bytes`` or more.
     """
     latency_bytes = machine.flash_latency_s * machine.flash_read_bytes_per_s
     ahead_s = ahead_bytes = worst_bytes = 0.0

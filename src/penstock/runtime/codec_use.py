@@ -125,7 +125,7 @@ class CodecUse:
         return replace(decision, codec=self._forced)
 
     def follow(self, plan: Plan, profile: Profile) -> None:
-        """What goes raw under ``plan``, made from ``profile``, is looked at again from now on."""
+        """Sample again, from now on, what ``plan``, made from ``profile``, stores as it is."""
         self._looks.begin(profile, plan)
         self.shortage.follow(plan, profile)
 
@@ -156,7 +156,7 @@ class CodecUse:
         return sampled
 
     def want_samples(self, in_force: InForce, kinds: Sequence[Pass]) -> bool:
-        """Whether a better plan may be made if the next pass is sampled; ``kinds`` are known."""
+        """Return whether a better plan may be made if the next pass is sampled; ``kinds`` are known."""
         plan = in_force.plan
         return (
             plan is not None

@@ -45,11 +45,11 @@ class Remaking:
             self._left_bytes += missing
         self._left_bytes -= nbytes
         self._made[storage._cdata] = TensorRef(storage)
-        weakref.finalize(storage, defer, self._budget.give, nbytes, REMADE).atexit = False
+        weakref.finalize(storage, defer, self._budget.free, nbytes, REMADE).atexit = False
         return True
 
     def close(self) -> None:
         """The module has run: what was taken and not used is given back. Idempotent."""
         left, self._left_bytes = self._left_bytes, 0
         if left:
-            self._budget.give(left, REMADE)
+            self._budget.free(left, REMADE)

@@ -1,4 +1,4 @@
-"""What went raw is looked at again: sparsity may appear during training where there was none.
+"""Repeated sampling of what is stored as it is: sparsity may appear during training.
 
 Of what is encoded each pass tells how long its frames were. Of what goes as it is, nothing is known but
 the sample of a pass long ago. So in every ``EVERY`` passes one such slot is sampled again, in turn, the
@@ -51,7 +51,7 @@ class SecondLooks:
         return self._looked_at
 
     def found(self, records: Sequence[SlotRecord]) -> bool:
-        """Whether a codec makes of the slot that was looked at much less than it did."""
+        """Return whether a codec makes of the slot that was looked at much less than it did."""
         key = self._looked_at
         if key is None:
             return False

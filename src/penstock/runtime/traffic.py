@@ -116,7 +116,7 @@ class Traffic:
     def give(self, nbytes: int) -> None:
         """Give back the charge of a storage. Under the lock."""
         if 4 * nbytes > self._credit_bytes:
-            self._budget.give(nbytes, SAVED)
+            self._budget.free(nbytes, SAVED)
             nbytes = 0
         self.spare_bytes += nbytes
         spare = self.spare_bytes
@@ -127,7 +127,7 @@ class Traffic:
         """Give back what was taken in advance; how much that was. Under the lock."""
         spare, self.spare_bytes = self.spare_bytes, 0
         if spare:
-            self._budget.give(spare, SAVED)
+            self._budget.free(spare, SAVED)
         return spare
 
     # -- out --------------------------------------------------------------------------------------
@@ -214,12 +214,12 @@ class Traffic:
         self._try(saved, others)
 
     def may_go(self, saved: SavedStorage) -> bool:
-        """Whether a RESIDENT storage can be spilled, as far as is known. Under the lock."""
+        """Return whether a RESIDENT storage can be spilled, as far as is known. Under the lock."""
         return not saved.stuck or self.held_bytes < saved.refused_at_bytes
 
     @property
     def held_bytes(self) -> int:
-        """What tiers hold."""
+        """Bytes that tiers hold."""
         return sum(tier.held_bytes for tier in self.tiers.values())
 
     def fill(self) -> str:

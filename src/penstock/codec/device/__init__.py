@@ -1,15 +1,14 @@
 """Codecs in torch operations, for tensors that should shrink before they leave their device.
 
-Each module is one codec: ``CODEC``, the one on the host, and two functions that make and take the same
-bytes as it does:
+Each module is one codec: ``CODEC``, its host form, and two functions that write and read the same bytes:
 
 - ``encode(words, dtype) -> payload``: ``words`` is one-dimensional, integers of the element's width
-  (uint8, int16, int32, int64); ``payload`` is uint8, on the same device. ``None`` where the payload of a
+  (uint8, int16, int32, int64); ``payload`` is uint8, on the same device. ``None`` if the payload of a
   lossless codec would not be shorter.
 - ``decode(payload, count, dtype) -> words``. Raises CodecError for a damaged payload.
 
-They wait for the device where a size or a check depends on the data, and nowhere else; they run on the
-current stream. :mod:`penstock.codec.device.base` adds frames.
+They wait for the device only if a size or a check depends on the data; they run on the current stream.
+:mod:`penstock.codec.device.base` adds frames.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ FORMS: Final[dict[str, ModuleType]] = {
     "float8": float8,
     "int8": int8,
 }
-"""The codecs that have a device form, by name."""
+"""Device forms of codecs, by name."""
 
 SCRATCH: Final[dict[str, tuple[int, int]]] = {
     "zero-value": (10, 2),
@@ -53,5 +52,5 @@ SCRATCH: Final[dict[str, tuple[int, int]]] = {
     "float8": (42, 0),
     "int8": (41, 0),
 }
-"""Device memory that each takes at most, in bytes for each element and for each byte of the source; see
-``scratch_bytes`` in :mod:`penstock.codec.device.base`."""
+"""Largest device memory of each, in bytes per element and per byte of the source; see ``scratch_bytes``
+in :mod:`penstock.codec.device.base`."""

@@ -1,7 +1,7 @@
 """Frames on the device: ``encode`` and ``decode`` of :class:`penstock.codec.base.Codec`, for tensors.
 
-A frame made here is, to the byte, what the codec on the host makes of the same bytes, and each decodes
-what the other made. Tensors are uint8, one-dimensional and contiguous, on any device.
+A frame made here is identical to the one that the host codec makes of the same bytes, and each decodes
+the other's frames. Tensors are uint8, one-dimensional and contiguous, on any device.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from penstock.codec.device.words import as_bytes, as_type, word_type
 from penstock.core.errors import CodecError, ConfigError
 
 _SMALL_TENSORS: Final = 64 * 1024
-"""For headers, flags and the like, and for a block or a bitmap's word that is filled up."""
+"""Allowance for headers, flags and the like, and for a padded block or bitmap word."""
 
 
 def encode_tensor(codec_name: str, memory: Tensor, dtype: str) -> Tensor:
     """Encode bytes of elements of ``dtype`` to a frame on the same device.
 
-    Runs on the current stream; waits for the device where the frame's length depends on the data. Takes
-    memory from the caching allocator: the frame, and temporaries of a few times the source.
+    Runs on the current stream; waits for the device if the frame's length depends on the data. Allocates
+    from the caching allocator: the frame, and temporaries of a few times the source.
 
     Args:
         codec_name: One of ``FORMS``.
@@ -43,8 +43,8 @@ def encode_tensor(codec_name: str, memory: Tensor, dtype: str) -> Tensor:
         The frame, uint8[m].
 
     Raises:
-        ConfigError: The codec has no device form or does not take the dtype, or the memory is no row of
-            bytes.
+        ConfigError: The codec has no device form or does not accept the dtype, or the memory is no
+            contiguous row of bytes.
     """
     form = _form(codec_name)
     if not form.CODEC.accepts(dtype):
@@ -62,13 +62,13 @@ def encode_tensor(codec_name: str, memory: Tensor, dtype: str) -> Tensor:
 
 
 def scratch_bytes(codec_name: str, dtype: str, nbytes: int) -> int:
-    """The most device memory that encoding, or decoding, ``nbytes`` takes at once, as torch counts it.
+    """Return the most device memory that encoding or decoding ``nbytes`` takes, as torch counts it.
 
-    Frame and result are counted in, what is encoded or decoded is not. What torch's operators on CUDA
-    take for themselves is counted by reading them: eight bytes for each element where some are selected.
+    It includes the frame and the result, but not the input. The internal memory of torch's CUDA operators
+    was taken from their source: eight bytes per element where some are selected.
 
     Raises:
-        ConfigError: The codec has no device form or does not take the dtype.
+        ConfigError: The codec has no device form or does not accept the dtype.
     """
     form = _form(codec_name)
     if not form.CODEC.accepts(dtype):
@@ -86,17 +86,17 @@ def decode_tensor(
     codec_name: str | None = None,
     dtype: str | None = None,
 ) -> Tensor:
-    """Decode a frame of any codec in ``FORMS``; bytes behind it are ignored.
+    """Decode a frame of any codec in ``FORMS``; bytes after it are ignored.
 
-    Runs on the current stream; waits for the device where a check depends on the data, and for the
-    header, unless the caller has it.
+    Runs on the current stream; waits for the device if a check depends on the data, and for the header,
+    unless the caller has it.
 
     Args:
         frame: uint8[m], contiguous.
-        nbytes: How long the source was.
-        header: What ``read_header`` says of this frame, where it was on the host anyway.
-        codec_name: The codec that made it, if that is known: a frame of another is damaged.
-        dtype: The type that it was encoded as, if that is known: a frame of another is damaged.
+        nbytes: Length of the source.
+        header: Result of ``read_header`` for this frame, if it was on the host anyway.
+        codec_name: The expected codec, if known: a frame of another one is damaged.
+        dtype: The expected element type, if known: a frame of another one is damaged.
 
     Returns:
         The source's bytes, uint8[nbytes], on the same device.
@@ -104,7 +104,7 @@ def decode_tensor(
     Raises:
         CodecError: The frame is damaged, or of another length, or of a codec without a device form, or of
             an earlier version of its format, which only the host decodes.
-        ConfigError: The frame is no row of bytes.
+        ConfigError: The frame is no contiguous row of bytes.
     """
     _check_row(frame, "frame")
     header = header or _header_of(frame)
@@ -112,7 +112,7 @@ def decode_tensor(
     made_by = form.CODEC.name, header.dtype
     if made_by != (codec_name or made_by[0], dtype or made_by[1]):
         raise CodecError(
-            f"a frame of codec {made_by[0]} and {made_by[1]}, made by {codec_name} from {dtype}"
+            f"the frame is of codec {made_by[0]} and {made_by[1]}, expected {codec_name} and {dtype}"
         )
     if header.version != form.CODEC.versions[-1]:
         raise CodecError(
@@ -120,13 +120,13 @@ def decode_tensor(
         )
     if header.source_bytes != nbytes:
         raise CodecError(
-            f"codec {form.CODEC.name}: a frame of {header.source_bytes} bytes for {nbytes}"
+            f"codec {form.CODEC.name}: the frame decodes to {header.source_bytes} bytes, not {nbytes}"
         )
     payload = frame[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
     count, tail = divmod(nbytes, ITEMSIZE[header.dtype])
     if payload.numel() != header.payload_bytes or payload.numel() < tail:
         raise CodecError(
-            f"codec {form.CODEC.name}: a payload of {payload.numel()} bytes is too short"
+            f"codec {form.CODEC.name}: the payload of {payload.numel()} bytes is too short"
         )
     body = payload[: payload.numel() - tail]
     if header.raw:
@@ -144,7 +144,7 @@ def _form(name: str) -> ModuleType:
         return FORMS[name]
     except KeyError:
         raise ConfigError(
-            f"codec {name!r} has no device form; these have: {', '.join(FORMS)}"
+            f"codec {name!r} has no device form; these have one: {', '.join(FORMS)}"
         ) from None
 
 
@@ -152,7 +152,7 @@ def _form_of(header: Header) -> ModuleType:
     for form in FORMS.values():
         if form.CODEC.id == header.codec and form.CODEC.accepts(header.dtype):
             return form
-    raise CodecError(f"a frame of codec {header.codec} and {header.dtype}: there is no device form")
+    raise CodecError(f"codec {header.codec} has no device form for {header.dtype}")
 
 
 def _check_row(tensor: Tensor, name: str) -> None:
@@ -165,7 +165,7 @@ def _pack_header(header: Header) -> Tensor:
 
 
 def _header_of(frame: Tensor) -> Header:
-    """The header of a frame on a device: 64 bytes come to the host."""
+    """Copy a frame's header, 64 bytes, to the host and parse it."""
     head = frame[:HEADER_BYTES].cpu().numpy().copy()
     if head.size < HEADER_BYTES:
         return read_header(head)  # raises
@@ -175,5 +175,5 @@ def _header_of(frame: Tensor) -> Header:
             f"a truncated frame: its payload has {payload_bytes} bytes,"
             f" {frame.numel() - HEADER_BYTES} are there"
         )
-    head[16:24] = 0  # the rest of the frame is not here to be measured
+    head[16:24] = 0  # the payload is not on the host to be checked
     return replace(read_header(head), payload_bytes=payload_bytes)

@@ -1,4 +1,4 @@
-"""The codec ``bfloat16`` on the tensor's device."""
+"""Device form of the codec ``bfloat16``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ CODEC: Final = BFloat16()
 
 
 def encode(words: Tensor, dtype: str) -> Tensor | None:
-    """Float32 words, int32[n], to 2 n bytes. Does not wait for the device."""
+    """Encode float32 words, int32[n], to 2 n bytes. Does not wait for the device."""
     return as_bytes(to_bfloat16(words))
 
 
 def decode(payload: Tensor, count: int, dtype: str) -> Tensor:
-    """2 n bytes to float32 words, int32[n]. Does not wait for the device."""
+    """Decode 2 n bytes to float32 words, int32[n]. Does not wait for the device."""
     check_length(CODEC.name, payload, 2 * count)
     return from_bfloat16(as_type(payload, torch.int16))

@@ -1,4 +1,4 @@
-"""One bit per element in torch operations; see [Note: eight flags at once] in the kernels."""
+"""Bitmaps in torch operations; see [Note: eight flags at once] in the kernels."""
 
 from __future__ import annotations
 
@@ -17,23 +17,21 @@ _OWN: Final = 0x8040201008040201 - (1 << 64)
 
 
 def pack(flags: Tensor) -> Tensor:
-    """Bool ``[count]`` to a bitmap, uint8 ``[bitmap_bytes(count)]``."""
+    """Pack bool ``[count]`` to a bitmap, uint8 ``[bitmap_bytes(count)]``."""
     padded = torch.nn.functional.pad(flags.view(torch.uint8), (0, -flags.numel() % 64))
-    eights = (
-        as_type(padded, torch.int64) * _GATHER
-    )  # without a tail to fill up, it may lie anywhere
+    eights = as_type(padded, torch.int64) * _GATHER  # unpadded flags may be misaligned
     return (eights >> 56).bitwise_and_(0xFF).to(torch.uint8)
 
 
 def unpack(name: str, bitmap: Tensor, count: int) -> Tensor:
-    """A bitmap, uint8, to bool ``[count]``. Waits for the device if the last u64 has bits to check.
+    """Unpack a bitmap, uint8, to bool ``[count]``. Waits if bits of the last u64 must be checked.
 
     Raises:
         CodecError: The bitmap of codec ``name`` has another length, or bits beyond ``count``.
     """
     if bitmap.numel() != bitmap_bytes(count):
         raise CodecError(
-            f"codec {name}: {bitmap.numel()} bytes; a bitmap of {count} has {bitmap_bytes(count)}"
+            f"codec {name}: {bitmap.numel()} bytes; a bitmap of {count} takes {bitmap_bytes(count)}"
         )
     eights = bitmap.to(torch.int64).mul_(_COPY).bitwise_and_(_OWN)
     flags = eights.view(torch.uint8) != 0

@@ -1,6 +1,6 @@
-"""Float32 to and from narrower floats, on tensors, to the bit as on the host.
+"""Casts between float32 and narrower floats on tensors, with the same bits as on the host.
 
-NaN is where devices differ, so every NaN becomes the quiet one of its sign. See [Note: casts on bits] in
+Devices differ in NaNs, so every NaN becomes the quiet one of its sign. See [Note: casts on bits] in
 ``penstock.codec.kernels.casts``.
 """
 
@@ -16,33 +16,33 @@ _LARGEST_FLOAT16 = 65504.0
 
 
 def narrowed(bits: Tensor, dtype: str) -> Tensor:
-    """Float32 bits, int32, to those of float16 or bfloat16, int16; too large a value saturates."""
+    """Cast float32 bits, int32, to float16 or bfloat16 bits, int16; too large values saturate."""
     return to_float16(bits) if dtype == "float16" else to_bfloat16(bits)
 
 
 def widened(words: Tensor, dtype: str) -> Tensor:
-    """Words of a float32, float16 or bfloat16, int32 or int16, to float32 bits, int32."""
+    """Cast words of float32, float16 or bfloat16, int32 or int16, to float32 bits, int32."""
     if dtype == "float32":
         return words
     return from_float16(words) if dtype == "float16" else from_bfloat16(words)
 
 
 def to_float16(bits: Tensor) -> Tensor:
-    """Float32 bits, int32, to float16 bits, int16."""
+    """Cast float32 bits, int32, to float16 bits, int16."""
     values = bits.view(torch.float32).clamp(-_LARGEST_FLOAT16, _LARGEST_FLOAT16)
     finite = values.to(torch.float16).view(torch.int16)
     return _special(bits, finite, infinity=0x7C00, nan=0x7E00)
 
 
 def from_float16(words: Tensor) -> Tensor:
-    """Float16 bits, int16, to float32 bits, int32."""
+    """Cast float16 bits, int16, to float32 bits, int32."""
     wide = words.view(torch.float16).to(torch.float32).view(torch.int32)
     sign = (words.to(torch.int32) & 0x8000) << 16
     return torch.where((words & 0x7FFF) > 0x7C00, sign | 0x7FC00000, wide)
 
 
 def to_bfloat16(bits: Tensor) -> Tensor:
-    """Float32 bits, int32, to bfloat16 bits, int16."""
+    """Cast float32 bits, int32, to bfloat16 bits, int16."""
     magnitude = bits & MAGNITUDE
     rounded = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) >> 16
     signed = rounded.clamp(max=0x7F7F) | ((bits >> 16) & 0x8000)
@@ -50,12 +50,12 @@ def to_bfloat16(bits: Tensor) -> Tensor:
 
 
 def from_bfloat16(words: Tensor) -> Tensor:
-    """Bfloat16 bits, int16, to float32 bits, int32."""
+    """Cast bfloat16 bits, int16, to float32 bits, int32."""
     return words.to(torch.int32) << 16
 
 
 def _special(bits: Tensor, finite: Tensor, *, infinity: int, nan: int) -> Tensor:
-    """``finite`` where float32 ``bits`` are, else infinity or NaN of the same sign, int16."""
+    """Return ``finite`` where float32 ``bits`` are finite, else infinity or NaN of that sign, int16."""
     magnitude, sign = bits & MAGNITUDE, (bits >> 16) & 0x8000
     result = torch.where(magnitude == INFINITY, (sign | infinity).to(torch.int16), finite)
     return torch.where(magnitude > INFINITY, (sign | nan).to(torch.int16), result)

@@ -1,4 +1,4 @@
-"""The codec ``int8`` on the tensor's device; see [Note: int8] in ``penstock.codec.int8``."""
+"""Device form of the codec ``int8``; see [Note: int8] in ``penstock.codec.int8``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LEAST = float(LEAST_STEP)
 
 
 def encode(words: Tensor, dtype: str) -> Tensor | None:
-    """Words of ``dtype``, int32[n] or int16[n], to steps and codes. Does not wait for the device."""
+    """Encode words of ``dtype``, int32[n] or int16[n], to steps and codes. Does not wait."""
     if not words.numel():
         return words.new_empty(0, dtype=torch.uint8)
     values = in_blocks(widened(words, dtype), _BLOCK).view(torch.float32)
@@ -35,7 +35,7 @@ def encode(words: Tensor, dtype: str) -> Tensor | None:
 
 
 def decode(payload: Tensor, count: int, dtype: str) -> Tensor:
-    """Steps and codes to words of ``dtype``. Waits for the check of the steps."""
+    """Decode steps and codes to words of ``dtype``. Waits for the check of the steps."""
     head = 4 * -(-count // _BLOCK)
     check_length(CODEC.name, payload, head + count)
     step = as_type(payload[:head], torch.float32)

@@ -1,4 +1,4 @@
-"""The codec ``narrow`` on the tensor's device; see [Note: format narrow]."""
+"""Device form of the codec ``narrow``; see [Note: format narrow]."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PACKED: Final = {8: torch.uint8, 16: torch.int16, 32: torch.int32}  # by bits; 
 
 
 def encode(words: Tensor, dtype: str) -> Tensor | None:
-    """Words to a head and differences. Waits once, for the least and the greatest."""
+    """Encode words to a head and differences. Waits once, for the least and the greatest."""
     size, count = ITEMSIZE[dtype], words.numel()
     if count * size <= HEAD_BYTES:
         return None
@@ -33,7 +33,7 @@ def encode(words: Tensor, dtype: str) -> Tensor | None:
 
 
 def decode(payload: Tensor, count: int, dtype: str) -> Tensor:
-    """Head and differences to words. Waits for the head, and if a bitmap has bits to check."""
+    """Decode head and differences to words. Waits for the head, and for a check of a bitmap."""
     first = bytes(payload[:HEAD_BYTES].tolist())
     head = parse_head(first, payload.numel(), count, dtype)
     least, other = (_signed(word, dtype) for word in (head.least, head.other))
@@ -48,7 +48,7 @@ def decode(payload: Tensor, count: int, dtype: str) -> Tensor:
 
 
 def _survey(words: Tensor) -> tuple[int, int, bool]:
-    """The least, the greatest, and whether there is no other."""
+    """Return the least word, the greatest, and True if there is no other."""
     low, high = torch.aminmax(words)
     only_two = ((words == low) | (words == high)).all()
     found = torch.stack([each.to(torch.int64) for each in (low, high, only_two)]).tolist()
@@ -64,6 +64,6 @@ def _body(words: Tensor, bits: int, low: int, high: int) -> Tensor:
 
 
 def _signed(word: int, dtype: str) -> int:
-    """A word's value in the integers that stand for words; those of one byte are unsigned."""
+    """Return a word as a signed integer; words of one byte are unsigned."""
     width = 8 * ITEMSIZE[dtype]
     return word - (1 << width) if width > 8 and word >> (width - 1) else word

@@ -1,4 +1,4 @@
-"""The codec ``positive`` on the tensor's device; see [Note: format positive]."""
+"""Device form of the codec ``positive``; see [Note: format positive]."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ CODEC: Final = Positive()
 
 
 def encode(words: Tensor, dtype: str) -> Tensor:
-    """Words to a bitmap. Does not wait."""
+    """Encode words to a bitmap. Does not wait."""
     infinity = NEGATIVE_INFINITY[dtype] - (1 << 8 * ITEMSIZE[dtype])
     return pack((words > infinity) & (words != 0))  # signed, NaNs of both signs are above it
 
 
 def decode(payload: Tensor, count: int, dtype: str) -> Tensor:
-    """A bitmap to the words of 1.0 and 0.0. Waits only if ``count`` is no multiple of 64."""
+    """Decode a bitmap to the words of 1.0 and 0.0. Waits only if ``count`` is no multiple of 64."""
     return unpack(CODEC.name, payload, count).to(word_type(dtype)).mul_(ONE[dtype])

@@ -1,8 +1,8 @@
 """Bitmaps, counts of rows, and kept words: what the device forms of the sparse codecs share.
 
-The forms here are operators of torch. On a CUDA device kernels of Triton do the same, in one pass where
-the operators take several, if Triton can be imported and makes the same of a small tensor of that device
-(:func:`kernels_for`). Neither is needed for the other, and their results are equal to the last bit.
+The functions use operators of torch. On a CUDA device Triton kernels do the same in one pass, where the
+operators take several, if Triton can be imported and its result for a small tensor on that device is the
+same (:func:`kernels_for`). Their results are identical to the last bit.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ _TRIAL_ELEMENTS: Final = 5 * ROW + 77
 
 
 class Kernels(Protocol):
-    """What may take the place of the operators here; see the functions of these names."""
+    """Replacements of the operators here; see the functions of these names."""
 
     def survey(self, words: Tensor) -> tuple[Tensor, Tensor]:
-        """Bitmap and counts."""
+        """Return bitmap and counts."""
 
     def compact(self, words: Tensor, counts: Tensor, kept: int) -> Tensor:
-        """The kept words."""
+        """Return the kept words."""
 
     def row_counts(self, bitmap: Tensor) -> Tensor:
-        """Counts."""
+        """Return the counts."""
 
     def expand(self, bitmap: Tensor, counts: Tensor, packed: Tensor, count: int) -> Tensor:
-        """Words."""
+        """Return the words."""
 
 
 def bitmap_bytes(count: int) -> int:
-    """The length of the bitmap of so many elements: whole u64."""
+    """Return the length of the bitmap of ``count`` elements: whole u64."""
     return 8 * -(-count // 64)
 
 
 def survey(words: Tensor) -> tuple[Tensor, Tensor]:
-    """Which words are kept, and how many in each row: those that have any bit set. Does not wait.
+    """Find the words that are kept, those with any bit set, and count them per row. Does not wait.
 
     Returns:
         The bitmap, uint8 ``[bitmap_bytes(n)]``, and counts, int32 ``[ceil(n / ROW)]``.
@@ -52,13 +52,13 @@ def survey(words: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def compact(words: Tensor, counts: Tensor, kept: int) -> Tensor:
-    """The kept words, in order: ``kept`` of them, as ``survey`` has counted. May wait for the device."""
+    """Return the ``kept`` words that ``survey`` has counted, in order. May wait for the device."""
     kernels = kernels_for(words.device, words.dtype)
     return words[words != 0] if kernels is None else kernels.compact(words, counts, kept)
 
 
 def row_counts(bitmap: Tensor) -> Tensor:
-    """How many bits of each row are set, int32, of a bitmap, uint8. Does not wait."""
+    """Return the number of set bits per row, int32, of a bitmap, uint8. Does not wait."""
     kernels = kernels_for(bitmap.device, torch.uint8)
     if kernels is not None:
         return kernels.row_counts(bitmap)
@@ -69,14 +69,14 @@ def row_counts(bitmap: Tensor) -> Tensor:
 
 
 def bits_beyond(bitmap: Tensor, count: int) -> Tensor:
-    """How many bits of a bitmap are set that stand for no element, int64. Does not wait."""
+    """Return the number of set bits of a bitmap beyond its elements, int64. Does not wait."""
     return _bits_of(bitmap[-8:])[count % 64 or 64 :].sum()
 
 
 def expand(bitmap: Tensor, counts: Tensor, packed: Tensor, count: int) -> Tensor:
-    """Words, of which those whose bit is set are ``packed``, and the rest 0. Does not wait.
+    """Return words that are taken from ``packed`` where a bit is set, and 0 elsewhere. Does not wait.
 
-    The caller has checked that ``packed`` has as many as there are bits, and that these are no more.
+    The caller must have checked that ``packed`` has as many words as the bitmap has set bits.
     """
     kernels = kernels_for(packed.device, packed.dtype)
     if kernels is not None:
@@ -86,7 +86,7 @@ def expand(bitmap: Tensor, counts: Tensor, packed: Tensor, count: int) -> Tensor
 
 
 def kernels_for(device: torch.device, word: torch.dtype) -> Kernels | None:
-    """The kernels of Triton, if they work for words of that type on ``device``; tried once for each."""
+    """Return the Triton kernels, if they work for words of that type on ``device``; tried once each."""
     try:
         return _tried(device, word) if device.type == "cuda" else None
     except torch.OutOfMemoryError:  # tried again the next time
@@ -106,7 +106,7 @@ def _tried(device: torch.device, word: torch.dtype) -> Kernels | None:
 
 
 def agrees(kernels: Kernels, device: torch.device, word: torch.dtype) -> bool:
-    """Whether kernels make of a small row of words what the operators make of it."""
+    """Return True if kernels and operators give the same results for a small row of words."""
     places = torch.arange(_TRIAL_ELEMENTS)
     words = ((places * 2654435761) >> 7).masked_fill(places % 3 == 1, 0).to(word)
     bitmap, counts = _survey(words)
@@ -128,10 +128,10 @@ def _survey(words: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _bits_of(bitmap: Tensor) -> Tensor:
-    """A bool for each bit."""
+    """Return a bool for each bit."""
     return ((bitmap.unsqueeze(1) >> _places(bitmap)) & 1).flatten().to(torch.bool)
 
 
 def _places(like: Tensor) -> Tensor:
-    """The places of a byte's bits, on the same device."""
+    """Return the numbers of a byte's bits, on the same device."""
     return torch.arange(8, dtype=torch.uint8, device=like.device)

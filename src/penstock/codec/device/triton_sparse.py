@@ -1,8 +1,8 @@
-"""What :mod:`penstock.codec.device.sparse` does, as kernels of Triton.
+"""Triton kernels for :mod:`penstock.codec.device.sparse`.
 
-Needs Triton, which torch's builds for CUDA bring along. A program of a kernel has four rows of 256
-elements; where its kept words begin is the sum over all rows before, which torch makes of the counts.
-Nothing is written twice, so the results do not depend on the order in which programs run.
+They need Triton, which torch's CUDA builds include. A program of a kernel handles four rows of 256
+elements; the offset of its kept words is the sum over all rows before, which torch computes from the
+counts. Nothing is written twice, so the results do not depend on the order in which programs run.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _compact(
     there = values != 0
     start = tl.load(starts + mine, mask=mine * row < n, other=0)
     target = start[:, None] + tl.cumsum(there.to(tl.int32), 1) - 1
-    # what has been filled anew since it was counted spoils the frame, and nothing beside it
+    # words that changed since they were counted spoil the frame, but no other memory
     tl.store(packed + target, values, mask=there & (target < kept))
 
 
@@ -99,7 +99,7 @@ def _expand(
 
 
 def survey(words: Tensor) -> tuple[Tensor, Tensor]:
-    """As ``sparse.survey``."""
+    """Return the same as ``sparse.survey``."""
     n = words.numel()
     bitmap = words.new_empty(8 * -(-n // 64), dtype=torch.uint8)
     counts = words.new_empty(-(-n // ROW), dtype=torch.int32)
@@ -108,14 +108,14 @@ def survey(words: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def compact(words: Tensor, counts: Tensor, kept: int) -> Tensor:
-    """As ``sparse.compact``; does not wait."""
+    """Return the same as ``sparse.compact``; does not wait."""
     packed = words.new_empty(kept)
     _launch(_compact, counts, words, _starts(counts), packed, kept, words.numel(), ROW)
     return packed
 
 
 def row_counts(bitmap: Tensor) -> Tensor:
-    """As ``sparse.row_counts``."""
+    """Return the same as ``sparse.row_counts``."""
     octets = ROW // 8
     counts = bitmap.new_empty(-(-bitmap.numel() // octets), dtype=torch.int32)
     _launch(_row_counts, counts, bitmap, counts, bitmap.numel(), octets)
@@ -123,14 +123,14 @@ def row_counts(bitmap: Tensor) -> Tensor:
 
 
 def expand(bitmap: Tensor, counts: Tensor, packed: Tensor, count: int) -> Tensor:
-    """As ``sparse.expand``."""
+    """Return the same as ``sparse.expand``."""
     words = packed.new_empty(count)
     _launch(_expand, counts, bitmap, _starts(counts), packed, words, count, ROW)
     return words
 
 
 def _starts(counts: Tensor) -> Tensor:
-    """How many words are kept before each row, int64."""
+    """Return the number of words that are kept before each row, int64."""
     return counts.cumsum(0, dtype=torch.int64) - counts
 
 
@@ -142,5 +142,5 @@ def _launch(kernel: Any, counts: Tensor, *arguments: Any) -> None:
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the device that is current."""
+    """Make a device current, because Triton launches on the current one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,4 +1,4 @@
-"""The codec ``zero-value`` on the tensor's device; see [Note: format zero-value]."""
+"""Device form of the codec ``zero-value``; see [Note: format zero-value]."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CODEC: Final = ZeroValue()
 
 
 def encode(words: Tensor, dtype: str) -> Tensor | None:
-    """Words to bitmap and non-zero words. Waits for how many there are."""
+    """Encode words to bitmap and non-zero words. Waits for their number."""
     bitmap, counts = sparse.survey(words)
     kept = int(counts.sum())
     if bitmap.numel() + kept * words.itemsize >= as_bytes(words).numel() > 0:
@@ -25,12 +25,12 @@ def encode(words: Tensor, dtype: str) -> Tensor | None:
 
 
 def decode(payload: Tensor, count: int, dtype: str) -> Tensor:
-    """Bitmap and packed words to words. Waits once, for how many bits are set."""
+    """Decode bitmap and packed words to words. Waits once, for the number of set bits."""
     head = sparse.bitmap_bytes(count)
     word = word_type(dtype)
     if head > payload.numel():
         raise CodecError(
-            f"codec {CODEC.name}: {payload.numel()} bytes have no room for a bitmap of {head}"
+            f"codec {CODEC.name}: a bitmap takes {head} bytes, but the payload has {payload.numel()}"
         )
     bitmap = payload[:head]
     counts = sparse.row_counts(bitmap)
@@ -38,7 +38,7 @@ def decode(payload: Tensor, count: int, dtype: str) -> Tensor:
     left = payload.numel() - head
     if beyond or total * word.itemsize != left:
         raise CodecError(
-            f"codec {CODEC.name}: {left} bytes behind the bitmap of {count} {dtype}, which counts"
+            f"codec {CODEC.name}: {left} bytes follow the bitmap of {count} {dtype}, which counts"
             f" {total}, {beyond} of them beyond its end"
         )
     return sparse.expand(bitmap, counts, as_type(payload[head:], word), count)

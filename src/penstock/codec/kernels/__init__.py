@@ -1,1 +1,1 @@
-"""The hot loops, by Numba, without the GIL; clear twins of them are in :mod:`penstock.codec.twins`."""
+"""Hot loops of codecs in Numba, without the GIL; simple twins are in :mod:`penstock.codec.twins`."""

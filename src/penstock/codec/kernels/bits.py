@@ -1,10 +1,10 @@
-"""Eight flags to a byte and back; the twin is :mod:`penstock.codec.twins.bits`.
+"""Packing of eight flags in a byte; the twin is :mod:`penstock.codec.twins.bits`.
 
 [Note: eight flags at once]
     Flags are one byte each, in a buffer that stays in the first cache, because a processor compares or
     selects with 64 of those at once. Eight of them that are 0 or 1, as a u64, are multiplied so that flag
     ``k`` meets bit ``56 + k`` and no carry gets there: ``flags * 0x0102040810204080 >> 56`` is a byte.
-    Back, the byte is copied to all eight, and each keeps its own bit.
+    To unpack, the byte is copied to all eight, and each keeps its own bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OWN: Final = np.uint64(0x8040201008040201)
 
 @njit(nogil=True, cache=True)
 def gather(flags: Words, bitmap: Bytes, count: int) -> None:
-    """The first ``count`` flags, 0 or 1, u64 of eight each, to the front of ``bitmap``.
+    """Pack the first ``count`` flags, 0 or 1, u64 of eight each, to the front of ``bitmap``.
 
     Flags from ``count`` on, to a multiple of eight, must be 0.
     """
@@ -37,7 +37,7 @@ def gather(flags: Words, bitmap: Bytes, count: int) -> None:
 
 @njit(nogil=True, cache=True)
 def beyond(bitmap: Bytes, count: int) -> bool:
-    """Whether a bit from ``count`` on is set, in a bitmap with at least ``count`` of them."""
+    """Return True if a bit from ``count`` on is set, in a bitmap with at least ``count`` bits."""
     whole = count // 8
     if whole == bitmap.size:
         return False

@@ -1,7 +1,7 @@
-"""Blockwise int8; the twin is :mod:`penstock.codec.twins.int8`.
+"""Kernels of blockwise int8; the twin is :mod:`penstock.codec.twins.int8`.
 
-Without a branch in the inner loops. A value is rounded to nearest even by adding 1.5 * 2^23, whose last
-bit is 1: what stands in the low bits then is the integer.
+The inner loops have no branch. A value is rounded to nearest even by adding 1.5 * 2^23, whose last bit is
+1: the low bits are then the integer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ROUND_BITS: Final = np.int32(0x4B400000)
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def to_int8(source: Words, scales: Words, codes: Words, least: Any) -> None:
-    """Float32 bits, uint32[n], to one step for each 256, float32, no less than ``least``, and int8[n].
+    """Encode float32 bits, uint32[n], to one step per 256, float32, at least ``least``, and int8[n].
 
     See [Note: int8] in ``penstock.codec.int8``.
     """
@@ -52,7 +52,7 @@ def _block_to_int8(source: Words, codes: Words, step: Any) -> None:
 
 @njit(nogil=True, cache=True)
 def from_int8(scales: Words, codes: Words, out: Words) -> None:
-    """What ``to_int8`` made, to float32[n]."""
+    """Decode the result of ``to_int8`` to float32[n]."""
     for block in range(scales.size):
         start = block * _BLOCK
         part = codes[start : start + _BLOCK]

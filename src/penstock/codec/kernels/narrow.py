@@ -1,4 +1,4 @@
-"""The hot loops of the codec ``narrow``: least and greatest, differences, and masks of two values."""
+"""Kernels of the codec ``narrow``: least and greatest, differences, and masks of two values."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _WIDEST: Final = {1: 0, 2: 0xFF, 4: 0xFFFF, 8: 0xFFFF_FFFF}
 
 
 def widest(itemsize: int) -> np.uint64:
-    """The greatest difference that fits in fewer bytes than an element has."""
+    """Return the greatest difference that fits in fewer bytes than an element has."""
     return np.uint64(_WIDEST[itemsize])
 
 
 @njit(nogil=True, cache=True)
 def survey(words: Words, widest: np.uint64) -> Any:
-    """Look at all words; stop early when they are more than two and farther apart than ``widest``.
+    """Find least and greatest word; stop early if there are over two, farther apart than ``widest``.
 
     Args:
         words: Signed or unsigned, at least one.
         widest: The greatest difference of interest.
 
     Returns:
-        The least and the greatest of those looked at, and whether no other was among them.
+        The least and the greatest of the words seen, and True if there was no other.
     """
     of = words.dtype.type
     low = high = words[0]
@@ -55,7 +55,7 @@ def survey(words: Words, widest: np.uint64) -> Any:
 
 @njit(nogil=True, cache=True)
 def subtract(words: Words, least: Any, out: Words) -> None:
-    """``words - least``, unsigned, in the narrower type of ``out``."""
+    """Fill ``out`` with ``words - least``, unsigned, in its narrower type."""
     for index in range(words.size):
         out[index] = words[index] - least
 
@@ -69,7 +69,7 @@ def add(packed: Words, least: Any, words: Words) -> None:
 
 @njit(nogil=True, cache=True)
 def pack_two(words: Words, other: Any, bitmap: Bytes) -> None:
-    """One bit per word: whether it is ``other``. ``bitmap`` is rounded up to u64; filled."""
+    """Fill ``bitmap``, rounded up to u64, with one bit per word that is set if it is ``other``."""
     flags = np.zeros(CHUNK, np.uint8)
     for start in range(0, words.size, CHUNK):
         chunk = words[start : start + CHUNK]

@@ -1,4 +1,4 @@
-"""The hot loops of the codec ``positive``: a comparison and a bit. See [Note: eight flags at once]."""
+"""Kernels of the codec ``positive``: a comparison and a bit. See [Note: eight flags at once]."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["beyond", "pack", "unpack"]
 
 @njit(nogil=True, cache=True)
 def pack(words: Words, infinity: Any, bitmap: Bytes) -> None:
-    """One bit per word: whether the float is not ``<= 0``.
+    """Store one bit per word that is set unless the float is ``<= 0``.
 
     Args:
         words: Floats as u16, u32 or u64.

@@ -1,16 +1,16 @@
-"""The hot loops of the codec ``zero-value``: a bitmap and the words that are not zero.
+"""Kernels of the codec ``zero-value``: a bitmap and the words that are not zero.
 
 [Note: no branch per word]
-    Half of the words of an activation may be zero, in no order that a processor could predict. So each
+    Half of the words of an activation may be zero, in an order that a processor cannot predict. So each
     word is written to the next free place, zero or not, and the place advances by one only if it was
     not: the next word overwrites a zero. The place is a sum over all words so far, and would be one long
-    chain; it is cut at every 64 words, for the bitmap's word says by how much they advance.
+    dependency chain; it is cut every 64 words, since the bitmap's word gives the advance.
 
-    Blocks for which ``packed`` has no room for every word, kept or not, take the loop with branches: the
-    write behind the last word kept must hit nothing else, and words are read twice, so that they may be
-    others the second time if somebody overwrites them meanwhile. Then the frame is worthless, and nothing
-    beside it is touched. Decoding reads one word behind the last at most, and multiplies by the bit: LLVM
-    makes a branch of a choice or a mask, which took eight times as long.
+    Blocks for which ``packed`` has no room for every word, kept or not, use the loop with branches: the
+    write after the last kept word must not hit anything else. Words are read twice, so they may differ
+    the second time if another thread overwrites them meanwhile; then the frame is worthless, but no
+    other memory is touched. Decoding reads at most one word past the last, and multiplies by the bit:
+    LLVM turns a choice or a mask into a branch, which took eight times as long.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BLOCK = 64
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def ones(bits: Any) -> Any:
-    """How many bits of a u64 are set; compiles to one instruction."""
+    """Return the number of set bits of a u64; compiles to one instruction."""
     bits = bits - ((bits >> np.uint64(1)) & np.uint64(0x5555555555555555))
     two = np.uint64(0x3333333333333333)
     bits = (bits & two) + ((bits >> np.uint64(2)) & two)
@@ -43,10 +43,10 @@ def pack(words: Words, bitmap: Words, packed: Words) -> int:
     Args:
         words: u8, u16, u32 or u64, any number.
         bitmap: u64, one bit per word, rounded up.
-        packed: As ``words``; as many as may be kept.
+        packed: Room for the kept words, of the same type.
 
     Returns:
-        How many words were kept; -1 if they are more than ``packed`` holds.
+        Number of kept words; -1 if they are more than ``packed`` holds.
     """
     place: Any = 0
     for block in range(bitmap.size):
@@ -75,7 +75,7 @@ def pack(words: Words, bitmap: Words, packed: Words) -> int:
 
 @numba.njit(nogil=True, cache=True)
 def count(bitmap: Words, elements: int) -> int:
-    """How many bits are set in a bitmap of so many elements; -1 if one is set beyond them."""
+    """Return the number of set bits in a bitmap of ``elements``; -1 if one is set beyond them."""
     total: Any = 0
     for bits in bitmap:
         total += ones(bits)
@@ -87,9 +87,9 @@ def count(bitmap: Words, elements: int) -> int:
 
 @numba.njit(nogil=True, cache=True)
 def unpack(bitmap: Words, packed: Words, words: Words) -> None:
-    """Put ``packed`` where ``bitmap`` has bits, and zero elsewhere.
+    """Fill ``words`` with ``packed`` where ``bitmap`` has bits, and zero elsewhere.
 
-    Does not check: ``bitmap`` must have exactly ``packed.size`` bits set, none beyond ``words.size``.
+    Unchecked: ``bitmap`` must have exactly ``packed.size`` bits set, none beyond ``words.size``.
     """
     place: Any = 0
     for block in range(bitmap.size):

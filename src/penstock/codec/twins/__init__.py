@@ -1,1 +1,1 @@
-"""What :mod:`penstock.codec.kernels` does, in a few lines of NumPy each: slow, clear, the same bytes."""
+"""Twins of :mod:`penstock.codec.kernels` in a few lines of NumPy each: slow, simple, the same bytes."""

@@ -1,4 +1,4 @@
-"""The clear twin of :mod:`penstock.codec.kernels.bits`."""
+"""Simple twin of :mod:`penstock.codec.kernels.bits`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from penstock.codec.base import Bytes, Words
 
 
 def pack_flags(flags: Words, bitmap: Bytes) -> None:
-    """One bit per flag, the first in the lowest bit; ``bitmap`` is filled up with 0."""
+    """Pack one bit per flag, the first in the lowest bit; ``bitmap`` is padded with 0."""
     bits = np.packbits(flags, bitorder="little")
     bitmap[: bits.size] = bits
     bitmap[bits.size :] = 0
 
 
 def beyond(bitmap: Bytes, count: int) -> bool:
-    """As the kernel's."""
+    """Return or write the same as the kernel of this name."""
     return bool(np.unpackbits(bitmap, bitorder="little")[count:].any())
 
 
 def spread(bitmap: Bytes, clear: Any, set_: Any, words: Words) -> None:
-    """As the kernel's."""
+    """Return or write the same as the kernel of this name."""
     bits = np.unpackbits(bitmap, count=words.size, bitorder="little")
     words[:] = np.where(bits, words.dtype.type(set_), words.dtype.type(clear))

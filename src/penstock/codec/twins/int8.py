@@ -1,4 +1,4 @@
-"""The clear twin of the kernels of the codec ``int8``."""
+"""Simple twin of the kernels of the codec ``int8``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from penstock.codec.base import Words
 
 
 def to_int8(source: Words, scales: Words, codes: Words, least: np.float32) -> None:
-    """As the kernel's, a block at a time."""
+    """Encode as the kernel of the same name, a block at a time."""
     for block in range(scales.size):
         part = slice(block * 256, block * 256 + 256)
         values = source[part].view(np.float32)
@@ -21,7 +21,7 @@ def to_int8(source: Words, scales: Words, codes: Words, least: np.float32) -> No
 
 
 def from_int8(scales: Words, codes: Words, out: Words) -> None:
-    """As the kernel's."""
+    """Decode as the kernel of the same name."""
     largest = np.finfo(np.float32).max
     with np.errstate(over="ignore"):
         values = codes.astype(np.float32) * np.repeat(scales, 256)[: codes.size]

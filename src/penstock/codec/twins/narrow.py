@@ -1,4 +1,4 @@
-"""The clear twin of the kernels of the codec ``narrow``."""
+"""Simple twin of the kernels of the codec ``narrow``."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ __all__ = ["add", "beyond", "pack_two", "subtract", "survey", "unpack_two"]
 
 
 def survey(words: Words) -> tuple[int, int, bool]:
-    """As the kernel's, of all words."""
+    """Return the same as the kernel, always for all words."""
     low, high = words.min(), words.max()
     return int(low), int(high), bool(((words == low) | (words == high)).all())
 
 
 def subtract(words: Words, least: Any, out: Words) -> None:
-    """As the kernel's."""
+    """Return or write the same as the kernel of this name."""
     out[:] = (words - words.dtype.type(least)).astype(out.dtype)
 
 
 def add(packed: Words, least: Any, words: Words) -> None:
-    """As the kernel's."""
+    """Return or write the same as the kernel of this name."""
     words[:] = packed.astype(words.dtype) + words.dtype.type(least)
 
 
 def pack_two(words: Words, other: Any, bitmap: Bytes) -> None:
-    """As the kernel's."""
+    """Return or write the same as the kernel of this name."""
     pack_flags(words == other, bitmap)
 
 
 def unpack_two(bitmap: Bytes, least: Any, other: Any, words: Words) -> None:
-    """As the kernel's."""
+    """Return or write the same as the kernel of this name."""
     spread(bitmap, least, other, words)

@@ -1,4 +1,4 @@
-"""The clear twin of the kernels of the codec ``positive``."""
+"""Simple twin of the kernels of the codec ``positive``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["beyond", "pack", "unpack"]
 
 
 def pack(words: Words, infinity: Any, bitmap: Bytes) -> None:
-    """As the kernel's."""
+    """Return or write the same as the kernel of this name."""
     sign = 1 << (8 * words.itemsize - 1)
     pack_flags(((words > 0) & (words < sign)) | (words > infinity), bitmap)
 
 
 def unpack(bitmap: Bytes, one: Any, words: Words) -> None:
-    """As the kernel's."""
+    """Return or write the same as the kernel of this name."""
     spread(bitmap, 0, one, words)

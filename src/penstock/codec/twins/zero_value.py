@@ -1,4 +1,4 @@
-"""The clear twin of the kernels of the codec ``zero-value``."""
+"""Simple twin of the kernels of the codec ``zero-value``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from penstock.codec.base import Bytes, Words
 
 
 def pack(words: Words, bitmap: Words, packed: Words) -> int:
-    """As the kernel's."""
+    """Return or write the same as the kernel of this name."""
     kept = words[words != 0]
     if kept.size > packed.size:
         return -1
@@ -20,13 +20,13 @@ def pack(words: Words, bitmap: Words, packed: Words) -> int:
 
 
 def count(bitmap: Words, elements: int) -> int:
-    """As the kernel's."""
+    """Return or write the same as the kernel of this name."""
     bits = _bits(bitmap)
     return -1 if bits[elements:].any() else int(bits.sum(dtype=np.int64))
 
 
 def unpack(bitmap: Words, packed: Words, words: Words) -> None:
-    """As the kernel's."""
+    """Return or write the same as the kernel of this name."""
     words[:] = 0
     words[_bits(bitmap)[: words.size].astype(bool)] = packed
 

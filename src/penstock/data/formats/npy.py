@@ -12,7 +12,7 @@ from numpy.lib import format as npy
 
 from penstock.core.errors import DatasetError
 from penstock.core.files import open_regular
-from penstock.core.units import MOST_BYTES
+from penstock.core.units import MAX_BYTES
 from penstock.data.formats.base import Job, truncated
 from penstock.data.index import IndexBuilder
 
@@ -80,6 +80,6 @@ def read_header(file: IO[bytes]) -> tuple[int, tuple[int, ...], bool, np.dtype[A
     except Exception as error:  # NumPy parses it as Python: there is no list of what that raises
         raise ValueError(f"its header is damaged: {error}") from error
     nbytes = math.prod(filter(None, shape)) * max(1, dtype.itemsize)
-    if min(shape, default=0) < 0 or nbytes > MOST_BYTES:
+    if min(shape, default=0) < 0 or nbytes > MAX_BYTES:
         raise ValueError(f"its header is damaged: no array has the shape {shape}")
     return file.tell(), shape, fortran, dtype

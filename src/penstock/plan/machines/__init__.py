@@ -1,4 +1,4 @@
-"""Machines that one need not have, as TOML files with the source of every figure; or one's own file."""
+"""Presets of machines, as TOML files with the source of every figure; or a user's own file."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from penstock.plan.machine import Machine
 
 
 def find(name_or_path: str | Path) -> Machine:
-    """The machine of this name, or in this file.
+    """Return the machine of this name, or from this file.
 
-    What has a suffix or a directory is a file, and everything else the name of a preset.
+    A name with a suffix or a directory is a file; any other is the name of a preset.
 
     Raises:
         ConfigError: There is no such preset or file, or the file is not a machine.
@@ -23,5 +23,5 @@ def find(name_or_path: str | Path) -> Machine:
 
 
 def names() -> tuple[str, ...]:
-    """Names of the presets, in alphabetical order."""
+    """Return the names of the presets, in alphabetical order."""
     return Machine.presets()

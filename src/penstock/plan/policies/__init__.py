@@ -1,7 +1,7 @@
 """Policies by name. One file each; a policy is a pure function of profile, machine and budgets.
 
-They are loaded when they are first used: names are needed before, and plans need NumPy, which must not be
-loaded before ``penstock run`` has set up its threads.
+They are imported at their first use: the names are needed earlier, and plans need NumPy, which must not
+be imported before ``penstock run`` has set up its threads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
 
 Policy = Callable[[Profile, Machine, Budgets], Plan]
-"""Pure, and the same plan for the same arguments, everywhere."""
+"""Pure function that returns the same plan for the same arguments on every machine."""
 
 
 def _run(place: str, profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
@@ -41,7 +41,7 @@ _POLICIES: dict[str, Policy] = {
 
 
 def get(name: str) -> Policy:
-    """The policy of this name. Raises ConfigError, listing the names, where there is none."""
+    """Return the policy of this name. Raises ConfigError with the known names if there is none."""
     try:
         return _POLICIES[name]
     except KeyError:
@@ -49,5 +49,5 @@ def get(name: str) -> Policy:
 
 
 def names() -> tuple[str, ...]:
-    """The names of the policies, in alphabetical order."""
+    """Return the names of the policies, in alphabetical order."""
     return tuple(sorted(_POLICIES))

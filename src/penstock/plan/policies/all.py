@@ -1,4 +1,4 @@
-"""``all``: everything above the floor is offloaded. The least memory, and the most traffic."""
+"""``all``: offload everything above the floor. The least memory, and the most traffic."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from penstock.plan.profile import Profile
 
 
 def offload_all(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
-    """Offload every slot, earliest saved first where the tiers fill up."""
+    """Offload every slot, earliest saved first if the tiers fill up."""
     case = Case(profile, machine, budgets)
     return assemble("all", case, choose(case), lambda _: why_no_room(case))
 
 
 def choose(case: Case) -> Choice:
-    """Everything, as far as there is room."""
+    """Return the choice that offloads everything, as far as there is room."""
     case = case.fitted()
     return case.offload(dict(enumerate(place(list(case.groups), case.budgets))))

@@ -1,21 +1,21 @@
-"""``auto``: at least as good as every other policy, by replay; then better, while that is quickly found.
+"""``auto``: the best choice of all other policies by replay, improved by a bounded local search.
 
-1. Everything fits: everything stays.
+1. If everything fits, everything is kept.
 2. The choices of all other policies are replayed; the quick ones, unless there are many slots, also with
-   convolutions in parts of the batch where their workspace can be less for little time (Oyama et al.,
-   "μ-cuDNN", 2018). The best is taken: those that fit before those that do not, then by step time, then
-   by the bytes that are moved. So none is better on paper. If a step takes no longer than with memory
-   without end, that is the plan: so ``ranked`` often is at once. One that cannot be better, by what
-   bounds its step, is not replayed.
-3. Recompute and offload are mixed (:mod:`penstock.plan.mixing`): sets of modules, those first that allow
-   the shortest step at best; and what must still be offloaded is, by rank or by lifetime, to one tier
-   after the other or to both. Then sets with one module more or less than the best.
-4. The best of these, and then the next best, are changed slot by slot, module by module: kept, to host
-   memory, to flash, recomputed, two exchanged, encoded or not, read back later, as long as the step
+   convolutions in parts of the batch where that saves workspace at little cost (Oyama et al., "μ-cuDNN",
+   2018). The best is taken: those that fit before those that do not, then by step time, then by bytes
+   moved. So no other policy is better on paper. If its step takes no longer than with unlimited memory,
+   that is the plan: ``ranked`` often is. A choice whose lower bound is no better than the best is not
+   replayed.
+3. Recomputation and offloads are mixed (:mod:`penstock.plan.mixing`): sets of modules are tried in the
+   order of their lower bounds, and the rest is offloaded by rank or by lifetime, to one tier after the
+   other or to both. Then come sets with one module more or less than the best.
+4. The best of these, and then the next best, are changed slot by slot, module by module: kept, moved to
+   host memory, moved to flash, recomputed, swapped, encoded or not, read back later, as long as the step
    becomes shorter.
 
-All of this ends when ``search.WORK`` is spent and something fits. Step 2 then is complete for profiles of
-some thousand slots; of larger ones the last of its policies may not have been replayed.
+The search ends when ``search.WORK_SLOTS`` is spent and something fits. Step 2 is then complete for
+profiles of some thousand slots; for larger ones the last of its policies may not have been replayed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from penstock.plan.search import Search
 
 
 def _all(case: Case) -> Choice:
-    """As ``all``, but for what something else keeps alive: to offload that would free nothing."""
+    """Choose as ``all``, but keep storages that something else keeps alive: offloading frees nothing."""
     case = case.fitted()
     order = sorted(case.movable)
     tiers = place([case.groups[g] for g in order], case.budgets)
@@ -52,16 +52,16 @@ def _all(case: Case) -> Choice:
 
 
 def _keep(case: Case) -> Choice:
-    lean = case.leaning(case.leanest)
-    if not lean.fits(lean.offload({})):  # nor does it with some of the workspaces
+    lean = case.with_limits(case.leanest)
+    if not lean.fits(lean.offload({})):  # then it does not fit with larger workspaces either
         return lean.offload({})
     return case.fitted([""] * len(case.groups)).offload({})
 
 
 _FOR_SETS: Final = 0.5
-"""Up to what share of the work sets of modules are looked at."""
+"""Fraction of the search work after which no further sets of modules are tried."""
 _FOR_NEIGHBOURS: Final = 0.8
-"""And up to what share those next to the best."""
+"""Fraction of the search work after which no further neighbours of the best set are tried."""
 
 OTHERS: Final[tuple[Callable[[Case], Choice], ...]] = (
     ranked.choose,
@@ -74,13 +74,13 @@ OTHERS: Final[tuple[Callable[[Case], Choice], ...]] = (
     vdnn_conv.choose,
     _keep,
 )
-"""The other policies, those that are most often the best first."""
+"""Choosers of the other policies, those that are most often the best first."""
 _QUICK: Final = 4
-"""The first of them know how good they are at best before one is replayed, for they choose quickly."""
+"""Number of these that choose quickly, so that their lower bounds are compared before any is replayed."""
 
 
 def auto(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
-    """The best plan that is quickly found."""
+    """Return the best plan that a short search finds."""
     case = Case(profile, machine, budgets, split=True)
     if ranked.everything_fits(case):
         why = ranked.why_everything_fits(case)
@@ -89,15 +89,17 @@ def auto(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
 
 
 def choose(case: Case) -> Choice:
-    """Its choice of a case in which not everything fits."""
+    """Return the choice for a planning problem in which not everything fits."""
     search = Search(case)
-    small = case.leaning(frugal(case.given, case.machine)) if search.ample else case
+    small = case
+    if search.can_try_two_cases:
+        small = case.with_limits(frugal(case.given, case.machine))
     quick = [case] if small is case else [small, case]
-    search.look_first(_choices(OTHERS[:_QUICK], quick))
+    search.try_by_bound(_choices(OTHERS[:_QUICK], quick))
     if not search.done:
-        search.look(_choices(OTHERS[_QUICK:], [case]))
+        search.try_all(_choices(OTHERS[_QUICK:], [case]))
     if not search.done:
-        mix(case.leaning(search.best.lean), search)
+        mix(case.with_limits(search.best.lean), search)
         search.descend()
     return search.best
 
@@ -105,7 +107,7 @@ def choose(case: Case) -> Choice:
 def _choices(
     policies: Sequence[Callable[[Case], Choice]], cases: Sequence[Case]
 ) -> Iterator[Choice]:
-    """What these policies choose, and where they would split a convolution also what they do without."""
+    """Yield the policies' choices; if one splits a convolution, also the choice without splitting."""
     for choose_one in policies:
         for case in cases:
             choice = choose_one(case)
@@ -115,13 +117,13 @@ def _choices(
 
 
 def mix(case: Case, search: Search) -> None:
-    """Recompute some, offload what must still go: sets of modules, and then what is next to the best."""
+    """Try choices that recompute sets of modules and offload the rest; then neighbours of the best."""
     mixing = Mixing(case)
     for recomputed in mixing.sets():
         if search.done or search.spent(_FOR_SETS):
             break
         if mixing.least_ns(recomputed) < search.best_wait_ns:
-            search.explore(mixing.choices(recomputed))
+            search.try_while_affordable(mixing.choices(recomputed))
     tried: set[tuple[str, ...]] = set()
     while not search.done and not search.spent(_FOR_NEIGHBOURS):
         near = mixing.neighbours(search.best.recomputed, search.best_wait_ns)
@@ -129,4 +131,4 @@ def mix(case: Case, search: Search) -> None:
         if not untried:
             break
         tried.add(untried[0])
-        search.explore(mixing.choices(untried[0]))
+        search.try_while_affordable(mixing.choices(untried[0]))

@@ -1,20 +1,21 @@
 """``flashneuron``: FlashNeuron's offloading scheduler (FAST 2021, section 4.2): activations to flash.
 
-It knows how many bytes must go, and the time at which each is saved; a FIFO channel writes them.
+It knows how many bytes must be offloaded, and when each is saved; a FIFO channel writes them.
 
 Phase 1, linear
-    Slots above 1 MiB are chosen in the order of forward until enough is chosen. If their writes end
-    before the forward does, that is all.
+    Slots above 1 MiB are chosen in the order of forward until the rest fits. If their writes end before
+    the forward does, that is all.
 Phase 2, compression-aware
-    From the end of what was chosen, slots are given up one by one until the writes end before the forward
-    does: first those that do not compress, then those that do. For each, later slots that compress better
-    are added until they have its bytes, the sparsest first; a slot for which there are none is not given
-    up. If enough is not chosen then, what is left is added, compressible slots first. (In the paper the
-    second kind is what is only cast to 16 bits, given up for sparse tensors.)
+    From the end of the chosen slots, slots are replaced one by one until the writes end before the
+    forward does: first those that do not compress, then those that do. For each, later slots that
+    compress better are added until they have its bytes, the sparsest first; a slot without such later
+    slots is not replaced. If the rest does not fit then, remaining slots are added, compressible ones
+    first. (In the paper the second kind are tensors that are only cast to 16 bits, replaced by sparse
+    ones.)
 
-What compresses, and how well, is what the profile measured (``SlotProfile.codecs``); the paper assumes
-ratios, and casts to 16 bits besides, which loses bits. Reading back is not looked at, as in the paper.
-Where flash has no budget, host memory takes its place.
+The profile measures which slots compress, and how well (``SlotProfile.codecs``); the paper assumes
+ratios, and also casts to 16 bits, which loses bits. Reading back is ignored, as in the paper. If flash
+has no budget, host memory takes its place.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from penstock.plan.placement import first_true, fitting
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
 
-LEAST_BYTES: Final = 2**20
-"""Smaller ones are not offloaded: their transfers would be slow."""
+MIN_BYTES: Final = 2**20
+"""Smallest slot that is offloaded: smaller transfers would be slow."""
 
 
 def flashneuron(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
-    """Offload to flash what fits into forward, compressible slots in place of others."""
+    """Offload to flash as much as can be written during forward, preferring compressible slots."""
     case = Case(profile, machine, budgets)
     notes = [] if budgets.flash_bytes else ["no flash budget: host memory takes its place"]
     if not any(group.codecs for group in case.groups):
@@ -46,7 +47,7 @@ def flashneuron(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
 
 
 def choose(case: Case) -> Choice:
-    """Its choice of a case."""
+    """Return the policy's choice for a planning problem."""
     case = case.fitted()
     tier = case.main_tier
     scheduler = _Scheduler(case, tier)
@@ -62,12 +63,12 @@ class _Scheduler:
         self._tier = tier
         groups = case.groups
         room = case.budgets.flash_bytes if tier == "flash" else case.budgets.host_bytes
-        large = (g for g in sorted(case.movable) if groups[g].key.nbytes > LEAST_BYTES)
+        large = (g for g in sorted(case.movable) if groups[g].key.nbytes > MIN_BYTES)
         self._candidates = fitting(large, groups, Budgets(0, flash_bytes=room))
         self.samples = {g: case.best_samples[g] for g in self._candidates}
 
     def schedule(self) -> list[int]:
-        """The groups to offload, in the order of forward."""
+        """Return the groups to offload, in the order of forward."""
         every = self._candidates
         count = first_true(len(every), lambda k: self._enough(every[:k]))
         linear, rest = every[:count], every[count:]
@@ -92,12 +93,12 @@ class _Scheduler:
         return self._case.fits(self._case.offloaded(chosen))
 
     def _exchange(self, linear: list[int], out: list[int], later: list[int]) -> list[int]:
-        """``linear`` with slots of ``later`` in place of ``out``, of at least the same bytes.
+        """Replace slots ``out`` of ``linear`` by slots of ``later`` with at least as many bytes.
 
         Args:
-            linear: Chosen in the order of forward.
-            out: To be given up, in this order, where something later compresses better.
-            later: What compresses, the sparsest first.
+            linear: Groups chosen in the order of forward.
+            out: Groups to replace, in this order, if a later one compresses better.
+            later: Compressible groups, the sparsest first.
         """
         chosen = set(linear)
         added, spare_bytes = 0, 0
@@ -117,7 +118,7 @@ class _Scheduler:
         return sorted(chosen)
 
     def _in_time(self, chosen: list[int]) -> bool:
-        """Whether the FIFO channel has written everything when its forward ends."""
+        """Return True if the FIFO channel has written everything when its forward ends."""
         writes = [write for g in chosen for write in self._writes[g]]
         writes.sort(key=itemgetter(0))
         free_ns = 0
@@ -129,7 +130,7 @@ class _Scheduler:
 
     @cached_property
     def _writes(self) -> dict[int, list[tuple[int, int, int]]]:
-        """By group, of what its forward writes: when it is saved, when forward ends, what it takes."""
+        """(saved at, end of forward, time to write) in ns of each slot written in forward, by group."""
         profile, machine = self._case.profile, self._case.machine
         turn_ns = {one.index: one.backward_start_ns for one in profile.passes}
         found: dict[int, list[tuple[int, int, int]]] = {}

@@ -1,4 +1,4 @@
-"""``keep``: everything stays. The base line, and what a session does before it has a profile."""
+"""``keep``: everything stays. The baseline, and a session's policy until it has a profile."""
 
 from __future__ import annotations
 

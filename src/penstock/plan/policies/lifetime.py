@@ -1,9 +1,9 @@
-"""``lifetime``: what is large and idle for long goes; host memory and flash take it together.
+"""``lifetime``: offload slots that are large and idle for long, to host memory and flash together.
 
-The idea of G10 (Zhang et al., MICRO 2023, its section on smart tensor migration): what moving a tensor is
-worth is the memory pressure that it relieves, its bytes times the time for which nobody wants them; both
-tiers are used at once, so that neither link limits what the other could take. Slots are offloaded in
-the order of bytes x idle time, as few as fit, each to the tier whose channel is done with it first.
+The idea of G10 (Zhang et al., MICRO 2023, its section on smart tensor migration): the benefit of moving a
+tensor is the memory pressure that it relieves, its bytes times its idle time; both tiers are used at
+once, so that neither link limits the other. Slots are offloaded in the order of bytes x idle time, until
+the rest fits, each to the tier whose channel is done with it first.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from penstock.plan.placement import first_true, fitting
 from penstock.plan.plan import Plan
 from penstock.plan.profile import Profile
 
-_HALVES: Final = 12
-"""Of the time that flash takes for everything."""
+_BISECTIONS: Final = 12
+"""Bisection steps, starting from the time that flash takes for everything."""
 
 
 def lifetime(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
-    """Offload the largest and longest idle, as few as fit, over both tiers."""
+    """Offload the largest and longest idle slots, as few as possible, over both tiers."""
     case = Case(profile, machine, budgets)
     return assemble("lifetime", case, choose(case), why_kept)
 
 
 def choose(case: Case) -> Choice:
-    """Its choice of a case."""
+    """Return the policy's choice for a planning problem."""
     case = case.fitted()
     order = rank(case)
     count = first_true(len(order), lambda k: case.fits(case.offloaded(order[:k])))
@@ -39,7 +39,7 @@ def choose(case: Case) -> Choice:
 
 
 def rank(case: Case) -> list[int]:
-    """Groups by bytes x idle time, the most first; those that were never needed last."""
+    """Return groups by bytes x idle time, largest first; those that were never needed last."""
     groups = case.groups
     order = sorted(
         case.movable, key=lambda g: (-groups[g].key.nbytes * (groups[g].idle_ns or 0), g)
@@ -48,7 +48,7 @@ def rank(case: Case) -> list[int]:
 
 
 def spread(case: Case, chosen: Sequence[int], recomputed: tuple[str, ...] = ()) -> Choice:
-    """Offload these over both tiers, in the order in which they are saved."""
+    """Offload these groups over both tiers, in the order in which they are saved."""
     dropped = case.dropped(case.offload({}, recomputed))
     machine = case.machine
     room = {"host": case.budgets.host_bytes, "flash": case.budgets.flash_bytes}
@@ -72,16 +72,16 @@ def spread(case: Case, chosen: Sequence[int], recomputed: tuple[str, ...] = ()) 
 
 
 def paced(case: Case, chosen: Sequence[int], recomputed: tuple[str, ...] = ()) -> Choice:
-    """Offload these over both tiers, so that flash is at work all the time and host memory lasts.
+    """Offload these groups over both tiers so that flash is always busy and host memory does not run out.
 
-    A group goes to flash if that is soon done with it, else to host memory. How soon is found by
-    bisection: as soon as host memory has room for the others until the end.
+    A group goes to flash if its write ends within a limit, else to host memory. The smallest limit with
+    which host memory has room for the others is found by bisection.
     """
     dropped = case.dropped(case.offload({}, recomputed))
     gone = [g for g in sorted(chosen) if g not in dropped]
     nbytes = sum(case.groups[g].key.nbytes for g in gone)
     low_s, high_s = 0.0, nbytes / case.machine.flash_write_bytes_per_s
-    for _ in range(_HALVES):
+    for _ in range(_BISECTIONS):
         middle_s = (low_s + high_s) / 2
         if _paced(case, gone, middle_s)[1]:
             low_s = middle_s
@@ -90,8 +90,8 @@ def paced(case: Case, chosen: Sequence[int], recomputed: tuple[str, ...] = ()) -
     return case.offload(_paced(case, gone, high_s)[0], recomputed)
 
 
-def _paced(case: Case, gone: Sequence[int], soon_s: float) -> tuple[dict[int, str], bool]:
-    """Where each goes; and whether something was to go to host memory that had no room for it."""
+def _paced(case: Case, gone: Sequence[int], limit_s: float) -> tuple[dict[int, str], bool]:
+    """Return the tier of each group, and True if host memory lacked room for one of them."""
     room = {"host": case.budgets.host_bytes, "flash": case.budgets.flash_bytes}
     tiers: dict[int, str] = {}
     free_s, full = 0.0, False
@@ -99,7 +99,7 @@ def _paced(case: Case, gone: Sequence[int], soon_s: float) -> tuple[dict[int, st
         group = case.groups[g]
         saved_s = case.profile.slots[group.indices[0]].saved_at_ns / 1e9
         end_s = max(free_s, saved_s) + case.machine.write_s(group.key.nbytes)
-        tier = "flash" if end_s - saved_s <= soon_s else "host"
+        tier = "flash" if end_s - saved_s <= limit_s else "host"
         if group.nbytes > room[tier]:
             full = full or tier == "host"
             tier = "host" if tier == "flash" else "flash"

@@ -1,23 +1,22 @@
-"""``ranked``: offload what is idle longest for what it costs, as little of it as the budget allows.
+"""``ranked``: offload the slots with the longest idle time per cost, as few as the budget allows.
 
-An offload frees bytes for the time that nobody wants them, and costs the flash channel the time to
-write and to read them, encoded where a codec pays. So slots are ranked by bytes x idle time, per second
-of channel time; the first saved are needed last, so they come first and the tail of forward stays. Of
-slots that are idle for as long, the compressible go and the others stay. Where the channel could not
-move everything behind the network, idle time no longer counts, and they are ranked by channel time per
-byte alone, so that the compressible go first: FlashNeuron's phase 2 (FAST 2021), by measured ratios. The
-plan offloads the shortest run of that ranking with which what is kept, and a window for reads, fit in
-the budget:
+An offload frees bytes for their idle time, and occupies the flash channel for the time to write and read
+them, encoded where a codec pays. So slots are ranked by bytes x idle time per second of channel time; the
+first saved are needed last, so they come first and the tail of forward stays. Of slots that are idle
+equally long, the compressible ones are offloaded first. If the channel could not move everything during
+the network's compute, idle time no longer counts, and slots are ranked by channel time per byte alone, so
+that compressible ones come first: FlashNeuron's phase 2 (FAST 2021), by measured ratios. The plan
+offloads the shortest prefix of the ranking with which the kept slots and a read window fit in the budget:
 
-1. Everything fits: everything stays.
-2. Slots that something else keeps alive stay: offloading them frees nothing.
-3. Slots that come back sooner than they could be written and read are offloaded last but for those
+1. If everything fits, everything is kept.
+2. Slots that something else keeps alive are kept: offloading them frees nothing.
+3. Slots that come back sooner than they could be written and read are offloaded last, except for those
    that were never needed.
-4. Room for reads must remain beside what is kept: at least what one node of backward uses and the
-   next read, and, up to a quarter of the budget, as much as reads must run ahead to stay hidden.
-   Beyond that quarter a kept byte is worth more than a byte to read ahead into: it is not moved at
+4. Room for reads must remain beside the kept slots: at least the bytes that one node of backward uses
+   and the next read, and, up to a quarter of the budget, as much as reads must run ahead to stay hidden.
+   Beyond that quarter a kept byte is worth more than a byte to read ahead into, since it is not moved at
    all.
-5. Where even the whole ranking does not leave that room, all of it is offloaded.
+5. If even the whole ranking does not leave that room, all of it is offloaded.
 
 A larger budget never offloads more bytes as long as the tiers have room (see ``first_true``). ``auto``
 begins with this plan.
@@ -31,7 +30,7 @@ from penstock.core.config import UNLIMITED
 from penstock.core.units import format_bytes
 from penstock.plan.assemble import assemble
 from penstock.plan.case import Case, Choice
-from penstock.plan.encoding import SlotCodecs, cost_s, trip_s
+from penstock.plan.encoding import SlotCodecs, cost_s, round_trip_s
 from penstock.plan.explain import why_kept
 from penstock.plan.machine import Budgets, Machine
 from penstock.plan.placement import first_true, fitting, place
@@ -40,11 +39,11 @@ from penstock.plan.profile import Profile
 from penstock.plan.window import least_window, read_ahead_bytes, returning
 
 WINDOW_SHARE = 4
-"""Reads may run ahead by one part in this many of the budget before kept slots give way."""
+"""Divisor of the budget: further slots are offloaded to widen the window up to this part of it."""
 
 
 def ranked(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
-    """Offload as little as fits the budget, the longest idle first."""
+    """Offload as little as possible within the budget, the longest idle first."""
     case = Case(profile, machine, budgets)
     if everything_fits(case):
         return assemble("ranked", case, case.offload({}), lambda _: why_everything_fits(case))
@@ -52,32 +51,32 @@ def ranked(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
 
 
 def everything_fits(case: Case) -> bool:
-    """Whether nothing need be done."""
+    """Return True if everything can be kept."""
     return case.profile.peak_saved_bytes <= case.budgets.device_bytes
 
 
 def why_everything_fits(case: Case) -> str:
-    """The reason for it."""
+    """Return the reason for keeping everything."""
     budget = case.budgets.device_bytes
     limit = "no budget" if budget >= UNLIMITED else f"a budget of {format_bytes(budget)}"
     return f"fits: everything saved is {format_bytes(case.profile.peak_saved_bytes)}, with {limit}"
 
 
 def choose(case: Case) -> Choice:
-    """The shortest run of the ranking that will do."""
+    """Return the choice that offloads the shortest sufficient prefix of the ranking."""
     case = case.fitted()
     order = rank(case)
     return offload_first(case, order[: enough(case, order)])
 
 
 def enough(case: Case, order: Sequence[int], recomputed: tuple[str, ...] = ()) -> int:
-    """How many of an order must go, so that the rest and a good window fit."""
+    """Return how many of an order must be offloaded so that the rest and a good window fit."""
     codecs = _codecs(case, order)
     return first_true(len(order), lambda k: _fits(case, order[:k], recomputed, codecs))
 
 
 def offload_first(case: Case, chosen: Sequence[int], recomputed: tuple[str, ...] = ()) -> Choice:
-    """Offload these groups, the soonest needed to host memory, but for those that are recomputed."""
+    """Offload these groups except recomputed ones, the soonest needed to host memory."""
     dropped = case.dropped(case.offload({}, recomputed))
     gone = [g for g in chosen if g not in dropped]
     tiers = place([case.groups[g] for g in gone], case.budgets)
@@ -85,7 +84,7 @@ def offload_first(case: Case, chosen: Sequence[int], recomputed: tuple[str, ...]
 
 
 def rank(case: Case) -> list[int]:
-    """Candidates, best first; the same for every device budget, which chooses a run of them."""
+    """Return candidates, best first; the ranking is the same for every device budget."""
     bound = _channel_bound(case)
     order = sorted(case.movable, key=lambda g: (*_rank_key(case, g, bound=bound), g))
     return fitting(order, case.groups, case.budgets, encoded=True)
@@ -97,7 +96,7 @@ def _rank_key(case: Case, g: int, *, bound: bool) -> tuple[int, float, float]:
         return 2, 0.0, 0.0
     nbytes, idle_s = group.key.nbytes, group.idle_ns / 1e9
     sample = case.best_samples[g]
-    late = idle_s < trip_s(nbytes, machine, tier, sample)
+    late = idle_s < round_trip_s(nbytes, machine, tier, sample)
     freed_per_s = nbytes / cost_s(nbytes, machine, tier, sample)
     if bound:
         return int(late), -freed_per_s, -idle_s
@@ -105,7 +104,7 @@ def _rank_key(case: Case, g: int, *, bound: bool) -> tuple[int, float, float]:
 
 
 def _channel_bound(case: Case) -> bool:
-    """Whether to move everything, as it is, would take longer than the network, either way."""
+    """Return True if moving everything unencoded would take longer than the network, either way."""
     write, read = case.machine.bytes_per_s(case.main_tier)
     passes, nbytes = case.profile.passes, case.profile.saved_bytes
     forward_ns = sum(one.backward_start_ns - one.start_ns for one in passes)
@@ -114,7 +113,7 @@ def _channel_bound(case: Case) -> bool:
 
 
 def _codecs(case: Case, chosen: Sequence[int]) -> SlotCodecs:
-    """Those that pay for a slot by itself. How many slots are offloaded does not change them."""
+    """Return the codecs that pay for each slot by itself, whatever else is offloaded."""
     samples = ((g, case.best_samples[g]) for g in chosen)
     return {i: sample for g, sample in samples if sample for i in case.groups[g].indices}
 
@@ -122,7 +121,7 @@ def _codecs(case: Case, chosen: Sequence[int]) -> SlotCodecs:
 def _fits(
     case: Case, chosen: Sequence[int], recomputed: tuple[str, ...], codecs: SlotCodecs
 ) -> bool:
-    """Whether what stays and a good window fit. True for a budget if true for a smaller one."""
+    """Return True if the kept slots and a good window fit; monotone in the budget."""
     if not recomputed and case.lacks(chosen):
         return False
     device_bytes = case.budgets.device_bytes

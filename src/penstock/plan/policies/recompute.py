@@ -1,15 +1,15 @@
-"""``recompute``: nothing is offloaded; modules are run again in backward, as few as fit.
+"""``recompute``: offload nothing; recompute as few modules as the budget requires.
 
-Two ways of choosing them, both at the granularity of modules, alone and with recipes beside them
+Two ways of choosing them, both at the granularity of modules, with and without recipes
 ([Note: recipes]):
 
 - Sublinear (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, section 4): segments of
-  about the square root of all that is saved, all run again: one forward more, and the least memory.
-- Cost-aware (as DTR, Kirisame et al., ICLR 2021, section 3, ranks): segments of one size, those first
-  that free most bytes for each second of running them again, as few as fit. Sizes from the whole down
-  to single layers are tried, each half of the one before.
+  about the square root of the saved bytes, all recomputed: one more forward, and the least memory.
+- Cost-aware (as DTR, Kirisame et al., ICLR 2021, section 3, ranks): segments of one size, in the order
+  of bytes freed per second of recomputation, as few as needed. Sizes from the whole down to single
+  layers are tried, each half of the one before.
 
-Of those that fit, the one that computes least again is taken; if none does, the one that needs least.
+Of the choices that fit, the one that recomputes least is taken; if none does, the one that needs least.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from penstock.plan.together import Module
 
 
 def recompute(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
-    """Run modules again, as few as fit."""
+    """Recompute as few modules as possible within the budget."""
     case = Case(profile, machine, budgets)
     return assemble("recompute", case, choose(case), why_kept, notes=_notes(case))
 
 
 def choose(case: Case) -> Choice:
-    """Its choice of a case.
+    """Return the policy's choice for a planning problem.
 
-    Convolutions are lean that need be if everything were offloaded; where nothing fits then, all of
-    them, for more stays here.
+    Workspaces are limited as if everything were offloaded; if nothing fits then, all of them are removed,
+    because more bytes stay resident here.
     """
     options = _options(case.fitted())
-    if not any(case.leaning(one.lean).fits(one) for one in options):
-        options += _options(case.leaning(case.leanest))
+    if not any(case.with_limits(one.lean).fits(one) for one in options):
+        options += _options(case.with_limits(case.leanest))
     return min(options, key=lambda one: (_need_bytes(case, one), recompute_ns(case, one)))
 
 
@@ -50,26 +50,26 @@ def _options(case: Case) -> list[Choice]:
 
 
 def _need_bytes(case: Case, choice: Choice) -> int:
-    """What it needs, or the budget if that is more."""
-    hard_bytes = case.leaning(choice.lean).residency(choice).hard_bytes
+    """Return the bytes that a choice needs, or the budget if that is more."""
+    hard_bytes = case.with_limits(choice.lean).residency(choice).hard_bytes
     return max(case.budgets.device_bytes, hard_bytes)
 
 
 def recompute_ns(case: Case, choice: Choice) -> int:
-    """What the choice computes again, over all passes."""
-    modules = case.leaning(choice.lean).recomputing.modules
+    """Return the recomputation time of a choice, over all passes."""
+    modules = case.with_limits(choice.lean).recomputing.modules
     return sum(modules[path].forward_ns for path in choice.recomputed)
 
 
 def sublinear(case: Case) -> Choice:
-    """Every segment of about the square root of what is saved."""
+    """Return the choice that recomputes every segment of about the square root of the saved bytes."""
     limit = case.profile.saved_bytes / math.sqrt(max(1, len(case.groups)))
     return case.offload({}, (one.path for one in case.recomputing.antichain(limit)))
 
 
 def cost_aware(case: Case) -> Iterator[Choice]:
-    """For each size of segments, and for recipes, as few as fit."""
-    for modules in together(case):
+    """Yield for each size of segments, and for recipes, the choice that recomputes as few as possible."""
+    for modules in compatible_sets(case):
         order = by_worth(modules)
         everything = case.offload({}, order)
         yield _fewest(case, order) if case.fits(everything) else everything
@@ -83,8 +83,8 @@ def _fewest(case: Case, order: list[str]) -> Choice:
     return case.offload({}, order[: first_true(len(order), fits)])
 
 
-def together(case: Case) -> Iterator[list[Module]]:
-    """What can be run again together: modules of each size, recipes, and both."""
+def compatible_sets(case: Case) -> Iterator[list[Module]]:
+    """Yield sets that can be recomputed together: modules of each size, recipes, and both."""
     recomputing = case.recomputing
     recipes = recomputing.recipes()
     if recipes:
@@ -98,7 +98,7 @@ def together(case: Case) -> Iterator[list[Module]]:
 
 
 def sizes(case: Case) -> list[float]:
-    """Limits of segments: halves of all that is saved, as long as they tell modules apart."""
+    """Return size limits of segments: successive halves of the largest, down to the smallest."""
     modules = case.recomputing.sizes
     least = min(modules, default=0)
     most = max(modules, default=0)
@@ -110,11 +110,11 @@ def sizes(case: Case) -> list[float]:
 
 
 def by_worth(modules: list[Module]) -> list[str]:
-    """Those first that free most for each second of running them again."""
+    """Sort modules by bytes freed per second of recomputation, most first."""
     return [one.path for one in sorted(modules, key=lambda one: (-one.worth, one.path))]
 
 
 def _notes(case: Case) -> tuple[str, ...]:
     if case.recomputing.modules:
         return ()
-    return ("the profile tells of no module that can be run again: nothing is recomputed",)
+    return ("the profile has no module that can be recomputed: nothing is recomputed",)

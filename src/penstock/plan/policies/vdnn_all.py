@@ -1,4 +1,4 @@
-"""``vdnn-all``: the input feature map of every layer is offloaded (vDNN, MICRO 2016, section 3.4)."""
+"""``vdnn-all``: offload the input feature map of every layer (vDNN, MICRO 2016, section 3.4)."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ def vdnn_all(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
 
 
 def choose(case: Case) -> Choice:
-    """Its choice of a case."""
+    """Return the policy's choice for a planning problem."""
     return fastest_or_lean(case, every_map(case.layers))
 
 
 def every_map(layers: list[Layer]) -> list[int]:
-    """Every layer's X."""
+    """Return the groups of every layer's X."""
     return [g for layer in layers for g in layer.groups]
 
 
 def fastest_or_lean(case: Case, wanted: list[int]) -> Choice:
-    """These maps offloaded, with performance-optimal convolutions (p), or memory-optimal ones (m)."""
+    """Offload these maps, with performance-optimal convolutions (p), or memory-optimal ones (m)."""
     choice = offload_maps(case, wanted)
     if case.fits(choice):
         return choice
-    return offload_maps(case.leaning(case.leanest), wanted)
+    return offload_maps(case.with_limits(case.leanest), wanted)
 
 
 def offload_maps(case: Case, wanted: list[int]) -> Choice:
     """Offload these maps, in the order of forward as far as the tier has room; prefetch by the search.
 
-    vDNN's tier is host memory. Where there is no budget for it, flash takes its place.
+    vDNN's tier is host memory. If it has no budget, flash takes its place.
     """
     tier, room = _tier(case)
     tiers: dict[int, str] = {}
@@ -52,7 +52,7 @@ def offload_maps(case: Case, wanted: list[int]) -> Choice:
 
 
 def tier_notes(case: Case) -> tuple[str, ...]:
-    """Says so where the tier is not the paper's."""
+    """Return a note if the tier is not the paper's."""
     if _tier(case)[0] == "flash":
         return ("no host budget: flash takes the place of vDNN's host memory",)
     return ()

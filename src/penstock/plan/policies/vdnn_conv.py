@@ -1,6 +1,6 @@
-"""``vdnn-conv``: only what convolutions take as X is offloaded (vDNN, MICRO 2016, section 3.4).
+"""``vdnn-conv``: offload only the inputs X of convolutions (vDNN, MICRO 2016, section 3.4).
 
-Their compute is the longest, so it hides the copy best.
+Convolutions compute longest, so they hide the copy best.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def vdnn_conv(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
 
 
 def choose(case: Case) -> Choice:
-    """Its choice of a case."""
+    """Return the policy's choice for a planning problem."""
     return fastest_or_lean(case, convolutions_maps(case.layers))
 
 
 def convolutions_maps(layers: list[Layer]) -> list[int]:
-    """The X of the convolutions."""
+    """Return the groups of the convolutions' X."""
     return [g for layer in layers if layer.convolution for g in layer.groups]

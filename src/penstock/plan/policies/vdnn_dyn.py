@@ -21,16 +21,16 @@ from penstock.plan.profile import Profile
 
 
 def vdnn_dyn(profile: Profile, machine: Machine, budgets: Budgets) -> Plan:
-    """Offload as little as fits, by vDNN's order of trying."""
+    """Offload as little as fits, trying configurations in vDNN's order."""
     case = Case(profile, machine, budgets)
     return assemble("vdnn-dyn", case, choose(case), why_kept, notes=tier_notes(case))
 
 
 def choose(case: Case) -> Choice:
-    """Its choice of a case."""
+    """Return the policy's choice for a planning problem."""
     choice = case.offload({})
     for choice in _configurations(case):
-        if case.leaning(choice.lean).fits(choice):
+        if case.with_limits(choice.lean).fits(choice):
             break
     return choice
 
@@ -41,9 +41,9 @@ def _configurations(case: Case) -> Iterator[Choice]:
     for wanted in sets:
         yield offload_maps(case, wanted)
     if case.leanest:
-        lean = case.leaning(case.leanest)
+        lean = case.with_limits(case.leanest)
         without = [offload_maps(lean, wanted) for wanted in sets]
         for wanted, choice in zip(sets, without, strict=True):
-            if lean.fits(choice):  # or there is room for no workspace at all, however small
+            if lean.fits(choice):  # otherwise there is no room for any workspace
                 yield offload_maps(case.fitted(choice.tiers), wanted)
         yield from without

@@ -1,4 +1,4 @@
-"""What is held on the device and in the tiers, and what was, over the step."""
+"""Bytes held on the device and in the tiers, now and over the step."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from penstock.plan.replay.moves import Moves
 
 
 class Held:
-    """Bytes of slots. Nothing here waits; the walk sees to it that things fit.
+    """Account of the slots' bytes on the device and in the tiers. The walk makes sure that they fit.
 
     Attributes:
         limit: The device budget.
-        sizes: Of the slots.
-        used: On the device now.
-        read_back: Of these, targets of reads, on their way and in use.
-        peak_bytes: The most on the device at once, with what was beside the slots then.
-        changes: (when, slot, bytes) of what was added to the device's memory, or taken off; in order
-            slot by slot.
-        tier_peak: By tier, the most that it held.
-        tier_changes: By tier, (when, bytes) of what was added or taken off.
+        sizes: Bytes of each slot.
+        used: Bytes on the device now.
+        read_back: Bytes of these in targets of reads, in flight and in use.
+        peak_bytes: Most bytes on the device at once, with those beside the slots then.
+        changes: (time, slot, bytes) added to the device's memory, or removed if negative; in order for
+            each slot.
+        tier_peak: Most bytes held, by tier.
+        tier_changes: (time, bytes) added or removed, by tier.
     """
 
     __slots__ = (
@@ -27,7 +27,7 @@ class Held:
     )
 
     def __init__(self, profile: Profile, moves: Moves, limit: int) -> None:
-        """Nothing but what is below the floor."""
+        """Start with only the bytes below the floor."""
         self._moves = moves
         self.limit = limit
         self.sizes = [slot.key.nbytes for slot in profile.slots]
@@ -39,18 +39,18 @@ class Held:
         self.tier_changes: tuple[list[tuple[int, int]], ...] = ([], [])
         self._tier_used = [0, 0]
 
-    def take(self, i: int, now: int) -> None:
-        """A slot comes to the device."""
+    def allocate(self, i: int, now: int) -> None:
+        """Add a slot to the device."""
         self.used += self.sizes[i]
         self.changes.append((now, i, self.sizes[i]))
 
-    def give(self, i: int, now: int) -> None:
-        """A slot leaves it."""
+    def free(self, i: int, now: int) -> None:
+        """Remove a slot from the device."""
         self.used -= self.sizes[i]
         self.changes.append((now, i, -self.sizes[i]))
 
     def in_tier(self, i: int, sign: int, now: int) -> None:
-        """Room in the slot's tier is taken (1), or given back (-1)."""
+        """Take (1) or discard (-1) the slot's bytes in its tier."""
         tier, nbytes = self._moves.tier[i], sign * self._moves.held_bytes[i]
         self._tier_used[tier] += nbytes
         self.tier_peak[tier] = max(self.tier_peak[tier], self._tier_used[tier])

@@ -1,7 +1,7 @@
 """vDNN's rule for copies (MICRO 2016, section 3.2): a layer ends when its copy has.
 
 A map is copied to its tier while the layer that reads it computes. Compute and copy are joined at that
-layer's end: the map's memory is free then, and the next layer begins no sooner.
+layer's end: then the map's memory is free, and the next layer may begin.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from penstock.plan.profile import Profile
 from penstock.plan.replay.moves import OFFLOADED
 
 JOIN: Final = 4
-"""An event beside those of profiles: the layer is over under which a slot is written."""
+"""Event beyond those of profiles: the end of the layer during which a slot is written."""
 
 
 def with_joins(
     profile: Profile, action: Sequence[int], steps: Sequence[tuple[int, int, int]]
 ) -> Sequence[tuple[int, int, int]]:
-    """The steps, and where each offloaded slot's layer ends: the first operator that ends after its save.
+    """Add events at the ends of offloaded slots' layers: the first operator that ends after the save.
 
-    What is joined at a time comes first of all that happens then.
+    A join precedes all other events of its time.
     """
     ends = sorted(one.end_ns for one in profile.operators if not one.backward)
     joins = []

@@ -1,17 +1,16 @@
-"""The channels of a machine: what moves when, and who goes first.
+"""Channels of a simulated machine, and queues of jobs with priorities before them.
 
 A *channel* (a direction of the link, of flash, the codec's thread) does one thing at a time. A *lane*
-is a queue of jobs of one kind before one channel or two, first come, first served; a job occupies all
-of its lane's channels at once, as when bytes flow through the link to flash piece by piece. Where
-lanes share a channel, the job that could begin first goes first; of several that could begin at the
-same time the first of: decode, read, write, encode; of two reads or two writes the one that came first.
-What has begun is not interrupted.
+is a queue of jobs of one kind before one or two channels, first come, first served; a job occupies all
+of its lane's channels at once, as when bytes flow through the link to flash piece by piece. If lanes
+share a channel, the job that can begin earliest goes first; of several that can begin at the same time,
+the first of: decode, read, write, encode; of two reads or two writes, the one that arrived first. Jobs
+are not interrupted.
 
-[Note: lanes run late]
-    Nothing happens here until somebody asks, by ``advance``: a job that is added waits in its lane.
-    Since jobs begin in the order of time, and are added at the time at which they arrive, it makes no
-    difference when they are looked at. Only what is done out of turn (giving up, going first) needs
-    that everything is up to date.
+[Note: lazy lanes]
+    Lanes only run when ``advance`` is called: until then an added job waits in its lane. Since jobs begin
+    in the order of time, and are added at the time at which they arrive, the time of the call makes no
+    difference. Only changes out of order (``cancel``, ``go_first``) need the lanes to be up to date.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from operator import attrgetter
 from typing import Final
 
 NOT_YET: Final = -1
-"""In place of the time when a job is done."""
-GIVEN_UP: Final = -2
-"""A job that is not to begin any more."""
+"""Placeholder for the end of a job that has not begun."""
+CANCELLED: Final = -2
+"""Placeholder for the end of a job that must not begin any more."""
 DECODE, READ, WRITE, ENCODE = range(4)
 """Kinds of lanes, by precedence."""
 _NEVER: Final = 1 << 200
 
 
 class Channel:
-    """Does one thing at a time; free from ``free_ns`` on."""
+    """Resource that does one job at a time; free from ``free_ns`` on."""
 
     __slots__ = ("free_ns",)
 
@@ -46,10 +45,10 @@ class Lane:
     """A queue of jobs, each a slot by its index.
 
     Attributes:
-        precedence: Over lanes with a larger one.
-        log: (when, slot) of every job that has begun, in order.
-        done: By slot, when its last stage ends; NOT_YET or GIVEN_UP before that has begun.
-        then: By slot, the lane of its next stage; None: this is the last. None for all: always.
+        precedence: Priority; a smaller number goes first.
+        log: (start, slot) of every job that has begun, in order.
+        done: End of the last stage, by slot; NOT_YET or CANCELLED before that has begun.
+        then: Lane of the next stage, by slot; None if this is the last stage. None: the last for all.
     """
 
     __slots__ = ("_came_ns", "_latency_ns", "_uses", "done", "log", "precedence", "queue", "then")
@@ -62,9 +61,9 @@ class Lane:
         latency_ns: int = 0,
         then: list[Lane | None] | None = None,
     ) -> None:
-        """Before these channels, with the time for which each slot occupies each.
+        """Create a lane before these channels, each with the time for which each slot occupies it.
 
-        ``latency_ns`` passes from the end of a job to that of its stage; others go on meanwhile.
+        ``latency_ns`` passes from the end of a job to the end of its stage; other jobs run meanwhile.
         """
         self._uses = uses
         self.precedence = precedence
@@ -88,23 +87,23 @@ class Lane:
             queue.insert(place, (at_ns, slot))
 
     def add_first(self, at_ns: int, slot: int) -> None:
-        """Queue a job before all others."""
+        """Queue a job ahead of all others."""
         self._came_ns[slot] = at_ns
         self.queue.appendleft((at_ns, slot))
 
     def go_first(self, slot: int) -> None:
-        """If it is queued, put it before all others."""
+        """Move a job ahead of all others if it is queued."""
         queue, at_ns = self.queue, self._came_ns.get(slot)
         if at_ns is not None and queue[0][1] != slot:
             queue.remove((at_ns, slot))
             queue.appendleft((at_ns, slot))
 
     def next_ns(self) -> int:
-        """When the next job can begin; ``_NEVER`` if there is none."""
+        """Return the time when the next job can begin; ``_NEVER`` if there is none."""
         queue, done = self.queue, self.done
         while queue:
             at_ns, slot = queue[0]
-            if done[slot] == GIVEN_UP:
+            if done[slot] == CANCELLED:
                 queue.popleft()
                 del self._came_ns[slot]
                 continue
@@ -130,13 +129,13 @@ class Lane:
             following.add(end_ns, slot)
 
     def run(self, until_ns: int) -> None:
-        """Begin all that can begin by then, in a lane with one channel of its own and no next stage."""
+        """Begin all jobs that can begin by then. Requires one channel of its own and no next stage."""
         queue, done, log = self.queue, self.done, self.log
         ((channel, times),) = self._uses
         free_ns, latency_ns = channel.free_ns, self._latency_ns
         while queue:
             at_ns, slot = queue[0]
-            if done[slot] != GIVEN_UP:
+            if done[slot] != CANCELLED:
                 at_ns = max(at_ns, free_ns)
                 if at_ns > until_ns:
                     break
@@ -149,16 +148,16 @@ class Lane:
 
     @property
     def channels(self) -> tuple[Channel, ...]:
-        """What its jobs occupy."""
+        """Channels that its jobs occupy."""
         return tuple(channel for channel, _ in self._uses)
 
 
 class Lanes:
-    """All lanes of one machine, and which of them have to be run together.
+    """All lanes of one machine.
 
     Args:
-        lanes: All of them.
-        together: Whether some of them share a channel, or feed one another.
+        lanes: All lanes.
+        together: True if some of them share a channel or feed one another.
     """
 
     def __init__(self, lanes: Sequence[Lane], *, together: bool) -> None:
@@ -167,7 +166,7 @@ class Lanes:
         self._channels = [channel for lane in lanes for channel in lane.channels]
 
     def advance(self, until_ns: int) -> None:
-        """Begin all that can begin by ``until_ns``."""
+        """Begin all jobs that can begin by ``until_ns``."""
         if not self._together:
             for lane in self._lanes:
                 if lane.queue:
@@ -188,31 +187,31 @@ class Lanes:
             first.begin(turn[0])
 
     def next_ns(self) -> int:
-        """When the next of all jobs can begin; a time that never comes if there is none."""
+        """Return the time when the next job of any lane can begin; ``_NEVER`` if there is none."""
         return min((lane.next_ns() for lane in self._lanes), default=_NEVER)
 
     def end_of(self, slot: int, done: Sequence[int]) -> int:
-        """When a job that was added ends, if nothing is added until then."""
+        """Return the end of a queued job, assuming that nothing is added until then."""
         while done[slot] == NOT_YET:
             self.advance(self.next_ns())
         return done[slot]
 
     def busy_until(self) -> int:
-        """From when on nothing is under way, of what has begun."""
+        """Return the time from which no begun job occupies a channel."""
         return max(map(_free_ns, self._channels), default=0)
 
 
 class Endings:
-    """The jobs of some lanes that have begun, as they end."""
+    """Iterator over the ends of begun jobs of some lanes."""
 
     def __init__(self, lanes: Lanes, those: Sequence[Lane]) -> None:
-        """Of ``those``, each of which must end its jobs in order; ``lanes`` are all of them."""
+        """Watch ``those`` of all ``lanes``; each must end its jobs in order."""
         self._lanes = lanes
         self._those = those
         self._seen = [0] * len(those)
 
     def by(self, until_ns: int) -> Iterator[tuple[int, int]]:
-        """(when, slot) of every job that has ended by then, once; lane by lane."""
+        """Yield (end, slot) once for every job that has ended by then, lane by lane."""
         self._lanes.advance(until_ns)
         for place, lane in enumerate(self._those):
             log, done, seen = lane.log, lane.done, self._seen[place]
@@ -225,7 +224,7 @@ class Endings:
             self._seen[place] = seen
 
     def next_ns(self) -> int | None:
-        """When the next of them ends, of those that ``by`` has not told; None if there is none."""
+        """Return the end of the next job that ``by`` has not yielded; None if there is none."""
         while True:
             ends = [
                 lane.done[lane.log[seen][1]]

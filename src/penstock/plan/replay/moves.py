@@ -1,4 +1,4 @@
-"""What a plan does with each slot of a profile, and how long that occupies which channel."""
+"""Actions of a plan for each slot of a profile, and their times on each channel."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ RECOMPUTED: Final = 2
 
 @dataclass(slots=True)
 class Moves:
-    """By slot of the profile: what becomes of it, and what that takes. 0 where nothing does."""
+    """Action, bytes and times per slot of the profile; 0 where nothing moves."""
 
     action: bytearray
     """KEPT, OFFLOADED or RECOMPUTED."""
     tier: bytearray
-    """HOST or FLASH, of what is offloaded."""
+    """HOST or FLASH for offloaded slots."""
     not_before: dict[int, int]
     """``prefetch_at`` of the slots that have one."""
     moved_bytes: list[int]
-    """What goes each way, encoded."""
+    """Encoded bytes that move each way."""
     held_bytes: list[int]
-    """The same in whole pages, as a tier holds it."""
+    """Encoded bytes in whole pages, as a tier holds them."""
     link_out_ns: list[int]
     link_in_ns: list[int]
     flash_out_ns: list[int]
@@ -42,12 +42,12 @@ class Moves:
     encode_ns: list[int]
     decode_ns: list[int]
     write_work_ns: list[int]
-    """By how much writing it makes computing later."""
+    """Compute time lost to writing each slot."""
     read_work_ns: list[int]
 
     @property
     def used_tiers(self) -> set[int]:
-        """Those that the plan uses."""
+        """Tiers that the plan uses."""
         return {t for t, a in zip(self.tier, self.action, strict=True) if a == OFFLOADED}
 
 
@@ -99,22 +99,22 @@ def _sample(slot: SlotProfile, decision: Decision) -> CodecSample | None:
 
 @dataclass(slots=True)
 class Channels:
-    """The lanes of a machine, as far as a plan uses them."""
+    """Lanes of a machine that a plan uses."""
 
     lanes: Lanes
     out: dict[int, Lane]
-    """By tier. A slot that is to be encoded goes to ``encode`` first."""
+    """Write lanes by tier. A slot that is encoded goes to ``encode`` first."""
     back: dict[int, Lane]
     encode: Lane | None
     decode: Lane | None
     written: list[int]
-    """By slot, when its write has ended; NOT_YET or GIVEN_UP before it has begun."""
+    """End of the write, by slot; NOT_YET or CANCELLED before it has begun."""
     arrived: list[int]
-    """By slot, when its last read has ended, decoded; NOT_YET before."""
+    """End of the last read and its decoding, by slot; NOT_YET before."""
 
 
 def channels_of(moves: Moves, machine: Machine) -> Channels:
-    """The lanes that the moves need, all of them idle."""
+    """Create the lanes that the moves need, all of them idle."""
     count = len(moves.action)
     written, arrived = [NOT_YET] * count, [NOT_YET] * count
     tiers = moves.used_tiers
@@ -154,7 +154,7 @@ def channels_of(moves: Moves, machine: Machine) -> Channels:
 
 
 def _merged(uses: list[tuple[Channel, list[int]]]) -> list[tuple[Channel, list[int]]]:
-    """Channels that no other lane uses are one, busy as long as the busier of them."""
+    """Merge channels that no other lane uses into one that is busy as long as the busiest of them."""
     if len(uses) == 1:
         return uses
     return [(Channel(), list(map(max, *(times for _, times in uses))))]

@@ -1,4 +1,4 @@
-"""In which order offloaded slots are read back, and when each may be."""
+"""Order in which offloaded slots are read back, and the earliest time for each."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from penstock.plan.replay.moves import OFFLOADED, Moves
 
 
 class Order:
-    """The plan's order of need, as a step goes on.
+    """Progress of a step in the plan's order of need.
 
     Attributes:
-        slots: By pass, what of it is offloaded and will be needed, in the order of reading.
-        place: By pass, how far reading has come.
+        slots: Offloaded slots that will be needed, in the order of reading, by pass.
+        place: Number of these that have been read, by pass.
     """
 
     def __init__(self, profile: Profile, plan: Plan, moves: Moves) -> None:
-        """The order is the plan's; slots that it does not know come last."""
+        """Use the plan's order; slots that it does not know come last."""
         ranks = {key.match_key: rank for rank, key in enumerate(plan.need_order)}
         last = len(ranks)
         self._rank = [ranks.get(match, last) for match in profile.match_keys]
@@ -37,26 +37,26 @@ class Order:
         self.place = dict.fromkeys(self.slots, 0)
 
     def ask(self, i: int) -> None:
-        """Backward asks for a slot, kept ones included."""
+        """Note that backward asks for a slot, kept ones included."""
         if self._not_before:
             index = self._pass[i]
             self._asked[index] = max(self._asked.get(index, -1), self._rank[i])
 
     def due(self, i: int) -> bool:
-        """Whether reading it may begin, as far as ``prefetch_at`` is concerned."""
+        """Return True if the slot's ``prefetch_at`` allows its read to begin."""
         if not self._not_before:
             return True
         return self._not_before.get(i, -1) <= self._asked.get(self._pass[i], -1)
 
     def begin(self, i: int) -> None:
-        """Reading it ahead begins: it stays until it is used, with what is beside it then."""
+        """Note that a prefetch begins: the slot stays until its use, with the bytes beside it then."""
         most, small = self._most, self._small
         while most and small[most[-1]] <= small[i]:
             most.pop()
         most.append(i)
 
     def beside(self, coming: int, state: Sequence[int]) -> int:
-        """The most that will be beside any slot that has been read ahead: its state is ``coming``."""
+        """Return the most bytes beside the use of any prefetched slot, whose state is ``coming``."""
         most = self._most
         while most and state[most[0]] != coming:
             most.popleft()

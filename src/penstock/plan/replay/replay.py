@@ -1,4 +1,4 @@
-"""``replay``: from a profile, a plan and a machine to what one step will cost."""
+"""``replay``: the cost of one step of a profile under a plan on a machine."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from penstock.plan.replay.walk import Walk
 
 
 def replay(profile: Profile, plan: Plan, machine: Machine, *, trace: bool = False) -> Replayed:
-    """Run one step of a plan on paper. Pure; the same answer for the same arguments.
+    """Simulate one step of a plan. Pure.
 
     Args:
-        profile: What the network does; not necessarily the one that the plan was made from.
-        plan: What goes where and when. Slots that it does not know are kept.
-        machine: How fast the channels are.
-        trace: Whether to tell memory and the use of channels over time as well.
+        profile: The step; not necessarily the profile that the plan was made from.
+        plan: The plan. Slots that it does not know are kept.
+        machine: The channels' speeds.
+        trace: Record memory and the use of channels over time as well.
 
     Raises:
-        PlanError: The plan recomputes what the profile cannot tell about.
+        PlanError: The plan recomputes something for which the profile has no operators.
     """
     begin_ns, end_ns = _computed(profile, machine, ()).axis_ns
     ideal_ns = end_ns - begin_ns
@@ -65,7 +65,7 @@ def replay(profile: Profile, plan: Plan, machine: Machine, *, trace: bool = Fals
 
 
 def _computed(profile: Profile, machine: Machine, lean: Limits) -> Profile:
-    """The profile with its convolutions as this machine computes them; made once."""
+    """Return the profile with its convolutions as this machine computes them; cached."""
     if machine.compute is None or not profile.operators:
         return profile
     key = (machine.compute, lean)

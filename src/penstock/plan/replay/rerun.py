@@ -1,4 +1,4 @@
-"""Which modules a plan runs again, what that makes and needs, and how long it takes."""
+"""Recomputation in a replay: the modules that a plan recomputes, their inputs, outputs and times."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from penstock.plan.recipes import forward_calls, recipe_calls, recipe_members
 from penstock.plan.replay.moves import OFFLOADED, RECOMPUTED
 
 DROP: Final = 3
-"""An event beside those of profiles: the forward of a recomputed module is over."""
+"""Event beyond those of profiles: the end of a recomputed module's forward."""
 _NEVER: Final = 1 << 200
 
 
 @dataclass(slots=True, eq=False)
 class Rerun:
-    """One recomputed module in one pass, all of its calls together; or one recipe."""
+    """Recomputation of one module in one pass, all of its calls together; or of one recipe."""
 
     took_ns: int = 0
-    """Its operators in forward, together."""
+    """Total time of its forward operators."""
     calls: list[tuple[int, int]] = field(default_factory=list)
     """(start, end) of each uninterrupted run of them."""
     slots: list[int] = field(default_factory=list)
-    """What it makes again."""
+    """Slots that it recomputes."""
     inputs: list[int] = field(default_factory=list)
-    """Offloaded slots that were made outside of it, and that it reads."""
+    """Offloaded slots that it reads and did not make."""
 
     def drop_ns(self, saved_ns: int) -> int:
-        """When a slot that it saved then is dropped: at the end of the call."""
+        """Return when a slot saved at ``saved_ns`` is dropped: at the end of the call."""
         place = bisect_right(self.calls, (saved_ns, _NEVER))
         return max(saved_ns, self.calls[max(0, place - 1)][1])
 
 
 def reruns_of(profile: Profile, plan: Plan, action: Sequence[int]) -> dict[int, Rerun]:
-    """By slot, for those that are recomputed, what makes them again.
+    """Return the recomputation that makes each recomputed slot, by slot.
 
     Args:
-        profile: Its operators tell what a forward takes.
-        plan: Its ``recomputed`` modules.
-        action: What becomes of each slot.
+        profile: The profile, whose operators give the time of a forward.
+        plan: The plan with its ``recomputed`` modules.
+        action: Action for each slot.
 
     Raises:
-        PlanError: The plan recomputes what the profile cannot tell about: a slot that no module of
-            ``recomputed`` has both made and saved, or a module without operators.
+        PlanError: The plan recomputes a slot that no module of ``recomputed`` has both made and saved,
+            or a module without operators in the profile.
     """
     if RECOMPUTED not in action:
         return {}
@@ -83,7 +83,7 @@ def reruns_of(profile: Profile, plan: Plan, action: Sequence[int]) -> dict[int, 
 
 
 def _recipes(profile: Profile, plan: Plan, action: Sequence[int]) -> dict[int, Rerun]:
-    """By slot that a recipe makes again, that recipe; see [Note: recipes]."""
+    """Return the recipe of each slot that is recomputed by one; see [Note: recipes]."""
     found: dict[int, Rerun] = {}
     calls: dict[tuple[str, int], list[tuple[int, int]]] | None = None
     for i, slot in enumerate(profile.slots):
@@ -96,8 +96,8 @@ def _recipes(profile: Profile, plan: Plan, action: Sequence[int]) -> dict[int, R
         mine = recipe_calls(members, slot.pass_index, slot.saved_at_ns, calls)
         if slot.recipe != members or slot.source is None or not mine:
             raise PlanError(
-                f"plan: slot {slot.key} is to be made again by {decision.recipe!r}, but in the profile"
-                f" it is {f'made by {slot.recipe}' if slot.recipe else 'not known what makes it'}"
+                f"plan: slot {slot.key} is to be recomputed by {decision.recipe!r}, but in the profile"
+                f" {f'it is made by {slot.recipe}' if slot.recipe else 'it has no known recipe'}"
             )
         inputs = [slot.source] if action[slot.source] == OFFLOADED else []
         took_ns = sum(end_ns - start_ns for start_ns, end_ns in mine)
@@ -106,9 +106,9 @@ def _recipes(profile: Profile, plan: Plan, action: Sequence[int]) -> dict[int, R
 
 
 def with_drops(profile: Profile, reruns: dict[int, Rerun]) -> Sequence[tuple[int, int, int]]:
-    """The profile's steps, and where each recomputed slot is dropped: events ``DROP``.
+    """Add events ``DROP`` to the profile's steps where recomputed slots are dropped.
 
-    A drop comes first of all that happens at its time, but after the module's own saves.
+    A drop precedes other events of its time, except the module's own saves.
     """
     steps = profile.steps
     if not reruns:
@@ -135,7 +135,7 @@ _Timed = tuple[list[int], list[Operator]]
 
 
 def _backward(operators: Sequence[Operator]) -> dict[int, _Timed]:
-    """The operators of each pass's backward, in order, and when they end."""
+    """Return the backward operators of each pass, in order, with their ends."""
     found: dict[int, list[Operator]] = {}
     for operator in operators:
         if operator.backward:
@@ -146,7 +146,7 @@ def _backward(operators: Sequence[Operator]) -> dict[int, _Timed]:
 
 
 def owner_of(path: str | None, modules: Collection[str]) -> str | None:
-    """That of ``modules`` which ``path`` is, or is in; the innermost. None if there is none."""
+    """Return the innermost of ``modules`` that is or contains ``path``; None if there is none."""
     if path is None:
         return None
     while path not in modules:
@@ -169,17 +169,17 @@ def _maker(
     if rerun is None:
         raise PlanError(
             f"plan: module {module!r} is to be recomputed, but the profile has no operators of its"
-            f" forward in pass {slot.pass_index}, so nobody knows how long that takes"
+            f" forward in pass {slot.pass_index}, so its time is not known"
         )
     return rerun
 
 
 def _readers(slot: SlotProfile, modules: Collection[str], backward: _Timed | None) -> set[str]:
-    """The modules that save a slot, or are the first to ask for it, without having made it."""
+    """Return the modules that save a slot, or first ask for it, without having made it."""
     readers = {owner_of(slot.key.module, modules)}
     if backward is not None and slot.needed_at_ns is not None:
         ends, operators = backward
-        place = bisect_right(ends, slot.needed_at_ns)  # it asks just before it begins
+        place = bisect_right(ends, slot.needed_at_ns)  # an operator asks just before it begins
         if place < len(operators):
             readers.add(owner_of(operators[place].module, modules))
     return {one for one in readers if one is not None} - {owner_of(slot.producer, modules)}

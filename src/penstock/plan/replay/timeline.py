@@ -1,4 +1,4 @@
-"""Memory and the use of channels over a replayed step: the average, and what is drawn."""
+"""Timelines of a replayed step: average memory, and memory and channel use for plots."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from penstock.plan.replay.result import Interval, Level, Residence, Trace
 from penstock.plan.replay.walk import Walk
 
 _Change = tuple[int, int]
-"""(when in ns, bytes more)."""
+"""(time in ns, change in bytes)."""
 
 
 def average_bytes(profile: Profile, walk: Walk) -> int:
-    """The mean of the device's memory over the step: what is held of slots, and what is beside them."""
+    """Return the mean of the device's memory over the step, of slots and of the bytes beside them."""
     whole_ns = walk.now_ns
     held = sum(nbytes * (whole_ns - when) for when, _, nbytes in walk.held.changes)
     levels = _beside(profile, walk.base_ns)
@@ -32,7 +32,7 @@ def average_bytes(profile: Profile, walk: Walk) -> int:
 
 
 def trace_of(profile: Profile, walk: Walk, moves: Moves, channels: Channels) -> Trace:
-    """Everything over time."""
+    """Return all timelines of a step."""
     beside = _on_the_clock(_beside(profile, walk.base_ns), walk)
     device = [*((when, nbytes) for when, _, nbytes in walk.held.changes), *_changes(beside)]
     host, flash = walk.held.tier_changes
@@ -59,7 +59,7 @@ def trace_of(profile: Profile, walk: Walk, moves: Moves, channels: Channels) -> 
 
 
 def _residences(walk: Walk, moves: Moves) -> Iterator[Residence]:
-    """What was where it was for how long: slots, in between their coming and going."""
+    """Yield the periods for which slots were on the device."""
     since: dict[int, int] = {}
     for when, i, nbytes in walk.held.changes:
         if nbytes > 0:
@@ -72,7 +72,7 @@ def _residences(walk: Walk, moves: Moves) -> Iterator[Residence]:
 
 
 def _beside(profile: Profile, base_ns: int) -> list[Level]:
-    """What is on the device beside the slots: from when on the profile's axis, and how much."""
+    """Return the bytes on the device beside the slots, as levels on the profile's axis."""
     if profile.transients:
         fixed = profile.fixed_bytes
         return [(base_ns, fixed), *((one.at_ns, fixed + one.nbytes) for one in profile.transients)]
@@ -87,7 +87,7 @@ def _beside(profile: Profile, base_ns: int) -> list[Level]:
 
 
 def _on_the_clock(levels: Iterable[Level], walk: Walk) -> list[Level]:
-    """Moments of the profile's axis as time since the step began, delays included."""
+    """Convert times on the profile's axis to time since the step began, delays included."""
     delays = sorted(walk.delays)
     whens = [when for when, _ in delays]
     late_ns = [0, *accumulate(took_ns for _, took_ns in delays)]
@@ -105,7 +105,7 @@ def _changes(levels: Sequence[Level]) -> list[_Change]:
 
 
 def _levels(changes: Iterable[_Change]) -> tuple[Level, ...]:
-    """What is held from when on; of several changes at one time what they come to."""
+    """Accumulate changes into levels; several changes at one time become one level."""
     at: dict[int, int] = {}
     held = 0
     for when, nbytes in sorted(changes, key=lambda change: change[0]):
@@ -132,7 +132,7 @@ def _intervals(lanes: Iterable[Lane | None], times: Sequence[int]) -> tuple[Inte
 
 
 def _merged(*intervals: Interval) -> tuple[Interval, ...]:
-    """In order, without empty ones; those that touch are one."""
+    """Sort intervals, drop empty ones, and merge those that touch."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if end == start:

@@ -38,7 +38,7 @@ class FlashRead:
         self.target = target
         self.priority = priority
         self.beyond = False
-        """Whether the buffer is outside the slab: to enqueue its copy takes as long as the copy."""
+        """True if the buffer is outside the slab: to enqueue its copy takes as long as the copy."""
         self.inner: Transfer | None = None
         """The tier's own transfer, once begun."""
         self.transfer = Transfer(ticket.nbytes, promote=partial(inbound.promote, self))
@@ -96,12 +96,12 @@ class Inbound:
         try:
             storage = self._link.empty_target(nbytes, device)
         except BaseException as error:
-            budget.give(nbytes, RESTORED)
+            budget.free(nbytes, RESTORED)
             if force or not isinstance(error, torch.OutOfMemoryError):
                 raise
             self._recorder.count("device.out_of_memory")
             return None
-        weakref.finalize(storage, defer, budget.give, nbytes, RESTORED).atexit = False
+        weakref.finalize(storage, defer, budget.free, nbytes, RESTORED).atexit = False
         stream = self._link.current_stream(device)
         return CudaTarget(storage, self._link.record(stream), Fill(stream))
 
