@@ -268,7 +268,7 @@ class Executor:
     ) -> Decision:
         """Return what the plan says of a storage that has been saved; sample it, if that is wanted."""
         planner, record = self.planner, saved.record
-        if planner.wants_samples or planner.second_look == record.key:
+        if planner.wants_samples:
             start_ns = self._recorder.clock.now_ns()
             waiting = self.time.wait_begins()
             if self._sampler is None:

@@ -72,7 +72,6 @@ class Planner:
         replans: Plans made so far.
         wants_samples: Whether what is saved now is to be sampled.
         crowded: Whether the rest of this pass should be sampled, for a tier is filling up.
-        second_look: The one slot that is to be sampled in this pass, if any is.
         triggers: When, by match key, reading a slot back may begin, as a place in the order of need.
         unrepeatable: Paths of the modules that are known not to be fit for being run again.
         observing: Whether the pass that begins next is observed; see [Note: observed passes].
@@ -124,7 +123,6 @@ class Planner:
         self.unrepeatable: set[str] = set()
         self.sure: AbstractSet[tuple[str, int, int]] = frozenset()
         self.moves_nothing = self.wants_samples = self.crowded = False
-        self.second_look: SlotKey | None = None
         self.observing = plan is None
         self._given = plan
         self._met_given = False
@@ -468,7 +466,6 @@ class Planner:
         codecs, plan, kinds = self._codecs, self.plan, self._known.kinds
         may_plan = index >= self._next_replan
         self.wants_samples = may_plan and codecs.want_samples(self._in_force, kinds)
-        self.second_look = None if self.wants_samples else codecs.next_look(self._in_force)
         self.observing = (
             plan is None
             or self.wants_samples

@@ -16,7 +16,7 @@ from penstock.lab.characterize.claims import claims
 from penstock.lab.characterize.energy import Meter
 from penstock.lab.characterize.experiment import document
 from penstock.lab.characterize.networks import NETWORKS
-from penstock.lab.characterize.scratch import PREFIX, scratch
+from penstock.lab.characterize.scratch import PREFIX, check_free_space, scratch
 from penstock.observe.summary_text import to_text
 
 SCHEMA = json.loads(

@@ -16,7 +16,7 @@ from penstock.lab.characterize.claims import claims
 from penstock.lab.characterize.energy import Meter
 from penstock.lab.characterize.machine import device_kind, machine, process_count
 from penstock.lab.characterize.networks import NETWORKS, SCALE_MEANS
-from penstock.lab.characterize.scratch import scratch
+from penstock.lab.characterize.scratch import check_free_space, scratch
 from penstock.lab.characterize.settings import Settings
 from penstock.lab.characterize.teams import Team, spawn
 
