@@ -1,8 +1,8 @@
 """The main job: a deep ResNet learns from real photographs, without Penstock and with it.
 
 Each run is a process of its own, so that its memory is its own. The first trains as PyTorch does and
-holds everything that autograd saves; the second may hold a tenth of that, the rest goes to files in
-``--flash`` and comes back in time. Losses and final weights must agree to the last bit.
+holds everything that autograd saves; the second may hold a tenth of that and offloads the rest to files
+in ``--flash``. Losses and final weights must agree to the last bit.
 
     python examples/demo.py [--steps N] [--batch N] [--flash DIR] [--out DIR]
 
@@ -41,7 +41,7 @@ from penstock.report.table import Row, side_by_side
 from penstock.report.trace import write_trace
 
 SHARE = 10
-"""Penstock's run may hold this part of what the plain run's autograd saves."""
+"""Divisor of what the plain run's autograd saves: Penstock's run may hold that much."""
 
 
 def main() -> int:
@@ -69,7 +69,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--image-size", type=int, default=64)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--flash", type=Path, default=None, help="where to spill (default: --out)")
+    parser.add_argument(
+        "--flash", type=Path, default=None, help="where to offload to (default: --out)"
+    )
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="where results go")
     parser.add_argument("--run", choices=("without", "with"), help=argparse.SUPPRESS)
     parser.add_argument("--budget", type=int, help=argparse.SUPPRESS)
@@ -140,7 +142,7 @@ def batches(args: argparse.Namespace, network: zoo.Network) -> Iterator[zoo.Batc
 def count_saved(
     args: argparse.Namespace, network: zoo.Network, optimizer: torch.optim.Optimizer
 ) -> int:
-    """What autograd holds at the end of a forward: one more forward, after the run, that keeps all."""
+    """Return the bytes that autograd holds after a forward, by one more forward that keeps all."""
     with penstock.offload(network, optimizer, policy="keep") as session:
         network(*next(batches(args, network)))
         return session.budget.peak_bytes

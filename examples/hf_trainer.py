@@ -3,7 +3,7 @@
     python examples/hf_trainer.py
     penstock run --device-memory 24MiB --flash . examples/hf_trainer.py
 
-Nothing is downloaded. With `--checkpointing` its blocks are run again in backward; that goes together.
+Nothing is downloaded. With `--checkpointing` its blocks are recomputed in backward; both work together.
 """
 
 from __future__ import annotations

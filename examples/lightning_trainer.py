@@ -1,6 +1,6 @@
 """A convolutional network learns to read digits under Lightning (`pip install lightning scikit-learn`).
 
-Run it without Penstock and with it, and compare what it prints:
+Run it without Penstock and with it, and compare the output:
 
     python examples/lightning_trainer.py
     penstock run --device-memory 24MiB --flash . examples/lightning_trainer.py

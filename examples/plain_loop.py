@@ -1,6 +1,6 @@
-"""A little language model learns Python's own standard library, in a loop as one writes it.
+"""A small language model learns Python's own standard library in a plain training loop.
 
-It knows nothing of Penstock. Run it without and with, and compare what it prints:
+The script does not mention Penstock. Run it without and with, and compare the output:
 
     python examples/plain_loop.py
     penstock run --device-memory 24MiB --flash . examples/plain_loop.py
@@ -21,7 +21,7 @@ CONTEXT = 128
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each beside the stream."""
+    """Attention and a perceptron, each with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -208,7 +208,7 @@ class FlashLoader:
 
     @property
     def demand_bytes_per_s(self) -> float:
-        """Bytes per second that training consumes: bytes of its batches by the time of its steps."""
+        """Bytes per second that training consumes, those of its batches by the time of its steps."""
         if not self._tally.batches or not self._depth.step_s:
             return 0.0
         return self._tally.data_bytes / self._tally.batches / self._depth.step_s

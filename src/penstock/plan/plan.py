@@ -101,7 +101,7 @@ class Plan:
     """Convolutions that do not use their fastest algorithm (vDNN, sections 3.4 and 4.3). Only replays
     follow this: the runtime leaves the choice of algorithms to PyTorch."""
     widest_bytes: int | None = None
-    """Largest useful read window in bytes; None: the device budget. The runtime widens the window when
+    """Largest useful read window in bytes, None for the device budget. The runtime widens the window when
     reads are late; wider still, prefetches would take the room of bytes that backward saves or
     recomputes, and be dropped for those."""
     joined: bool = False

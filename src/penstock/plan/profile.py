@@ -93,24 +93,23 @@ class SlotProfile:
     """The pass (a forward graph and its backward) that saved it."""
     saved_at_ns: int
     needed_at_ns: int | None
-    """Time when backward first asked for it; None: never."""
+    """Time when backward first asked for it, None if never."""
     kind: str
     """Type of the module that saved it, as ``"Conv2d"``."""
     held_elsewhere: bool
     """True if something else kept the storage alive, so that offloading it would have freed nothing."""
     dtype: str
     small_bytes: int | None = None
-    """Bytes below the floor that are alive when it is saved. None: assume the profile's
-    ``small_bytes``."""
+    """Bytes below the floor that are alive when it is saved, None for the profile's ``small_bytes``."""
     codecs: tuple[CodecSample, ...] = ()
-    """Samples of the codecs that a plan may choose for it: lossless ones, and those whose loss is proven
-    to change no gradient. Empty: it is not encoded."""
+    """Samples of the codecs that a plan may choose for it, lossless ones and those whose loss is proven
+    to change no gradient. If empty, it is not encoded."""
     producer: str | None = None
     """Path of the innermost module in whose forward the storage was made. A module that both made and
     saved it can recompute it; None: not known, so it cannot be recomputed. In a measured profile
     everything that saved it is inside that forward as well, in the same call of the module."""
     small_bytes_at_need: int | None = None
-    """Bytes below the floor that are alive when it is needed. None: as many as at its save, since the
+    """Bytes below the floor that are alive when it is needed, None for as many as at its save, since the
     last saved is the first needed."""
     recipe: tuple[str, ...] = ()
     """Paths of the modules that recompute it from ``source``, called one after the other: the first
@@ -144,7 +143,7 @@ class SlotProfile:
 
     @property
     def idle_ns(self) -> int | None:
-        """Time from save to need; None: never needed."""
+        """Time from save to need, None if never needed."""
         return None if self.needed_at_ns is None else self.needed_at_ns - self.saved_at_ns
 
 
