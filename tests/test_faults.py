@@ -165,9 +165,12 @@ def test_a_budget_without_a_tier_and_keep_is_refused_where_it_is_passed():
 def test_sessions_do_not_nest(session_for):
     net = network()
     with session_for(net):
-        with pytest.raises(penstock.HookError, match="a session is open already"), session_for(net):
+        with (
+            pytest.raises(penstock.HookError, match="another session is already open"),
+            session_for(net),
+        ):
             pass
-        with pytest.raises(penstock.HookError, match="open already"), session_for(network()):
+        with pytest.raises(penstock.HookError, match="already open"), session_for(network()):
             pass
     with session_for(net):
         gradients(net)
@@ -179,7 +182,7 @@ def test_a_session_is_entered_once(session_for):
         session.summary()
     with session:
         pass
-    with pytest.raises(penstock.ClosedError, match="opened once"), session:
+    with pytest.raises(penstock.ClosedError, match="cannot be opened again"), session:
         pass
 
 

@@ -516,14 +516,14 @@ def test_the_directory_of_a_run_is_no_checkpoint_and_its_latest_is_named(disk_pa
     assert main(["checkpoint", what, str(disk_path)]) == 1
     told = capsys.readouterr()
     assert told.out == ""
-    assert f"{str(disk_path)!r} has checkpoints and is none: name one of" in told.err
+    assert f"{str(disk_path)!r} contains checkpoints but is not one: name one of" in told.err
     assert repr(str(disk_path / "step-000000000002")) in told.err
 
 
 def test_the_help_of_list_keeps_the_name_of_a_checkpointer(capsys):
     with pytest.raises(SystemExit):
         main(["checkpoint", "list", "--help"])
-    assert "the checkpoints of a directory, as a Checkpointer" in capsys.readouterr().out
+    assert "the checkpoints in the directory of a Checkpointer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("wait", [True, False])

@@ -230,7 +230,7 @@ def test_golden_files_are_written_once_and_missing_ones_tell_how(tmp_path):
         check_golden(Keep(), folder)
     write_golden(Keep(), folder)
     check_golden(Keep(), folder)
-    with pytest.raises(ConfigError, match="written once"):
+    with pytest.raises(ConfigError, match="written only once"):
         write_golden(Keep(), folder)
     wrong = (folder / "int8.decoded").read_bytes()[:-1] + b"?"
     (folder / "int8.decoded").write_bytes(wrong)

@@ -471,7 +471,7 @@ def test_more_jobs_than_flash_begin_when_others_are_over(managed):
         waiting = run.until(is_in("a", "awake"))
         run.may_end()
         assert "160.00 MiB of memory would go to flash" in waiting["b"]["note"]
-        assert "flash has 100.00 MiB" in waiting["b"]["note"]
+        assert "flash, which has 100.00 MiB" in waiting["b"]["note"]
         done = run.ended()
     assert run.good
     assert done["a"]["sleeps"] == 0

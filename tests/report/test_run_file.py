@@ -143,7 +143,7 @@ def test_what_is_no_run_is_refused_with_the_reason(log, tmp_path):
         json.dumps({**told, "moons": 1}): "unknown field 'moons'",
         json.dumps({**told, "flows": [1]}): r"'flows'\[0\] is 1",
         json.dumps({**HEADER, "schema": 2}) + "\n": "schema 2.* reads schema 1",
-        json.dumps(HEADER) + "\n": "ends before any step",
+        json.dumps(HEADER) + "\n": "contains no ended step",
         json.dumps(HEADER) + "\nnonsense\n": ":2 is not a line",
         json.dumps(HEADER) + "\n" + json.dumps(step) + "\n": ":2: a line of kind 'step' is damaged",
         json.dumps(HEADER) + '\n{"kind":"mark","name":"prediction"}\n': ":2: field 'fields'",

@@ -247,7 +247,7 @@ def test_the_plan_is_made_again_when_the_optimizer_has_made_its_states(link, dis
 def test_where_torch_does_not_tell_how_much_memory_there_is_there_is_no_limit(link, disk_path):
     session, _ = run(link, disk_path, memory=None, others=0)
     assert session.budget.limit_bytes == UNLIMITED
-    assert sum("torch does not tell how much" in note for note in session.summary().notes) == 1
+    assert sum("torch does not report the memory" in note for note in session.summary().notes) == 1
 
 
 def test_nothing_fails_for_a_limit_that_was_only_found(link, disk_path):

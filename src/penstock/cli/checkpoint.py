@@ -82,8 +82,8 @@ def _list(options: argparse.Namespace) -> int:
     found, spare = listing(options.path), spare_bytes(options.path)
     if options.json:
         checkpoints = [{**asdict(each), "ok": each.ok} for each in found]
-        told = {"schema": 1, "checkpoints": checkpoints, "spare_bytes": spare}
-        write_json(told, sys.stdout)
+        document = {"schema": 1, "checkpoints": checkpoints, "spare_bytes": spare}
+        write_json(document, sys.stdout)
     elif not found and not spare:
         write_text(f"no checkpoints in {options.path!r}\n", sys.stdout)
     else:

@@ -130,13 +130,13 @@ def _watch(client: Client, *, json: bool) -> int:
 
 def _tell(options: argparse.Namespace) -> int:
     client = Client(options.state)
-    told = (
+    answer = (
         client.stop(options.name)
         if options.what == "stop"
         else getattr(client, options.what)(options.name)
     )
     if options.json:
-        write_json({"schema": 1, "told": told}, sys.stdout)
+        write_json({"schema": 1, "told": answer}, sys.stdout)
     else:
-        say(told)
+        say(answer)
     return 0

@@ -34,10 +34,10 @@ def report(error: PenstockError) -> int:
 def say(message: str) -> None:
     """Write one line to standard error, with the rank if there are several, unless it is closed."""
     number = rank()
-    who = "penstock" if number is None else f"penstock: rank {number}"
+    prefix = "penstock" if number is None else f"penstock: rank {number}"
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(f"{who}: {' '.join(message.splitlines())}\n")
+            sys.stderr.write(f"{prefix}: {' '.join(message.splitlines())}\n")
             sys.stderr.flush()
 
 

@@ -130,7 +130,7 @@ class Attachment:
 
     def detach(self) -> None:
         """Detach all hooks, in the same thread, or in any other once that thread has ended."""
-        if self.thread is threading.current_thread():  # else its hooks have gone with it
+        if self.thread is threading.current_thread():  # hooks of an ended thread no longer exist
             self._context.__exit__()
         self._recompute.follow(())
         self._recipes.follow(())

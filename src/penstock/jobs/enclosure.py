@@ -1,12 +1,12 @@
 """Control groups that enforce the budget: one for all jobs, and in it one for each job.
 
-[Note: who pays for an overrun]
+[Note: overruns]
     The group of all jobs has the budget as its limit, so the budget holds in any case. But when it is
     exceeded, the kernel kills the largest job, not the one at fault. So each job has its own group, and
     the sum of their limits is at most the budget (:func:`.limits.shares`). A job that takes more than the
     others leave reaches its own limit first, and only it is killed.
 
-[Note: processes beside groups]
+[Note: group of the manager]
     In v2 a group that contains processes cannot limit its child groups. So the manager moves from its
     group into a child group beside that of its jobs, if no other process is there, and back at the end.
 """
@@ -109,7 +109,7 @@ class Enclosure:
         self.bars_swap = self._all.can_bar_swap()
 
     def _move_manager(self) -> None:
-        """Move the manager; see [Note: processes beside groups]. Raises JobError."""
+        """Move the manager; see [Note: group of the manager]. Raises JobError."""
         above = Group(self._place.path, self._place.version)
         for each in above.below():
             if os.path.basename(each.path).startswith(_MANAGER):

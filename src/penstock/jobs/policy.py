@@ -10,14 +10,14 @@ chosen jobs stay, and others may fill free memory. A higher priority ends a turn
     Sharing costs transfers: each turn moves memory from flash and back. Without a configured slice, a
     turn is long enough that this is a small part of it, by measurements of its jobs or an estimate.
 
-[Note: nobody starves]
+[Note: starvation]
     A job that has waited for longer than the patience ranks first at the end of the turn, whatever its
     priority, and no priority ends its turn before the slice has passed. Of several such jobs the one that
     has waited longest goes first. So with n jobs none waits longer than the patience and n + 1 turns.
     Without a configured patience it is the time of several turns of each job: a shorter one would
     override priorities all the time.
 
-[Note: who may begin]
+[Note: starting a job]
     A sleeping process still holds some memory. A job starts only if afterwards each started job could
     still be awake while the others sleep, and only if flash has space for it. So no job blocks another
     for ever.
@@ -27,7 +27,7 @@ chosen jobs stay, and others may fill free memory. A higher priority ends a turn
     otherwise the larger of their need and their measured memory. A job that is falling asleep is charged
     in full until measurement shows that its memory has been freed.
 
-[Note: ahead of its turn]
+[Note: prefetching a job]
     Memory that the turn's jobs leave of the budget is lent to the next job: it prefetches that much of
     its memory while others compute, which may end at any time. The prefetched memory stays on flash as
     well, so that it can be freed at once.
@@ -68,7 +68,7 @@ BETWEEN: Final = (Phase.STARTING, Phase.SUSPENDING, Phase.WAKING)
 LEAST_SLICE_S: Final = 2.0
 LEAST_PATIENCE_S: Final = 60.0
 PATIENT_ROUNDS: Final = 10
-"""Patience in turns of each job. See [Note: nobody starves]."""
+"""Patience in turns of each job. See [Note: starvation]."""
 MOVING_SHARE: Final = 0.05
 """Maximum fraction of the time for transfers. See [Note: slices]."""
 _MIN_PREFETCH_BYTES: Final = 64 * MIB
@@ -133,7 +133,7 @@ class Limits:
     slice_s: float | None
     """Duration of a turn; None for an automatic one, see [Note: slices]."""
     patience_s: float | None
-    """Maximum waiting time; None for an automatic one, see [Note: nobody starves]."""
+    """Maximum waiting time; None for an automatic one, see [Note: starvation]."""
     device_bytes: int | None = None
     flash_bytes: int | None = None
     """Capacity for the memory of sleeping jobs; None: no job can sleep, and each runs to its end."""
@@ -211,7 +211,7 @@ def slice_s(entries: Iterable[Entry], turn: Turn, limits: Limits) -> float:
 
 
 def patience_s(entries: Sequence[Entry], limits: Limits) -> float:
-    """Return the waiting time after which a job goes first. See [Note: nobody starves]."""
+    """Return the waiting time after which a job goes first. See [Note: starvation]."""
     if limits.patience_s is not None:
         return limits.patience_s
     alone = [Turn(chosen=frozenset({each.name})) for each in entries if each.runnable]
@@ -258,7 +258,7 @@ def next_to_wake(entries: Sequence[Entry], turn: Turn, limits: Limits) -> Entry 
 def prefetch_allowance(
     entries: Sequence[Entry], turn: Turn, limits: Limits, rests: Mapping[str, int]
 ) -> tuple[str, int] | None:
-    """Return the job that may prefetch memory, and how many bytes. See [Note: ahead of its turn].
+    """Return the job that may prefetch memory, and how many bytes. See [Note: prefetching a job].
 
     Args:
         entries: All jobs.
@@ -370,7 +370,7 @@ def _wake_now(wanted: Sequence[Entry], entries: Sequence[Entry], limits: Limits)
 
 
 def _may_begin(ranked: Sequence[Entry], limits: Limits) -> tuple[set[str], dict[str, str]]:
-    """Return the jobs that have started or may, and reasons for others. See [Note: who may begin]."""
+    """Return the jobs that have started or may, and reasons for others. See [Note: starting a job]."""
     begun = [each for each in ranked if each.phase in ALIVE]
     notes: dict[str, str] = {}
     for each in ranked:

@@ -136,7 +136,7 @@ class Task:
         )
 
     def _needs(self, free_bytes: int) -> int:
-        """Return the memory that it needs, with slack on measured memory as far as there is room."""
+        """Return the memory that it needs, with slack on measured memory if that fits."""
         if self._need_bytes is None:
             return free_bytes
         least = max(self.spec.memory_bytes or 0, self._peak_bytes)

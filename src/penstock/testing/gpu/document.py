@@ -127,9 +127,12 @@ class Document:
         if not found:
             return
         checked = sum(each["checked"] for each in found)
-        told = list(dict.fromkeys(line for each in found for line in each["complaints"]))
-        yield f"order     {checked} accesses in {len(found)} tests, {len(told)} complaints to look into"
-        for line in told[:_SHOWN]:
+        complaints = list(dict.fromkeys(line for each in found for line in each["complaints"]))
+        yield (
+            f"order     {checked} accesses in {len(found)} tests, {len(complaints)} complaints to look"
+            " into"
+        )
+        for line in complaints[:_SHOWN]:
             yield f"  {line}"[:200]
 
     def _findings(self, *outcomes: Outcome) -> list[dict[str, Any]]:
@@ -172,17 +175,17 @@ def _brief(figures: dict[str, Any]) -> str:
     for what in ("failed", "refused"):
         if what in figures:
             return f"{what}: {figures[what]}"[:160]
-    told = []
+    parts = []
     for name, value in figures.items():
         if isinstance(value, dict):
             if "penstock" in value:
-                told.append(f"{name}: {value['penstock']['ratio_to_plain']:.3f} x plain")
+                parts.append(f"{name}: {value['penstock']['ratio_to_plain']:.3f} x plain")
             elif "refused" in value:
-                told.append(f"{name}: refused")
+                parts.append(f"{name}: refused")
         elif name.endswith("_bytes_per_s"):
-            told.append(f"{name.removesuffix('_bytes_per_s')} {format_bandwidth(value)}")
+            parts.append(f"{name.removesuffix('_bytes_per_s')} {format_bandwidth(value)}")
         elif name.endswith("_s") and isinstance(value, float):
-            told.append(f"{name.removesuffix('_s')} {value:.3f} s")
+            parts.append(f"{name.removesuffix('_s')} {value:.3f} s")
         elif isinstance(value, bool):
-            told.append(f"{name.replace('_', ' ')}: {'yes' if value else 'no'}")
-    return ", ".join(told)[:200]
+            parts.append(f"{name.replace('_', ' ')}: {'yes' if value else 'no'}")
+    return ", ".join(parts)[:200]

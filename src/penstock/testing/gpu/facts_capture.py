@@ -149,7 +149,7 @@ def relaxed_captures_hold(gpu: Device) -> None:
 
 
 @fact(
-    "A thread that has exchanged its capture mode for relaxed breaks nobody's capture.",
+    "A thread that has exchanged its capture mode for relaxed breaks no capture.",
     relies=_LANES,
 )
 def relaxed_threads_break_nothing(gpu: Device) -> None:

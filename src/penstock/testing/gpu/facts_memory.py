@@ -222,7 +222,7 @@ def pools_lend(gpu: Device) -> None:
 
 
 @fact(
-    "A storage holds its memory until its last reference is gone, whatever tensors shared it.",
+    "A storage holds its memory until its last reference is dropped, whatever tensors shared it.",
     relies="hooks/saved_tensors.py: what is spilled is free when its storage is dropped",
 )
 def storages_hold_their_memory(gpu: Device) -> None:

@@ -344,7 +344,7 @@ def streams_are_values(gpu: Device) -> None:
 
 
 @fact(
-    "A stream lives on when its object is gone.",
+    "A stream outlives its object.",
     relies="runtime/cuda/mover.py: use",
 )
 def streams_live_on(gpu: Device) -> None:

@@ -92,7 +92,7 @@ def caller_comes_after_gradients(gpu: Device) -> None:
 
 
 @fact(
-    "Torch tells whoever asks of each event recorded and waited for, and of memory taken and freed.",
+    "Torch calls back for each event recorded and waited for, and for memory allocated and freed.",
     relies="testing/order.py: watch",
     fresh=True,
 )
@@ -121,7 +121,7 @@ def torch_traces(gpu: Device) -> None:
     other.synchronize()
     del x
     missing = [name for name in wanted if name not in seen]
-    expect(not missing, f"nothing was told of {', '.join(missing)}")
+    expect(not missing, f"there was no callback for {', '.join(missing)}")
 
 
 @fact("A new thread's device is 0, whichever its maker's is.", relies=_LANES, devices=2)
