@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from idle_watch import IdleWatch, SilenceWatch, leave_pipe_to_worker
-from penstock.io.files import filesystem_of
+from penstock.core.fs import filesystem_of
 
 # Before torch is loaded: tests run side by side, and with little tensors threads wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -64,6 +64,11 @@ def test_the_version_is_that_of_the_project():
         assert penstock.__version__ == tomllib.load(file)["project"]["version"]
 
 
+def test_the_changelog_says_what_this_version_has():
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"\n## {penstock.__version__} (20" in changelog
+
+
 @pytest.mark.parametrize(
     "module", ["core.units", "plan", "plan.policies", "observe", "io", "tier", "lab.ssd", "data"]
 )

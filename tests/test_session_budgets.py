@@ -37,7 +37,7 @@ def test_a_run_without_a_budget_is_told_what_budgets_would_cost_and_they_do(sess
     assert sizes[0] < summary.saved_peak_bytes
     assert all(each.slowdown >= 1.0 for each in suggestion.budgets)
     text = str(summary)
-    assert "What a budget would cost" in text
+    assert "Predicted cost of a device budget" in text
     for each in suggestion.budgets:
         assert f"'{each.device_bytes // MIB}MiB'" in text
         assert f"{each.slowdown:.2f}x" in text
@@ -65,7 +65,7 @@ def test_without_anywhere_to_spill_to_it_is_said_what_is_needed(session_for):
         train(net)
         summary = session.summary()
     assert summary.suggestion is None
-    assert any("name a directory to spill to" in note for note in summary.notes)
+    assert any("name a directory to offload to" in note for note in summary.notes)
 
 
 def test_where_no_smaller_budget_would_do_it_is_said(session_for):
@@ -76,7 +76,7 @@ def test_where_no_smaller_budget_would_do_it_is_said(session_for):
             net(torch.randn(1024, 1024)).square().mean().backward()
         summary = session.summary()
     assert summary.suggestion.budgets == ()
-    assert any("would not do for these passes" in note for note in summary.notes)
+    assert any("these passes need a device budget" in note for note in summary.notes)
 
 
 def test_what_fits_has_nothing_to_gain_and_that_is_no_warning(session_for):
@@ -84,9 +84,9 @@ def test_what_fits_has_nothing_to_gain_and_that_is_no_warning(session_for):
     with session_for(net, policy="auto", device_memory="1GiB") as session:
         train(net)
         summary = session.summary()
-    assert any("there is nothing to gain" in note for note in summary.notes)
+    assert any("has no benefit" in note for note in summary.notes)
     assert summary.warnings == ()
-    assert "there is nothing to gain" in str(summary)
+    assert "has no benefit" in str(summary)
     assert summary.ssd_written_bytes == 0
 
 

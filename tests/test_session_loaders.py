@@ -150,7 +150,7 @@ def test_plans_leave_loaders_what_they_need(session_for, floats):
         assert "data loaders need 1.50 GB/s of flash; the plan leaves them 1.50 GB/s" in str(
             session.summary()
         )
-        session.discard_loader(feeds)
+        session.remove_loader(feeds)
         train(net, some(rows, 4))
         assert session.planner.machine == MACHINE
         assert counted(session, f"{PLANS}.demand") == 2

@@ -56,7 +56,9 @@ def test_a_session_is_opened_and_closed_without_a_block(session_for):
     assert offloads(session, net)
     session.close()
     assert not offloads(session, net)
-    with pytest.raises(penstock.ClosedError, match=r"opened once; call penstock\.offload again"):
+    with pytest.raises(
+        penstock.ClosedError, match=r"cannot be opened again; call penstock\.offload"
+    ):
         session.open()
 
 
@@ -101,14 +103,14 @@ def test_a_lost_session_stays_open_until_penstock_close(disk_path, small_knobs):
 def test_a_block_is_not_replaced_and_replaces_nothing(session_for):
     net = network()
     with session_for(net) as outer:
-        with pytest.raises(penstock.HookError, match=r"open already.*or call penstock\.close\(\)"):
+        with pytest.raises(penstock.HookError, match=r"already open.*or call penstock\.close\(\)"):
             session_for(net).open()
         assert offloads(outer, net)
     opened = session_for(net).open()
-    with pytest.raises(penstock.HookError, match=r"open already.*or call penstock\.close\(\)"):
+    with pytest.raises(penstock.HookError, match=r"already open.*or call penstock\.close\(\)"):
         session_for(net).__enter__()
     assert offloads(opened, net)
-    with opened, pytest.raises(penstock.HookError, match="open already"):
+    with opened, pytest.raises(penstock.HookError, match="already open"):
         session_for(net).open()  # it is a block like any other by now
     with session_for(net):  # which has closed it
         pass

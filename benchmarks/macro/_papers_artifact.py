@@ -24,7 +24,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from penstock.lab.dry.profile import of_whole_device
+from penstock.lab.dry.profile import add_device_memory
 from penstock.plan import PassProfile, Profile, SlotKey, SlotProfile, Transient
 
 DERIVED = Path(__file__).with_suffix(".json")
@@ -63,7 +63,7 @@ def profile(network: str) -> Profile:
         for when_ns, pages in zip(at_ns, [*known["others_pages"], 0], strict=True)
     )
     step = Profile("cuda", slots, (PassProfile(0, 0, at_ns[turn], at_ns[-1]),))
-    return of_whole_device(step, known["fixed_pages"] * PAGE_BYTES, others)
+    return add_device_memory(step, known["fixed_pages"] * PAGE_BYTES, others)
 
 
 @dataclass

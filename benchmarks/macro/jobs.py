@@ -220,7 +220,7 @@ class Rig:
             return f"not measured: {error}"
 
     def managed(
-        self, slices: str = "", *, prefetch: bool = True, enforce: str = "looking"
+        self, slices: str = "", *, prefetch: bool = True, enforce: str = "polling"
     ) -> dict[str, Any]:
         state = self.folder / f"state-{slices}-{prefetch}-{enforce}"
         machine = {

@@ -26,7 +26,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import _results
-from penstock.lab.ssd.element import Element, Rounding, constants, inverse_root, widened
+from penstock.lab.ssd.element import Element, Rounding, constants, inverse_root, to_fp32
 from penstock.lab.ssd.flips import Check, Flips
 
 RATE = 1e-3
@@ -145,7 +145,7 @@ class OnDie:
     def step(self, number, gradient):
         told = constants("adam", number, rate=RATE)
         self.pages = self.element.step("adam", self.pages, gradient.numpy(), told)
-        return torch.from_numpy(widened(self.pages[0]))
+        return torch.from_numpy(to_fp32(self.pages[0]))
 
 
 def variants():

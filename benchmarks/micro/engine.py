@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import _results
 from penstock.cli.bandwidth import Course
+from penstock.core.fs import filesystem_of
 from penstock.core.units import GIB, MIB, parse_bytes
 from penstock.io.aio import PIECES_TOGETHER, AioEngine
 from penstock.io.engine import Priority, Request
-from penstock.io.files import filesystem_of
 from penstock.io.threads import ThreadEngine
 
 TARGET = 0.95

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from penstock.api import Session, close, offload
     from penstock.swap.suspend import Suspended, resume, suspend
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "BudgetError",
@@ -76,7 +76,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch when it is first asked for: planning does without (PEP 562)."""
+    """Import names that need torch on first use (PEP 562), because planning works without torch."""
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""``penstock.offload``."""
+"""The function ``penstock.offload``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def offload(
     config: OffloadConfig | None = None,
     **settings: Any,
 ) -> Session:
-    """Keep what autograd saves for backward within ``device_memory``; the rest goes to tiers and back.
+    """Keep saved tensors within ``device_memory`` by offloading the rest to host memory and flash.
 
     ::
 
@@ -35,29 +35,28 @@ def offload(
         print(session.summary())
 
     In a notebook, ``session = penstock.offload(model, ...).open()`` opens it until ``session.close()``.
-    Losses, gradients and weights are bit-identical to the same run without it.
+    Losses, gradients and weights are bit-identical to the same run without Penstock.
 
     Args:
-        model: Names the slots, and tells on which device they are. Without one, modules are named as
-            they are first called, and the device is CUDA where there is one.
-        optimizer: Its state is never moved; known by itself after its first step.
-        device_memory: Budget in the memory of the device, of each if there are several; an integer in
-            bytes, or as ``"2GiB"``. Without: no limit, or on CUDA what the rest of a step leaves free.
+        model: Determines the names of slots and the device. Without it, modules are named when they are
+            first called, and the device is CUDA if there is one.
+        optimizer: Its state is never offloaded. Without it, an optimizer is found at its first step.
+        device_memory: Budget of device memory, for each device; bytes as an integer, or a string such
+            as ``"2GiB"``. Default: no limit, or on CUDA the memory that the rest of a step leaves free.
         host_memory: Budget of the host tier.
-        flash: Directory to spill to, or several.
-        policy: The name of a policy (``penstock.plan.policies.names()``), by which plans are made of what
-            is measured; or a :class:`penstock.plan.Plan`, or the path of a ``.json`` file with one, that
-            is followed as it is.
-        config: All settings in one value, instead of the keywords.
+        flash: Directory on flash to offload to, or several.
+        policy: Name of a policy (``penstock.plan.policies.names()``) that makes plans from measurements,
+            or a user plan: a :class:`penstock.plan.Plan`, or the path of a ``.json`` file with one.
+        config: All settings in one value, in place of the keywords.
         **settings: The other fields of :class:`penstock.OffloadConfig`.
 
     Raises:
-        ConfigError: A setting makes no sense, or a directory cannot be spilled to.
-        PlanError: The plan does not parse.
+        ConfigError: A setting is invalid, or a directory is not usable.
+        PlanError: The plan cannot be parsed.
     """
     if config is not None:
         if settings or device_memory is not None or host_memory or flash or policy != "auto":
-            raise ConfigError("offload: give either config or its fields as keywords, not both")
+            raise ConfigError("offload: pass either config or its fields as keywords, not both")
         return Session(config, model=model, optimizer=optimizer)
     paths = tuple(flash) if isinstance(flash, list) else flash
     plan = policy if isinstance(policy, Plan) else None

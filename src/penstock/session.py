@@ -1,9 +1,8 @@
-"""A session: everything that offloading takes, put together, from opening to closing it."""
+"""Session: the parts that offloading needs, from open to close."""
 
 from __future__ import annotations
 
 import importlib
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -17,6 +16,7 @@ from penstock.core.budget import Budget
 from penstock.core.config import UNLIMITED, OffloadConfig
 from penstock.core.errors import ClosedError, ConfigError, HookError, PenstockWarning
 from penstock.core.interrupts import LostInterrupts
+from penstock.core.process import call_in_child
 from penstock.core.ranks import path_of_rank, rank
 from penstock.core.units import format_bytes
 from penstock.hooks.attachment import Attachment
@@ -48,14 +48,14 @@ if TYPE_CHECKING:
     from penstock.swap.suspend import Suspended
 
 _open: list[Session] = []
-"""The session that is open in this process, if there is one. It lives until it is closed."""
+"""The open session of this process, if there is one. This reference keeps it alive until it is closed."""
 
 
 class Session:
-    """Offloading, within a ``with`` block or from ``open`` to ``close``. See :func:`penstock.offload`.
+    """Offloading in a ``with`` block, or from ``open`` to ``close``. See :func:`penstock.offload`.
 
-    One session is open in a process at a time. Use it in one thread: saved-tensor hooks are
-    thread-local, and other threads' tensors stay where they are (a warning says so once).
+    A process has at most one open session. Use it in one thread: saved-tensor hooks are thread-local, and
+    the tensors of other threads stay resident (a warning says so once).
     """
 
     def __init__(
@@ -69,20 +69,20 @@ class Session:
         plan: Plan | None = None,
         event_bytes: int | None = None,
     ) -> None:
-        """Check everything; touch nothing. See :func:`penstock.offload`.
+        """Check the arguments without side effects. See :func:`penstock.offload`.
 
         Args:
-            config: What to do.
-            model: As for ``offload``.
-            optimizer: As for ``offload``.
-            wrap_tier: Applied to every tier that is opened, as with
+            config: All settings.
+            model: Same as for ``offload``.
+            optimizer: Same as for ``offload``.
+            wrap_tier: Wrapper applied to every opened tier, such as
                 :class:`penstock.tier.ThrottledTier`, for emulation and tests.
-            machine: Bandwidths to plan with; measured when the session is opened if not given.
-            plan: Followed as it is, in place of the configuration's policy.
-            event_bytes: Memory for the latest events; without, the knob ``PENSTOCK_EVENT_MEMORY``.
+            machine: Bandwidths for planning; by default they are measured when the session is opened.
+            plan: User plan, in place of the configuration's policy.
+            event_bytes: Memory for the latest events; by default the knob ``PENSTOCK_EVENT_MEMORY``.
 
         Raises:
-            ConfigError: What is given as model or optimizer is none.
+            ConfigError: The model or the optimizer is of a wrong type.
         """
         _check_kind("model", model, torch.nn.Module)
         _check_kind("optimizer", optimizer, torch.optim.Optimizer)
@@ -112,44 +112,43 @@ class Session:
     # -- opening and closing ------------------------------------------------------------------
 
     def open(self) -> Self:
-        """Open the session without a ``with`` block, as in the cells of a notebook.
+        """Open the session without a ``with`` block, as in a notebook.
 
-        It stays open until :meth:`close`, or :func:`penstock.close`, even if no name refers to it any
+        It stays open until :meth:`close` or :func:`penstock.close`, even if no variable refers to it any
         more. A session that an earlier ``open`` left open is closed first, so that a cell with
-        ``session = penstock.offload(model, ...).open()`` can be run again. If this session is open
-        already, nothing happens.
+        ``session = penstock.offload(model, ...).open()`` can run repeatedly. If this session is already
+        open, nothing happens.
 
         Returns:
             The session.
 
         Raises:
-            ClosedError: The session was closed before.
-            HookError: A ``with`` block, or another thread, has a session open.
-            ConfigError, TransferError: A directory cannot be spilled to.
+            ClosedError: The session has been closed.
+            HookError: A ``with`` block, or another thread, has an open session.
+            ConfigError, TransferError: A directory is not usable.
         """
         if self._state == "new" and _open and not _open[0]._in_block:
             _open[0].close()
         return self._ensure_open()
 
     def __enter__(self) -> Self:
-        """Open the session, as ``open`` does, but refuse if another one is open."""
+        """Open the session as ``open`` does, but raise if another one is open."""
         self._ensure_open()
         self._in_block = True
         return self
 
     def _ensure_open(self) -> Self:
-        """Open tiers, measure them, attach hooks."""
+        """Open and measure tiers and attach hooks, unless the session is open."""
         if self._state == "closed":
             raise ClosedError(
-                "this session is closed, and a session is opened once; call penstock.offload again for"
-                " another"
+                "this session is closed and cannot be opened again; call penstock.offload for a new one"
             )
         if self._state == "open":
             return self
         if _open:
             raise HookError(
-                "a session is open already, and its hooks would pack what those of this one packed;"
-                " leave its `with` block first, or call penstock.close()"
+                "another session is already open, and hooks of two sessions would conflict; leave its"
+                " `with` block first, or call penstock.close()"
             )
         self._state = "open"
         try:
@@ -167,17 +166,17 @@ class Session:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        """Detach hooks and release everything; files vanish. What the body raises goes first."""
+        """Close the session; an exception of the body takes precedence over a pending warning."""
         with nullcontext() if error is None else suppress(PenstockWarning):
             self.close()
 
     def close(self) -> None:
-        """Close the session. Idempotent. Finish backward first: what was moved out of memory is gone.
+        """Close the session. Idempotent. Finish backward first, since offloaded tensors are discarded.
 
         Raises:
             HookError: The session was opened in another thread, which still runs.
-            SuspendError: It is suspended, and cannot be resumed. It is still open.
-            PenstockWarning: Warnings are errors, and a thread of ours had to warn; once it is closed.
+            SuspendError: It is suspended and cannot be resumed. It stays open.
+            PenstockWarning: Warnings are errors and one is pending; the session is closed.
         """
         if self._state != "open":
             return
@@ -203,7 +202,9 @@ class Session:
     def _open(self) -> None:
         config = self.config
         kind = self._device.type
-        if kind != "cpu" and self._device == torch.device(kind):  # another one in other threads
+        if kind != "cpu" and self._device == torch.device(
+            kind
+        ):  # each thread may have another current device
             self._device = torch.device(kind, torch.get_device_module(kind).current_device())
         if config.event_log is not None:
             self.recorder.log = EventLog(
@@ -250,13 +251,13 @@ class Session:
         self.planner.begin()
 
     def _account(self, device: torch.device) -> Budget:
-        """Return an empty account of a device's memory; the session's own is called just that."""
+        """Return an empty account of a device's memory, named ``device`` for the session's own."""
         name = "device" if device == self._device else f"device {device}"
         on_change = partial(self.recorder.level, name)
         return Budget(self.config.device_bytes, name=name, on_change=on_change)
 
     def _allowance(self, device: torch.device, budget: Budget) -> Allowance | None:
-        """Limit a device's budget to what is left there, where the user has not said what it is."""
+        """Limit a device's budget to its free memory, unless the user has set the budget."""
         assert self._stores is not None
         return self._stores.allowance(device, budget) if self._finds_limits else None
 
@@ -270,7 +271,7 @@ class Session:
     def _make_planner(
         self, device: torch.device, budget: Budget, *, policy: str, **settings: Any
     ) -> Planner:
-        """Return a planner for one device, with room and bandwidth of all tiers."""
+        """Return a planner for one device, with the capacity and bandwidth of all tiers."""
         stores = self._stores
         assert stores is not None
         assert self._machine is not None
@@ -292,7 +293,7 @@ class Session:
         )
 
     def _open_other(self, device: torch.device) -> Executor:
-        """Return the executor of a device beside the session's own; see [Note: several devices]."""
+        """Return the executor of a further device; see [Note: several devices]."""
         assert self._stores is not None
         budget, time = self._account(device), self.executor.time
         allowance = self._allowance(device, budget)
@@ -315,7 +316,7 @@ class Session:
         )
 
     def _codec(self) -> str:
-        """The configured codec. Raises ConfigError if the device cannot have it."""
+        """Return the configured codec. Raises ConfigError if the device does not support it."""
         codec = self.config.codec
         if self._device.type != "cpu" and codec not in ("auto", "none"):
             check_device_codec(codec, self._device)
@@ -370,29 +371,29 @@ class Session:
 
     @property
     def hooks(self) -> SavedTensorHooks:
-        """What packs and unpacks."""
+        """The pack and unpack hooks."""
         return self._attachment.hooks
 
     # -- while it is open ---------------------------------------------------------------------
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within, this thread saves tensors as if there were no session.
+        """Disable the session in this thread inside the block.
 
-        On CUDA it first waits for what is being moved, so that a CUDA graph can be captured. If other
-        threads go on to train meanwhile, capture it with ``capture_error_mode="thread_local"``.
+        On CUDA it first waits for all transfers, so that a CUDA graph can be captured. If other threads
+        continue to train, capture it with ``capture_error_mode="thread_local"``.
         """
-        self.hooks.operators_returned()  # what has been saved is not spilled later, amid a capture
-        with self._attachment.aside():
+        self.hooks.operators_returned()  # offload pending tensors now, not during a capture
+        with self._attachment.unhooked():
             for executor in self.devices.all.values():
                 executor.drain()
             yield
 
     def step(self) -> None:
-        """A step has ended. Called by every ``torch.optim`` optimizer; call it if you have none.
+        """End a step. Every ``torch.optim`` optimizer calls it; call it yourself if you have none.
 
         Raises:
-            PenstockWarning: Warnings are errors, and a thread of ours had to warn.
+            PenstockWarning: Warnings are errors, and one is pending.
         """
         self._steps += 1
         self._attachment.protected.refresh()
@@ -407,76 +408,76 @@ class Session:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force; ``None`` until the first backward is over."""
+        """The plan in force; ``None`` until the first backward has ended."""
         return self.planner.plan
 
     @property
     def plans(self) -> dict[str, Plan]:
-        """The plans in force by device, as ``"cuda:1"``, the session's own first; see ``plan``."""
+        """The plans in force by device, such as ``"cuda:1"``; the session's own device comes first."""
         plans = ((device, each.planner.plan) for device, each in self.devices.all.items())
         return {str(device): plan for device, plan in plans if plan is not None}
 
     @property
     def profile(self) -> Profile | None:
-        """What the plan was made from; ``None`` if that was given."""
+        """The profile from which the plan was made; ``None`` for a user plan."""
         return self.planner.profile
 
     def summary(self) -> Summary:
-        """What was moved, where, at what stall; what stayed and why. At any time after opening."""
+        """Return the summary of the run so far: traffic, stalls, memory, and the plan's decisions."""
         if self._state == "new":
             raise ClosedError("summary: the session has not been opened")
         return summarize(self.recorder.snapshot(), self._facts(), self.recorder.steps())
 
-    # -- for data loaders that share its flash (penstock.data) --------------------------------
+    # -- for data loaders on the same flash (penstock.data) -----------------------------------
 
     @property
     def engine(self) -> Engine | None:
-        """What moves its bytes to flash and back; None: there is no flash, or it is GPU-direct.
+        """The engine of the flash tier; ``None`` without flash, or if it is GPU-direct.
 
         Raises:
             ClosedError: The session is not open.
         """
         if self._state != "open" or self._stores is None:
-            raise ClosedError(f"the session is {self._state}: its engine is lent while it is open")
+            raise ClosedError(f"the session is {self._state}: only an open session has an engine")
         return self._stores.engine
 
     def add_loader(self, loader: Reads) -> None:
-        """Leave this loader what it needs of flash, from the next plan on; ``FlashLoader`` calls it."""
+        """Reserve flash bandwidth for a loader from the next plan on; ``FlashLoader`` calls this."""
         self._loaders.add(loader)
 
-    def discard_loader(self, loader: Reads) -> None:
-        """It reads no more."""
+    def remove_loader(self, loader: Reads) -> None:
+        """Stop reserving flash bandwidth for a loader."""
         self._loaders.discard(loader)
 
     # -- as a job that can be suspended (penstock.suspend) ------------------------------------
 
     @property
     def directories(self) -> tuple[str, ...]:
-        """Where it spills to."""
+        """The directories to which it offloads."""
         return self.config.directories
 
     @property
     def modules(self) -> list[tuple[str, torch.nn.Module]]:
-        """The outermost modules that it knows, by name."""
+        """The known outermost modules, each with its name."""
         return self._attachment.roots
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that were given, or have stepped."""
+        """The optimizer that was passed, and those that have stepped."""
         return self._attachment.protected.optimizers
 
-    def rest(self) -> None:
-        """Give the system what is held in reserve for what comes back, and what data loaders hold."""
+    def free_idle(self) -> None:
+        """Free reserved memory, that of data loaders too, while the job is suspended."""
         assert self._stores is not None
         self._loaders.rest()
         self._stores.rest()
 
-    def wake(self) -> None:
-        """Pin host memory again, if that was given back."""
+    def reacquire(self) -> None:
+        """Pin host memory again, if it was freed."""
         assert self._stores is not None
         self._stores.wake()
 
-    # -- inside -------------------------------------------------------------------------------
+    # -- private ------------------------------------------------------------------------------
 
     def _facts(self) -> RunFacts:
         config = self.config
@@ -517,7 +518,7 @@ class Session:
         )
 
     def _plan_notes(self) -> Iterator[str]:
-        """Yield notes on plans, without that one may exceed a budget which was never exceeded."""
+        """Yield notes on plans, but not one about a budget that was never exceeded."""
         refused = self.recorder.snapshot().counted(REFUSED)
         for executor in self.devices.all.values():
             budget = executor.budget
@@ -527,41 +528,43 @@ class Session:
                     yield note if executor is self.executor else f"{budget.name}: {note}"
 
     def _notes(self, suggestion: Suggestion | None) -> tuple[str, ...]:
-        """Return sentences on budgets that were found, and on what others would do."""
+        """Return sentences on the budgets that were found, and advice on others."""
         found = [str(each.allowance) for each in self.devices.all.values() if each.allowance]
         if self._finds_limits and not found and self.executor.time.timer is not None:
             found.append(
-                f"no device_memory was given, and torch does not tell how much memory {self._device} has:"
+                f"device_memory is not set, and torch does not report the memory of {self._device}:"
                 " there is no budget"
             )
         return (*found, *self._advice(suggestion))
 
     def _advice(self, suggestion: Suggestion | None) -> tuple[str, ...]:
-        """Return sentences on whether there is anything to gain by a smaller budget, or by this one."""
+        """Return advice on whether a smaller budget, or the present one, is useful."""
         limit, saved_bytes = self._limit_bytes, self._saved_bytes()
         if self.plan is None or not saved_bytes:
             return ()
         if limit is None and not self.config.has_tier:
             return (
-                "to be told here what a smaller memory budget would cost, name a directory to spill"
-                " to: flash=DIR, or --flash DIR",
+                "to see here what a smaller memory budget would cost, name a directory to offload to:"
+                " flash=DIR, or --flash DIR",
             )
         if suggestion is not None and not suggestion.budgets:
             least = suggestion.least_bytes
-            known = "none is known" if least is None else f"the least is {format_bytes(least)}"
-            return (
-                f"a device budget below what autograd saves would not do for these passes: {known}",
+            known = (
+                "the minimum is not known"
+                if least is None
+                else f"the minimum is {format_bytes(least)}"
             )
+            return (f"these passes need a device budget as large as what autograd saves: {known}",)
         moves = any(decision.action is not Action.KEEP for decision in self.plan.decisions)
         if limit is None or saved_bytes > limit or moves:
             return ()
         return (
             f"what autograd saves, {format_bytes(saved_bytes)} at its peak, fits in the budget of"
-            f" {format_bytes(limit)}: there is nothing to gain by moving it",
+            f" {format_bytes(limit)}: offloading it has no benefit",
         )
 
     def _suggestion(self) -> Suggestion | None:
-        """Return what budgets would cost, if there is none; predicted once for each profile."""
+        """Return the predicted costs of budgets if none is set; computed once for each profile."""
         if self._limit_bytes is not None:
             return None
         profile, found = self._suggested
@@ -577,23 +580,23 @@ class Session:
 
     @property
     def _limit_bytes(self) -> int | None:
-        """Of the device's memory, as given; ``None``: none was."""
+        """The configured limit of device memory; ``None`` if there is none."""
         return None if self.config.device_bytes == UNLIMITED else self.config.device_bytes
 
     def _saved_bytes(self) -> int:
-        """The most that autograd would hold at once, on each device."""
+        """Return the peak of the bytes that autograd would hold, summed over devices."""
         return sum(_saved_bytes(each.planner) for each in self.devices.all.values())
 
 
 def close() -> None:
-    """Close the session that is open in this process; do nothing if there is none.
+    """Close the open session of this process, if there is one.
 
-    For notebooks: a session whose name is lost, because it was opened without a ``with`` block and the
-    variable was assigned again or deleted, is still open, and is closed so. See :meth:`Session.close`.
+    Meant for notebooks: a session that was opened without a ``with`` block stays open when its variable
+    is deleted or assigned again. See :meth:`Session.close`.
 
     Raises:
         HookError: The session was opened in another thread, which still runs.
-        SuspendError: It is suspended, and cannot be resumed. It is still open.
+        SuspendError: It is suspended and cannot be resumed. It stays open.
     """
     for session in tuple(_open):
         session.close()
@@ -602,7 +605,7 @@ def close() -> None:
 def _check_kind(name: str, given: object, kind: type) -> None:
     if given is not None and not isinstance(given, kind):
         raise ConfigError(
-            f"offload: {name} is a {type(given).__name__}, it must be of type {kind.__name__}"
+            f"offload: {name} is a {type(given).__name__}, but must be of type {kind.__name__}"
         )
 
 
@@ -624,9 +627,9 @@ def _device_of(model: torch.nn.Module | None) -> torch.device:
 
 
 def _leave_child() -> None:
-    """In a forked child (a data loader's worker) engines are dead: its tensors stay (TRAPS rule 24)."""
+    """Switch off hooks in a forked child, such as a data worker: it has no engines (TRAPS rule 24)."""
     for session in _open:
         session.hooks.active = False
 
 
-os.register_at_fork(after_in_child=_leave_child)
+call_in_child(_leave_child)

@@ -1,14 +1,14 @@
-"""Copies between a CUDA device and memory of the host that is not pinned, by way of a little that is.
+"""Copies between a CUDA device and unpinned host memory through small pinned staging buffers.
 
 [Note: staging]
-    The driver copies to and from memory that is not pinned by way of its own buffers, at a part of the
-    link's rate, and a copy in that direction waits for the stream that it is on. So what optimizers,
-    checkpoints and suspended jobs copy passes through two pieces of pinned memory in turn, on a stream of
-    its own: the device fills one piece while the thread empties the other, and the other way round. The
-    thread waits for the end, so memory may be used, and let go of, as soon as a call has returned.
+    The driver copies to and from unpinned memory through its own buffers, at a fraction of the link's
+    rate, and such a copy waits for its stream. So the copies of optimizers, checkpoints and suspended
+    jobs pass through two pieces of pinned memory in turn, on a separate stream: the device fills one
+    piece while the thread empties the other, or the reverse. The thread waits for the end, so memory may
+    be used, and freed, as soon as a call has returned.
 
-    The stream waits for one event and for nothing else. Whoever calls says by it what the copy comes
-    after: what fills the source, and what still uses the target.
+    The stream waits for one event and nothing else. The caller records it after all work that fills the
+    source and all work that still uses the target.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from penstock.core.locks import Lock
 from penstock.core.units import MIB
 
 PIECE_BYTES: Final = MIB
-"""Long enough for the rate of the link, short enough for a core's cache."""
+"""Size of a piece: large enough for the link's full rate, small enough for a core's cache."""
 
 Event: TypeAlias = Any
-"""A place in a stream of a device; None on the host."""
+"""A recorded event of a device's stream; None on the host."""
 
 
 class Step(NamedTuple):
@@ -38,33 +38,33 @@ class Step(NamedTuple):
 
     nbytes: int
     on_device: Callable[[Tensor], object]
-    """Enqueues a copy between the device and the piece (uint8, pinned), on the current stream."""
+    """Function that enqueues a copy between the device and the piece (uint8, pinned)."""
     on_host: Callable[[Tensor], object]
-    """Empties the piece, or fills it."""
+    """Function that empties or fills the piece on the host."""
 
 
 class Staging:
-    """Two pieces of pinned memory and a stream, for copies of one device. For one thread at a time.
+    """Two pieces of pinned memory and a stream for copies of one device. For one thread at a time.
 
     Attributes:
-        device: Which.
+        device: The device.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Take the memory. If the driver refuses to pin it, a warning says that copies are slower."""
+        """Allocate the memory. If the driver cannot pin it, warn that copies are slower."""
         self.device = device
-        # of the high-priority streams, which few others use: torch hands streams out twice
+        # a high-priority stream, which little other code uses: torch hands out streams repeatedly
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._pieces = [pinned(PIECE_BYTES) for _ in range(2)]
 
     def to_host(self, steps: Iterable[Step], after: Event) -> None:
-        """Have the device fill pieces, and empty each on the host.
+        """Let the device fill pieces, and empty each on the host.
 
         Args:
-            steps: In order; of each, ``on_device`` comes first.
-            after: What the copy comes after.
+            steps: Steps in order; ``on_device`` of each runs first.
+            after: Event that the copy waits for.
         """
-        with self._behind(after):
+        with self._ordered_after(after):
             filled: tuple[Any, Tensor, Step] | None = None
             for number, step in enumerate(steps):
                 piece = self._pieces[number % 2][: step.nbytes]
@@ -77,13 +77,13 @@ class Staging:
                 _empty(*filled)
 
     def to_device(self, steps: Iterable[Step], after: Event) -> None:
-        """Fill pieces on the host, and have the device empty each.
+        """Fill pieces on the host, and let the device empty each.
 
         Args:
-            steps: In order; of each, ``on_host`` comes first.
-            after: What the copy comes after.
+            steps: Steps in order; ``on_host`` of each runs first.
+            after: Event that the copy waits for.
         """
-        with self._behind(after):
+        with self._ordered_after(after):
             ends: list[Any] = [None, None]
             for number, step in enumerate(steps):
                 turn = number % 2
@@ -95,29 +95,29 @@ class Staging:
                 ends[turn] = self._record()
 
     def synchronize(self) -> None:
-        """Wait for what a step has enqueued so far."""
+        """Wait for all enqueued copies."""
         self._record().synchronize()
 
-    def straight(self, source: Tensor, target: Tensor, after: Event) -> None:
-        """Copy at once, between the device and memory that is pinned already; of one type."""
-        with self._behind(after):
+    def copy_pinned(self, source: Tensor, target: Tensor, after: Event) -> None:
+        """Copy directly between the device and pinned memory of the same dtype."""
+        with self._ordered_after(after):
             target.copy_(source, non_blocking=True)
 
     @contextmanager
-    def _behind(self, after: Event) -> Iterator[None]:
-        """The stream is current, behind an event; at the end the host has waited for it."""
-        # torch.cuda.stream alone would leave the device by way of cudaSetDevice, which makes a context
+    def _ordered_after(self, after: Event) -> Iterator[None]:
+        """Make the stream current inside the block, after an event; wait for it at the end."""
+        # torch.cuda.stream alone would call cudaSetDevice on leaving, which creates a context
         with torch.no_grad(), torch.cuda.device(self.device), captures.relaxed():
             try:
                 with torch.cuda.stream(self._stream):
                     if after is not None:
                         self._stream.wait_event(after)
                     yield
-            finally:  # also after an error: the memory must not be in use any more
+            finally:  # also after an error: the memory must no longer be in use
                 self.synchronize()
 
     def _record(self) -> Any:
-        """An event, waiting for which sleeps and does not spin."""
+        """Record an event; waiting for it sleeps and does not spin."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
@@ -129,10 +129,10 @@ _idle: Final[list[Staging]] = []
 
 @contextmanager
 def staging_for(device: torch.device) -> Iterator[Staging]:
-    """One that nobody else uses meanwhile; there are as many as were ever in use at once.
+    """Lend an idle Staging for the duration of a block; new ones are made when all are in use.
 
     Args:
-        device: With its index, as that of a tensor.
+        device: Device with an index, such as that of a tensor.
     """
     staging = _take(device)
     try:
@@ -154,8 +154,8 @@ def _give(staging: Staging) -> None:
         _idle.append(staging)
 
 
-def give_back_idle() -> None:
-    """Let pinned memory go that is not in use now, ours and torch's own; it is taken anew when needed."""
+def free_idle() -> None:
+    """Free unused pinned memory, also torch's own; it is allocated again when needed."""
     with _lock:
         _idle.clear()
     empty_cache = getattr(torch._C, "_host_emptyCache", None)
@@ -164,7 +164,7 @@ def give_back_idle() -> None:
 
 
 def ready_event(device: torch.device) -> Event:
-    """Record an event on the stream of ``device`` that is current in this thread; None on the host."""
+    """Record an event on this thread's current stream of ``device``; return None on the host."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -173,16 +173,16 @@ def ready_event(device: torch.device) -> Event:
 
 
 def copy_across(source: Tensor, target: Tensor, after: Event) -> Tensor:
-    """Copy elements between the host and a device; returns when they are there. Thread-safe.
+    """Copy elements between the host and a device; return when they have arrived. Thread-safe.
 
-    The target's type is made on the host, behind the event: what the calling thread itself computes on
-    the device would come after other things, or after nothing.
+    Conversion to the target's dtype happens on the host, after the event, because work that the calling
+    thread enqueues on the device would not be ordered after it.
 
     Args:
-        source: Of one dimension, contiguous, of any dtype; on the host or a CUDA device.
-        target: Of as many elements, contiguous, of any dtype. If neither is on a device, ``after`` is
+        source: One-dimensional, contiguous, of any dtype; on the host or a CUDA device.
+        target: Contiguous, with as many elements, of any dtype. If neither is on a device, ``after`` is
             ignored.
-        after: What the copy comes after.
+        after: Event that the copy waits for.
 
     Returns:
         The target.
@@ -190,7 +190,7 @@ def copy_across(source: Tensor, target: Tensor, after: Event) -> Tensor:
     if source.is_cuda and not target.is_cuda:
         with staging_for(source.device) as staging:
             if target.dtype == source.dtype and target.is_pinned():
-                staging.straight(source, target, after)
+                staging.copy_pinned(source, target, after)
             else:
                 staging.to_host(_steps(there=source, here=target, out=True), after)
     elif target.is_cuda and not source.is_cuda:
@@ -202,13 +202,13 @@ def copy_across(source: Tensor, target: Tensor, after: Event) -> Tensor:
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """All of a storage, as uint8; shares its memory."""
+    """Return a uint8 view of all bytes of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def pinned(nbytes: int) -> Tensor:
-    """uint8 memory of the host, pinned where the driver does that; torch's own once it is let go of."""
-    # memory made in inference mode could not be filled outside of it
+    """Return uint8 host memory, pinned if the driver can; torch caches it once it is freed."""
+    # memory allocated in inference mode could not be filled outside of it
     with torch.inference_mode(False), captures.relaxed():
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -218,7 +218,7 @@ def pinned(nbytes: int) -> Tensor:
 
 
 def _steps(*, there: Tensor, here: Tensor, out: bool) -> Iterator[Step]:
-    """Of a copy between a device and the host; pieces are of the device's type."""
+    """Yield the steps of a copy between device and host; pieces have the device tensor's dtype."""
     count = PIECE_BYTES // there.element_size()
     for start in range(0, there.numel(), count):
         yield _step(there[start : start + count], here[start : start + count], out=out)
@@ -250,8 +250,8 @@ def _warn_unpinned(nbytes: int, reason: str) -> None:
     if not _warned:
         _warned.add(reason)
         warnings.warn(
-            f"the driver refuses to pin {nbytes} bytes of host memory ({reason}): copies of an"
-            " optimizer's weights and gradients and of checkpoints will take several times as long",
+            f"the driver cannot pin {nbytes} bytes of host memory ({reason}): copies of an optimizer's"
+            " weights and gradients and of checkpoints will take several times as long",
             PenstockWarning,
             stacklevel=2,
         )

@@ -26,7 +26,7 @@ from penstock import (
     PenstockWarning,
     TransferError,
 )
-from penstock.checkpoint import Checkpointer, hidden
+from penstock.checkpoint import Checkpointer
 from penstock.io.threads import ThreadEngine
 from penstock.testing.faults import Fail, FaultySyscalls
 
@@ -114,7 +114,7 @@ def test_a_lost_power_forgets_what_was_not_waited_for(disk_path, monkeypatch):
 
 def test_no_room_is_seen_before_anything_is_written(disk_path, monkeypatch):
     STORE.save(disk_path / "a", state(1))
-    monkeypatch.setattr(hidden, "free_space_bytes", lambda _: 5000)
+    monkeypatch.setattr("penstock.core.fs.free_space_bytes", lambda _: 5000)
     fuse = Fuse()
     with pytest.raises(NoSpaceError, match=r"4.88 KiB are free") as caught:
         save_with(fuse, disk_path / "a")

@@ -620,7 +620,7 @@ def test_what_a_failed_save_could_not_remove_does_not_take_the_room_of_the_next(
 ):
     seen = []
     monkeypatch.setattr(
-        "penstock.checkpoint.store.check_space", lambda *_: seen.append(os.listdir(disk_path))
+        "penstock.checkpoint.store.check_fits", lambda *_: seen.append(os.listdir(disk_path))
     )
     with checkpointer(disk_path) as ours:
         left = disk_path / ".step-000000000001.saving"

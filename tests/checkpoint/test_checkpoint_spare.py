@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import ConfigError, NoSpaceError, checkpoint
-from penstock.checkpoint import Checkpointer, hidden
+from penstock.checkpoint import Checkpointer
 from penstock.checkpoint.disk import Disk
 from penstock.checkpoint.reading import Opened
 from penstock.checkpoint.room import Room
@@ -207,7 +207,7 @@ def test_the_space_of_the_spare_counts_as_free(disk_path, monkeypatch):
     with checkpointer(disk_path) as ours:
         ours.save(1, state(1))
         ours.save(2, state(2))
-        monkeypatch.setattr(hidden, "free_space_bytes", lambda _: 2 * MIB)
+        monkeypatch.setattr("penstock.core.fs.free_space_bytes", lambda _: 2 * MIB)
         ours.save(3, state(3))
         with pytest.raises(NoSpaceError, match="are free"):
             ours.save(4, state(4, 3 * MIB))

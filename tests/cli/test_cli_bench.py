@@ -104,9 +104,9 @@ def test_sides_take_turns_in_changing_order(disk_path, monkeypatch):
 
 
 def test_what_cannot_be_measured(disk_path):
-    with pytest.raises(ConfigError, match=r"16\.00 MiB or more"):
+    with pytest.raises(ConfigError, match=r"at least 16\.00 MiB"):
         bandwidth.measure([disk_path, disk_path], file_bytes=31 << 20)
-    with pytest.raises(ConfigError, match="seconds"):
+    with pytest.raises(ConfigError, match="time to measure is"):
         bandwidth.measure([disk_path], seconds=float("nan"))
     with pytest.raises(NoSpaceError):
         bandwidth.measure([disk_path], file_bytes=1 << 55)

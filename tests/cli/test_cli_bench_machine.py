@@ -84,10 +84,10 @@ def test_json_is_one_document(quick, disk_path, capsys):
 
 def test_what_cannot_be_measured_or_written(quick, disk_path, capsys):
     assert bench(disk_path / "none") == 2
-    assert "No such file" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err
     assert bench(disk_path, "--output", disk_path / "no" / "where.toml") == 2
     assert "--output" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="no time to measure"):
+    with pytest.raises(ConfigError, match="the time to measure"):
         bench_machine.measure(str(disk_path), seconds=0.0, file_bytes=32 * MIB)
 
 
@@ -107,13 +107,15 @@ def test_interference_is_how_much_longer_a_turn_takes_while_flash_moves(disk_pat
     assert list(disk_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("way", [bench_machine._write_on, bench_machine._read_on])
+@pytest.mark.parametrize(
+    "way", [bench_machine._write_continuously, bench_machine._read_continuously]
+)
 def test_what_moves_beside_goes_on_until_it_is_enough(disk_path, way, monkeypatch):
     monkeypatch.setattr(bench_machine, "_MOVED_BYTES", 1 * MIB)
     with bench_machine._flash_tier(str(disk_path)) as (tier, addresses):
         assert len(addresses) == 4
-        stage = Stage.READ if way is bench_machine._read_on else Stage.WRITE
-        with bench_machine._beside(partial(way, tier, addresses)):
+        stage = Stage.READ if way is bench_machine._read_continuously else Stage.WRITE
+        with bench_machine._while_moving(partial(way, tier, addresses)):
             wait_until(
                 lambda: tier.recorder.snapshot().flow(stage, "flash").nbytes > 8 * MIB,
                 "more has been moved than is there",
@@ -131,7 +133,7 @@ def test_a_failure_beside_computing_is_told():
     def fail(enough):
         raise OSError("gone")
 
-    with pytest.raises(OSError, match="gone"), bench_machine._beside(fail):
+    with pytest.raises(OSError, match="gone"), bench_machine._while_moving(fail):
         pass
 
 
@@ -198,7 +200,9 @@ def test_what_a_stack_moves_is_counted(disk_path):
     original = transfer_work._moved
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfer_work, "_moved", counted)
-        written_s, read_s = transfer_work.more(stack, str(disk_path), Machine.preset("cpu"), 0.0)
+        written_s, read_s = transfer_work.added_seconds(
+            stack, str(disk_path), Machine.preset("cpu"), 0.0
+        )
     writes, reads = (after - before for before, after in zip(*moved, strict=True))
     assert 1 <= reads <= writes <= 8
     assert isinstance(written_s, float)

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.cli import checks, main, paths, system
+from penstock.cli import checks, main, system
 from penstock.cli.checks import Check, Verdict
-from penstock.core import knobs
+from penstock.core import fs, knobs
+from penstock.core.fs import FileSystem
 from penstock.io.cufile import Availability
-from penstock.io.files import FileSystem
 
 NAMES = ["python", "torch", "cuda", "settings", "huge pages", "buffers", "tensor pages"]
 NAMES += ["memory", "NUMA", "freed memory"]
@@ -38,7 +38,7 @@ def test_a_directory_that_cannot_be_used_fails_and_the_others_go_on(disk_path, c
     missing = str(disk_path / "none")
     assert main(["doctor", "--dir", missing, "--dir", str(disk_path)]) == 1
     out = " ".join(capsys.readouterr().out.split())
-    assert "cannot be spilled to: No such file or directory" in out
+    assert "does not exist; create it or name another" in out
     assert "1 failed" in out
     assert "B/s, write " in out
 
@@ -47,8 +47,8 @@ def test_a_directory_that_cannot_be_used_fails_and_the_others_go_on(disk_path, c
     ("verdicts", "code", "conclusion"),
     [
         ("ok ok", 0, "Penstock works here\n"),
-        ("ok warn", 0, "here; 1 to look"),
-        ("warn fail", 1, "1 failed, 1"),
+        ("ok warn", 0, "here; warnings: 1"),
+        ("warn fail", 1, "1 failed, warnings: 1"),
     ],
 )
 def test_only_a_failure_is_one(monkeypatch, capsys, verdicts, code, conclusion):
@@ -249,7 +249,7 @@ def test_disks(disk_path, monkeypatch):
     monkeypatch.setenv("PENSTOCK_BUFFERED_IO", "1")
     assert checks.direct_io(path).verdict is Verdict.WARN
     assert "PENSTOCK_BUFFERED_IO" in checks.direct_io(path).advice
-    monkeypatch.setattr(paths, "filesystem_of", lambda _: FileSystem("tmpfs", True))
+    monkeypatch.setattr(fs, "filesystem_of", lambda _: FileSystem("tmpfs", True))
     (refused,) = checks.disk(path)
     assert refused.verdict is Verdict.FAIL
     assert "tmpfs" in refused.value
@@ -294,7 +294,7 @@ def test_numa_nodes_of_gpus_are_told(two_sockets):
     assert found.verdict is Verdict.OK
     assert found.value == (
         "2 nodes; GPU 0 (0000:3b:00.0): node 0; GPU 1 (0000:d8:00.0): node 1;"
-        " GPU 2 (0000:01:00.0): not told"
+        " GPU 2 (0000:01:00.0): node unknown"
     )
 
 
@@ -307,4 +307,4 @@ def test_a_node_that_this_process_may_not_use_is_warned_of(two_sockets):
 
 
 def test_on_one_node_all_memory_is_as_near(tmp_path):
-    assert checks.numa_nodes(tmp_path).value == "one node: all memory is as near"
+    assert checks.numa_nodes(tmp_path).value == "one node: all memory is equally near"

@@ -157,7 +157,7 @@ def test_a_job_whose_end_nobody_knows_has_not_succeeded(disk_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", r"\[machine\]: there is no such table"),
+        ("", r"\[machine\]: this table is missing"),
         ("[machine]\n", r"\[machine\]: memory is missing"),
         ('[machine]\nmemory = "8G"\n', r"memory: '8G' is ambiguous"),
         ('[machine]\nmemory = "8GiB"\n', r"there is no job"),
@@ -167,54 +167,63 @@ def test_a_job_whose_end_nobody_knows_has_not_succeeded(disk_path):
         ),
         (
             '[machine]\nmemory = "8GiB"\nslice = "2 h"\n',
-            r"slice is '2 h'; it is a number and ms, s or min, as '2 s', or 'auto'",
+            r"slice is '2 h'; it must be a number and ms, s or min, such as '2 s', or 'auto'",
         ),
         ('[machine]\nmemory = "8GiB"\nslice = 0\n', r"slice is 0; it must be more than 0"),
         ('[machine]\nmemory = "8GiB"\nflash_capacity = "1GiB"\n', r"flash names no directory"),
-        ('[machine]\nmemory = "8GiB"\ngrace = "auto"\n', r"grace is 'auto'; it is a number"),
+        ('[machine]\nmemory = "8GiB"\ngrace = "auto"\n', r"grace is 'auto'; it must be a number"),
         (
             '[machine]\nmemory = "8GiB"\nflash = ["a", "./a"]\n',
             r"\[machine\]: flash names '.*a' twice",
         ),
-        ('[machine]\nmemory = "8GiB"\nflash = 5\n', r"\[machine\]: flash is 5; it is a directory"),
-        ("JOB\nweight = 0", r"job 'a': weight is 0; it is from 0.001"),
+        (
+            '[machine]\nmemory = "8GiB"\nflash = 5\n',
+            r"\[machine\]: flash is 5; it must be a directory",
+        ),
+        ("JOB\nweight = 0", r"job 'a': weight is 0; it must be from 0.001"),
         ("JOB\npriority = 1.5", r"job 'a': priority is 1.5"),
-        ('JOB\nargs = "x"', r"job 'a': args is 'x'; it is a list of strings"),
+        ('JOB\nargs = "x"', r"job 'a': args is 'x'; it must be a list of strings"),
         ("JOB\nargs = [1]", r"job 'a': args is 1"),
         ("JOB\nenv = {A = 1}", r"job 'a': env.A is 1"),
         ('JOB\nmodule = "m"', r"job 'a': script is 'x.py' and module is 'm'"),
         (
             'JOB\nmemory = "9GiB"',
-            r"job 'a': memory is 9.00 GiB, and \[machine\] memory is 8.00 GiB",
+            r"job 'a': memory is 9.00 GiB, more than \[machine\] memory, 8.00 GiB",
         ),
         ("JOB\ndurable = 1", r"job 'a': durable is 1"),
-        ('JOB\n[[job]]\nname = "a"\nscript = "y.py"', r"job 'a': there are two"),
+        ('JOB\n[[job]]\nname = "a"\nscript = "y.py"', r"job 'a': two jobs have this name"),
         ('JOB\n[[job]]\nname = "a/b"\nscript = "y.py"', r"name is 'a/b'"),
-        ('JOB\n[[job]]\nname = "-b"\nscript = "y.py"', r"'-b'; .* begins with a letter or a digit"),
+        ('JOB\n[[job]]\nname = "-b"\nscript = "y.py"', r"'-b'; .* begin with a letter or a digit"),
         ('JOB\nargs = ["a\\u0000"]', r"job 'a': args has 'a\\x00'"),
-        ('JOB\nenv = {"A=B" = "x"}', r"job 'a': env has 'A=B'; a name is not empty"),
+        (
+            'JOB\nenv = {"A=B" = "x"}',
+            r"job 'a': env has a variable 'A=B'; a name must not be empty",
+        ),
         (
             '[machine]\nmemory = "8GiB"\nflash = ""\n',
-            r"\[machine\]: flash is ''; it is a directory",
+            r"\[machine\]: flash is ''; name a directory",
         ),
         ("JOB\n[jobs]", r"unknown table 'jobs'"),
-        ("JOB", r"jobs\.toml: job 'a': script '.*x.py' is not there"),
-        ('JOB\ncwd = "no"', r"job 'a': cwd '.*no' is no directory"),
+        ("JOB", r"jobs\.toml: job 'a': script '.*x.py' does not exist"),
+        ('JOB\ncwd = "no"', r"job 'a': cwd '.*no' is not a directory"),
         (
             '[machine]\nmemory = "8GiB"\nflash = ["a", ["b"]]\n',
-            r"flash is \['b'\]; it is a directory",
+            r"flash is \['b'\]; it must be a directory",
         ),
         (f"[machine]\nmemory = {'9' * 5000}\n", r"jobs.toml: Exceeds the limit"),
         (
             f"[machine]\nmemory = 0x{'f' * 400}\n",
-            r"machine.memory is a number of more than 64 bits",
+            r"machine.memory is a number that needs more than 64 bits",
         ),
         (f'[machine]\nmemory = "{"9" * 400}GiB"\n', r"memory: '9+' is not a size"),
         (
             '[machine]\nmemory = "9999999PiB"\n',
             r"memory: '9999999PiB' is too large: .* 2\^63 bytes",
         ),
-        (f"JOB\npriority = 0x{'f' * 5000}", r"job.priority is a number of more than 64 bits"),
+        (
+            f"JOB\npriority = 0x{'f' * 5000}",
+            r"job.priority is a number that needs more than 64 bits",
+        ),
         (f"x = {'[' * 3000}", r"jobs.toml: .*nested too deep"),
         ("{", r"Expected|Invalid"),
     ],
@@ -240,17 +249,20 @@ KNOWN = r"known are --device-memory, --host-memory, .*, --optimizer-state, .*--t
         (["--device-memory"], "its last option has no value; " + KNOWN),
         (["--device-memory", "2G"], "'2G' is ambiguous"),
         (["--optimizer-state", "tape"], "invalid choice: 'tape'.*flash.*; " + KNOWN),
-        (["--optimizer-memory", "1GiB"], "--optimizer-memory is for --optimizer-state flash"),
+        (["--optimizer-memory", "1GiB"], "--optimizer-memory needs --optimizer-state flash"),
         (["--policy", "none"], "unknown policy 'none'"),
         (["--codec", "gzip"], "there is no codec 'gzip'; there are zero-value"),
         (["--config", "no.toml"], "No such file"),
         (["--trace", "no/trace.json"], "--trace: '.*/sub/no/trace.json' cannot be written"),
-        (["--flash", "no"], "directory '.*/sub/no' cannot be spilled to"),
-        (["y.py"], "'y.py x.py' would be run; what is run is script or module"),
-        (["-m", "y"], "'y x.py' would be run"),
+        (["--flash", "no"], "directory '.*/sub/no' does not exist"),
+        (["y.py"], "would run 'y.py x.py' in place of the script or module"),
+        (["-m", "y"], "would run 'y x.py' in place"),
         (["--help"], "help is not for a job"),
-        (["--channel", "c"], "--channel is not for a job: it is the manager's; " + KNOWN),
-        (["--state", "kept"], "--state is not for a job: the manager sets it: durable = true"),
+        (["--channel", "c"], "--channel is not for a job: the manager sets it; " + KNOWN),
+        (
+            ["--state", "kept"],
+            "--state is not for a job: the manager sets it; write durable = true",
+        ),
         (["--resume"], "--resume is not for a job"),
     ],
 )
@@ -287,7 +299,7 @@ def test_a_durable_job_that_has_nowhere_to_sleep_is_refused_before_anything_begi
     assert main(["jobs", "run", str(path), "--state", str(disk_path / "state")]) == 2
     told = capsys.readouterr().err
     assert (
-        "jobs.toml: job 'a': options is []: durable is true, and [machine] flash names no directory"
+        "jobs.toml: job 'a': options is []: durable is true, but [machine] flash names no directory"
         in told
     )
     assert not (disk_path / "state").exists()
@@ -425,4 +437,4 @@ def test_another_terminal_sees_it_live_until_the_manager_has_ended(tmp_path, mon
     assert "done" in capsys.readouterr().out
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
     assert main(["jobs", "status", "--watch"]) == 2
-    assert "--watch shows jobs on a terminal" in capsys.readouterr().err
+    assert "--watch needs a terminal" in capsys.readouterr().err

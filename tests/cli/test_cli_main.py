@@ -79,8 +79,8 @@ def test_settings_that_make_no_sense_are_refused_before_the_script_runs(
         "codec is 'No'": [*flash, "--codec", "No", "x.py"],
         "device_memroy": ["--config", "bad.toml", "x.py"],
         "No such file": ["--config", "none.toml", "x.py"],
-        "'/proc/none' cannot be spilled to": ["--flash", "/proc/none", "x.py"],
-        "Not a directory": ["--flash", "file", "x.py"],
+        "'/proc/none' does not exist": ["--flash", "/proc/none", "x.py"],
+        "is not a directory": ["--flash", "file", "x.py"],
         "names a directory twice": [*flash, *flash, "x.py"],
         "--trace: ": ["--trace", "no/such/trace.json", "x.py"],
         "event_log: ": ["--event-log", ".", "x.py"],
@@ -93,11 +93,11 @@ def test_settings_that_make_no_sense_are_refused_before_the_script_runs(
 
 
 def test_a_directory_in_memory_is_refused(monkeypatch, capsys):
-    from penstock.cli import paths
-    from penstock.io.files import FileSystem
+    from penstock.core import fs
+    from penstock.core.fs import FileSystem
 
-    monkeypatch.setattr(paths, "filesystem_of", lambda path: FileSystem("tmpfs", True))
-    for argv in (["run", "--flash", "/x", "script.py"], ["bench", "io", "--dir", "/x"]):
+    monkeypatch.setattr(fs, "filesystem_of", lambda path: FileSystem("tmpfs", True))
+    for argv in (["run", "--flash", "/", "script.py"], ["bench", "io", "--dir", "/"]):
         code, line = refusal(argv, capsys)
         assert code == 2
         assert "is on tmpfs" in line

@@ -144,7 +144,7 @@ def test_what_is_printed_for_people(capsys):
         "alexnet, batch 512 on Two cores",
         "budget 36.00 MiB of what autograd saves",
         "policy ranked: it fits; largest batch that fits: ",
-        "with memory without end (the oracle)",
+        "with unlimited memory (the oracle)",
         "addresses, two-ended",
         "written to the SSD in each step",
         "offload → flash",
@@ -290,9 +290,9 @@ def test_the_plot_is_written(tmp_path, capsys):
         (["vgg16", "--batch", "1", *ON_CPU, "--device-memory", "0"], "must be 1 or more"),
         (["vgg16", "--batch", "1", *ON_CPU, "--set", "a=1"], "no setting a; it has"),
         (["vgg16", "--batch", "1", *ON_CPU, "--set", "a"], "'a' is not NAME=VALUE"),
-        (["none.json", *ON_CPU], "'none.json' cannot be read"),
+        (["none.json", *ON_CPU], "cannot read the profile 'none.json'"),
         (["x.json", *ON_CPU, "--set", "a=1"], "not a network of the zoo"),
-        (["none.py:f", "--batch", "1", *ON_CPU], "there is no such file"),
+        (["none.py:f", "--batch", "1", *ON_CPU], "the file does not exist"),
         (["vgg16", "--batch", "1", *ON_CPU, "--plot", "x.txt"], "does not end with .svg"),
         (["vgg16", "--batch", "1", *ON_CPU, "--plot", "no/x.svg"], "cannot be written"),
         (["vgg16", "--batch", "1", *ON_CPU, "--save-plan", "x.toml"], "end with .json"),
@@ -404,4 +404,4 @@ def test_a_saved_plan_is_what_run_takes(disk_path, monkeypatch, capsys):
     (disk_path / "plan.json").write_text("{}")
     assert main(["run", "--flash", ".", "--policy", "plan.json", "x.py"]) == 1
     assert main(["run", "--flash", ".", "--policy", "none.json", "x.py"]) == 2
-    assert "'none.json' cannot be read" in capsys.readouterr().err
+    assert "cannot read the profile 'none.json'" in capsys.readouterr().err

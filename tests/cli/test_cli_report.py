@@ -43,7 +43,7 @@ def test_tables_and_the_exit_code(log, capsys):
         assert not err
     else:
         assert err.startswith("penstock: error: ")
-        assert "of the 1 steps that it has" in err
+        assert "covers only its 1 steps" in err
 
 
 def test_one_document(log, capsys):
@@ -86,6 +86,6 @@ def test_a_rotated_log_says_what_its_beginning_lacks(tmp_path, capsys, whole):
     assert files > 0
     assert 0 < steps < 40
     assert found["summary"]["steps"] == (40 if whole else 40 - steps)
-    have = "totals have them" if whole else "totals do not have them"
-    assert f"its first {files} files are gone" in out
+    have = "totals include them" if whole else "totals do not include them"
+    assert f"its first {files} files are missing" in out
     assert f"events of the first {steps} steps; {have}" in out

@@ -242,7 +242,7 @@ def test_what_is_for_states_on_flash_is_refused_without_them(tmp_path, option):
         parsed = run.parser().parse_args([option, "0B", *words, "script.py"])
         return run._optimizer_settings(parsed, run._config(parsed))
 
-    with pytest.raises(ConfigError, match=f"{option} is for --optimizer-state flash"):
+    with pytest.raises(ConfigError, match=f"{option} needs --optimizer-state flash"):
         settings()
     name = "host_memory" if option == "--optimizer-memory" else "gradient_memory"
     assert settings("--optimizer-state", "flash", "--flash", str(tmp_path))[name] == "0B"

@@ -151,7 +151,7 @@ def test_a_program_in_place_of_a_script_is_refused_with_the_right_command(
     assert refused.code == 2
     first, second = refused.err.splitlines()
     assert f"can't open file '{tmp_path / launcher}'" in first
-    assert second.startswith(f"penstock: {launcher!r} is a program, and ")
+    assert second.startswith(f"penstock: {launcher!r} is a program, but ")
     assert command is None or second.endswith(command)
 
 
@@ -172,7 +172,7 @@ def test_options_in_the_wrong_place_are_pointed_out_and_the_script_has_them(tmp_
     assert (ended.code, ended.out) == (0, f"{list(words)}\n")
     (note, _) = ended.err.splitlines()
     assert note == (
-        "penstock: note: --device-memory, --flash after script.py: these are for script.py;"
+        "penstock: note: --device-memory, --flash after script.py: these are passed to script.py;"
         " options for Penstock come before the script"
     )
     given = ("--device-memory", "1GiB", "--flash", "spill")

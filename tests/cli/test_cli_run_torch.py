@@ -156,4 +156,4 @@ def test_scripts_that_use_torch_otherwise(work):
     assert (script.code, script.out) == (0, "1\nTrue\n")
     assert "0 optimizer steps" in script.err
     assert (thread.code, thread.out) == (0, "")
-    assert "torch was imported first in thread 'T'" in thread.err
+    assert "torch was first imported in thread 'T'" in thread.err

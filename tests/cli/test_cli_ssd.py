@@ -235,7 +235,7 @@ def test_a_trace_is_run(tmp_path, capsys):
     [
         ([*RUN, "randreed"], "did you mean 'randread'"),
         ([*RUN, "randread", "--read-share", "0.5"], "is for randrw"),
-        ([*RUN, "randread", "--request-size", "100"], "no multiple of 512"),
+        ([*RUN, "randread", "--request-size", "100"], "use a multiple of 512"),
         ([*RUN, "randread", "--request-size", "0B"], "it must be 512 or more"),
         ([*RUN, "randread", "--requests", "0"], "1 or more"),
         ([*RUN, "randread", "--hot", "0.9"], "not two shares"),
@@ -287,7 +287,7 @@ def test_a_sweep_over_words_and_an_engine(capsys):
         ("geometry.channels", "has no values"),
         ("geometry.chanels=1,2", "did you mean 'geometry.channels'"),
         ("geometry.channels=1,0", "geometry.channels is 0"),
-        ("geometry.channels=" + ",".join(["1"] * 100_001), "more than 100000"),
+        ("geometry.channels=" + ",".join(["1"] * 100_001), "at most 100000"),
     ],
 )
 def test_sweeps_that_make_no_sense_are_refused(field, says, capsys):

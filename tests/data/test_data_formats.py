@@ -516,11 +516,11 @@ def test_a_damaged_index_is_built_anew_and_a_torn_one_never_seen(rows, monkeypat
     with pytest.warns(PenstockWarning, match="no index"):
         assert open_index(path).built
 
-    def killed(*_):
+    def killed(*_, **__):
         raise KeyboardInterrupt
 
     os.unlink(opened.index_path)
-    monkeypatch.setattr(os, "replace", killed)
+    monkeypatch.setattr(os, "rename", killed)
     with pytest.raises(KeyboardInterrupt):
         open_index(path)
     monkeypatch.undo()

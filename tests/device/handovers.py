@@ -47,7 +47,7 @@ def use(order: Order | None) -> None:
     """From now on tell ``order``."""
     global _order  # noqa: PLW0603
     _order = order
-    staging.give_back_idle()  # what one checker was told of, the next one was not
+    staging.free_idle()  # what one checker was told of, the next one was not
 
 
 def install() -> None:
@@ -167,7 +167,7 @@ def lanes() -> None:
 def _let_go(order: Order, _: object, __: Lane, copy: Any) -> None:
     order.forget(_key(copy))
     if copy.storage is not None and copy.end is not None:
-        order.let_go(copy.storage.data_ptr())
+        order.released(copy.storage.data_ptr())
 
 
 def tickets() -> None:
@@ -222,7 +222,7 @@ def arenas() -> None:
         Arena,
         "allocate",
         None,
-        lambda order, block, *_: block and order.taken(block.address, block.nbytes),
+        lambda order, block, *_: block and order.host_allocated(block.address, block.nbytes),
     )
     _around(Arena, "_free_block", _given_back)
 
@@ -236,7 +236,7 @@ def _given_back(order: Order, _: object, block: Block, __: object) -> None:
     if start is not None:
         order.take_over(("lent", start))
         order.forget(("lent", start))
-    order.given_back(block.address)
+    order.host_freed(block.address)
 
 
 def _start_of(keep_alive: object) -> int | None:
@@ -265,7 +265,7 @@ def _let_go_of_source(order: Order, job: WriteJob) -> None:
     order.take_over(_key(job))
     order.forget(_key(job))
     if job._storage is not None:
-        order.let_go(job._storage.data_ptr())
+        order.released(job._storage.data_ptr())
 
 
 def tiers() -> None:
@@ -358,7 +358,7 @@ def _over(order: Order, moved: Leaving | DirectRead) -> None:
     target = getattr(moved, "target", None)
     storage = getattr(moved, "storage", None) if target is None else target.storage
     if storage is not None:
-        order.let_go(storage.data_ptr())
+        order.released(storage.data_ptr())
 
 
 def gradients() -> None:
@@ -382,7 +382,7 @@ def pieces() -> None:
 
 def _judged(order: Order, _: object, mine: Any, *__: object) -> None:
     for piece in mine._pieces:
-        order.taken(piece.data_ptr(), piece.nbytes)
+        order.host_allocated(piece.data_ptr(), piece.nbytes)
 
 
 def _telling(move: Callable[..., None], writes: bool) -> Callable[..., None]:

@@ -109,11 +109,11 @@ STREAMS = {"self._leave", "self._table.leave"}
 """Calls that return what a copy comes after, in ``runtime/cuda``; in their place nothing comes."""
 AFTER = {
     "Copy": 2,
-    "_behind": 0,
+    "_ordered_after": 0,
     "_submit": 2,
     "_take_over": 2,
     "copy_across": 2,
-    "straight": 2,
+    "copy_pinned": 2,
     "to_device": 1,
     "to_host": 1,
     "write": 3,

@@ -38,7 +38,7 @@ def stage_copies(device):
     """What a thread of an optimizer or of a checkpoint does."""
     source, target = torch.ones(64, device=device), torch.empty(64)
     torch.cuda.synchronize()
-    staging.give_back_idle()  # so that pinned memory is taken
+    staging.free_idle()  # so that pinned memory is taken
     return lambda: staging.copy_across(source, target, None)
 
 

@@ -187,4 +187,4 @@ def test_what_computes_something_else_is_noticed_the_first_time(
     with following(disk_path, plan, model, **HOST), errors:
         train(model, steps=1)
     (error,) = raised
-    assert "Stack.block computes something else" in error
+    assert "recomputing Stack.block gave a different result" in error

@@ -230,7 +230,7 @@ def test_idle_pinned_memory_goes_when_it_is_asked_for(disk_path):
     source = torch.ones(PIECE_BYTES, dtype=torch.uint8, device=DEVICE)
     copy_across(source, torch.empty_like(source, device="cpu"), ready_event(source.device))
     assert staging._idle
-    staging.give_back_idle()
+    staging.free_idle()
     assert not staging._idle
     found = copy_across(source, torch.empty_like(source, device="cpu"), ready_event(source.device))
     assert bool((found == 1).all())

@@ -39,9 +39,9 @@ def hooks():
 
 def test_aside_nothing_is_packed_and_afterwards_again(hooks):
     assert hooks.saves() == 1
-    with hooks.aside.aside():
+    with hooks.aside.unhooked():
         assert hooks.saves() == 0
-        with hooks.aside.aside():
+        with hooks.aside.unhooked():
             assert hooks.saves() == 0
         assert hooks.saves() == 0
     assert hooks.saves() == 1
@@ -49,7 +49,7 @@ def test_aside_nothing_is_packed_and_afterwards_again(hooks):
 
 
 def test_hooks_come_back_after_an_exception(hooks):
-    with pytest.raises(ZeroDivisionError), hooks.aside.aside():
+    with pytest.raises(ZeroDivisionError), hooks.aside.unhooked():
         raise ZeroDivisionError
     assert hooks.saves() == 1
 
@@ -82,7 +82,7 @@ def test_a_thread_without_hooks_is_left_alone(hooks):
     seen = []
 
     def work():
-        with hooks.aside.aside():
+        with hooks.aside.unhooked():
             seen.append(hooks.saves())
         seen.append(hooks.saves())
 

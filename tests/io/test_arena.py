@@ -592,7 +592,7 @@ def test_a_forked_child_neither_has_nor_harms_it():
     def child():
         assert not is_mapped(arena.address)
         for action in (lambda: arena.allocate(1), arena.pretouch, arena.trim):
-            with pytest.raises(ClosedError, match="forked child"):
+            with pytest.raises(ClosedError, match="was forked"):
                 action()
         arena._lock._lock.acquire()  # as if a thread had held it when the process was forked
         array.clear()

@@ -75,7 +75,7 @@ def manage(folder):
     machine = {"memory": "100MiB", "flash": "flash", "slice": "50ms", "asleep": "10MiB"}
     jobs = [{"name": name, "script": "script.py", "memory": "60MiB"} for name in NAMES]
     description = Description.from_json(
-        {"machine": {**machine, "enforce": "looking"}, "job": jobs}, source="x", base=str(folder)
+        {"machine": {**machine, "enforce": "polling"}, "job": jobs}, source="x", base=str(folder)
     )
     words = [sys.executable, "-S", "-E", JOB]
     with Manager(

@@ -18,7 +18,7 @@ from penstock.core.units import MIB
 from penstock.jobs import Machine, budget
 from penstock.jobs.budget import Budget
 from penstock.jobs.cgroups import NO_LIMIT, Group, Place, place_of
-from penstock.jobs.enclosure import Enclosure, discard
+from penstock.jobs.enclosure import Enclosure, remove_groups
 from penstock.jobs.limits import shares
 from penstock.jobs.policy import ALIVE, Entry, Phase
 
@@ -95,9 +95,9 @@ class FakeKernel:
             shutil.rmtree(path)
         return None
 
-    def write(self, path, text, *, may_lack=False):
+    def write(self, path, text, *, optional=False):
         if not path.exists():
-            if may_lack:
+            if optional:
                 return
             raise FileNotFoundError
         here = path.parent
@@ -157,7 +157,7 @@ def test_a_container_sees_a_part_of_the_tree():
     found = place_of("4:memory:/docker/7/jobs\n", mount)
     assert found.path == "/sys/fs/cgroup/memory/jobs"
     assert place_of("4:memory:/docker/7\n", mount).path == "/sys/fs/cgroup/memory"
-    with pytest.raises(JobError, match="mounted nowhere that this process can see"):
+    with pytest.raises(JobError, match="sees no mount of the memory controller"):
         place_of("4:memory:/elsewhere\n", mount)
     with pytest.raises(JobError, match="no control groups"):
         place_of("", mount)
@@ -205,9 +205,9 @@ def test_page_cache_is_not_held_and_no_limit_is_below_what_is(kernel):
 
 
 def test_a_group_that_may_not_be_made_is_said(tmp_path):
-    with pytest.raises(JobError, match=r"no group may be made in .*Delegate=yes"):
+    with pytest.raises(JobError, match=r"a control group cannot be created in .*Delegate=yes"):
         Group.make(str(tmp_path / "no"), "g", 1)
-    with pytest.raises(JobError, match="would have no limit of memory"):
+    with pytest.raises(JobError, match="would have no memory limit"):
         Group.make(str(tmp_path), "g", 1)
     assert not (tmp_path / "g").exists()
 
@@ -281,7 +281,7 @@ def test_what_a_killed_manager_left_is_taken_over_or_removed(kernel):
     other = enclosure(kernel, state="/another/state", found=left.path)
     assert not Path(left.path).exists()
     assert other.path != left.path
-    assert discard(other.path)
+    assert remove_groups(other.path)
 
 
 def test_in_version_2_the_manager_makes_way_if_it_is_alone(tmp_path, monkeypatch):
@@ -295,7 +295,7 @@ def test_in_version_2_the_manager_makes_way_if_it_is_alone(tmp_path, monkeypatch
     made.close()
     assert sorted(each.name for each in mine.iterdir() if each.is_dir()) == []
     (mine / "cgroup.procs").write_text(f"{ME}\n77\n")
-    with pytest.raises(JobError, match=r"other processes are in it.*Delegate=yes"):
+    with pytest.raises(JobError, match=r"it has other processes.*Delegate=yes"):
         enclosure(kernel)
     assert sorted((mine / "cgroup.procs").read_text().split()) == sorted([str(ME), "77"])
     assert not any(each.is_dir() for each in mine.iterdir())
@@ -311,14 +311,16 @@ def test_where_it_is_not_permitted_it_is_said_or_refused(kernel, monkeypatch):
     monkeypatch.setattr(budget, "own_place", refuse)
     lines = []
     made = Budget(Machine(memory="1GiB"), state="state", tell=lines.append)
-    made.keep(None)
-    made.say()
+    made.enforce(None)
+    made.report()
     assert not made.is_enforced
-    assert lines == ["the budget is kept by looking, not by the kernel: no group may be made here"]
+    assert lines == [
+        "the budget is enforced by polling, not by the kernel: no group may be made here"
+    ]
     wanted = Budget(Machine(memory="1GiB", enforce="cgroup"), state="state", tell=lines.append)
     with pytest.raises(ConfigError, match=r"\[machine\] enforce is 'cgroup': no group may"):
-        wanted.keep(None)
-    with pytest.raises(ConfigError, match="enforce is 'kernel'; known are auto, cgroup, looking"):
+        wanted.enforce(None)
+    with pytest.raises(ConfigError, match="enforce is 'kernel'; known are auto, cgroup, polling"):
         Machine(memory="1GiB", enforce="kernel")
 
 
@@ -327,12 +329,12 @@ def test_without_enforcement_jobs_of_an_earlier_manager_are_let_go(kernel):
     left.allow([entry("a")])
     left.begin("a")
     Path(left.path, "job-a/cgroup.procs").write_text("4711\n")
-    made = Budget(Machine(memory="1GiB", enforce="looking"), state="state", tell=print)
-    made.keep(left.path)
+    made = Budget(Machine(memory="1GiB", enforce="polling"), state="state", tell=print)
+    made.enforce(left.path)
     name, none = (OLD[0], "-1") if kernel.version == 1 else (NEW[0], "max")
     assert Path(left.path, "job-a", name).read_text() == none
     Path(left.path, "job-a/cgroup.procs").write_text("")
-    made.keep(left.path)
+    made.enforce(left.path)
     assert not Path(left.path).exists()
 
 

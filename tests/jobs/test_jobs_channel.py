@@ -17,7 +17,7 @@ from offload_runs import same_bits, session_in
 from penstock.core.errors import ClosedError, JobError, SuspendError, TransferError
 from penstock.core.units import MIB
 from penstock.io.pages import PrivateMemory
-from penstock.jobs.logs import last_lines, length_of, no_room, turn_over
+from penstock.jobs.logs import disk_is_full, last_lines, length_of, rotate
 from penstock.jobs.processes import (
     Identity,
     Process,
@@ -140,16 +140,16 @@ def test_a_channel_that_cannot_be_made_is_said(tmp_path, monkeypatch):
 
     manager = ManagerEnd(str(tmp_path / "channel"))
     monkeypatch.setattr(os, "pwrite", refuse)
-    with pytest.raises(JobError, match="cannot be made: No space left"):
+    with pytest.raises(JobError, match="cannot be created: No space left"):
         manager.clear()
     manager.close()
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with pytest.raises(JobError, match="cannot be made: No space left"):
+    with pytest.raises(JobError, match="cannot be created: No space left"):
         ManagerEnd(str(tmp_path / "another"))
 
 
 def test_without_a_manager_there_is_no_channel(tmp_path):
-    with pytest.raises(JobError, match="a manager makes it"):
+    with pytest.raises(JobError, match="created by a manager"):
         JobEnd(str(tmp_path / "no"))
 
 
@@ -165,16 +165,16 @@ def test_the_lock_says_whether_a_process_lives(ends):
 
 def test_a_process_that_has_just_begun_is_waited_for(tmp_path, monkeypatch):
     manager = ManagerEnd(str(tmp_path / "channel"))
-    assert manager.who().pid == 0  # there is none
+    assert manager.wait_for_pid().pid == 0  # there is none
     fd = manager.lock_for_child()
     later = threading.Timer(0.2, JobEnd, [manager.path])
     later.start()
-    assert manager.who().pid == os.getpid()
+    assert manager.wait_for_pid().pid == os.getpid()
     later.join()
     manager.clear()
-    monkeypatch.setattr("penstock.swap.channel._SAYS_WHO_S", 0.05)
-    with pytest.raises(JobError, match="does not say which it is"):
-        manager.who()
+    monkeypatch.setattr("penstock.swap.channel._REPORT_LIMIT_S", 0.05)
+    with pytest.raises(JobError, match="does not report its number"):
+        manager.wait_for_pid()
     os.close(fd)
     manager.close()
 
@@ -234,7 +234,7 @@ def test_children_count_by_their_part():
 def test_ends_are_told_in_words(tmp_path):
     assert describe_end(0) == "done"
     assert describe_end(3) == "failed with exit code 3"
-    assert describe_end(-9).startswith("killed by SIGKILL, perhaps for want of memory")
+    assert describe_end(-9).startswith("killed by SIGKILL, perhaps out of memory")
     assert describe_end(-11) == "killed by SIGSEGV"
     assert "not known" in describe_end(None)
     (tmp_path / "log").write_bytes(b"x" * 10000 + b"\n\xff one\n\n two\n")
@@ -250,12 +250,12 @@ def test_ends_are_told_in_words(tmp_path):
 
 def test_a_long_log_is_moved_beside_and_goes_on_at_its_beginning(tmp_path, monkeypatch):
     path = str(tmp_path / "a.log")
-    assert not turn_over(path, most_bytes=10)
+    assert not rotate(path, most_bytes=10)
     with open(path, "ab", buffering=0) as file:
         file.write(b"0123456789")
-        assert not turn_over(path, most_bytes=10)
+        assert not rotate(path, most_bytes=10)
         file.write(b"x")
-        assert turn_over(path, most_bytes=10)
+        assert rotate(path, most_bytes=10)
         assert length_of(path) == 0
         file.write(b"next")
         assert (tmp_path / "a.log").read_bytes() == b"next"
@@ -266,12 +266,12 @@ def test_a_long_log_is_moved_beside_and_goes_on_at_its_beginning(tmp_path, monke
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         monkeypatch.setattr("shutil.copyfile", full)
-        assert turn_over(path, most_bytes=10)
+        assert rotate(path, most_bytes=10)
     assert os.listdir(tmp_path) == ["a.log"]
     assert length_of(path) == 0
-    assert not no_room(path)
+    assert not disk_is_full(path)
     monkeypatch.setattr("penstock.jobs.logs.free_space_bytes", lambda path: 0)
-    assert no_room(path)
+    assert disk_is_full(path)
 
 
 # -- a session that is told by a manager ----------------------------------------------------------
@@ -357,12 +357,12 @@ def test_what_cannot_come_ahead_does_not_wake_it(trained, ends, monkeypatch):
         states.append(manager.look().state)
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("penstock.swap.suspend.Suspended.fetch", refuse)
+    monkeypatch.setattr("penstock.swap.suspend.Suspended.prefetch", refuse)
 
     def manage():
         until(manager, lambda status: status.state == "asleep")
         manager.want(sleep=True, fetch_bytes=3 * MIB)
-        until(manager, lambda _: any("ahead of its turn" in line for line in told))
+        until(manager, lambda _: any("not prefetched any further" in line for line in told))
         time.sleep(0.1)  # it would wake by now
         states.append(manager.look().state)
         manager.want(sleep=False)
@@ -374,7 +374,7 @@ def test_what_cannot_come_ahead_does_not_wake_it(trained, ends, monkeypatch):
     thread.join()
     assert states == ["asleep", "asleep"]
     assert (manager.look().state, manager.status.refused) == ("awake", "")
-    assert any("ahead of its turn: can't start new thread" in line for line in told)
+    assert any("not prefetched any further: can't start new thread" in line for line in told)
 
 
 def test_the_space_of_a_channel_is_there_before_the_disk_is_full(ends):
@@ -394,7 +394,7 @@ def test_a_signal_does_not_put_to_sleep_what_a_manager_runs(trained, ends):
     signal.raise_signal(signal.SIGUSR1)
     step(model, optimizer)
     assert manager.look().state == "awake"
-    assert "it has a manager; use `penstock jobs suspend`" in told[0]
+    assert "because this job has a manager" in told[0]
 
 
 def until(manager, what):
@@ -412,11 +412,11 @@ def test_what_comes_ahead_can_go_again_and_all_comes_back(trained):
     expected = [each.detach().clone() for each in (*model.parameters(), model[0].weight.grad)]
     suspended = penstock.suspend(session)
     resident = held_bytes(os.getpid())
-    assert 3.9 * MIB < suspended.fetch(4 * MIB + 5) <= 4 * MIB
+    assert 3.9 * MIB < suspended.prefetch(4 * MIB + 5) <= 4 * MIB
     assert held_bytes(os.getpid()) - resident >= 3.5 * MIB
-    assert 0.9 * MIB < suspended.fetch(MIB) <= MIB
+    assert 0.9 * MIB < suspended.prefetch(MIB) <= MIB
     assert held_bytes(os.getpid()) - resident <= 1.5 * MIB
-    assert 5.9 * MIB < suspended.fetch(6 * MIB) <= 6 * MIB
+    assert 5.9 * MIB < suspended.prefetch(6 * MIB) <= 6 * MIB
     penstock.resume(session)
     now = [each.detach() for each in (*model.parameters(), model[0].weight.grad)]
     assert all(map(same_bits, now, expected))
@@ -426,8 +426,8 @@ def test_what_has_come_ahead_is_closed_and_not_read_again(trained, monkeypatch):
     session, model, _ = trained
     expected = [each.detach().clone() for each in model.parameters()]
     suspended = penstock.suspend(session)
-    held = [each.held.pages for each in suspended._away]
-    there = suspended.fetch(4 * MIB)
+    held = [each.held.pages for each in suspended._storages]
+    there = suspended.prefetch(4 * MIB)
     assert not any(PrivateMemory().holds(each) for each in held)
 
     def refuse(*_, **__):
@@ -435,10 +435,10 @@ def test_what_has_come_ahead_is_closed_and_not_read_again(trained, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(suspended._tier, "read", refuse)
-        assert suspended.fetch(there) == suspended.fetch(6 * MIB) == there
+        assert suspended.prefetch(there) == suspended.prefetch(6 * MIB) == there
         with pytest.raises(SuspendError, match="not now"):
             suspended.resume()
-        assert suspended.fetch(0) == 0  # what is back is in use
+        assert suspended.prefetch(0) == 0  # what is back is in use
         assert sum(each.nbytes for each in held if PrivateMemory().holds(each)) == there
     penstock.resume(session)
     assert all(map(same_bits, (each.detach() for each in model.parameters()), expected))

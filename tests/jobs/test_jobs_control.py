@@ -68,9 +68,9 @@ def test_peers_that_ask_and_never_read_hold_up_nobody(tmp_path):
 
 
 def test_silent_peers_make_room_for_others_where_there_are_too_many(tmp_path, monkeypatch):
-    monkeypatch.setattr(control, "_SILENT_S", 0.0)
+    monkeypatch.setattr(control, "_IDLE_S", 0.0)
     with serving(tmp_path, "well"), ExitStack() as stack:
-        for _ in range(2 * control._PEERS):
+        for _ in range(2 * control._MAX_PEERS):
             stack.enter_context(peer_of(tmp_path))
         assert Client(tmp_path).ask({"do": "status"}) == {"told": "well"}
 
@@ -79,7 +79,7 @@ def test_a_manager_that_is_stopped_is_told_from_one_that_is_not_there(tmp_path, 
     monkeypatch.setattr(control, "_ANSWER_S", 1.0)
     fd = os.open(tmp_path, os.O_RDONLY)
     server = Server(fd, lambda _: {})  # it never serves
-    with pytest.raises(JobError, match="did not answer within 1 s: it is stopped"):
+    with pytest.raises(JobError, match="did not answer within 1 s: it is paused"):
         Client(tmp_path).status()
     server.close()
     os.close(fd)

@@ -14,7 +14,7 @@ from penstock.core.units import MIB
 from penstock.jobs import Manager
 from penstock.jobs.cgroups import Group, own_place
 from penstock.jobs.description import Description
-from penstock.jobs.enclosure import Enclosure, discard
+from penstock.jobs.enclosure import Enclosure, remove_groups
 
 __all__ = ["managed"]  # a fixture
 
@@ -78,7 +78,7 @@ def test_jobs_share_a_budget_that_the_kernel_keeps(managed):
     assert run.good, done
     assert 64 * MIB < most <= 140 * MIB
     assert all(each["steps"] == 40 and each["sleeps"] >= 1 for each in done.values())
-    assert any(line == f"the budget is kept by the kernel, in {group}" for line in run.lines)
+    assert any(line == f"the budget is enforced by the kernel, in {group}" for line in run.lines)
     run.manager.close()
     assert not group.exists()
 
@@ -93,7 +93,7 @@ def test_who_takes_too_much_at_once_is_ended_and_nobody_else(managed):
     assert (done["good"]["outcome"], done["good"]["steps"]) == ("done", 150)
     assert done["greedy"]["outcome"] == "failed"
     told = done["greedy"]["told"]
-    assert "killed by SIGKILL: the kernel has ended a process of it" in told
+    assert "killed by SIGKILL: the kernel has killed one of its processes" in told
     assert "of [machine] memory, 140.00 MiB; its need is declared as 30.00 MiB: set its" in told
 
 
@@ -105,4 +105,4 @@ def test_the_next_manager_takes_over_the_group_and_removes_it(disk_path):
     result = json.loads(out.splitlines()[-1])["status"]
     assert [each["steps"] for each in result["jobs"]] == [80, 80]
     assert result["machine"]["kept_by"] == str(group)
-    assert discard(str(group))  # it was removed
+    assert remove_groups(str(group))  # it was removed

@@ -46,7 +46,7 @@ def described(folder, *jobs, **machine):
         "slice": "100ms",
         "asleep": "20MiB",
         "grace": "1 min",
-        "enforce": "looking",  # what it counts is the same on every machine
+        "enforce": "polling",  # what it counts is the same on every machine
         **machine,
     }
     tables = [
@@ -174,7 +174,7 @@ def test_a_need_that_is_not_declared_is_learnt(managed):
         done = run.ended()
     assert run.good
     assert all(40 * MIB < each["need_bytes"] < 80 * MIB for each in done.values())
-    assert sum("counted so from now on" in line for line in run.lines) == 2
+    assert sum("its need from now on" in line for line in run.lines) == 2
 
 
 def test_who_needs_more_than_declared_is_told_and_counted_so(managed):
@@ -182,7 +182,7 @@ def test_who_needs_more_than_declared_is_told_and_counted_so(managed):
         run.until(lambda jobs: jobs["a"]["need_bytes"] > 90 * MIB)
         run.may_end()
         done = run.ended()
-    assert any("more than the 30.00 MiB that it was to need" in line for line in run.lines)
+    assert any("more than its declared 30.00 MiB" in line for line in run.lines)
     assert done["a"]["need_bytes"] > 90 * MIB
 
 
@@ -190,7 +190,7 @@ def test_who_holds_more_than_the_machine_has_is_put_to_sleep_and_stays_so(manage
     job = {"name": "a", "memory": "30MiB", "how": "mib=150 steps=10000"}
     with managed(job, memory="100MiB", keeps=False) as run:
         found = run.until(is_in("a", "asleep"))
-        assert "and [machine] memory is 100.00 MiB: it is put to sleep" in found["a"]["told"]
+        assert "more than [machine] memory, 100.00 MiB: it is suspended" in found["a"]["told"]
         time.sleep(0.3)
         assert run.until(is_in("a", "asleep"))["a"]["sleeps"] == 1
 
@@ -280,9 +280,7 @@ def test_it_is_said_who_has_killed_a_deaf_one(managed):
         run.until(lambda jobs: jobs["a"]["steps"])
         run.client.stop("a")
         done = run.ended()
-    assert done["a"]["told"] == (
-        "stopped (killed by SIGKILL, for it did not end by itself in 0.6 s)"
-    )
+    assert done["a"]["told"] == ("stopped (killed by SIGKILL, as it did not end within 0.6 s)")
 
 
 @pytest.mark.parametrize("phase", ["awake", "asleep"])
@@ -335,14 +333,16 @@ def test_a_manager_that_is_not_there_is_said(tmp_path):
 def test_of_a_manager_that_is_over_it_is_said_how_its_jobs_ended(managed):
     with managed({"name": "a", "how": "steps=2"}, {"name": "b", "how": "fail=1"}) as run:
         run.ended()
-        with pytest.raises(JobError, match=r"no manager answers .* jobs were: a done, b failed"):
+        with pytest.raises(
+            JobError, match=r"no manager answers .* states of its jobs are: a done, b failed"
+        ):
             run.client.status()
 
 
 @pytest.mark.parametrize("record", ["", "[" * 100_000, "[]", '{"jobs": [{}]}', '{"jobs": 3}'])
 def test_a_record_that_makes_no_sense_is_no_hindrance_to_say_so(tmp_path, record):
     (tmp_path / "record.json").write_text(record)
-    with pytest.raises(JobError, match=r"one that was killed \("):
+    with pytest.raises(JobError, match=r"jobs of a killed manager \("):
         Client(tmp_path).status()
 
 
@@ -381,7 +381,7 @@ def test_those_who_connect_and_say_nothing_keep_nobody_from_asking(disk_path):
         asking.start()
         while asking.is_alive():
             manager._server.serve(0.1)
-        assert told == ["a does not begin until it is resumed"]
+        assert told == ["a does not start until it is resumed"]
 
 
 # -- what goes wrong ------------------------------------------------------------------------------
@@ -408,7 +408,7 @@ def test_a_job_that_is_killed_takes_none_along(managed, phase):
         run.may_end()
         done = run.ended()
     assert done["a"]["outcome"] == "failed"
-    assert "killed by SIGKILL, perhaps for want of memory" in done["a"]["told"]
+    assert "killed by SIGKILL, perhaps out of memory" in done["a"]["told"]
     assert done["b"]["outcome"] == "done"
 
 
@@ -470,7 +470,7 @@ def test_more_jobs_than_flash_begin_when_others_are_over(managed):
     with managed(*jobs, flash_capacity="100MiB") as run:
         waiting = run.until(is_in("a", "awake"))
         run.may_end()
-        assert "160.00 MiB of memory might have to sleep" in waiting["b"]["note"]
+        assert "160.00 MiB of memory would go to flash" in waiting["b"]["note"]
         assert "flash has 100.00 MiB" in waiting["b"]["note"]
         done = run.ended()
     assert run.good
@@ -479,13 +479,13 @@ def test_more_jobs_than_flash_begin_when_others_are_over(managed):
 
 def test_what_is_not_there_is_said_before_anything_begins(disk_path):
     description = described(disk_path, {"name": "a"}, memory="900PB")
-    with pytest.raises(ConfigError, match=r"memory is .* TiB, and this machine has .* GiB"):
+    with pytest.raises(ConfigError, match=r"memory is .* TiB, but this machine has only .* GiB"):
         Manager(description, state=str(disk_path / "state"))
     description = described(disk_path, {"name": "a"}, flash_capacity="900PB")
-    with pytest.raises(ConfigError, match=r"flash_capacity is .* TiB, and .* free"):
+    with pytest.raises(ConfigError, match=r"flash_capacity is .* TiB, but .* free"):
         Manager(description, state=str(disk_path / "state"))
     shutil.rmtree(disk_path / "flash")
-    with pytest.raises(ConfigError, match="no directory that can be written"):
+    with pytest.raises(ConfigError, match=r"\[machine\] flash .* does not exist"):
         Manager(description, state=str(disk_path / "state"))
 
 
@@ -497,7 +497,7 @@ def test_a_program_that_cannot_be_begun_is_told(disk_path):
     ) as manager:
         assert not manager.run()
         (job,) = manager.status()["jobs"]
-    assert "cannot be begun" in job["told"]
+    assert "cannot be started" in job["told"]
     assert "/no/such/program" in job["told"]
 
 
@@ -510,13 +510,13 @@ def test_a_state_directory_that_is_deleted_by_hand_is_said_and_jobs_go_on(manage
         run.may_end()
         done = run.ended()
     assert run.good, done
-    assert any("the directory was deleted: jobs go on" in line for line in run.lines)
+    assert any("the directory was deleted: jobs continue" in line for line in run.lines)
 
 
 def test_one_directory_has_one_manager(managed, disk_path):
     with managed({"name": "a", "how": "steps=100000"}) as run:
         run.until(is_in("a", "awake"))
-        with pytest.raises(ConfigError, match="has a manager already"):
+        with pytest.raises(ConfigError, match="is in use by a running manager"):
             Manager(described(disk_path, {"name": "a"}), state=str(disk_path / "state"))
         run.client.stop()
         run.ended()
@@ -540,7 +540,7 @@ enforce = "ENFORCE"
 
 
 @contextmanager
-def killed_manager(folder, *, steps=150, enforce="looking"):
+def killed_manager(folder, *, steps=150, enforce="polling"):
     """Of two jobs, while ``a`` slept and ``b`` did not: its last status. They are ended in the end."""
     (folder / "script.py").touch()
     (folder / "flash").mkdir()
@@ -627,7 +627,7 @@ def test_jobs_that_ended_without_a_manager_are_known(killed, disk_path):
     jobs = {each["name"]: each for each in json.loads(out.splitlines()[-1])["status"]["jobs"]}
     assert jobs["b"]["outcome"] == "done"
     assert jobs["a"]["outcome"] == "failed"
-    assert "is gone" in jobs["a"]["told"]
+    assert "was killed, or the machine was restarted" in jobs["a"]["told"]
 
 
 def test_another_process_that_got_the_number_is_not_taken_for_the_job(killed, disk_path):
@@ -637,7 +637,10 @@ def test_another_process_that_got_the_number_is_not_taken_for_the_job(killed, di
     until_gone(killed)
     out = next_manager(disk_path)
     jobs = json.loads(out.splitlines()[-1])["status"]["jobs"]
-    assert all(each["outcome"] == "failed" and "is gone" in each["told"] for each in jobs)
+    assert all(
+        each["outcome"] == "failed" and "was killed, or the machine was restarted" in each["told"]
+        for each in jobs
+    )
 
 
 def until_gone(jobs):
@@ -703,7 +706,7 @@ def test_a_manager_that_nohup_has_begun_outlives_its_terminal(killed, disk_path)
         process.wait(0.5)
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=PATIENCE_S)
-    assert "stops its jobs" in out
+    assert "stopping all jobs" in out
 
 
 @pytest.mark.usefixtures("default_signals")
@@ -718,7 +721,7 @@ def test_ctrl_c_ends_all_in_order_and_hanging_up_leaves_them(killed, disk_path):
     Running(disk_path).until(have_begun)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=PATIENCE_S)
-    assert "stops its jobs" in out
+    assert "stopping all jobs" in out
     result = json.loads(out.splitlines()[-1])
     assert result["most"] <= MEMORY_MIB * MIB  # who slept was woken within the budget
     assert [each["outcome"] for each in result["status"]["jobs"]] == ["stopped", "stopped"]
@@ -758,7 +761,7 @@ def test_a_durable_job_whose_process_is_gone_is_begun_again(killed, disk_path):
     jobs = json.loads(out.splitlines()[-1])["status"]["jobs"]
     assert (jobs[0]["outcome"], jobs[0]["steps"]) == ("done", 150)
     assert jobs[1]["outcome"] == "failed"
-    assert "begins again from what was kept" in out
+    assert "starts again from its saved state" in out
 
 
 def test_a_durable_job_resumes_only_from_what_was_kept(tmp_path):
@@ -830,7 +833,7 @@ def test_wherever_a_manager_is_killed_another_goes_on(disk_path, calls):
 def test_jobs_that_live_must_be_described(killed, disk_path):
     description = described(disk_path, {"name": "other"})
     with pytest.raises(
-        ConfigError, match=r"job '[ab]' of an earlier manager may live, process \d+"
+        ConfigError, match=r"job '[ab]' of an earlier manager may still run, process \d+"
     ):
         Manager(description, state=str(disk_path / "state"))
 

@@ -9,7 +9,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from policy_world import TICK_S, World, job, limits
 
 from penstock.core.units import MIB
-from penstock.jobs.policy import LEAST_SLICE_S, MOVING_SHARE, Phase, Turn, ahead, decide, following
+from penstock.jobs.policy import (
+    LEAST_SLICE_S,
+    MOVING_SHARE,
+    Phase,
+    Turn,
+    decide,
+    next_to_wake,
+    prefetch_allowance,
+)
 
 WEIGHTS = st.sampled_from([0.5, 1.0, 2.0, 3.0])
 
@@ -198,7 +206,7 @@ def test_without_flash_nobody_sleeps_and_others_wait():
     for _ in range(10):
         world.tick()
         assert world.awake <= {"a"}
-    assert "no flash" in world.decision.notes["b"]
+    assert "without flash" in world.decision.notes["b"]
     for _ in range(60):
         world.tick()
     assert world.jobs["b"].entry.phase is Phase.OVER
@@ -208,7 +216,7 @@ def test_without_flash_nobody_sleeps_and_others_wait():
 def test_who_would_block_others_for_ever_does_not_begin():
     world = World(limits(), [job("a", 90, rest=5, left_s=3.0), job("b", 20, rest=15, left_s=3.0)])
     world.tick()
-    assert "'a' would not fit any more" in world.decision.notes["b"]
+    assert "'a' would no longer fit" in world.decision.notes["b"]
     for _ in range(60):
         world.tick()
     assert all(each.entry.phase is Phase.OVER for each in world.jobs.values())
@@ -217,7 +225,7 @@ def test_who_would_block_others_for_ever_does_not_begin():
 def test_more_jobs_than_flash_are_told_the_figures():
     world = World(limits(flash=100), [job("a"), job("b")])
     world.tick()
-    assert "120 B of memory might have to sleep, and flash has 100 B" in world.decision.notes["b"]
+    assert "up to 120 B of memory would go to flash, which has 100 B" in world.decision.notes["b"]
 
 
 def test_memory_of_a_device_is_shared_out_too():
@@ -234,7 +242,7 @@ def test_who_is_next_can_be_told():
     now = job("a", phase=Phase.AWAKE, held_bytes=60, virtual_s=1.0).entry
     later = [job(n, phase=Phase.ASLEEP, virtual_s=v).entry for n, v in (("b", 3.0), ("c", 2.0))]
     turn = Turn(chosen=frozenset("a"), spent_s=1.5)
-    assert following([now, *later], turn, limits(slice_s=5.0)).name == "c"
+    assert next_to_wake([now, *later], turn, limits(slice_s=5.0)).name == "c"
 
 
 def test_what_is_spare_is_lent_to_who_is_next():
@@ -243,13 +251,13 @@ def test_what_is_spare_is_lent_to_who_is_next():
     later = [job(n, 600 * MIB, virtual_s=v, **sleeps).entry for n, v in (("b", 3.0), ("c", 2.0))]
     turn, machine = Turn(chosen=frozenset("a"), spent_s=0.5), limits(1000 * MIB)
     rests = {"a": 0, "b": 580 * MIB, "c": 580 * MIB}
-    name, nbytes = ahead([now, *later], turn, machine, rests)
+    name, nbytes = prefetch_allowance([now, *later], turn, machine, rests)
     assert (name, nbytes) == ("c", 344 * MIB)
     lent = [now, later[0], replace(later[1], fetch_bytes=nbytes)]
     assert sum(each.charge_bytes for each in lent) <= machine.memory_bytes
-    assert ahead(lent, turn, machine, rests) == ("c", nbytes)
-    assert ahead([now, *later], turn, limits(700 * MIB), rests) is None
-    assert ahead([now], turn, machine, rests) is None
+    assert prefetch_allowance(lent, turn, machine, rests) == ("c", nbytes)
+    assert prefetch_allowance([now, *later], turn, limits(700 * MIB), rests) is None
+    assert prefetch_allowance([now], turn, machine, rests) is None
 
 
 class Meddling(RuleBasedStateMachine):

@@ -22,8 +22,8 @@ def said(jobs, seconds):
     lines = []
     teller = Teller(lines.append)
     for now in range(seconds):
-        teller.look(jobs, float(now))
-    return [line for line in lines if "all sleep" in line]
+        teller.update(jobs, float(now))
+    return [line for line in lines if "all jobs sleep" in line]
 
 
 def test_jobs_that_keep_each_other_from_waking_are_told_once():
@@ -32,7 +32,7 @@ def test_jobs_that_keep_each_other_from_waking_are_told_once():
     assert said(jobs, 5) == []
     lines = said(jobs, 20)
     assert [line[:9] for line in lines] == ["a: needs ", "b: needs "]
-    assert all("stop one, or give [machine] more memory" in line for line in lines)
+    assert all("stop one, or raise [machine] memory" in line for line in lines)
 
 
 def test_who_sleeps_beside_others_or_was_told_to_is_not_stuck():

@@ -118,7 +118,7 @@ def training(disk_path, keeper, *, steps, seed=0, sleep_at=None, checkpoints=Non
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     (disk_path / "spill").mkdir(exist_ok=True)
     with session_in(disk_path / "spill", model, optimizer) as session:
-        sleeper = Sleeper(session, tell=keeper_lines.append, keeper=keeper)
+        sleeper = Sleeper(session, tell=keeper_lines.append, record=keeper)
         first = 0
         if checkpoints is not None:
             resumed = checkpoints.load(training_state(model=model, optimizer=optimizer))
@@ -167,12 +167,10 @@ def test_steps_done_again_are_compared_to_the_last_bit(disk_path, keeper_for):
     again = training(disk_path, keeper_for(resume=True), steps=5)
     assert torch.equal(again, expected)
     assert any(
-        "3 steps were done again, and all bits are the same" in each for each in keeper_for.lines
+        "3 steps were repeated, and all bits are the same" in each for each in keeper_for.lines
     )
     listeners.clear()
-    with pytest.raises(
-        SuspendError, match=r"of \d+ parts are not what they were .* not deterministic"
-    ):
+    with pytest.raises(SuspendError, match=r"of \d+ parts differ from .* not deterministic"):
         training(disk_path, keeper_for(resume=True), steps=5, seed=1)
 
 
@@ -185,7 +183,7 @@ def test_one_that_sleeps_and_is_killed_while_it_does_steps_again_is_compared_all
     training(disk_path, keeper_for(resume=True), steps=2, seed=1, sleep_at=1)
     assert any("suspended process" in line for line in keeper_lines)
     listeners.clear()
-    with pytest.raises(SuspendError, match=r"after 4 steps .* not what they were"):
+    with pytest.raises(SuspendError, match=r"after 4 steps .* differ from"):
         training(disk_path, keeper_for(resume=True), steps=5, seed=1)
     listeners.clear()
     again = training(disk_path, keeper_for(resume=True), steps=5)
@@ -203,7 +201,7 @@ def test_a_script_with_a_checkpointer_saves_and_sleeps_then(disk_path, keeper_fo
         again = training(disk_path, keeper_for(resume=True), steps=5, checkpoints=checkpoints)
         assert torch.equal(again, expected)
         listeners.clear()
-        with pytest.raises(SuspendError, match="trains without having loaded its checkpoint"):
+        with pytest.raises(SuspendError, match="has not loaded its checkpoint"):
             training(disk_path, keeper_for(resume=True), steps=5)
 
 
@@ -235,7 +233,7 @@ def test_one_that_saves_without_asking_due_is_not_called_random(disk_path, keepe
         listeners.clear()
         keeper = keeper_for(resume=True)
         checkpoints.load()
-        with pytest.raises(SuspendError, match=r"went on from '.*step-0+1', .* ask due\(\)"):
+        with pytest.raises(SuspendError, match=r"continued from '.*step-0+1', .* due\(\)"):
             training(disk_path, keeper, steps=5, seed=1)
 
 
@@ -245,18 +243,16 @@ def test_what_was_deleted_by_hand_is_said(disk_path, keeper_for):
         keeper.opened()
         training(disk_path, keeper, steps=5, sleep_at=2, checkpoints=checkpoints)
         shutil.rmtree(disk_path / "run/step-000000000003")
-    with pytest.raises(
-        CheckpointError, match=r"step-000000000003' is not whole|not whole any more"
-    ):
+    with pytest.raises(CheckpointError, match=r"step-000000000003', which is damaged or missing"):
         keeper_for(resume=True)
     os.unlink(disk_path / "kept/run.json")
-    with pytest.raises(ConfigError, match="is not there: this run was never suspended"):
+    with pytest.raises(ConfigError, match="does not exist: this run was never suspended"):
         keeper_for(resume=True)
 
 
 def test_another_run_or_script_is_refused(disk_path, keeper_for):
     training(disk_path, keeper_for(), steps=3, sleep_at=1)
-    with pytest.raises(ConfigError, match="of another script and arguments"):
+    with pytest.raises(ConfigError, match="has another script and arguments"):
         keeper_for(resume=True, words=("script.py", "--other"))
     (disk_path / "script.py").write_text("steps = 4\n")
     with pytest.raises(
@@ -299,7 +295,7 @@ def test_another_checkpoint_than_the_one_it_slept_with_is_refused(disk_path, kee
     listeners.clear()
     keeper = keeper_for(resume=True)
     keeper.loaded(str(disk_path / "pretrained/step-000000000003"))
-    with pytest.raises(SuspendError, match="trains without having loaded its checkpoint"):
+    with pytest.raises(SuspendError, match="has not loaded its checkpoint"):
         training(disk_path, keeper, steps=5)
 
 
@@ -307,14 +303,14 @@ def test_another_checkpoint_than_the_one_it_slept_with_is_refused(disk_path, kee
 def test_a_directory_keeps_one_run_at_a_time(tmp_path):
     """Two runs would overwrite what the other sleeps on, and the first to end would remove it."""
     first, second = (ResumeFile(str(tmp_path), words=[], script=None) for _ in range(2))
-    held = first.hold()
-    with pytest.raises(ConfigError, match="keeps another run, which has not ended"):
-        second.hold()
+    held = first.lock()
+    with pytest.raises(ConfigError, match=r"is in use by .*; wait until that run has ended"):
+        second.lock()
     if not (child := os.fork()):  # a worker of the first, which may outlive it
-        os._exit(os.path.exists(f"/proc/self/fd/{held}"))
+        os._exit(held.fd >= 0)
     assert os.waitpid(child, 0)[1] == 0
-    os.close(held)
-    os.close(second.hold())
+    held.close()
+    second.lock().close()
 
 
 def test_of_two_optimizers_of_a_kind_both_are_compared(disk_path, keeper_for):
@@ -326,7 +322,7 @@ def test_of_two_optimizers_of_a_kind_both_are_compared(disk_path, keeper_for):
         each.grad = torch.ones_like(each)
     for each in ours:
         each.step()
-    keeper_for().keep(job, 1)
+    keeper_for().write(job, 1)
     listeners.clear()
     keeper_for(resume=True).step_over(job, 1)
     listeners.clear()

@@ -110,7 +110,7 @@ def test_training_goes_on_to_the_same_bits(disk_path, make):
             assert suspended.nbytes > 4 * MIB  # weights, gradients, states
             assert not suspended.stayed
             penstock.resume(session)
-            assert suspended.is_back
+            assert suspended.is_restored
         assert_same(state_of(model, optimizer), expected)
     assert list(disk_path.iterdir()) == []
 
@@ -151,7 +151,7 @@ def test_what_training_left_to_collect_is_not_collected_meanwhile(disk_path, col
     """It took a fifth of a second now and then."""
     with session_in(disk_path, network()) as session:
         suspended = penstock.suspend(session)
-        suspended.fetch(suspended.nbytes)
+        suspended.prefetch(suspended.nbytes)
         penstock.resume(session)
     assert collected == [1]  # what the last steps left behind, asked for
     assert gc.isenabled()
@@ -187,7 +187,7 @@ def test_what_is_named_besides_goes_too(disk_path):
     expected = ours.clone()
     with session_in(disk_path, torch.nn.Linear(2, 2)) as session:
         suspended = penstock.suspend(session, also=[ours, ours[5:], small])
-        assert "also.0" in repr(suspended._away)  # as a debugger shows it, or a log
+        assert "also.0" in repr(suspended._storages)  # as a debugger shows it, or a log
         assert MIB - 2 * 4096 <= suspended.nbytes <= MIB
         assert same_bits(small, small.clone())  # it has stayed, and can be read
         penstock.resume(session)
@@ -392,7 +392,7 @@ def test_right_after_a_checkpoint_little_is_written(codec, disk_path, tmp_path):
         assert suspended.nbytes > 7 * MIB  # of two layers weights, gradients and two moments
         assert suspended.written_bytes <= 2 * MIB  # the gradients, which no checkpoint has
         assert session.space.tier.spec.capacity_bytes < suspended.nbytes
-        assert suspended.fetch(suspended.nbytes) == suspended.written_bytes
+        assert suspended.prefetch(suspended.nbytes) == suspended.written_bytes
         shutil.rmtree(known["checkpoint"])  # as retention does
         penstock.resume(session)
         assert_same(state_of(model, optimizer), expected)
@@ -426,7 +426,7 @@ def test_a_checkpoint_that_is_damaged_meanwhile_is_not_believed(disk_path, tmp_p
         broken = bytearray(content)
         broken[len(broken) // 2] ^= 1
         file.write_bytes(broken)
-        with pytest.raises(SuspendError, match="could not be brought back"):
+        with pytest.raises(SuspendError, match="could not be restored"):
             penstock.resume(session)
         file.write_bytes(content)
         penstock.resume(session)
@@ -478,7 +478,7 @@ def test_what_could_not_be_read_is_tried_again_though_the_checkpoint_is_gone(
 ):
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     expected = [each.detach().clone() for each in model.parameters()]
-    real, asked = Recall.bring_back, []
+    real, asked = Recall.restore, []
 
     def refused_once(recall, held):
         asked.append(held)
@@ -491,7 +491,7 @@ def test_what_could_not_be_read_is_tried_again_though_the_checkpoint_is_gone(
         checkpoint.save(tmp_path / "saved", {"model": model})
         penstock.suspend(session, checkpoint=tmp_path / "saved", state={"model": model})
         shutil.rmtree(tmp_path / "saved")
-        monkeypatch.setattr(Recall, "bring_back", refused_once)
+        monkeypatch.setattr(Recall, "restore", refused_once)
         with pytest.raises(SuspendError, match=r"1 of 3 tensors"):
             penstock.resume(session)
         penstock.resume(session)
@@ -568,7 +568,7 @@ def test_a_read_that_fails_is_named_and_can_be_tried_again(disk_path, mode):
         suspended = penstock.suspend(session)
         with pytest.raises(SuspendError, match=r"1 of 2 tensors .* Sequential\.0\.weight"):
             penstock.resume(session)
-        assert not suspended.is_back
+        assert not suspended.is_restored
         assert session.suspended is suspended
         assert same_bits(model[1].weight.detach(), expected[1])  # it is back, and may change
         model[1].weight.detach().add_(1.0)
@@ -584,7 +584,7 @@ def test_every_byte_is_checked_whatever_is_said_of_what_is_spilled(disk_path, mo
     expected = model.weight.detach().clone()
     with session_in(disk_path, model) as session:
         suspended = penstock.suspend(session)
-        piece = suspended._parcels[0].ticket.place.pieces[0]
+        piece = suspended._batches[0].ticket.place.pieces[0]
         place = piece.offset_bytes + piece.nbytes // 3
         file = os.open(f"/proc/self/fd/{piece.file.fd}", os.O_RDWR)
         byte = os.pread(file, 1, place)
@@ -604,12 +604,12 @@ def test_small_ones_that_went_together_stay_together_if_their_read_fails(disk_pa
     wrap = faulty(fail_at={"read": 1}, mode=mode, times=1)
     with session_in(disk_path, model, wrap_tier=wrap) as session:
         suspended = penstock.suspend(session)
-        assert len(suspended._parcels) == 3  # of 2 MiB; 2 of 1 MiB fit in one, less a page each
+        assert len(suspended._batches) == 3  # of 2 MiB; 2 of 1 MiB fit in one, less a page each
         with pytest.raises(SuspendError, match=r"3 of 6 tensors .* Sequential\.2\.weight"):
             penstock.resume(session)
-        there = [each.back for each in suspended._away]
+        there = [each.restored for each in suspended._storages]
         assert there == [True, True, False, False, False, True]
-        assert [PrivateMemory().holds(each.held.pages) for each in suspended._away] == there
+        assert [PrivateMemory().holds(each.held.pages) for each in suspended._storages] == there
         penstock.resume(session)
         assert_same([each.detach() for each in model.parameters()], expected)
 
@@ -635,7 +635,7 @@ def test_memory_that_the_system_does_not_let_go_stays_as_it_was(
         suspended = penstock.suspend(session)
         monkeypatch.setattr(pages._libc, refused, real)
         assert list(suspended.stayed) == ["Sequential.0.weight"]
-        assert suspended.fetch(2 * first.nbytes) == suspended.nbytes < 2 * MIB
+        assert suspended.prefetch(2 * first.nbytes) == suspended.nbytes < 2 * MIB
         assert same_bits(model[0].weight.detach(), expected[0])
         model[0].weight.detach().add_(1.0)
         expected[0] += 1.0
@@ -673,19 +673,19 @@ def test_what_cannot_be_fetched_ahead_comes_with_the_rest(disk_path, monkeypatch
             real(which)
 
         monkeypatch.setattr(swap_in.memory, "unprotect_for_refill", refuse)
-        assert suspended.fetch(suspended.nbytes) == suspended.nbytes - opened[1].nbytes
+        assert suspended.prefetch(suspended.nbytes) == suspended.nbytes - opened[1].nbytes
         penstock.resume(session)
     assert_same([each.detach() for each in model.parameters()], expected)
 
 
-@pytest.mark.parametrize("count", [1, 12], ids=["one parcel", "more than there are buffers"])
+@pytest.mark.parametrize("count", [1, 12], ids=["one batch", "more than there are buffers"])
 def test_what_cannot_be_asked_for_stays_closed(disk_path, monkeypatch, count):
     """It was left open, and full of zeros."""
     model = torch.nn.Sequential(*(network() for _ in range(count)))
     expected = [each.detach().clone() for each in model.parameters()]
     with session_in(disk_path, model) as session:
         suspended = penstock.suspend(session)
-        held = [each.held.pages for each in suspended._away]
+        held = [each.held.pages for each in suspended._storages]
 
         def refuse(*_, **__):
             raise ClosedError("not now")
@@ -708,7 +708,7 @@ def test_after_ctrl_c_in_a_resume_all_that_is_not_back_is_closed_and_takes_no_me
     expected = [each.detach().clone() for each in model.parameters()]
     with session_in(disk_path, model) as session:
         suspended = penstock.suspend(session)
-        held = [each.held.pages for each in suspended._away]
+        held = [each.held.pages for each in suspended._storages]
         real, transfers = suspended._tier.read, []
 
         def interrupted(*words, **named):
@@ -743,7 +743,7 @@ def test_ctrl_c_while_memory_is_opened_leaves_it_closed(disk_path, monkeypatch):
             patched.setattr(swap_in.memory, "unprotect_for_refill", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 penstock.resume(session)
-        assert not any(PrivateMemory().holds(each.held.pages) for each in suspended._away)
+        assert not any(PrivateMemory().holds(each.held.pages) for each in suspended._storages)
         penstock.resume(session)
     assert_same([each.detach() for each in model.parameters()], expected)
 
@@ -751,7 +751,7 @@ def test_ctrl_c_while_memory_is_opened_leaves_it_closed(disk_path, monkeypatch):
 def test_no_space_is_said_before_anything_is_written(disk_path, monkeypatch):
     model = network()
     with session_in(disk_path, model) as session:
-        monkeypatch.setattr("penstock.tier.flash.free_space_bytes", lambda path: 4096)
+        monkeypatch.setattr("penstock.core.fs.free_space_bytes", lambda path: 4096)
         with pytest.raises(NoSpaceError, match="4096"):
             penstock.suspend(session)
         monkeypatch.undo()
@@ -763,7 +763,7 @@ def test_it_is_refused_where_it_makes_no_sense(disk_path):
     model = network()
     with session_in(disk_path, model) as session:
         penstock.suspend(session)
-        with pytest.raises(ClosedError, match="suspended already"):
+        with pytest.raises(ClosedError, match="already suspended"):
             penstock.suspend(session)
         penstock.resume(session)
 
@@ -776,7 +776,7 @@ def test_it_is_refused_where_it_makes_no_sense(disk_path):
             def backward(ctx, gradient):
                 penstock.suspend(session)
 
-        with pytest.raises(SuspendError, match="a backward is under way"):
+        with pytest.raises(SuspendError, match="a backward is running"):
             Suspends.apply(torch.ones(3, requires_grad=True)).sum().backward()
     with (
         penstock.offload(model, policy="keep") as session,
@@ -784,7 +784,7 @@ def test_it_is_refused_where_it_makes_no_sense(disk_path):
     ):
         penstock.suspend(session)
     for call in (penstock.suspend, penstock.resume):
-        with pytest.raises(SuspendError, match=r"of a Sequential; .*`with penstock.offload"):
+        with pytest.raises(SuspendError, match=r"a Sequential cannot be .*`with penstock.offload"):
             call(model)
 
 
@@ -794,7 +794,7 @@ def test_of_a_checkpoint_and_its_state_none_is_for_itself(disk_path, tmp_path):
     checkpoint.save(tmp_path / "a", {"model": model})
     with session_in(disk_path, model) as session:
         for half in ({"checkpoint": tmp_path / "a"}, {"state": {"model": model}}):
-            with pytest.raises(ConfigError, match=r"checkpoint=.* and state=.* belong together"):
+            with pytest.raises(ConfigError, match=r"both checkpoint=.* and state=.*"):
                 penstock.suspend(session, **half)
         assert session.suspended is None
 
@@ -878,8 +878,8 @@ def test_more_small_ones_than_there_are_buffers_for(disk_path):
     expected = [each.clone() for each in ours]
     with session_in(disk_path, torch.nn.Linear(2, 2)) as session:
         suspended = penstock.suspend(session, also=ours)
-        assert len(suspended._parcels) <= 2 * BUFFERS + 1
-        half = suspended.fetch(suspended.nbytes // 2)  # to the midst of a parcel
+        assert len(suspended._batches) <= 2 * BUFFERS + 1
+        half = suspended.prefetch(suspended.nbytes // 2)  # to the middle of a batch
         assert suspended.nbytes // 2 - 2 * MIB < half <= suspended.nbytes // 2
         penstock.resume(session)
         assert_same(ours, expected)
@@ -902,7 +902,9 @@ def suspended_wholly(disk_path):
                 wrap_tier=wrap_tier,
             )
             spaces.callback(space.close)
-            suspended = suspend.Suspended(held, tier=space.tier, stayed={}, meanwhile=lambda: None)
+            suspended = suspend.Suspended(
+                held, tier=space.tier, stayed={}, while_writing=lambda: None
+            )
             assert not any(each.storage.nbytes() for each in held)
             return suspended
 
@@ -913,7 +915,7 @@ def test_what_is_no_memory_of_the_host_goes_as_a_whole_and_has_its_bytes_again(s
     tensors = [torch.randn(count) for count in (MIB // 4, 12345, MIB // 4, MIB // 4)]
     expected = [each.clone() for each in tensors]
     suspended = suspended_wholly(tensors)
-    assert suspended.fetch(suspended.nbytes) == 0
+    assert suspended.prefetch(suspended.nbytes) == 0
     suspended.resume()
     assert_same(tensors, expected)
 
@@ -995,14 +997,14 @@ def test_huge_pages_and_what_is_around_them_are_all_there_is(pages):
 
 @given(st.lists(PAGES, max_size=12))
 def test_parcels_have_every_byte_once_and_are_full_but_for_the_last(wanted):
-    parcels = list(packed((i, pages) for i, pages in enumerate(wanted)))
-    lengths = [sum(part.pages.nbytes for part in parts) for parts in parcels]
+    batches = list(packed((i, pages) for i, pages in enumerate(wanted)))
+    lengths = [sum(part.pages.nbytes for part in parts) for parts in batches]
     assert all(each == BUFFER_BYTES for each in lengths[:-1])
     assert all(0 < each <= BUFFER_BYTES for each in lengths)
-    for parts in parcels:
+    for parts in batches:
         begins = itertools.accumulate((part.pages.nbytes for part in parts), initial=0)
         assert [part.offset for part in parts] == list(begins)[:-1]
-    found = [(part.away, part.pages) for parts in parcels for part in parts]
+    found = [(part.swapped, part.pages) for parts in batches for part in parts]
     for i, whole in enumerate(wanted):
         mine = [each for away, each in found if away == i]
         assert [each.address for each in mine] == [

@@ -108,7 +108,7 @@ def test_ctrl_c_finds_it_with_its_memory(tmp_path, spill):
 def test_without_a_directory_it_says_so_and_goes_on(tmp_path):
     with started(tmp_path, 10**6) as process:
         _, told = suspended(process, tmp_path)
-        assert "cannot be suspended, and goes on" in told
+        assert "cannot be suspended, and continues" in told
         assert "no directory" in told
         assert process.stdout.readline() == "2\n"
         assert process.stdout.readline() == "3\n"
@@ -124,7 +124,9 @@ def test_a_script_without_an_optimizer_is_told_why_it_did_not_sleep(tmp_path, sp
     )
     command = [sys.executable, "-m", "penstock", "run", "--flash", str(spill), "script.py"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
-    assert "a signal asked it to sleep, and it did not: it sleeps when the step()" in done.stderr
+    assert (
+        "a signal asked the run to sleep, but it did not: it sleeps when the step()" in done.stderr
+    )
 
 
 def test_killed_while_it_sleeps_it_leaves_nothing(tmp_path, spill):

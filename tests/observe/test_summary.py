@@ -185,7 +185,7 @@ def test_json_is_json_and_complete(summary):
     "said",
     [
         "2 optimizer steps in 1.00 s, policy auto, device cpu",
-        "saves 640.00 MiB at its peak; it was done in 64.00 MiB, 10.0 times less",
+        "saves 640.00 MiB at its peak; it ran in 64.00 MiB, 10.0 times less",
         "4.00 GB/s",
         "late_prefetch",
         "5.0 ms",
@@ -207,7 +207,7 @@ def test_the_text_says(summary, said):
 
 def test_what_is_not_less_is_not_called_less(recorder):
     text = str(summarize(recorder.snapshot(), replace(FACTS, saved_peak_bytes=60 * MIB)))
-    assert "saves 60.00 MiB at its peak; it was done in 64.00 MiB\n" in text
+    assert "saves 60.00 MiB at its peak; it ran in 64.00 MiB\n" in text
 
 
 def test_a_peak_over_the_budget_is_pointed_out(recorder):

@@ -7,7 +7,7 @@ import torch
 from optim_runs import assert_same, parameters, train
 
 from penstock import ChecksumError, ConfigError, TransferError
-from penstock.optim import FlashAdam, FlashAdamW, store
+from penstock.optim import FlashAdam, FlashAdamW
 
 
 def test_a_state_dict_of_an_earlier_step_counts_after_later_steps(small):
@@ -143,7 +143,7 @@ def test_files_that_are_there_already_need_no_room(small, monkeypatch):
     a = FlashAdamW(params, durable=True, **small)
     train(a, params, steps=1)
     a.close()
-    monkeypatch.setattr(store, "free_space_bytes", lambda path: 4096)
+    monkeypatch.setattr("penstock.core.fs.free_space_bytes", lambda path: 4096)
     b = FlashAdamW(parameters(), durable=True, **small)
     assert b.resume() == 1
     b.close()

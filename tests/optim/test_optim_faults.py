@@ -31,7 +31,7 @@ def faulty(monkeypatch):
 
 
 def test_a_full_disk_at_construction_says_what_would_fit(small, monkeypatch):
-    monkeypatch.setattr(store, "free_space_bytes", lambda path: 65536)
+    monkeypatch.setattr("penstock.core.fs.free_space_bytes", lambda path: 65536)
     params = parameters()
     with pytest.raises(
         NoSpaceError, match=r"(?s)65536 bytes\).* need .*are free, which would do for"

@@ -330,7 +330,7 @@ def test_a_full_disk_leaves_gradients_in_memory_with_one_warning(small, faulty):
 def test_no_room_for_all_gradients_is_no_error_either(small, monkeypatch):
     model = network()
     a = FlashSGD(model.parameters(), lr=0.1, gradient_memory=0, **small)
-    monkeypatch.setattr("penstock.tier.flash.free_space_bytes", lambda _: 4096)
+    monkeypatch.setattr("penstock.core.fs.free_space_bytes", lambda _: 4096)
     with pytest.warns(PenstockWarning, match="stay in memory"):
         backward(model, 0)
     assert not any(isinstance(p.grad, Away) for p in model.parameters())

@@ -152,7 +152,7 @@ def test_a_memory_that_was_never_sampled_is_refused():
 
 
 def test_nothing_to_draw_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="no series"):
+    with pytest.raises(ConfigError, match="series is empty"):
         plot_memory([], tmp_path / "x.png")
 
 

@@ -129,9 +129,9 @@ def test_what_is_no_run_is_refused_with_the_reason(log, tmp_path):
     told = log[1].to_json()
     step = {"kind": "step", "index": 0, "t_ns": 0, "dur_ns": 1, "flows": [{}], "stalls": {}}
     cases = {
-        "": "neither an event log nor|no whole JSON",
-        "epoch 1, loss 2.0\n": "no event log, and no whole JSON",
-        json.dumps(told)[:-9]: "no whole JSON",
+        "": "neither an event log nor|nor a complete JSON",
+        "epoch 1, loss 2.0\n": "neither an event log nor a complete JSON",
+        json.dumps(told)[:-9]: "nor a complete JSON",
         json.dumps([1]): "neither",
         json.dumps({"traceEvents": []}): "a trace for Perfetto",
         json.dumps({"penstock": "plan", "version": 3}): "is a plan, not a run",
@@ -142,7 +142,7 @@ def test_what_is_no_run_is_refused_with_the_reason(log, tmp_path):
         json.dumps({**told, "steps": "6"}): "'steps' is '6', not int",
         json.dumps({**told, "moons": 1}): "unknown field 'moons'",
         json.dumps({**told, "flows": [1]}): r"'flows'\[0\] is 1",
-        json.dumps({**HEADER, "schema": 2}) + "\n": "schema 2.* reads 1",
+        json.dumps({**HEADER, "schema": 2}) + "\n": "schema 2.* reads schema 1",
         json.dumps(HEADER) + "\n": "ends before any step",
         json.dumps(HEADER) + "\nnonsense\n": ":2 is not a line",
         json.dumps(HEADER) + "\n" + json.dumps(step) + "\n": ":2: a line of kind 'step' is damaged",
@@ -159,7 +159,7 @@ def test_what_is_no_run_is_refused_with_the_reason(log, tmp_path):
 def test_what_cannot_be_read_is_refused(tmp_path):
     for name, content in (("a.gz", b"\x1f\x8b\x08"), ("b", b"\xff\xfe\x00\x01")):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(ConfigError, match=r"compressed|no text"):
+        with pytest.raises(ConfigError, match=r"compressed|not a text"):
             read_run(tmp_path / name)
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(ConfigError, match="cannot be read"):

@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import os
 import queue
 import threading
 import weakref
@@ -884,7 +883,7 @@ def test_a_mover_that_is_dropped_unpins_its_memory():
 def test_trap_24_a_forked_process_is_told_to_spawn_and_touches_nothing(rig):
     ticket = rig.spill(1, NBYTES)
     rig.settle()
-    rig.mover._pid = os.getpid() + 1
+    rig.mover._guard.in_child = True
     try:
         with pytest.raises(ClosedError, match="'spawn'"):
             rig.spill(2, NBYTES)
@@ -892,7 +891,7 @@ def test_trap_24_a_forked_process_is_told_to_spawn_and_touches_nothing(rig):
         rig.mover.close()
         assert not ticket.discarded
     finally:
-        rig.mover._pid = os.getpid()
+        rig.mover._guard.in_child = False
 
 
 def test_a_copy_that_fails_leaves_the_source_where_it_is(rig):

@@ -545,7 +545,7 @@ def test_a_forked_child_does_nothing(gated):
     source = storage_of(content)
 
     def in_child():
-        with pytest.raises(ClosedError, match="belong to process"):
+        with pytest.raises(ClosedError, match="belongs to process"):
             gated.mover.write(source, gated.tier, "slot", FLOATS)
         assert not ticket.written.cancel()
         gated.discard(ticket)

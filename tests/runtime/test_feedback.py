@@ -217,7 +217,7 @@ def test_triggers_that_are_too_late_move_and_the_summary_tells(session_for, disk
         summary = session.summary()
         assert summary.triggers_moved > 0
         assert summary.to_json()["triggers_moved"] == counted(session, "prefetch.moved_earlier")
-        assert "moved earlier, as they came late" in str(summary)
+        assert "moved to begin earlier" in str(summary)
         marks = [e for e in session.recorder.events() if isinstance(e, Mark)]
         assert [mark.name for mark in marks].count("read_earlier") >= 1
         first = {d.key: d.prefetch_at for d in plan.decisions}

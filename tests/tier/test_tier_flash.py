@@ -130,7 +130,7 @@ class TestDirectories:
             make([tmp_path, tmp_path / "link"])
 
     def test_none(self):
-        with pytest.raises(ConfigError, match="needs a directory"):
+        with pytest.raises(ConfigError, match="no flash directory is named"):
             make([])
 
     @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a tmpfs")
@@ -150,7 +150,7 @@ class TestFreeSpace:
     """Asked for up front, not found missing in mid-run."""
 
     def test_too_little(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("penstock.tier.flash.free_space_bytes", lambda path: MIB - 1)
+        monkeypatch.setattr("penstock.core.fs.free_space_bytes", lambda path: MIB - 1)
         with pytest.raises(NoSpaceError) as caught:
             make(tmp_path)
         for part in (str(tmp_path), "1.00 MiB", f"free space: {MIB - 1}", "lower its capacity"):
@@ -158,7 +158,7 @@ class TestFreeSpace:
         assert caught.value.errno == errno.ENOSPC
 
     def test_directories_of_one_file_system_share_it(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("penstock.tier.flash.free_space_bytes", lambda path: 3 * MIB - 1)
+        monkeypatch.setattr("penstock.core.fs.free_space_bytes", lambda path: 3 * MIB - 1)
         with pytest.raises(NoSpaceError, match="of 3145728 bytes"):
             make(three(tmp_path), 3 * MIB)
 

@@ -294,7 +294,7 @@ class TestFullDisk:
 
     def test_a_nearly_full_disk_is_not_filled_to_find_out(self, tmp_path, full_after, monkeypatch):
         calls = full_after(99)
-        monkeypatch.setattr("penstock.tier.slabs.free_space_bytes", lambda path: 4 * UNIT - 1)
+        monkeypatch.setattr("penstock.core.fs.free_space_bytes", lambda path: 4 * UNIT - 1)
         space, _ = make_space(tmp_path)
         with pytest.raises(NoSpaceError, match=f"free space: {4 * UNIT - 1} bytes"):
             space.allocate(UNIT)

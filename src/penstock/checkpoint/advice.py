@@ -1,4 +1,4 @@
-"""What has no form in a checkpoint: what to give in its place."""
+"""Advice on values that have no form in a checkpoint."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from penstock.core.locks import condition
 from penstock.core.units import MIB
 
 PIECE_BYTES: Final = 2 * MIB
-"""What is copied at once: a huge page, and less than a block."""
+"""Bytes copied at once: a huge page, and less than a block."""
 
 Write = Callable[["Saving", list[list[tuple[int, Region]]]], Saved]
 """Writes the regions of all files, telling the first argument which bytes are not read any more."""
@@ -68,7 +68,7 @@ class Source(Region):
 
     @property
     def was_changed(self) -> bool:
-        """Whether the tensor is not what it was."""
+        """Return whether the tensor is not what it was."""
         return self.has_version and self._leaf.tensor._version != self._version
 
     @property
@@ -86,7 +86,7 @@ class Source(Region):
         return file, start + piece * PIECE_BYTES + self.piece_bytes(piece)
 
     def has_copy(self, piece: int) -> bool:
-        """Whether the tensor is not needed for it."""
+        """Return whether the tensor is not needed for it."""
         return piece in self._copies
 
     def copy_out(self, start: int, stop: int, address: int) -> None:
@@ -114,7 +114,7 @@ class Source(Region):
         raise AssertionError("what is saved is not written to")
 
     def copy_of(self, piece: int) -> Region | None:
-        """What takes its place."""
+        """Return the copy of a piece, if there is one."""
         return self._copies.get(piece)
 
     def copied(self, piece: int, memory: torch.Tensor) -> Region:
@@ -194,7 +194,7 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """Return whether it is over, well or not."""
         return self._over
 
     def wait(self) -> Saved:
@@ -303,7 +303,7 @@ class Saving:
 
 
 def failure_told(error: BaseException) -> str:
-    """What is said of a save that failed where nobody waited for it."""
+    """Return the message on a save that failed while nobody waited for it."""
     return f"a checkpoint could not be saved, and those before it stay: {error}"
 
 

@@ -83,7 +83,7 @@ class Blocks:
         return tuple(self._sums[index] for index in range(len(self._sums)))
 
     def give_back(self) -> None:
-        """What was not sent."""
+        """Free the buffer of a block that was not sent."""
         for block in (self._block, self._kept):
             if block is not None:
                 self._out.give(block)
@@ -110,7 +110,7 @@ class Blocks:
 
 
 def agrees(body: EncodedBody, out: Outbound, block_bytes: int, known: FileEntry) -> bool:
-    """Whether a file with encoded tensors is one that is known, by its checksums; nothing is written.
+    """Return whether a file with encoded tensors is known, by its checksums; nothing is written.
 
     Args:
         body: What is in it.

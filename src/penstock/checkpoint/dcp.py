@@ -61,7 +61,7 @@ _KEY: Final = "dcp"
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """What a rank tells the coordinator of an item.
+    """Report of a rank to the coordinator on one item.
 
     Attributes:
         entry: A tensor's place; its file is a number among the rank's.
@@ -75,7 +75,7 @@ class _Stored:
 
 
 class DcpWriter(StorageWriter):
-    """Where ``torch.distributed.checkpoint.save`` writes to."""
+    """Writer for ``torch.distributed.checkpoint.save``."""
 
     def __init__(self, path: str | os.PathLike[str], *, store: Store | None = None) -> None:
         """Touch nothing yet.
@@ -188,7 +188,7 @@ class DcpWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path."""
+        """Return whether it is a path."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
     def _let_go(self, error: BaseException | None = None) -> None:
@@ -202,7 +202,7 @@ class DcpWriter(StorageWriter):
 
 
 class DcpReader(StorageReader):
-    """Where ``torch.distributed.checkpoint.load`` reads from."""
+    """Reader for ``torch.distributed.checkpoint.load``."""
 
     def __init__(self, path: str | os.PathLike[str], *, store: Store | None = None) -> None:
         """Touch nothing yet.
@@ -222,7 +222,7 @@ class DcpReader(StorageReader):
             self._path = absolute_path(checkpoint_id, "the checkpoint")
 
     def read_metadata(self) -> Metadata:
-        """What there is. Raises DamagedError, or CheckpointError if it is none of DCP's."""
+        """Read the metadata. Raises DamagedError, or CheckpointError if DCP did not write it."""
         with Opened(self._path, self._store.disk) as opened:
             manifest = opened.manifest
         try:
@@ -263,7 +263,7 @@ class DcpReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path."""
+        """Return whether it is a path."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
 
@@ -301,7 +301,7 @@ def _read_file(
 
 
 def _owner(tensors: Sequence[TensorEntry], number: int) -> TensorEntry:
-    """Where a tensor's bytes are: it, or what it is another name of. See ``_without_twins``."""
+    """Return the entry with a tensor's bytes: its own, or its alias's. See ``_without_twins``."""
     entry = tensors[number]
     return entry if entry.owner < 0 else tensors[entry.owner]
 
@@ -372,7 +372,7 @@ def _none(*_: Any) -> int:
 
 
 def _metadata(document: Json, stored: Sequence[TensorEntry]) -> Metadata:
-    """What ``_describe`` was given. Raises KeyError, TypeError or ValueError if it is none of that."""
+    """Rebuild the argument of ``_describe``. Raises KeyError, TypeError or ValueError if it cannot."""
     found: dict[str, Any] = {}
     places: dict[MetadataIndex, int] = {}
     for name, dtype, size, chunks in document["tensors"]:

@@ -1,4 +1,4 @@
-"""What is not the same here and in a checkpoint, in words."""
+"""Differences between a state and a checkpoint, in words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WRAPPERS: Final = (
     ),
     ("module.", "DistributedDataParallel", "give the module that is in it, `model.module`"),
 )
-"""What a wrapper puts into the keys of a module, who does it, and how to do without."""
+"""Prefixes that wrappers put into the keys of a module, the wrapper, and how to avoid them."""
 
 
 class Differences:

@@ -46,7 +46,7 @@ from penstock.core.units import parse_bytes
 
 @dataclass(slots=True)
 class Stats:
-    """What saving has cost so far.
+    """Cost of saving so far.
 
     Attributes:
         saves: Checkpoints that became durable.
@@ -157,7 +157,7 @@ class Checkpointer:
         self.close()
 
     def due(self, step: int) -> bool:
-        """Whether to save after this step; call it once after each.
+        """Return whether to save after this step; call it once after each.
 
         It is true also when the process is to sleep, and what it then has must survive.
         """
@@ -258,7 +258,7 @@ class Checkpointer:
             self._held_up(start)
 
     def checkpoints(self) -> list[Info]:
-        """What there is, the latest step first. Raises TransferError."""
+        """List the checkpoints, the latest step first. Raises TransferError."""
         return listing(self.directory)
 
     def latest(self) -> Info | None:

@@ -11,7 +11,6 @@ import fcntl
 import os
 import signal
 import stat
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
@@ -22,6 +21,8 @@ from penstock.core.errors import (
     TransferError,
     free_space_bytes,
 )
+from penstock.core.fs import try_lock
+from penstock.core.process import release_in_child
 from penstock.io.files import DirectFile, open_at
 from penstock.io.reporting import written
 from penstock.observe.clients import CHECKPOINTS
@@ -37,7 +38,6 @@ NO_DIRECTORY: Final = frozenset({errnos.ENOTDIR, errnos.ELOOP})
 _NO_LINK: Final = frozenset({errnos.EPERM, errnos.EMLINK, errnos.EXDEV, errnos.EOPNOTSUPP})
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_locked: weakref.WeakSet[Directory] = weakref.WeakSet()
 
 
 class Directory:
@@ -60,11 +60,11 @@ class Directory:
         self.close()
 
     def join(self, name: str) -> str:
-        """What to call something in it."""
+        """Return the path of an entry."""
         return os.path.join(self.path, name)
 
     def names(self) -> list[str]:
-        """What is in it, sorted. Raises TransferError."""
+        """List the names in the directory, sorted. Raises TransferError."""
         try:
             return sorted(os.listdir(self.fd))
         except OSError as error:
@@ -318,26 +318,16 @@ class Disk:
 def lock(directory: Directory) -> bool:
     """Hold a directory alone until it is closed, or the process ends; False: another does."""
     try:
-        fcntl.flock(directory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errnos.EWOULDBLOCK, errnos.EACCES):
+        if not try_lock(directory.fd):
             return False
+    except OSError as error:
         raise failed("lock", directory.path, error) from error
-    _locked.add(directory)
+    release_in_child(directory, Directory.close)  # a worker would hold it for as long as it lives
     return True
 
 
-def _let_go_in_child() -> None:
-    """A data loader's worker would hold the lock for as long as it lives, whoever has taken it."""
-    for each in tuple(_locked):
-        each.close()
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)
-
-
 def is_alone(fd: int) -> bool:
-    """Whether nobody else has a file open or mapped, in any process; False where that cannot be told.
+    """Return whether no process has a file open or mapped; False where that cannot be determined.
 
     That is what the kernel wants to grant a write lease. Whoever opens the file at that very instant
     waits until it is given back, and we are sent a signal, which is to be one that is ignored by default.
@@ -355,7 +345,7 @@ def is_alone(fd: int) -> bool:
 
 
 def is_still(parent: Directory, name: str, directory: Directory) -> bool:
-    """Whether a name still leads to a directory that was opened by it."""
+    """Return whether a name still leads to a directory that was opened by it."""
     with suppress(OSError):
         named = os.stat(name, dir_fd=parent.fd, follow_symlinks=False)
         return os.path.samestat(named, os.fstat(directory.fd))
@@ -374,7 +364,7 @@ def having_threads(path: str) -> Iterator[None]:
 
 
 def leads_to(path: str, directory: Directory) -> bool:
-    """Whether a path still leads to a directory that was opened by it."""
+    """Return whether a path still leads to a directory that was opened by it."""
     with suppress(OSError):
         return os.path.samestat(os.stat(path), os.fstat(directory.fd))
     return False

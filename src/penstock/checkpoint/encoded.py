@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
 
 class EncodedBody:
-    """What is behind the header of a file, and then the header: lengths are known only afterwards.
+    """Body of a file, then its header: lengths are known only afterwards.
 
     Attributes:
         header_bytes: What the header takes, whatever comes.

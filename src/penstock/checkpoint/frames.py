@@ -20,11 +20,11 @@ from penstock.codec.base import HEADER_BYTES, Bytes
 from penstock.core.errors import CodecError, ConfigError
 
 ALIGNMENT_BYTES: Final = 64
-"""What a tensor takes in its file is a multiple of this, so that those behind it are aligned."""
+"""Multiple to which each tensor is padded in its file, so that the next is aligned."""
 _SMALL_BYTES: Final = 4096
 """Shorter tensors stay as they are, for others to read."""
 _LENGTH: Final = slice(16, 24)
-"""Where in a frame's header the length of its payload is."""
+"""Bytes of a frame's header that hold the length of its payload."""
 
 
 class Encoder:
@@ -49,7 +49,7 @@ class Encoder:
         self._frame = np.empty(HEADER_BYTES + FRAME_BYTES, np.uint8)
 
     def pays(self, region: Region, dtype: str) -> bool:
-        """Whether it makes the first piece of a tensor shorter; the tensor stays as it is if not."""
+        """Return whether it makes a tensor's first piece shorter; if not, the tensor stays as it is."""
         if region.nbytes < _SMALL_BYTES or not self._codec.accepts(dtype):
             return False
         return self._encode(region, dtype, 0).size < min(region.nbytes, FRAME_BYTES)
@@ -155,7 +155,7 @@ class Decoding(Region):
 
 
 def stored_in(entry: TensorEntry, target: Any) -> Region:
-    """What a tensor's bytes in its file fill, as they come in.
+    """Return the region that a tensor's bytes in its file fill as they arrive.
 
     Args:
         entry: What the manifest says of it.

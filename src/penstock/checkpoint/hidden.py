@@ -28,12 +28,11 @@ from penstock.checkpoint.spare import sort_out, take
 from penstock.core.errors import (
     CheckpointError,
     ConfigError,
-    NoSpaceError,
     PenstockError,
     TransferError,
-    free_space_bytes,
 )
-from penstock.core.units import MIB, format_bytes, round_up
+from penstock.core.fs import check_space
+from penstock.core.units import MIB, round_up
 
 _SAVING: Final = ".{}.saving"
 _OURS: Final = re.compile(
@@ -45,12 +44,12 @@ _SLACK_BYTES: Final = MIB
 
 
 def hidden_name_of(name: str) -> str:
-    """What a checkpoint is called while it is made."""
+    """Return the name of a checkpoint while it is being written."""
     return _SAVING.format(name)
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a name is that of a directory in which something is being saved."""
+    """Return whether a name is that of a directory in which something is being saved."""
     return name.startswith(".") and name.endswith(".saving")
 
 
@@ -209,18 +208,9 @@ def _is_empty(path: str) -> bool:
         return False
 
 
-def check_space(parent: Directory, nbytes: int) -> None:
-    """Raises NoSpaceError if so many bytes do not fit where a directory lies."""
-    free = free_space_bytes(parent.path)
-    needed = round_up(nbytes, 4096) + _SLACK_BYTES
-    if 0 <= free < needed:
-        raise NoSpaceError(
-            errno=errno.ENOSPC,
-            op="allocate",
-            path=parent.path,
-            offset_bytes=0,
-            nbytes=needed,
-            free_bytes=free,
-            advice=f"this checkpoint takes {format_bytes(needed)} and {format_bytes(free)} are free; what"
-            " is there is kept: free some space, keep fewer, or name another directory",
-        )
+def check_fits(parent: Directory, nbytes: int) -> None:
+    """Raise NoSpaceError if a checkpoint of so many bytes does not fit where a directory lies."""
+    check_space(
+        [(parent.path, round_up(nbytes, 4096) + _SLACK_BYTES)],
+        "what is there is kept: free some space, keep fewer checkpoints, or name another directory",
+    )

@@ -72,7 +72,7 @@ class Leaves:
         return len(self._tensors) - 1
 
     def all(self, frozen: frozenset[int] = frozenset()) -> list[Leaf]:
-        """What there is, with its owners.
+        """Return all leaves, with their owners.
 
         Args:
             frozen: Addresses of tensors that training leaves as they are.
@@ -94,7 +94,7 @@ def collect(state: object, frozen: frozenset[int] = frozenset()) -> tuple[Json, 
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie one after another in host memory, as they are."""
+    """Return whether its elements lie one after another in host memory, as they are."""
     return (
         tensor.device.type == "cpu"
         and tensor.is_contiguous()

@@ -1,4 +1,4 @@
-"""Who wants to know what a run's ``Checkpointer`` does, and may have it save now.
+"""Listeners to a run's ``Checkpointer``, which may also ask it to save now.
 
 A job that is put to sleep durably has its script save at its own next opportunity: nobody else knows what
 belongs to the script's state.
@@ -16,7 +16,7 @@ class Listener(Protocol):
         """There is one."""
 
     def wants_save(self) -> bool:
-        """Whether the script is to save after this step, and wait for it."""
+        """Return whether the script is to save after this step, and wait for it."""
 
     def saved(self, path: str, step: int, state: object) -> None:
         """A checkpoint is durable; only after a save that was waited for."""
@@ -30,5 +30,5 @@ listeners: Final[list[Listener]] = []
 
 
 def is_wanted() -> bool:
-    """Whether somebody wants a checkpoint now."""
+    """Return whether somebody wants a checkpoint now."""
     return any(each.wants_save() for each in listeners)

@@ -41,12 +41,12 @@ class Info:
 
     @property
     def ok(self) -> bool:
-        """Whether it may load; ``verify`` reads it and knows."""
+        """Return whether it may load; ``verify`` reads it and knows."""
         return not self.damage
 
 
 def name_of_step(step: int) -> str:
-    """What the checkpoint of a step is called."""
+    """Return the name of a step's checkpoint."""
     return _NAME.format(step)
 
 
@@ -60,7 +60,7 @@ def listing(directory: str | os.PathLike[str]) -> list[Info]:
 
 
 def steps_in(directory: str | os.PathLike[str]) -> list[tuple[int, str]]:
-    """What is called a checkpoint in a directory: steps, the latest first, and paths."""
+    """List a directory's checkpoints: steps, the latest first, and paths."""
     root = absolute_path(directory, "the directory of checkpoints")
     if not os.path.isdir(root):
         raise CheckpointError(f"{root!r} is no directory")
@@ -71,7 +71,7 @@ def steps_in(directory: str | os.PathLike[str]) -> list[tuple[int, str]]:
 
 
 def spare_bytes(directory: str | os.PathLike[str]) -> int:
-    """What a directory holds beside its checkpoints: files that the next save writes over.
+    """Return the bytes of files beside the checkpoints that the next save overwrites.
 
     Raises TransferError.
     """
@@ -89,7 +89,7 @@ def spare_bytes(directory: str | os.PathLike[str]) -> int:
 
 
 def info_of(step: int, path: str) -> Info:
-    """What can be told of one."""
+    """Describe one checkpoint."""
     try:
         with Opened(path) as opened:
             manifest: Manifest = opened.manifest

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself. The specification is ``docs/checkpoint-format.md``.
+"""Description of a checkpoint inside it. The specification is ``docs/checkpoint-format.md``.
 
 Frozen values that check themselves: one that was read has been found to be whole and within bounds before
 anything is allocated, opened or believed.
@@ -28,7 +28,7 @@ ENCODED: Final = 2
 SETS: Final = 3
 """The version of one whose state has sets, complex numbers or paths; it may have encoded tensors too."""
 CODECS: Final = ("byteplane", "zero-value", "zero-value+byteplane", "narrow")
-"""What a tensor may be encoded with: every bit comes back."""
+"""Codecs that a tensor may be encoded with; all are lossless."""
 FRAME_BYTES: Final = MIB
 """How much of an encoded tensor each of its frames holds; the last one what is left."""
 LEAST_PART: Final = 32
@@ -37,7 +37,7 @@ FILE_NAME: Final = "manifest.json"
 MAX_BYTES: Final = 64 * MIB
 """Of a manifest; some 300 000 tensors, or 3 TB of data."""
 BLOCK_BYTES: Final = 2 * MIB
-"""What has a checksum of its own."""
+"""Bytes covered by one checksum."""
 
 _MIN_BLOCK_BYTES: Final = 4 * KIB
 _MAX_BLOCK_BYTES: Final = 16 * MIB
@@ -95,7 +95,7 @@ class TensorEntry:
 
     @property
     def file_bytes(self) -> int:
-        """What it takes in its file."""
+        """Bytes in its file."""
         return self.stored_bytes if self.codec else self.nbytes
 
     @property
@@ -209,7 +209,7 @@ class Manifest:
 
 
 def blocks_of(nbytes: int, block_bytes: int) -> range:
-    """Where the blocks of a file begin."""
+    """Return the offsets at which the blocks of a file begin."""
     return range(0, nbytes, block_bytes)
 
 
@@ -254,7 +254,7 @@ def _check_tensor(tensor: TensorEntry, manifest: Manifest) -> None:
 
 
 def _check_codec(tensor: TensorEntry) -> None:
-    """What is allocated for it is in proportion to what its file has of it."""
+    """Check that the memory allocated for a tensor is in proportion to its bytes in the file."""
     if tensor.codec not in CODECS:
         raise FormError(
             f"{tensor.name!r} is encoded with {tensor.codec[:40]!r}, known are {', '.join(CODECS)}"
@@ -278,7 +278,7 @@ def _check_places(manifest: Manifest) -> None:
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements lie one after another in memory, in whatever order."""
+    """Return whether elements lie one after another in memory, in whatever order."""
     expected = 1
     for step, size in sorted(zip(strides, shape, strict=True)):
         if size == 1:
@@ -309,7 +309,7 @@ def _object(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 
 
 def _check_depth(level: list[Json]) -> None:
-    """What is deeper than any value is not walked by anything that calls itself."""
+    """Refuse nesting deeper than any value's before anything recursive walks it."""
     for _ in range(_MAX_JSON_DEPTH):
         level = [each for each in level if isinstance(each, dict | list)]
         level = [

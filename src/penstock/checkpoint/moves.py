@@ -20,11 +20,11 @@ from penstock.core.units import KIB, MIB
 from penstock.staging import PIECE_BYTES, Staging, Step, ready_event, staging_for
 
 _STEP_BYTES: Final = 4 * MIB
-"""What is copied at once of a tensor that is not contiguous."""
+"""Bytes copied at once of a tensor that is not contiguous."""
 _CACHED_BYTES: Final = 512 * KIB
-"""What of host memory is copied before its checksum is taken: it is in the core's own cache then."""
+"""Bytes of host memory copied before their checksum is taken, while they are in the core's cache."""
 _STAGED_BYTES: Final = PIECE_BYTES - 4 * KIB
-"""What is copied at once of a device's memory; there is room for elements that two steps share."""
+"""Bytes copied at once of a device's memory, less room for elements that two steps share."""
 
 
 class Region(ABC):

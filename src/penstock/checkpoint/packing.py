@@ -47,7 +47,7 @@ class FilePlan:
     nbytes: int
 
     def regions(self, tensors: Sequence[Leaf]) -> list[tuple[int, Region]]:
-        """Where in it something begins, and what."""
+        """Return offsets in the file, and the regions that begin there."""
         found: list[tuple[int, Region]] = [(0, Fixed(self.header))]
         offset = len(self.header)
         for index in self.leaves:

@@ -1,4 +1,4 @@
-"""What is in a state: objects with a state of their own, optimizers, tensors."""
+"""Parts of a state: objects with a state of their own, optimizers, tensors."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class Stateful(Protocol):
     """Modules, optimizers, schedulers, scalers, samplers and what else has these two."""
 
     def state_dict(self) -> Any:
-        """What is to be saved."""
+        """Return the state to save."""
 
     def load_state_dict(self, state_dict: Any) -> Any:
         """Set it."""
 
 
 def is_stateful(value: object) -> TypeGuard[Stateful]:
-    """Whether it is an object with ``state_dict`` and ``load_state_dict``."""
+    """Return whether ``value`` is an object with ``state_dict`` and ``load_state_dict``."""
     kind = type(value)
     return hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
 
 
 def is_plain_value(value: object, depth: int = 0) -> bool:
-    """Whether nothing in it has memory or a state of its own: only numbers, words and the like."""
+    """Return whether nothing in it has memory or a state of its own: only numbers, words and the like."""
     if isinstance(value, torch.Tensor | np.ndarray) or is_stateful(value) or depth > MAX_DEPTH:
         return False
     if isinstance(value, Mapping):
@@ -119,7 +119,7 @@ def stepped(value: object) -> torch.optim.Optimizer | None:
 
 
 def taker_of(target: Stateful) -> Stateful:
-    """Who takes a state: an optimizer itself where torch's ``load_state_dict`` would set its wrapper."""
+    """Return the object that loads a state: the optimizer itself where torch would load its wrapper."""
     if isinstance(target, torch.optim.Optimizer) and not _has_own_load(target):
         return stepped(target) or target
     return target

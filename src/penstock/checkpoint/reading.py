@@ -229,7 +229,7 @@ _OTHERS: Final = "are not what was written there: {}"
 _LOST: Final = frozenset(
     {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG}
 )
-"""What a device or its file system says of bytes that it cannot give back, or not unchanged."""
+"""Error numbers for bytes that a device or its file system cannot return, or not unchanged."""
 
 
 def _unreadable(error: OSError) -> str:
@@ -296,7 +296,7 @@ def _touched(regions: Iterable[tuple[int, Region]], block_bytes: int) -> Iterabl
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """What ``verify`` found.
+    """Result of ``verify``.
 
     Attributes:
         path: Of the checkpoint.
@@ -310,5 +310,5 @@ class Health:
 
     @property
     def ok(self) -> bool:
-        """Whether all of it is what was written."""
+        """Return whether all of it is what was written."""
         return not self.damage

@@ -30,7 +30,7 @@ _UNIT_BYTES: Final = 512
 
 
 def is_there(parent: Directory) -> bool:
-    """Whether a directory has a spare."""
+    """Return whether a directory has a spare."""
     return os.path.lexists(parent.join(SPARE))
 
 

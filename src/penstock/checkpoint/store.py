@@ -16,8 +16,8 @@ from penstock.checkpoint.disk import Directory, Disk, having_threads
 from penstock.checkpoint.encoded import EncodedBody
 from penstock.checkpoint.frames import Encoder
 from penstock.checkpoint.hidden import (
+    check_fits,
     check_replaceable,
-    check_space,
     claim,
     hidden_name_of,
     parent_of,
@@ -47,7 +47,7 @@ from penstock.io.supply import Supply
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """What a save has done.
+    """Result of a save.
 
     Attributes:
         path: The checkpoint.
@@ -140,7 +140,7 @@ class Store:
             spare = needed.keys() if reuse and base is None else None
             with claim(self.disk, parent, name, spare=spare) as hidden:
                 if old is None:
-                    check_space(parent, prepared.nbytes - held_bytes(hidden, needed))
+                    check_fits(parent, prepared.nbytes - held_bytes(hidden, needed))
                 if regions is None:
                     regions = [plan.regions(prepared.leaves) for plan in prepared.plans]
                 writer = self._write_all(
@@ -184,7 +184,7 @@ class Store:
         watcher: Watcher | None,
         buffers_bytes: int,
     ) -> FilesWriter:
-        """Who has written all files, and the manifest."""
+        """Return the writer, after all files and the manifest are written."""
         entries = list(prepared.entries)
         engine = None if self.make_engine is None else self.make_engine()
         try:

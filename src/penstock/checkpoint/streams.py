@@ -27,7 +27,7 @@ from penstock.checkpoint.moves import Region
 from penstock.checkpoint.threads import in_thread
 from penstock.core.errors import TransferError
 from penstock.core.locks import Lock
-from penstock.core.process import this
+from penstock.core.process import ForkGuard, fork_guard
 from penstock.core.units import MIB, round_down, round_up
 from penstock.io.aio import default_engine
 from penstock.io.arena import Arena, Block
@@ -37,7 +37,7 @@ from penstock.io.reporting import reported
 from penstock.observe.clients import CHECKPOINTS
 
 BUFFERS_BYTES: Final = 16 * MIB
-"""What is on its way at once. See [Note: few buffers]."""
+"""Bytes in flight at once. See [Note: few buffers]."""
 _DEPTH: Final = 6
 """Blocks that the engine has at once; the others are being filled or emptied."""
 _DEVICE_BYTES_PER_S: Final = 2e9
@@ -46,7 +46,7 @@ _LEAST_BUFFERS: Final = 3
 _MOST_BUFFERS: Final = 64
 
 Regions = Sequence[tuple[int, Region]]
-"""Where in a file something begins, and what; in this order, none over another."""
+"""Offsets in a file and the regions there; in order, without overlaps."""
 
 
 def count_within(memory_bytes: int, block_bytes: int) -> int:
@@ -154,17 +154,18 @@ class Buffers:
         self._arena.close()
 
 
-_engines: dict[int, Engine] = {}
+_engines: dict[ForkGuard, Engine] = {}
 _engines_lock = Lock()
 
 
 def _shared_engine() -> Engine:
     """One for the process, never closed: the kernel takes 30 ms to let go of one."""
     with _engines_lock:
-        if this.pid not in _engines:
+        guard = fork_guard()
+        if guard not in _engines:
             _engines.clear()  # a parent's, from before a fork
-            _engines[this.pid] = default_engine(_DEPTH)
-        return _engines[this.pid]
+            _engines[guard] = default_engine(_DEPTH)
+        return _engines[guard]
 
 
 def ready() -> None:

@@ -1,4 +1,4 @@
-"""What is loaded into: objects, dictionaries and tensors that are there already, in place.
+"""Targets of a load: objects, dictionaries and tensors that exist already, filled in place.
 
 [Note: two passes]
     The first pass walks what is there and what the checkpoint says side by side, and writes down where
@@ -53,7 +53,7 @@ _IN_MEMORY_BYTES: Final = 64 * MIB
 
 
 class Targets:
-    """Where the tensors of a checkpoint go. See [Note: two passes].
+    """Destinations of a checkpoint's tensors. See [Note: two passes].
 
     Attributes:
         differences: What differs.
@@ -96,7 +96,7 @@ class Targets:
         return self.value(document, path)
 
     def value(self, document: Json, path: Path, fresh: Fresh | None = None) -> Callable[[], Any]:
-        """What has no place yet is made anew."""
+        """Return the value at ``path``, with new tensors where it has none yet."""
         try:
             made = decode(
                 document, lambda i: self._new(i, fresh), lambda i: _as_array(self._new(i, fresh))
@@ -123,7 +123,7 @@ class Targets:
 
     @property
     def new_memory(self) -> list[Pages]:
-        """What tensors lie in that had no place. It lives as long as they do."""
+        """Return the memory of new tensors. It lives as long as they do."""
         return self._fresh.pages
 
     @torch.no_grad()
@@ -174,7 +174,7 @@ class Targets:
         return sorted({index if owner < 0 else owner for index, owner in owners.items()})
 
     def _source(self, index: int) -> torch.Tensor:
-        """Where a tensor's bytes have been read to, in its own shape."""
+        """Return a tensor's bytes as read, in its own shape."""
         entry = self._manifest.tensors[index]
         if entry.owner < 0:
             targets = self._into.get(index)
@@ -220,7 +220,7 @@ class Targets:
         return lambda: target
 
     def _load_to(self, tensor: torch.Tensor, index: int) -> None:
-        """What is one tensor here and two in the checkpoint has to be the same twice."""
+        """Load into a tensor; if the checkpoint has it twice, both must be the same."""
         place = identity(tensor) if tensor.numel() else (index,)
         first = self._bound.setdefault(place, index)
         if first == index:

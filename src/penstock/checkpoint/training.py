@@ -1,4 +1,4 @@
-"""What belongs to a training state: all that makes the next steps what they would have been."""
+"""Training state: everything that the next steps depend on."""
 
 from __future__ import annotations
 

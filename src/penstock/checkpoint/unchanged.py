@@ -1,4 +1,4 @@
-"""What of a state a checkpoint has, byte for byte: told by its checksums, without reading its files."""
+"""Tensors that a checkpoint holds byte for byte, found by checksums without reading its files."""
 
 from __future__ import annotations
 

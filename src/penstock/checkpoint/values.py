@@ -1,4 +1,4 @@
-"""What is no tensor, as JSON: exactly, or not at all.
+"""Values other than tensors, as JSON: exactly, or not at all.
 
 [Note: values in JSON]
     ``null``, ``true``, ``false``, strings, whole numbers below 2**53 and finite floats stand for
@@ -130,7 +130,7 @@ def _set(value: set[Any] | frozenset[Any], path: Path) -> Json:
 
 
 def _key(key: object, path: Path, how: str) -> Json:
-    """What is found by its hash."""
+    """Encode a key, which is found by its hash."""
     if type(key) not in _KEYS:
         raise _refused(key, path, how)
     made = encode(key, _no_tensor, path)
@@ -158,7 +158,7 @@ def _plain(value: object, path: Path) -> Json:
 
 
 def _tagged(value: object, path: Path) -> Json:
-    """What is one object in JSON; None: there is no form for it."""
+    """Encode a value as one JSON object; None: there is no form for it."""
     kind = type(value)
     made: Json = None
     if isinstance(value, bytes) and kind is bytes:
@@ -211,7 +211,7 @@ def _refused(value: object, path: Path, how: str) -> CheckpointError:
 def decode(
     document: Json, tensor: Callable[[int], Any], array: Callable[[int], Any], depth: int = 0
 ) -> Any:
-    """What ``encode`` was given.
+    """Rebuild the argument of ``encode``.
 
     Args:
         document: Its JSON.
@@ -255,7 +255,7 @@ def _decode_tagged(
 
 
 def has_later(document: Json) -> bool:
-    """Whether anything in it is of version 3 of the format."""
+    """Return whether anything in it is of version 3 of the format."""
     left = [document]
     while left:  # however deep somebody has made it
         each = left.pop()
@@ -269,7 +269,7 @@ def has_later(document: Json) -> bool:
 
 
 def has_tensors(document: Json) -> bool:
-    """Whether tensors or arrays are in it."""
+    """Return whether tensors or arrays are in it."""
     if isinstance(document, list):
         return any(map(has_tensors, document))
     if not isinstance(document, dict):
@@ -302,7 +302,7 @@ def members_of(document: Json) -> dict[Any, Json] | None:
 
 
 def list_of(document: Json, kind: type) -> list[Json] | None:
-    """What is in a list, or in a tuple, if it is one."""
+    """Return the items of an encoded list or tuple; None: it is neither."""
     if kind is list:
         return document if isinstance(document, list) else None
     try:

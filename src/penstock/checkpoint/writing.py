@@ -42,7 +42,7 @@ class Base:
     manifest: Manifest
 
     def entry(self, name: str) -> FileEntry | None:
-        """What it has of that name."""
+        """Return the entry of that name, if there is one."""
         return next((each for each in self.manifest.files if each.name == name), None)
 
     def file(self, name: str) -> DirectFile | None:
@@ -54,7 +54,7 @@ class Base:
 
 
 class Watcher(Protocol):
-    """Who wants to know what may change now."""
+    """Observer of writes, told what may change now."""
 
     def released(self, file: int, end: int) -> None:
         """Of a file, by its number, the bytes before ``end`` are not read any more."""
@@ -165,7 +165,7 @@ class FilesWriter:
         return entry
 
     def linked(self, name: str, nbytes: int) -> bool:
-        """Whether the base's file of that name, of that length, could be had here as well."""
+        """Return whether the base's file of that name, of that length, could be had here as well."""
         assert self._base is not None
         source = self._base.file(name)
         if source is None:

@@ -1,4 +1,4 @@
-"""The command ``penstock``: one file per command, loaded when it is asked for.
+"""The command ``penstock``: one file per command, loaded on demand.
 
 Nothing here imports torch or NumPy, and ``penstock run`` does so only after the script did: both
 read environment variables when they are loaded, and the script may set them first.
@@ -23,11 +23,11 @@ _COMMANDS: Final = {
     "bench": "measure the bandwidth and the speed of this machine",
     "plan": "predict memory and time of training, without running it",
     "jobs": "run several scripts in turns: one computes, the others sleep on flash",
-    "checkpoint": "list checkpoints, show what is in one, verify it",
+    "checkpoint": "list checkpoints, show the contents of one, verify it",
     "data": "describe, verify, pack and measure data sets on flash",
     "characterize": "measure what checkpoints and other jobs cost nine networks here",
     "ssd": "simulate an SSD: time, energy and wear",
-    "report": "show what a run did, beside what was predicted",
+    "report": "show the summary of a run, with the prediction for it",
     "doctor": "check this machine and its settings, and say what to improve",
 }
 _EXAMPLES: Final = """\
@@ -37,10 +37,10 @@ examples:
   penstock bench io --dir /nvme/spill
   penstock plan vgg16 --batch 256 --machine titan-x --policy all
 
-`penstock COMMAND --help` tells more. Exit codes: 0 success, 1 failure, 2 bad arguments or
-configuration; those of `penstock run` are the script's own."""
+See `penstock COMMAND --help` for details. Exit codes: 0 success, 1 failure, 2 invalid arguments or
+configuration; `penstock run` exits with the script's own code."""
 _UNREAD: Final = 141
-"""What shells make of a death by SIGPIPE, as of `penstock ... | head`."""
+"""Exit code after SIGPIPE, such as by `penstock ... | head`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; those of the process if ``None``.
 
     Returns:
-        The exit code. ``penstock run`` lets whatever the script raises through.
+        The exit code. ``penstock run`` passes exceptions of the script on.
 
     Raises:
         SystemExit: ``--help`` and ``--version`` (0), or arguments that cannot be parsed (2).
@@ -75,10 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _take_standard_descriptors() -> None:
-    """Where one is closed, have it lead nowhere.
+    """Open ``/dev/null`` in place of a closed standard descriptor.
 
-    Else the next file that is opened would get its number, be it one of a checkpoint, and whatever writes
-    to standard error would write into it.
+    Otherwise the next opened file, perhaps of a checkpoint, would get its number, and messages on
+    standard error would be written into it.
     """
     for number in range(3):
         try:
@@ -94,8 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="penstock",
         usage="penstock [--help] [--version] COMMAND ...",
-        description="Train PyTorch networks that do not fit in memory, by spilling to host DRAM and"
-        " NVMe flash on a plan.\n\n"
+        description="Train PyTorch networks that do not fit in memory, by offloading to host DRAM and"
+        " NVMe flash according to a plan.\n\n"
         f"commands:\n{commands}",
         epilog=_EXAMPLES,
         formatter_class=formatter,

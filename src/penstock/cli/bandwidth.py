@@ -1,10 +1,10 @@
-"""How fast directories are, through our engine and, beside it, through plain system calls.
+"""Bandwidth of directories, through Penstock's engine and through plain system calls.
 
-Both move the same ranges of the same files to and from the same memory, in turns and in changing
-order, so that what counts is a ratio of neighbours in time. The plain side uses threads, ``preadv``
-and ``pwritev``, and nothing of Penstock.
+Both sides move the same ranges of the same files to and from the same memory, alternately and in
+changing order, so that the result is a ratio of measurements close in time. The plain side uses threads,
+``preadv`` and ``pwritev``, and nothing of Penstock.
 
-1. :class:`Course` makes unlinked files, fills them once, and takes a buffer from an arena.
+1. :class:`Course` makes unlinked files, fills them once, and allocates a buffer from an arena.
 2. :func:`measure` runs pairs of passes over it and returns a :class:`Measurement`.
 """
 
@@ -23,7 +23,8 @@ from typing import Final, Literal, Self
 
 import numpy as np
 
-from penstock.core.errors import ConfigError, NoSpaceError, free_space_bytes, transfer_error
+from penstock.core.errors import ConfigError, transfer_error
+from penstock.core.fs import check_space
 from penstock.core.units import GIB, MIB, format_bytes, round_down, round_up
 from penstock.io.aio import default_engine
 from penstock.io.arena import Arena
@@ -34,9 +35,9 @@ Kind = Literal["read", "overwrite", "mixed"]
 
 KINDS: Final[tuple[Kind, ...]] = ("read", "overwrite", "mixed")
 REQUEST_BYTES: Final = 16 * MIB
-"""One request to the engine, as large as a typical activation; files take turns at this length."""
+"""Size of a request to the engine, as large as a typical activation, and of a stripe."""
 BUFFER_BYTES: Final = 4 * REQUEST_BYTES
-"""What requests are under way for at once."""
+"""Total size of simultaneous requests."""
 FILE_BYTES: Final = GIB
 LEAST_ROUNDS: Final = 3
 _ROUNDS: Final = 5
@@ -48,37 +49,37 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """What passes of one kind gave: medians over rounds."""
+    """Result of the passes of one kind: medians over rounds."""
 
     kind: Kind
     engine_bytes_per_s: float
     plain_bytes_per_s: float
     ratio: float
-    """Engine over plain, the median of the ratios of each round."""
+    """Ratio of engine to plain, the median over rounds."""
     rounds: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """What :func:`measure` found."""
+    """Result of :func:`measure`."""
 
     directories: tuple[str, ...]
     direct: bool
-    """Whether all files are open with O_DIRECT."""
+    """True if all files are open with O_DIRECT."""
     granule_bytes: int
     threads: int
     piece_bytes: int
-    """The longest single system call, on both sides."""
+    """Maximum size of a system call, on both sides."""
     file_bytes: int
-    """All files together."""
+    """Size of all files together."""
     pass_bytes: int
-    """Moved by one side in one pass."""
+    """Bytes moved by one side in one pass."""
     latency_s: float
-    """From asking the engine for 4 KiB to having them; the median."""
+    """Median time of a read of 4 KiB by the engine."""
     rates: tuple[Rate, ...]
 
     def rate(self, kind: Kind) -> Rate:
-        """The rate of one kind of pass."""
+        """Return the rate of one kind of pass."""
         return next(rate for rate in self.rates if rate.kind == kind)
 
 
@@ -91,22 +92,22 @@ def measure(
     piece_bytes: int | None = None,
     progress: Progress = lambda _: None,
 ) -> Measurement:
-    """Measure directories, several of them together, as a striped tier would use them.
+    """Measure directories, several of them together, as a striped tier uses them.
 
     Args:
-        directories: Where; each gets a file without a name.
-        file_bytes: Of all files together.
-        seconds: How long to go on; three rounds are made at least.
-        threads: Of the engine, and on the plain side; ``PENSTOCK_IO_THREADS`` if ``None``.
-        piece_bytes: Of one system call, on both sides; ``PENSTOCK_IO_PIECE`` if ``None``.
-        progress: Told the share that is done, 0 to 1, in this thread.
+        directories: Directories to measure; each gets an unnamed file.
+        file_bytes: Size of all files together.
+        seconds: Duration; at least three rounds are made.
+        threads: Number of threads on both sides; ``PENSTOCK_IO_THREADS`` if ``None``.
+        piece_bytes: Size of a system call on both sides; ``PENSTOCK_IO_PIECE`` if ``None``.
+        progress: Function that receives the finished share, 0 to 1, in this thread.
 
     Raises:
-        ConfigError: The size is too small, or the time not positive.
+        ConfigError: The size is too small, or the time is not positive.
         TransferError: A directory cannot be written to, or is full.
     """
     if not seconds > 0:
-        raise ConfigError(f"{seconds} seconds is no time to measure anything")
+        raise ConfigError(f"the time to measure is {seconds} s, but must be more than 0")
     with Course(directories, file_bytes, default_engine(threads, piece_bytes)) as course:
         wish = course.fill() * seconds / (2 * len(KINDS) * _ROUNDS)
         pass_bytes = min(round_up(int(wish), BUFFER_BYTES), course.file_bytes)
@@ -125,13 +126,13 @@ def measure(
 
 
 class Course:
-    """Files, a buffer and an engine to run passes with. Leave the ``with`` block to release them.
+    """Files, a buffer and an engine for the passes. Leaving the ``with`` block closes them.
 
     Attributes:
-        engine: What is measured.
-        files: One in each directory.
-        file_bytes: All of them together.
-        address: Of the buffer.
+        engine: Measured engine.
+        files: Files, one in each directory.
+        file_bytes: Size of all files together.
+        address: Address of the buffer.
     """
 
     def __init__(
@@ -143,24 +144,24 @@ class Course:
         request_bytes: int = REQUEST_BYTES,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        """Make them; the engine is closed with the course.
+        """Create the files and the buffer; the engine is closed with the course.
 
         Args:
-            directories: Each gets a file.
-            file_bytes: Of all files together; rounded down to whole requests in each.
-            engine: What is measured.
-            request_bytes: Of one request to it; files take turns at this length.
-            buffer_bytes: Memory, a multiple of that: what requests are under way for at once.
+            directories: Directories, each of which gets a file.
+            file_bytes: Size of all files together; rounded down to whole requests in each.
+            engine: Engine to measure.
+            request_bytes: Size of a request to it, and of a stripe.
+            buffer_bytes: Size of the buffer, a multiple of that: the total of simultaneous requests.
 
         Raises:
-            ConfigError: A directory has less than one request.
+            ConfigError: The size of a file would be less than one request.
             TransferError: A directory cannot be written to, or is full.
         """
         each_bytes = round_down(file_bytes // max(len(directories), 1), request_bytes)
         if not directories or not each_bytes:
             raise ConfigError(
                 f"{format_bytes(file_bytes)} in {len(directories)} directories cannot be measured;"
-                f" each directory takes {format_bytes(request_bytes)} or more"
+                f" each directory needs at least {format_bytes(request_bytes)}"
             )
         self.engine = engine
         self.request_bytes = request_bytes
@@ -170,7 +171,10 @@ class Course:
         self._arena = Arena(buffer_bytes)
         try:
             self.files += [open_unlinked(each) for each in directories]
-            _check_space(directories, each_bytes)
+            check_space(
+                [(os.fspath(each), each_bytes) for each in directories],
+                "measure with smaller files, or name another directory",
+            )
             for file in self.files:
                 file.preallocate(each_bytes)
         except BaseException:
@@ -195,25 +199,25 @@ class Course:
         self.close()
 
     def close(self) -> None:
-        """Release everything; the files vanish."""
+        """Close everything, which removes the files."""
         self.engine.close()
         for file in self.files:
             file.close()
         self._arena.close()
 
     def fill(self) -> float:
-        """Write every byte once, for a range that was never written reads as zeros from nowhere.
+        """Write every byte once, because reads of unwritten ranges do not reach the device.
 
         Returns:
-            Bytes per second, of fresh space.
+            Bytes per second for newly allocated space.
         """
         requests = list(self.requests("overwrite", self.file_bytes, 0))
         return self.file_bytes / self.engine_pass(requests)
 
     def requests(self, kind: Kind, nbytes: int, start_bytes: int) -> Iterator[Request]:
-        """What a pass of ``nbytes`` moves, from ``start_bytes`` on, wrapping around.
+        """Yield the requests of a pass of ``nbytes`` from ``start_bytes`` on, wrapping around.
 
-        A mixed pass takes turns between reading and overwriting with every piece.
+        A mixed pass alternates between reading and overwriting with every piece.
         """
         length, piece = self.request_bytes, self.engine.spec.piece_bytes
         if kind == "mixed" and length % piece == 0:
@@ -232,32 +236,32 @@ class Course:
             )
 
     def engine_pass(self, requests: Sequence[Request]) -> float:
-        """Move them through the engine, with the buffer full of requests; seconds."""
+        """Execute requests with the engine, as many at once as the buffer holds; return seconds."""
         window = self.buffer_bytes // requests[0].nbytes
-        under_way: deque[Transfer] = deque()
+        in_flight: deque[Transfer] = deque()
         start = time.perf_counter()
         for request in requests:
-            if len(under_way) == window:
-                under_way.popleft().wait()
-            under_way.append(self.engine.submit(request))
-        for transfer in under_way:
+            if len(in_flight) == window:
+                in_flight.popleft().wait()
+            in_flight.append(self.engine.submit(request))
+        for transfer in in_flight:
             transfer.wait()
         return time.perf_counter() - start
 
     def plain_pass(self, requests: Sequence[Request]) -> float:
-        """Move them with threads and system calls alone; seconds."""
+        """Execute requests with threads and system calls alone; return seconds."""
         pieces = deque(self._pieces(requests))
         threads = self.engine.spec.workers
         failures: list[OSError] = []
         gate = threading.Barrier(threads + 1)
-        crew = [
+        workers = [
             threading.Thread(target=_work, args=(pieces, gate, failures)) for _ in range(threads)
         ]
-        for thread in crew:
+        for thread in workers:
             thread.start()
         gate.wait()
         start = time.perf_counter()
-        for thread in crew:
+        for thread in workers:
             thread.join()
         for file in self.files:
             if not file.direct:
@@ -271,11 +275,11 @@ class Course:
                 offset_bytes=0,
                 nbytes=len(requests) * requests[0].nbytes,
             ) from failure
-        self._forget_pages()
+        self._drop_page_cache()
         return took
 
     def latency_s(self) -> float:
-        """Median time of a small read by the engine, while nothing else is under way."""
+        """Return the median time of a small read by the otherwise idle engine."""
         times = []
         stride = round_down(self.file_bytes // len(self.files) // _LATENCY_READS, _LATENCY_BYTES)
         for index in range(_LATENCY_READS):
@@ -303,28 +307,11 @@ class Course:
                 memory = self._memory.data[at + done : at + done + length]
                 yield call, request.file.fd, memory, request.offset_bytes + done
 
-    def _forget_pages(self) -> None:
-        """Of buffered files: the next pass is to meet the device, and not the page cache."""
+    def _drop_page_cache(self) -> None:
+        """Drop buffered files from the page cache, so that the next pass reaches the device."""
         for file in self.files:
             if not file.direct:
                 os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _check_space(directories: Sequence[str | os.PathLike[str]], each_bytes: int) -> None:
-    """Refuse before anything is reserved: a file system that is full, if briefly, harms others."""
-    for device in {os.stat(each).st_dev for each in directories}:
-        those = [os.fspath(each) for each in directories if os.stat(each).st_dev == device]
-        free = free_space_bytes(those[0])
-        if 0 <= free < len(those) * each_bytes:
-            raise NoSpaceError(
-                errno=errno.ENOSPC,
-                op="allocate",
-                path=", ".join(those),
-                offset_bytes=0,
-                nbytes=len(those) * each_bytes,
-                free_bytes=free,
-                advice="measure with smaller files, or name another directory",
-            )
 
 
 _Piece = tuple[Callable[[int, list[memoryview], int], int], int, memoryview, int]
@@ -345,13 +332,13 @@ def _work(pieces: deque[_Piece], gate: threading.Barrier, failures: list[OSError
 
 
 _Pair = tuple[float, float]
-"""Seconds of the engine and of the plain side."""
+"""Seconds of the engine, and of the plain side."""
 
 
 def _rounds(
     course: Course, pass_bytes: int, seconds: float, progress: Progress
 ) -> dict[Kind, list[_Pair]]:
-    """Pairs of passes until the time is up; who goes first changes from round to round."""
+    """Run pairs of passes until the time is up; the order alternates between rounds."""
     pairs: dict[Kind, list[_Pair]] = {kind: [] for kind in KINDS}
     begun = time.perf_counter()
     number = 0

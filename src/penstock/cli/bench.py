@@ -1,4 +1,4 @@
-"""``penstock bench``: what this machine can do."""
+"""The command ``penstock bench``, which measures the speed of this machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ examples:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of ``penstock bench``."""
+    """Return the parser of ``penstock bench``."""
     made = argparse.ArgumentParser(
         prog="penstock bench",
         description="Measure the bandwidth and the speed of this machine.",
@@ -45,9 +45,9 @@ def parser() -> argparse.ArgumentParser:
     disk = what.add_parser(
         "io",
         help="measure read, overwrite and mixed bandwidth of directories",
-        description="Measure read, overwrite and mixed bandwidth through Penstock's engine, beside a"
-        " plain limit\n(threads with preadv and pwritev) on the same files and memory, in turns. The"
-        " ratio is what counts.",
+        description="Measure read, overwrite and mixed bandwidth of Penstock's engine and, alternately,"
+        " of plain\nsystem calls (threads with preadv and pwritev) on the same files and memory. The\n"
+        "result is the ratio.",
         epilog=_EXAMPLES,
         formatter_class=formatter,
         allow_abbrev=False,
@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
         "--seconds", metavar="N", type=float, default=10.0, help="how long to measure (default: 10)"
     )
     disk.add_argument(
-        "--save", metavar="FILE", help="write what was measured, for penstock plan --machine"
+        "--save", metavar="FILE", help="write the result to FILE, for penstock plan --machine"
     )
     add_common(disk, json_help="print one JSON document on standard output")
     disk.set_defaults(execute=_execute_io)
@@ -73,16 +73,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Measure what was asked for."""
+    """Execute the chosen subcommand."""
     code: int = options.execute(options)
     return code
 
 
 def _execute_io(options: argparse.Namespace) -> int:
-    """Measure directories, print, save.
+    """Measure directories, and print and save the result.
 
     Raises:
-        ConfigError: A size or time makes no sense, or the machine file cannot be written.
+        ConfigError: A size or time is invalid, or the machine file cannot be written.
         TransferError: A directory cannot be written to, or is full.
     """
     file_bytes = parse_bytes(options.size, what="--size")
@@ -104,7 +104,7 @@ def _execute_io(options: argparse.Namespace) -> int:
 
 
 def machine_of(measured: Measurement) -> Machine:
-    """What plans are made for: the engine's bandwidths, and those of copies within host memory."""
+    """Return a machine for plans, with bandwidths of the engine and of copies in host memory."""
     return replace(
         bench_machine.host_machine(),
         name=platform.node() or "this machine",
@@ -115,12 +115,12 @@ def machine_of(measured: Measurement) -> Machine:
 
 
 def document(measured: Measurement, machine: Machine) -> dict[str, Any]:
-    """The JSON document of ``penstock bench io``."""
+    """Return the JSON document of ``penstock bench io``."""
     return {"schema": 1, **asdict(measured), "machine": asdict(machine)}
 
 
 def table(measured: Measurement) -> RenderableType:
-    """Both sides and their ratio."""
+    """Return a table of both sides and their ratio."""
     rows = [
         Row(
             rate.kind,
@@ -131,8 +131,9 @@ def table(measured: Measurement) -> RenderableType:
     ]
     how = f"direct, granule {measured.granule_bytes} B" if measured.direct else "buffered"
     caption = (
-        f"medians of {measured.rates[0].rounds} rounds of {format_bytes(measured.pass_bytes)}, in"
-        f" turns; {measured.threads} threads, pieces of {format_bytes(measured.piece_bytes)}, {how};"
+        f"medians of {measured.rates[0].rounds} alternating rounds of"
+        f" {format_bytes(measured.pass_bytes)};"
+        f" {measured.threads} threads, pieces of {format_bytes(measured.piece_bytes)}, {how};"
         f" a 4 KiB read takes {format_duration(measured.latency_s)}"
     )
     both = side_by_side(", ".join(measured.directories), ("plain calls", "penstock"), rows)
@@ -141,7 +142,7 @@ def table(measured: Measurement) -> RenderableType:
 
 @contextmanager
 def _progress(text: str) -> Iterator[bandwidth.Progress]:
-    """On standard error: a bar on a terminal, a line elsewhere."""
+    """Show progress on standard error: a bar on a terminal, otherwise one line."""
     console = Console(stderr=True)
     if not console.is_terminal:
         say(text)

@@ -1,12 +1,14 @@
-"""``penstock bench machine``: a machine file for this machine, every figure measured.
+"""The command ``penstock bench machine``, which measures a machine file for this machine.
 
-1. Flash, through our engine, with one file of the directory (:mod:`.bandwidth`).
+It measures:
+
+1. Flash, through Penstock's engine, with one file in the directory (:mod:`.bandwidth`).
 2. Copies to and from the host tier.
-3. What the device computes (:mod:`.compute`).
-4. By how much training is slower while a flash tier is written and read (interference), and how fast
-   the tier is meanwhile: on a CPU both want memory and cores. Where that is slower than alone, the
-   machine's bandwidth of flash is what it is beside computing, for that is when plans use it.
-5. By how much more training is later for each write and each read of a session (:mod:`.transfer_work`).
+3. The speed of the device (:mod:`.compute`).
+4. The slowdown of training while a flash tier is written and read (interference), and the tier's speed
+   then: on a CPU both compete for memory and cores. If the tier is slower than alone, the lower bandwidth
+   goes into the machine file, because plans move data while the device computes.
+5. The further delay of training for each write and each read of a session (:mod:`.transfer_work`).
 """
 
 from __future__ import annotations
@@ -60,9 +62,9 @@ def add_parser(what: Any) -> None:
     """Add ``machine`` to the subcommands of ``penstock bench``."""
     made = what.add_parser(
         "machine",
-        help="measure all that plans need to know of this machine; prints a machine file",
-        description="Measure flash, host copies, arithmetic, memory, launches, and how much computing"
-        " slows down\nwhile flash moves; takes less than a minute. Prints a machine file (TOML).",
+        help="measure all that plans need of this machine; prints a machine file",
+        description="Measure flash, host copies, arithmetic, memory, launches, and the slowdown of"
+        " computing\nduring flash transfers; takes less than a minute. Prints a machine file (TOML).",
         epilog=_EXAMPLES,
         formatter_class=formatter,
         allow_abbrev=False,
@@ -73,20 +75,20 @@ def add_parser(what: Any) -> None:
         default=".",
         help="directory to measure (default: the current one)",
     )
-    made.add_argument("--output", metavar="FILE", help="write the machine file there as well")
+    made.add_argument("--output", metavar="FILE", help="write the machine file to FILE as well")
     made.add_argument(
         "--seconds", metavar="N", type=float, default=10.0,
-        help="how long to measure flash, and again beside computing (default: 10)",
+        help="how long to measure flash alone, and again while computing (default: 10)",
     )  # fmt: skip
     add_common(made, json_help="print one JSON document on standard output")
     made.set_defaults(execute=execute)
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Measure, print, write.
+    """Measure, and print and write the result.
 
     Raises:
-        ConfigError: The directory cannot be spilled to, the file not written, or the time is none.
+        ConfigError: The directory is not usable, the file cannot be written, or the time is not positive.
         TransferError: The directory is full.
     """
     directory = spill_directory(options.flash)
@@ -98,30 +100,30 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def measure(directory: str, *, seconds: float, file_bytes: int) -> Machine:
-    """Measure everything, telling on standard error what is being measured, and what it gave."""
-    compute = importlib.import_module("penstock.cli.compute")  # loads torch, as nothing else here
+    """Measure everything, with progress and results on standard error."""
+    compute = importlib.import_module("penstock.cli.compute")  # loads torch, unlike the rest
     device = compute.device()
-    with _told(f"flash in {directory}") as told:
+    with _reported(f"flash in {directory}") as results:
         flash = bandwidth.measure([directory], file_bytes=file_bytes, seconds=seconds)
-        told.append(_rates_text(flash))
-    with _told("host copies") as told:
+        results.append(_rates_text(flash))
+    with _reported("host copies") as results:
         machine = host_machine()
         if device.type == "cuda":
             out, back = compute.copies(device, _LINK_BYTES)
             machine = replace(machine, host_write_bytes_per_s=out, host_read_bytes_per_s=back)
-        told.append(f"out {format_bandwidth(machine.host_write_bytes_per_s)}")
-        told.append(f"back {format_bandwidth(machine.host_read_bytes_per_s)}")
-    with _told(f"computing on {device}") as told:
+        results.append(f"out {format_bandwidth(machine.host_write_bytes_per_s)}")
+        results.append(f"back {format_bandwidth(machine.host_read_bytes_per_s)}")
+    with _reported(f"computing on {device}") as results:
         found = compute.measure(device)
-        told.append(f"{found.float32_flops_per_s / 1e12:.3g} TFLOPS float32")
-        told.append(f"{found.half_flops_per_s / 1e12:.3g} bfloat16")
-        told.append(f"{found.efficiency:.0%} of it in layers")
-        told.append(f"memory {format_bandwidth(found.memory_bytes_per_s)}")
-    with _told("computing while flash moves") as told:
+        results.append(f"{found.float32_flops_per_s / 1e12:.3g} TFLOPS float32")
+        results.append(f"{found.half_flops_per_s / 1e12:.3g} bfloat16")
+        results.append(f"{found.efficiency:.0%} of it in layers")
+        results.append(f"memory {format_bandwidth(found.memory_bytes_per_s)}")
+    with _reported("computing while flash moves") as results:
         beside = interference(directory, compute.Load(device).run, seconds)
-        told.append(f"{beside.slower:.1%} slower")
-        told.append(f"write {format_bandwidth(beside.write_bytes_per_s)}")
-        told.append(f"read {format_bandwidth(beside.read_bytes_per_s)}")
+        results.append(f"{beside.slower:.1%} slower")
+        results.append(f"write {format_bandwidth(beside.write_bytes_per_s)}")
+        results.append(f"read {format_bandwidth(beside.read_bytes_per_s)}")
     host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     here = Machine(
         name=platform.node() or "this machine",
@@ -145,17 +147,17 @@ def measure(directory: str, *, seconds: float, file_bytes: int) -> Machine:
         interference=round(beside.slower, 3),
         sources=(
             _source(flash, str(device)),
-            "interference, and bandwidth of flash where computing makes it slower: the tier moving"
-            f" without a pause beside the training of a network; alone {_rates_text(flash)}",
+            "interference, and bandwidth of flash where computing makes it slower: continuous transfers"
+            f" of a tier during the training of a network; alone {_rates_text(flash)}",
         ),
     )
     return _with_work(here, directory, seconds) if device.type == "cpu" else here
 
 
 def _with_work(machine: Machine, directory: str, seconds: float) -> Machine:
-    """The same, with what transfers take of computing."""
+    """Add the work of transfers, measured as a delay of computing."""
     transfers = importlib.import_module("penstock.cli.transfer_work")
-    with _told("the work of transfers") as told:
+    with _reported("the work of transfers") as results:
         written, read = (
             work.beyond(machine.interference / rate)
             for work, rate in zip(
@@ -164,8 +166,8 @@ def _with_work(machine: Machine, directory: str, seconds: float) -> Machine:
                 strict=True,
             )
         )
-        told += [f"write {written}", f"read {read}"]
-    how = "steps of a stack of linear layers under the policy all, in turns with plain ones"
+        results += [f"write {written}", f"read {read}"]
+    how = "steps of a stack of linear layers under the policy all, alternating with plain ones"
     return replace(
         machine,
         write_work_s=_short(written.transfer_s),
@@ -177,12 +179,12 @@ def _with_work(machine: Machine, directory: str, seconds: float) -> Machine:
 
 
 def _short(value: float) -> float:
-    """Four digits: no more was measured."""
+    """Round to four digits, which is the precision of the measurements."""
     return float(f"{value:.4g}")
 
 
 def host_machine() -> Machine:
-    """A machine of which only copies within host memory are measured."""
+    """Return a machine with only measurements of copies in host memory."""
     arena = Arena(2 * HOST_BYTES)
     tier = HostTier(arena, capacity_bytes=HOST_BYTES, recorder=Recorder())
     try:
@@ -194,12 +196,12 @@ def host_machine() -> Machine:
 
 @dataclass(frozen=True)
 class Beside:
-    """A flash tier and computing, at the same time."""
+    """Speeds of a flash tier and of computing at the same time."""
 
     slower: float
-    """By what share computing takes longer."""
+    """Fraction by which computing takes longer."""
     write_bytes_per_s: float
-    """0: nothing was moved meanwhile."""
+    """Bandwidth of writes; 0 if nothing was written."""
     read_bytes_per_s: float
 
 
@@ -208,14 +210,14 @@ def _slower(alone: float, beside: float) -> float:
 
 
 def interference(directory: str, work: Callable[[float], float], seconds: float) -> Beside:
-    """By what share ``work`` takes longer while a flash tier is written or read without a pause.
+    """Measure the slowdown of ``work`` during continuous writes or reads of a flash tier.
 
-    Through the tier, as in a session: its checksums and its threads take time of the cores as well.
+    The transfers go through the tier, as in a session, since its checksums and threads use cores as well.
 
     Args:
-        directory: Where the tier is.
-        work: Works for so many seconds, and tells the seconds of one turn.
-        seconds: How long to measure, altogether.
+        directory: Directory of the tier.
+        work: Function that works for a number of seconds and returns the seconds of one step.
+        seconds: Total duration.
     """
     each_s = seconds / (4 * _ROUNDS)
     work(each_s)
@@ -223,9 +225,12 @@ def interference(directory: str, work: Callable[[float], float], seconds: float)
     rates: dict[Stage, list[float]] = {Stage.WRITE: [], Stage.READ: []}
     with _flash_tier(directory) as (tier, addresses):
         for _ in range(_ROUNDS):
-            for way, stage in ((_write_on, Stage.WRITE), (_read_on, Stage.READ)):
+            for way, stage in (
+                (_write_continuously, Stage.WRITE),
+                (_read_continuously, Stage.READ),
+            ):
                 alone_s = work(each_s)
-                with _beside(partial(way, tier, addresses)):
+                with _while_moving(partial(way, tier, addresses)):
                     before, begun = tier.recorder.snapshot(), time.perf_counter()
                     ratios.append(work(each_s) / alone_s)
                     after, took_s = tier.recorder.snapshot(), time.perf_counter() - begun
@@ -239,7 +244,7 @@ def interference(directory: str, work: Callable[[float], float], seconds: float)
 
 @contextmanager
 def _flash_tier(directory: str) -> Iterator[tuple[FlashTier, list[int]]]:
-    """A tier, and the addresses of what to move."""
+    """Open a tier, with the addresses of memory to move."""
     engine = default_engine()
     arena = Arena(_IN_FLIGHT * _MOVED_BYTES)
     try:
@@ -259,53 +264,53 @@ def _flash_tier(directory: str) -> Iterator[tuple[FlashTier, list[int]]]:
         arena.close()
 
 
-def _write_on(tier: FlashTier, addresses: list[int], enough: threading.Event) -> None:
-    """Overwrite as many blocks at a time as there are addresses, until it is enough."""
-    under_way: deque[Ticket] = deque()
+def _write_continuously(tier: FlashTier, addresses: list[int], enough: threading.Event) -> None:
+    """Overwrite blocks, as many at once as there are addresses, until ``enough`` is set."""
+    in_flight: deque[Ticket] = deque()
     for address in cycle(addresses):
-        if len(under_way) == len(addresses) or enough.is_set():
-            if not under_way:
+        if len(in_flight) == len(addresses) or enough.is_set():
+            if not in_flight:
                 return
-            ticket = under_way.popleft()
+            ticket = in_flight.popleft()
             ticket.written.wait()
             tier.discard(ticket)
         if not enough.is_set():
             written = tier.write(address, _MOVED_BYTES, keep_alive=None, label="speed probe")
-            under_way.append(written)
+            in_flight.append(written)
 
 
-def _read_on(tier: FlashTier, addresses: list[int], enough: threading.Event) -> None:
-    """Read as many blocks at a time as there are addresses, until it is enough."""
+def _read_continuously(tier: FlashTier, addresses: list[int], enough: threading.Event) -> None:
+    """Read blocks, as many at once as there are addresses, until ``enough`` is set."""
     tickets = [
         tier.write(each, _MOVED_BYTES, keep_alive=None, label="speed probe") for each in addresses
     ]
     for ticket in tickets:
         ticket.written.wait()
-    under_way: deque[Transfer] = deque()
+    in_flight: deque[Transfer] = deque()
     for ticket, address in cycle(zip(tickets, addresses, strict=True)):
-        if len(under_way) == len(addresses) or enough.is_set():
-            if not under_way:
+        if len(in_flight) == len(addresses) or enough.is_set():
+            if not in_flight:
                 break
-            under_way.popleft().wait()
+            in_flight.popleft().wait()
         if not enough.is_set():
-            under_way.append(tier.read(ticket, address, keep_alive=None))
+            in_flight.append(tier.read(ticket, address, keep_alive=None))
     for ticket in tickets:
         tier.discard(ticket)
 
 
 @contextmanager
-def _beside(move: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Within, another thread moves, until it is told that it is enough."""
+def _while_moving(move: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Run ``move`` in another thread during the block."""
     enough = threading.Event()
     failures: list[BaseException] = []
 
-    def go_on() -> None:
+    def run() -> None:
         try:
             move(enough)
-        except BaseException as error:  # noqa: BLE001  (told to who waits)
+        except BaseException as error:  # noqa: BLE001  (raised in the waiting thread)
             failures.append(error)
 
-    thread = threading.Thread(target=go_on, name="penstock-bench")
+    thread = threading.Thread(target=run, name="penstock-bench")
     thread.start()
     try:
         yield
@@ -317,7 +322,7 @@ def _beside(move: Callable[[threading.Event], None]) -> Iterator[None]:
 
 
 def _share_one_bandwidth(flash: Measurement) -> bool:
-    """Whether reading and overwriting at once is hardly quicker than one after the other."""
+    """Return whether simultaneous reads and writes are hardly faster than successive ones."""
     apart_s = sum(0.5 / flash.rate(kind).engine_bytes_per_s for kind in ("read", "overwrite"))
     return flash.rate("mixed").engine_bytes_per_s * apart_s < 1.5
 
@@ -339,8 +344,8 @@ def _source(flash: Measurement, device: str) -> str:
 
 
 @contextmanager
-def _told(what: str) -> Iterator[list[str]]:
-    """One line on standard error before, and one after, with what was found."""
+def _reported(what: str) -> Iterator[list[str]]:
+    """Write a line to standard error before the block, and one with its results after it."""
     say(f"measuring {what} ...")
     begun = time.perf_counter()
     found: list[str] = []

@@ -1,4 +1,4 @@
-"""``penstock characterize``: the poster's experiment on this machine."""
+"""The command ``penstock characterize``: the poster's experiment on this machine."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from penstock.cli.command import add_common, formatter
 from penstock.cli.output import say, show, write_json
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.files import given_path, parse_json, read_text
+from penstock.core.fs import check_directory
 from penstock.lab.characterize.networks import NETWORKS, SCALE_MEANS
 from penstock.lab.characterize.settings import Settings
 
 _DESCRIPTION = """\
 Train the nine networks of the poster "How to Exploit Flash Memory for DNN Training" on this
-machine, and tell what checkpoints and other jobs cost them, and what DRAM they hold while they
-wait.
+machine, and report what checkpoints and other jobs cost them, and how much DRAM they hold while
+they wait.
 
 networks: """
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of ``penstock characterize``."""
+    """Build the parser of ``penstock characterize``."""
     made = argparse.ArgumentParser(
         prog="penstock characterize",
         description=f"{_DESCRIPTION}{', '.join(NETWORKS)}",
-        epilog=textwrap.fill(f"A scale: {SCALE_MEANS}.", 100),
+        epilog=textwrap.fill(f"Scale: {SCALE_MEANS}.", 100),
         formatter_class=formatter,
         allow_abbrev=False,
     )
@@ -49,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         default=defaults.epochs,
         metavar="N",
-        help="epochs of each (default: %(default)s)",
+        help="epochs for each network (default: %(default)s)",
     )
     made.add_argument(
         "--steps", type=int, metavar="N", help="steps of an epoch (default: 100 times the scale)"
@@ -58,21 +59,21 @@ def parser() -> argparse.ArgumentParser:
         "--parallel",
         default=defaults.parallel,
         metavar="HOW",
-        help="none, ddp or pipeline (default: %(default)s)",
+        help="parallelism: none, ddp or pipeline (default: %(default)s)",
     )
     made.add_argument(
         "--colocate",
         type=int,
         default=defaults.colocate,
         metavar="N",
-        help="how many copies, and other programs of each kind, run beside a job (default: %(default)s)",
+        help="number of copies, and of programs of each kind, beside a job (default: %(default)s)",
     )
     made.add_argument(
         "--scale",
         type=float,
         default=defaults.scale,
         metavar="X",
-        help="size of the networks, up to 1, see below (default: %(default)s)",
+        help="factor of the networks' size, up to 1; see below (default: %(default)s)",
     )
     made.add_argument(
         "--dir",
@@ -81,20 +82,22 @@ def parser() -> argparse.ArgumentParser:
         help="directory for checkpoints, which are removed (default: the current one)",
     )
     made.add_argument(
-        "--out", metavar="DIR", help="write characterize.json and characterize.svg there"
+        "--out",
+        metavar="DIR",
+        help="write characterize.json and characterize.svg to this directory",
     )
     made.add_argument(
         "--merge",
         nargs="+",
         metavar="FILE",
-        help="measure nothing, and join the characterize.json of several runs",
+        help="measure nothing; join the characterize.json of several runs",
     )
     add_common(made, json_help="print one JSON document on standard output")
     return made
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Measure, or put results together; show them."""
+    """Measure, or join results, and show them."""
     out = None if options.out is None else _directory(options.out)
     with _results(named=bool(options.merge)):
         document = _merged(options.merge) if options.merge else _measured(options)
@@ -121,7 +124,9 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
     )
     from penstock.lab.characterize.experiment import characterize  # noqa: PLC0415  (loads torch)
 
-    before = signal.signal(signal.SIGTERM, _interrupt)  # processes and files must go
+    before = signal.signal(
+        signal.SIGTERM, _interrupt
+    )  # so that processes end and files are removed
     try:
         return characterize(settings, say=say)
     finally:
@@ -140,14 +145,14 @@ def _merged(names: list[str]) -> dict[str, Any]:
 
 @contextmanager
 def _results(named: bool) -> Iterator[None]:
-    """Within, what is missing in files that were named is told in a line."""
+    """Turn errors from incomplete files into one line, if files were named."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         if not named or isinstance(error, PenstockError):
             raise
         raise ConfigError(
-            f"--merge: not all of these are whole results ({type(error).__name__}: {error}); measure anew"
+            f"--merge: a file is not a whole result ({type(error).__name__}: {error}); measure again"
         ) from error
 
 
@@ -157,7 +162,7 @@ def _document(name: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--merge: {name!r} cannot be read as JSON: {error}") from error
     if not isinstance(found, dict) or found.get("schema") != 1 or "networks" not in found:
-        raise ConfigError(f"--merge: {name!r} is no result of penstock characterize, schema 1")
+        raise ConfigError(f"--merge: {name!r} is not a result of penstock characterize, schema 1")
     return found
 
 
@@ -166,8 +171,7 @@ def _directory(name: str) -> Path:
         os.makedirs(given_path(name, "--out"), exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out: {name!r} cannot be made: {error.strerror}") from error
-    if not os.access(name, os.W_OK | os.X_OK):
-        raise ConfigError(f"--out: {name!r} cannot be written to")
+    check_directory(name, "--out", allow_memory_filesystem=True)
     return Path(name)
 
 

@@ -1,4 +1,4 @@
-"""``penstock checkpoint``: look at checkpoints, and prove them."""
+"""The command ``penstock checkpoint``, which lists, shows and verifies checkpoints."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ examples:
   penstock checkpoint info runs/bert/step-000000000300
   penstock checkpoint verify runs/bert/step-000000000300 --json
 
-The exit code is 0 if everything that was looked at is whole, else 1."""
+The exit code is 0 if all checkpoints are intact, otherwise 1."""
 _JSON: Final = "print one JSON document on standard output"
-_THERE: Final = "there, not verified"
+_THERE: Final = "present, not verified"
 _YEAR_10000: Final = 253402300800
-"""In seconds of Unix: later ones are not told, whatever a clock or a manifest says."""
+"""Unix time in seconds from which on times are not shown, as a clock or manifest must be wrong."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of ``penstock checkpoint``."""
+    """Return the parser of ``penstock checkpoint``."""
     made = argparse.ArgumentParser(
         prog="penstock checkpoint",
-        description="List checkpoints, show what is in one, verify it.",
+        description="List checkpoints, show the contents of one, verify it.",
         epilog=_EXAMPLES,
         formatter_class=formatter,
         allow_abbrev=False,
     )
     what = made.add_subparsers(metavar="WHAT", required=True)
     kinds = {
-        "list": ("DIR", "list the checkpoints of a directory, as a Checkpointer makes them", _list),
-        "info": ("PATH", "show what is in a checkpoint: parts, tensors, bytes", _info),
+        "list": ("DIR", "list the checkpoints in the directory of a Checkpointer", _list),
+        "info": ("PATH", "show the contents of a checkpoint: parts, tensors, bytes", _info),
         "verify": ("PATH", "read all of a checkpoint and compare its checksums", _verify),
     }
     for name, (operand, text, execute_it) in kinds.items():
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Do what was asked for."""
+    """Execute the chosen subcommand."""
     code: int = options.execute(options)
     return code
 
@@ -76,8 +76,8 @@ def execute(options: argparse.Namespace) -> int:
 def _list(options: argparse.Namespace) -> int:
     if os.path.lexists(os.path.join(options.path, FILE_NAME)):
         raise CheckpointError(
-            f"{options.path!r} is a checkpoint: `penstock checkpoint info` tells of it, and `list` of all"
-            f" in a directory, as {os.path.dirname(os.path.abspath(options.path))!r}"
+            f"{options.path!r} is a checkpoint: use `penstock checkpoint info` for it, or `list` for its"
+            f" directory, {os.path.dirname(os.path.abspath(options.path))!r}"
         )
     found, spare = listing(options.path), spare_bytes(options.path)
     if options.json:
@@ -92,7 +92,7 @@ def _list(options: argparse.Namespace) -> int:
             for each in found
         ]
         if spare:
-            rows.append(("", format_bytes(spare), "", "spare: the next save writes over it"))
+            rows.append(("", format_bytes(spare), "", "spare: the next save overwrites it"))
         show(_table(("step", "size", "saved", "state"), rows), sys.stdout)
     return 0 if all(each.ok for each in found) else 1
 
@@ -141,7 +141,7 @@ def _info(options: argparse.Namespace) -> int:
 
 @dataclass(slots=True)
 class _Part:
-    """What there is of a key of the top level."""
+    """Totals of a top-level key."""
 
     tensors: int = 0
     nbytes: int = 0
@@ -150,14 +150,14 @@ class _Part:
 
 
 def _check_is_one(path: str) -> None:
-    """Who names the directory of a run means one of its checkpoints. Raises CheckpointError."""
+    """Raise CheckpointError if ``path`` is a directory of checkpoints and not a checkpoint."""
     given_path(path, "the checkpoint")
     if not os.path.isdir(path) or os.path.lexists(os.path.join(path, FILE_NAME)):
         return
     if found := steps_in(path):
         raise CheckpointError(
-            f"{path!r} has checkpoints and is none: name one of them, as the latest, {found[0][1]!r};"
-            " `penstock checkpoint list` tells all"
+            f"{path!r} contains checkpoints but is not one: name one of them, such as the latest,"
+            f" {found[0][1]!r}; `penstock checkpoint list` shows all"
         )
 
 
@@ -172,7 +172,7 @@ def _verify(options: argparse.Namespace) -> int:
         )
     else:
         rows = [
-            (each.path, format_bytes(each.nbytes), "whole" if each.ok else "\n".join(each.damage))
+            (each.path, format_bytes(each.nbytes), "intact" if each.ok else "\n".join(each.damage))
             for each in found
         ]
         show(_table(("checkpoint", "size", "state"), rows), sys.stdout)

@@ -1,4 +1,4 @@
-"""What ``penstock doctor`` looks at: each function looks at one thing and says what to do about it."""
+"""Checks of ``penstock doctor``: each function checks one thing and advises what to do about it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from penstock.cli import system
 from penstock.cli.paths import spill_directory
 from penstock.core import knobs
 from penstock.core.errors import ConfigError, PenstockError, PenstockWarning, free_space_bytes
+from penstock.core.fs import filesystem_of
 from penstock.core.units import GIB, MIB, format_bandwidth, format_bytes
 from penstock.io import cufile, numa
 from penstock.io.aio import default_engine
 from penstock.io.arena import Arena
-from penstock.io.files import filesystem_of, open_unlinked
+from penstock.io.files import open_unlinked
 from penstock.observe.recorder import Recorder
 from penstock.plan.machine import Machine
 from penstock.runtime import probe
@@ -35,7 +36,7 @@ LEAST_PYTHON: Final = (3, 11)
 LEAST_TORCH: Final = (2, 8)
 LITTLE_SPACE_BYTES: Final = 10 * GIB
 SLOW_BYTES_PER_S: Final = 500_000_000
-"""Below this a disk is none of those that Penstock is for: a SATA SSD, a network."""
+"""Bandwidth below which a disk is too slow for Penstock, such as a SATA SSD or a network."""
 _ARENA_BYTES: Final = 32 * MIB
 _PROBE_BYTES: Final = 64 * MIB
 _CGROUPS: Final = Path("/sys/fs/cgroup")
@@ -47,28 +48,28 @@ _EXTRAS: Final = {
 
 
 class Verdict(enum.StrEnum):
-    """How a check ended."""
+    """Result of a check."""
 
     OK = "ok"
     WARN = "warn"
-    """Penstock works, but slower or with less than it could have."""
+    """Penstock works, but more slowly, or with fewer resources than possible."""
     FAIL = "fail"
-    """Penstock, or spilling to this directory, does not work."""
+    """Penstock, or offloading to this directory, does not work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What was looked at, and what was found."""
+    """A checked thing and the result."""
 
     name: str
     verdict: Verdict
     value: str
     advice: str = ""
-    """What to do; ``""`` where there is nothing."""
+    """Advice to the user; ``""`` if there is none."""
 
 
 def all_checks(directories: Iterable[str]) -> list[Check]:
-    """Everything, in the order of the layers: Python, memory, disks, GPU."""
+    """Run all checks in the order of the layers: Python, memory, disks, GPU."""
     checks = [
         python(),
         torch(),
@@ -87,7 +88,7 @@ def all_checks(directories: Iterable[str]) -> list[Check]:
 
 
 def python() -> Check:
-    """The interpreter's version."""
+    """Check the interpreter's version."""
     value = f"{platform.python_version()} on {platform.system()} {platform.release()}"
     if sys.version_info < LEAST_PYTHON:
         return Check("python", Verdict.FAIL, value, "install Python 3.11 or later")
@@ -97,7 +98,7 @@ def python() -> Check:
 
 
 def torch() -> Check:
-    """Whether torch is there, and recent enough."""
+    """Check that torch is installed and recent enough."""
     try:
         version: str = importlib.import_module("torch").__version__
     except Exception as error:  # noqa: BLE001  (a broken installation may fail in any way)
@@ -109,11 +110,11 @@ def torch() -> Check:
 
 
 def cuda() -> Check:
-    """What devices torch sees, and by which driver."""
+    """Check which devices torch sees, and the driver."""
     try:
         lib: Any = importlib.import_module("torch")
     except Exception:  # noqa: BLE001
-        return Check("cuda", Verdict.WARN, "unknown, for there is no torch")
+        return Check("cuda", Verdict.WARN, "unknown, because torch is not usable")
     driver = system.nvidia_driver()
     if lib.cuda.is_available():
         found = [lib.cuda.get_device_properties(i) for i in range(lib.cuda.device_count())]
@@ -125,7 +126,7 @@ def cuda() -> Check:
             "cuda",
             Verdict.WARN,
             f"driver {driver} is loaded, but torch sees no device (its CUDA: {built})",
-            "install a torch for CUDA; see also CUDA_VISIBLE_DEVICES",
+            "install a build of torch for CUDA; check CUDA_VISIBLE_DEVICES",
         )
     return Check("cuda", Verdict.OK, "no GPU: the device is host memory")
 
@@ -134,10 +135,10 @@ def numa_nodes(
     sysfs: Path = numa.SYSFS,
     allowed: Callable[[], frozenset[int] | None] = numa.allowed_nodes,
 ) -> Check:
-    """At which NUMA nodes the GPUs are: there pinned memory is taken."""
+    """Check the NUMA nodes of the GPUs, at which pinned memory is allocated."""
     count = numa.nodes(sysfs)
     if count == 1:
-        return Check("NUMA", Verdict.OK, "one node: all memory is as near")
+        return Check("NUMA", Verdict.OK, "one node: all memory is equally near")
     value = f"{count} nodes"
     try:
         lib: Any = importlib.import_module("torch")
@@ -147,8 +148,8 @@ def numa_nodes(
     nodes = {}
     for number, each in enumerate(found):
         nodes[number] = numa.node_of(each, sysfs)
-        where = "not told" if nodes[number] is None else f"node {nodes[number]}"
-        value += f"; GPU {number} ({numa.pci_address(each) or 'address not told'}): {where}"
+        where = "node unknown" if nodes[number] is None else f"node {nodes[number]}"
+        value += f"; GPU {number} ({numa.pci_address(each) or 'address unknown'}): {where}"
     mine = allowed()
     away = [str(n) for n, node in nodes.items() if mine and node is not None and node not in mine]
     if not away:
@@ -157,13 +158,13 @@ def numa_nodes(
         "NUMA",
         Verdict.WARN,
         f"{value}; this process may not use the memory of GPU {', '.join(away)}'s node",
-        "allow it that node (cpuset.mems of its cgroup), or give it a GPU of its own; copies cross"
-        " the sockets' link otherwise",
+        "allow it that node (cpuset.mems of its cgroup), or use a GPU at its own node; otherwise copies"
+        " cross the link between sockets",
     )
 
 
 def settings() -> list[Check]:
-    """Tell each environment variable of Penstock's that is in force, and check those that are set."""
+    """List Penstock's environment variables, and check those that are set."""
     in_force, wrong = [], []
     for name, read in knobs.KNOBS.items():
         try:
@@ -182,18 +183,20 @@ def settings() -> list[Check]:
 
 
 def huge_pages(path: Path = system.HUGE_PAGES) -> Check:
-    """Whether the kernel gives 2 MiB pages to those who ask."""
+    """Check that the kernel gives 2 MiB pages on request."""
     mode = system.huge_page_mode(path)
-    advice = f"as root: echo madvise > {path}; reads are up to three times slower without"
+    advice = f"as root: echo madvise > {path}; without it reads are up to three times slower"
     if mode is None:
-        return Check("huge pages", Verdict.WARN, "the kernel has none", "use another kernel")
+        return Check(
+            "huge pages", Verdict.WARN, "not supported by the kernel", "use another kernel"
+        )
     if mode == "never":
         return Check("huge pages", Verdict.WARN, mode, advice)
     return Check("huge pages", Verdict.OK, mode)
 
 
 def arena_pages() -> Check:
-    """Whether memory for transfers really lies in huge pages."""
+    """Check that memory for transfers really consists of huge pages."""
     arena = Arena(_ARENA_BYTES)
     block = arena.allocate(_ARENA_BYTES)
     assert block is not None  # an arena of that size, and nothing else in it
@@ -201,7 +204,7 @@ def arena_pages() -> Check:
     block.free()
     arena.close()
     if huge is None:
-        return Check("buffers", Verdict.WARN, "unknown, for /proc/self/smaps cannot be read")
+        return Check("buffers", Verdict.WARN, "unknown, because /proc/self/smaps cannot be read")
     value = f"{format_bytes(huge)} of {format_bytes(_ARENA_BYTES)} in huge pages"
     if huge < _ARENA_BYTES // 2:
         advice = "see `huge pages`; if that is ok, memory is fragmented: free some, or reboot"
@@ -210,22 +213,22 @@ def arena_pages() -> Check:
 
 
 def torch_pages(path: Path = system.HUGE_PAGES) -> Check:
-    """Whether torch asks for huge pages under its large CPU tensors."""
+    """Check that torch requests huge pages for large CPU tensors."""
     name = "THP_MEM_ALLOC_ENABLE"
     if os.environ.get(name) == "1":
         return Check("tensor pages", Verdict.OK, f"{name}=1")
     if system.huge_page_mode(path) == "always":
-        return Check("tensor pages", Verdict.OK, "the kernel gives huge pages to all")
+        return Check("tensor pages", Verdict.OK, "the kernel always gives huge pages")
     return Check(
         "tensor pages",
         Verdict.WARN,
         f"{name} is not set: large CPU tensors have 4 KiB pages",
-        f"set {name}=1 before Python starts; `penstock run` does it by itself",
+        f"set {name}=1 before Python starts; `penstock run` does it itself",
     )
 
 
 def memory() -> Check:
-    """How much there is, and what limits this process below that."""
+    """Check the memory of the machine, and the limits of this process."""
     sizes = system.memory_sizes()
     total, available = sizes.get("MemTotal", 0), sizes.get("MemAvailable", 0)
     value = f"{format_bytes(total)}, {format_bytes(available)} available"
@@ -241,29 +244,29 @@ def memory() -> Check:
 
 
 def freed_memory(balloons: Path = system.BALLOONS) -> Check:
-    """Whether memory that the process frees is slow to take again.
+    """Check whether memory that the process frees is slow to allocate again.
 
-    A virtual machine with free page reporting gives what has been free for a second or so back to
-    its host. Touching it again was seen to take fifty times as long as touching memory that is there.
+    A virtual machine with free page reporting returns memory that has been free for about a second to
+    its host. Touching it again was measured to take fifty times as long as touching present memory.
     """
     if not system.reports_free_pages(balloons):
         return Check("freed memory", Verdict.OK, "stays with this machine")
     name = "MALLOC_TRIM_THRESHOLD_"
     if os.environ.get(name, "0").isdigit() and int(os.environ.get(name, "0")) >= GIB:
-        return Check("freed memory", Verdict.OK, f"{name} keeps it with the process")
+        return Check("freed memory", Verdict.OK, f"{name} keeps it in the process")
     return Check(
         "freed memory",
         Verdict.WARN,
-        "this virtual machine returns it to its host: taken again, it is slow",
+        "this virtual machine returns it to its host, so allocating it again is slow",
         f"for even step times, set {name} and MALLOC_MMAP_THRESHOLD_ to 4294967296 before Python"
-        " starts; the process then keeps what it has once used",
+        " starts; the process then keeps all memory that it has used",
     )
 
 
 def disk(directory: str) -> list[Check]:
-    """A directory: usable at all, direct I/O, free space, and a first bandwidth."""
+    """Check a directory: whether it is usable, direct I/O, free space, and a rough bandwidth."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PenstockWarning)  # a check says the same
+        warnings.simplefilter("ignore", PenstockWarning)  # a check reports the same
         try:
             path = spill_directory(directory)
             return [direct_io(path), free_space(path), quick_bandwidth(path)]
@@ -272,7 +275,7 @@ def disk(directory: str) -> list[Check]:
 
 
 def direct_io(path: str) -> Check:
-    """Whether transfers can pass by the page cache, and how they must be aligned."""
+    """Check whether transfers can bypass the page cache, and their alignment."""
     kind = filesystem_of(path).kind
     file = open_unlinked(path)
     direct, granule = file.direct, file.granule_bytes
@@ -280,23 +283,23 @@ def direct_io(path: str) -> Check:
     if direct:
         return Check(f"{path}: direct I/O", Verdict.OK, f"{kind}, granule {granule} B")
     buffered = knobs.buffered_io()
-    advice = "unset PENSTOCK_BUFFERED_IO" if buffered else "name one on a local ext4 or xfs"
+    advice = "unset PENSTOCK_BUFFERED_IO" if buffered else "name a directory on a local ext4 or xfs"
     return Check(f"{path}: direct I/O", Verdict.WARN, f"none on {kind}: slower", advice)
 
 
 def free_space(path: str) -> Check:
-    """How much could be spilled."""
+    """Check the free space for offloading."""
     free = free_space_bytes(path)
     name, value = f"{path}: free space", format_bytes(free)
     if free < knobs.slab_bytes():
         return Check(name, Verdict.FAIL, value, "free some space, or name another directory")
     if free < LITTLE_SPACE_BYTES:
-        return Check(name, Verdict.WARN, value, "a large network spills more than that")
+        return Check(name, Verdict.WARN, value, "a large network offloads more than that")
     return Check(name, Verdict.OK, value)
 
 
 def quick_bandwidth(path: str) -> Check:
-    """What a session would measure before its first step; a few ms of I/O."""
+    """Check the bandwidth as a session measures it before its first step, with a few ms of I/O."""
     name = f"{path}: bandwidth"
     try:
         machine = _probed(path)
@@ -313,7 +316,7 @@ def quick_bandwidth(path: str) -> Check:
 
 
 def gpu_direct(available: Callable[[], cufile.Availability] = cufile.available) -> Check:
-    """Whether transfers between GPU and SSD could leave host memory out."""
+    """Check whether transfers between GPU and SSD could bypass host memory."""
     if system.nvidia_driver() is None:
         return Check("GPU-direct", Verdict.OK, "not needed without a GPU")
     found = available()
@@ -324,7 +327,7 @@ def gpu_direct(available: Callable[[], cufile.Availability] = cufile.available) 
 
 
 def extras() -> Check:
-    """Packages that only parts of Penstock use."""
+    """Check the packages that only parts of Penstock use."""
     there, missing = [], []
     for package, (module, extra) in _EXTRAS.items():
         if importlib.util.find_spec(module) is None:

@@ -1,4 +1,4 @@
-"""How fast a device computes, measured through torch, as a roofline wants to know it."""
+"""Computing speed of a device, measured with torch, as a roofline model needs it."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from penstock.lab import zoo
 from penstock.plan.machine import Compute
 
 ROUND_S: Final = 0.3
-"""How long one thing is repeated; the best, or the median, of the rounds in it counts."""
+"""Duration for which one thing is repeated; the best or the median of its rounds counts."""
 _LONG_S: Final = 0.02
-"""A matrix product that takes so long is large enough."""
+"""Time of a matrix product that is large enough."""
 _SIDES: Final = (512, 1024, 2048, 4096, 8192, 16384)
 _STREAM_FLOATS: Final = {"cpu": 1 << 24, "cuda": 1 << 28}
 _LOAD: Final[dict[str, Any]] = {"image_size": 96}
 _BATCH: Final = {"cpu": 8, "cuda": 128}
 _CONVOLUTIONS: Final = ((64, 64, 3, 56), (256, 64, 1, 56), (256, 256, 3, 14), (64, 128, 3, 28))
-"""(channels in, channels out, kernel, side of the map): as ResNets and VGGs have them."""
+"""Convolutions (input channels, output channels, kernel, side of the map) of ResNets and VGGs."""
 _LINEAR: Final = (1024, 4096)
-"""Features in and out of a transformer's layer."""
+"""Input and output features of a transformer's layer."""
 
 Wait = Callable[[], None]
 
 
 def device() -> torch.device:
-    """The one that a session would use: CUDA where there is one."""
+    """Return the device that a session would use: CUDA if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def device_bytes(where: torch.device) -> int:
-    """Memory of a CUDA device; 0 for the CPU, whose memory is the host's."""
+    """Return the memory of a CUDA device; 0 for the CPU, which uses host memory."""
     return torch.cuda.get_device_properties(where).total_memory if where.type == "cuda" else 0
 
 
 def measure(where: torch.device) -> Compute:
-    """The peak of matrix products and layers, what of it a layer reaches, memory, and launches."""
+    """Measure peak arithmetic, the share of it that layers reach, memory bandwidth, and launches."""
     wait = _waiter(where)
     layers = _layer_flops(where, wait)
     peak = max(
         _peak_flops(where, torch.float32, wait), *layers
-    )  # some algorithms cut multiplications
+    )  # some algorithms save multiplications
     return Compute(
         float32_flops_per_s=peak,
         half_flops_per_s=_peak_flops(where, torch.bfloat16, wait),
@@ -56,16 +56,16 @@ def measure(where: torch.device) -> Compute:
 
 
 class Load:
-    """A network in training, to be timed with and without something beside it."""
+    """A network in training, to be timed with and without simultaneous transfers."""
 
     def __init__(self, where: torch.device) -> None:
-        """Build it: many operators, some bound by arithmetic and some by memory."""
+        """Build the network: many operators, some bound by arithmetic and some by memory."""
         self._wait = _waiter(where)
         self._network = zoo.build("resnet18", **_LOAD).to(where)
         self._batch = zoo.example_batch(self._network, _BATCH[where.type], device=where)
 
     def run(self, seconds: float) -> float:
-        """Train for about so long; the median seconds of a step."""
+        """Train for about ``seconds``; return the median seconds of a step."""
         times: list[float] = []
         begun = time.perf_counter()
         while not times or time.perf_counter() - begun < seconds:
@@ -78,7 +78,7 @@ class Load:
 
 
 def copies(where: torch.device, nbytes: int) -> tuple[float, float]:
-    """Bytes per second from a CUDA device to pinned memory, and back; the best of some."""
+    """Return the best bytes per second from a CUDA device to pinned memory, and back."""
     wait = _waiter(where)
     here = torch.empty(nbytes, dtype=torch.uint8, device=where)
     there = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -95,7 +95,7 @@ def _waiter(where: torch.device) -> Wait:
 
 @contextmanager
 def _no_quicker_formats() -> Iterator[None]:
-    """Float32 is float32: no TF32."""
+    """Disable TF32 inside the block, so that float32 is computed as such."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     try:
@@ -117,7 +117,7 @@ def _peak_flops(where: torch.device, dtype: torch.dtype, wait: Wait) -> float:
 
 
 def _layer_flops(where: torch.device, wait: Wait) -> list[float]:
-    """Operations per second of layers as networks have them, in forward and backward."""
+    """Return operations per second of typical layers, in forward and backward."""
     found = []
     batch = _BATCH[where.type]
     with _no_quicker_formats():
@@ -148,7 +148,7 @@ def _stream(where: torch.device, wait: Wait) -> float:
 
 
 def _launch_s(where: torch.device, wait: Wait) -> float:
-    """Seconds of an operator that has next to nothing to do, one after the other."""
+    """Return the seconds of a tiny operator in a sequence of them."""
     small = torch.ones(1, device=where)
     count = 1000
 
@@ -160,7 +160,7 @@ def _launch_s(where: torch.device, wait: Wait) -> float:
 
 
 def _best_s(work: Callable[[], object], wait: Wait) -> float:
-    """Seconds of the quickest of some turns, after one to warm up."""
+    """Return the seconds of the fastest of several runs, after one to warm up."""
     work()
     wait()
     found: list[float] = []

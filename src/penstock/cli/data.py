@@ -1,4 +1,4 @@
-"""``penstock data``: look at data sets, check them, pack them, measure how fast they are read."""
+"""The command ``penstock data``, which shows, verifies, packs and measures data sets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ examples:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of ``penstock data``."""
+    """Return the parser of ``penstock data``."""
     made = argparse.ArgumentParser(
         prog="penstock data",
         description="Describe, verify, pack and measure data sets that stay on flash.",
@@ -33,6 +33,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Do what was asked for."""
+    """Execute the chosen subcommand."""
     code: int = options.execute(options)
     return code

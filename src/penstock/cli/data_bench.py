@@ -1,4 +1,4 @@
-"""``penstock data bench``: how fast a data set is read, in each order, beside what the device gives."""
+"""The command ``penstock data bench``, which measures reading in each order, beside the device."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from penstock.data.stream import Stream, Tally
 from penstock.observe.summary_text import add_row, grid
 
 ORDERS: Final = ("sequential", "window", "full")
-_UNDER_WAY: Final = 4
-"""Groups that the engine has at once, in measuring the device."""
+_IN_FLIGHT: Final = 4
+"""Number of simultaneous groups in the measurement of the device."""
 _GROUP_BYTES: Final = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speed:
-    """One order, read for some seconds."""
+    """Speeds of reading in one order."""
 
     order: str
     samples_per_s: float
@@ -43,10 +43,10 @@ class Speed:
     first_batch_s: float
     held_bytes: int
     device_bytes_per_s: float
-    """The engine alone, the same samples in the same order: nothing is decoded or copied."""
+    """Bandwidth of the engine alone for the same samples in this order, without decoding or copies."""
     ratio: float
     displacement: float
-    """Of the order, over that of a true shuffle; as the next two."""
+    """Displacement of the order, relative to that of a true shuffle; likewise the next two."""
     spread: float
     separation: float
 
@@ -56,8 +56,8 @@ def add_parser(what: Any) -> None:
     made = what.add_parser(
         "bench",
         help="measure how fast a data set is read, in each order",
-        description="Read a data set in each order for some seconds, as training would, and compare that"
-        " with\nwhat the I/O engine alone reads.",
+        description="Read a data set in each order for some seconds, as in training, and compare the"
+        " speed\nwith that of the I/O engine alone.",
         formatter_class=formatter,
         allow_abbrev=False,
     )
@@ -92,7 +92,7 @@ def add_parser(what: Any) -> None:
 
 def _execute(options: argparse.Namespace) -> int:
     if options.seconds <= 0:
-        raise ConfigError(f"--seconds is {options.seconds}, it must be more than 0")
+        raise ConfigError(f"--seconds is {options.seconds}, but must be more than 0")
     opened = open_data_set(options)
     memory = parse_bytes(options.memory, what="--memory")
     speeds = [
@@ -119,7 +119,7 @@ def _execute(options: argparse.Namespace) -> int:
 def measure(
     opened: Opened, kind: str, batch: int, memory: int, seconds: float, *, decode: bool
 ) -> Speed:
-    """One order, by a loader and by the engine alone."""
+    """Measure one order, with a loader and with the engine alone."""
     how = "auto" if decode else "raw"
     values = Assembler(opened.index, opened.root, how, collate=list)  # type: ignore[arg-type]
     waiting = 3 * lump_of(values, batch, memory) * batch * values.decoded_bytes()
@@ -166,10 +166,10 @@ def _loader(
 
 
 def _device(plant: Plant, epoch: Epoch, seconds: float) -> float:
-    """Bytes of samples per second that the engine delivers to the ring."""
+    """Return the bytes of samples per second that the engine delivers to the ring."""
     index = plant.reader.opened.index
     mean = max(1, index.data_bytes // index.samples)
-    room = plant.ring.limit_bytes // _UNDER_WAY
+    room = plant.ring.limit_bytes // _IN_FLIGHT
     count = max(1, min(_GROUP_BYTES // mean, room // (mean + 8192)))
     if epoch.order.kind == "window":
         count = epoch.order.window_samples  # chosen so that two fit

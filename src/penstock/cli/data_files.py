@@ -1,4 +1,4 @@
-"""``penstock data info``, ``verify`` and ``pack``."""
+"""The commands ``penstock data info``, ``verify`` and ``pack``."""
 
 from __future__ import annotations
 
@@ -30,11 +30,9 @@ _TELL_EVERY_S = 5.0
 
 
 def add_parsers(what: Any) -> None:
-    """Add the three to the subcommands of ``penstock data``."""
-    _add(what, "info", "show what is in a data set, and where; builds its index", _info)
-    made = _add(
-        what, "verify", "read everything, and compare checksums where there are any", _verify
-    )
+    """Add the three commands to the subcommands of ``penstock data``."""
+    _add(what, "info", "show the contents of a data set, and their places; builds its index", _info)
+    made = _add(what, "verify", "read everything, and compare checksums if there are any", _verify)
     made.add_argument("--decode", action="store_true", help="decode each sample too")
     made = _add(what, "pack", "write a data set as one packed file", _pack)
     made.add_argument("out", metavar="OUT.pstk", help="the file to write; must not exist")
@@ -46,16 +44,16 @@ def add_parsers(what: Any) -> None:
 
 
 def add_data_options(parser: argparse.ArgumentParser) -> None:
-    """Add what says which data set."""
+    """Add the options that select a data set."""
     parser.add_argument("path", metavar="PATH", help="a file or a directory")
     parser.add_argument(
         "--format",
         metavar="NAME",
-        help=f"{', '.join(FORMATS)} (default: the one that the names of the files tell)",
+        help=f"{', '.join(FORMATS)} (default: by the names of the files)",
     )
     parser.add_argument(
         "--option", metavar="NAME=VALUE", action="append", default=[],
-        help="option of the format, as context=1024; repeat it for several",
+        help="option of the format, such as context=1024; repeat it for several",
     )  # fmt: skip
     parser.add_argument(
         "--index-dir",
@@ -66,7 +64,7 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
 
 
 def open_data_set(options: argparse.Namespace) -> Opened:
-    """The data set that the options name; a long build tells how far it is."""
+    """Open the data set that the options name, with progress messages of a long build."""
     with progress("index") as tell:
         return open_index(
             options.path,
@@ -79,12 +77,12 @@ def open_data_set(options: argparse.Namespace) -> Opened:
 
 
 def format_options(settings: list[str]) -> dict[str, Any]:
-    """``NAME=VALUE`` parsed. Raises ConfigError."""
+    """Parse settings ``NAME=VALUE``. Raises ConfigError."""
     found: dict[str, Any] = {}
     for setting in settings:
         name, sign, value = setting.partition("=")
         if not sign:
-            raise ConfigError(f"--option {setting!r} has no value; write it as context=1024")
+            raise ConfigError(f"--option {setting!r} has no value; write it like context=1024")
         try:
             found[name.strip()] = parse_json(value)
         except ValueError:
@@ -94,13 +92,13 @@ def format_options(settings: list[str]) -> dict[str, Any]:
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[float], None]]:
-    """A function that says on standard error, now and then, how far it is."""
-    told_s = time.monotonic()
+    """Yield a function that reports progress on standard error every few seconds."""
+    reported_s = time.monotonic()
 
     def tell(share: float) -> None:
-        nonlocal told_s
-        if time.monotonic() - told_s >= _TELL_EVERY_S:
-            told_s = time.monotonic()
+        nonlocal reported_s
+        if time.monotonic() - reported_s >= _TELL_EVERY_S:
+            reported_s = time.monotonic()
             say(f"{what}: {share:.0%}")
 
     yield tell
@@ -133,7 +131,7 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def facts_of(opened: Opened) -> dict[str, Any]:
-    """What is known of a data set: the JSON document of ``info``."""
+    """Return the facts of a data set: the JSON document of ``info``."""
     index = opened.index
     longest, nbytes = index.longest()
     rates = known_rates(opened)
@@ -179,7 +177,7 @@ def _info_text(facts: dict[str, Any]) -> RenderableType:
         random, sequence = map(format_bandwidth, facts["rates"].values())
         order = "full shuffle" if facts["full_shuffle_is_quick"] else "window"
         add_row(table, "measured", f"{random} at random, {sequence} in sequence; auto: {order}")
-    built = "built now" if facts["index_built"] else "was there"
+    built = "built now" if facts["index_built"] else "already built"
     where = facts["index_path"] or "in memory only"
     add_row(table, "index", f"{format_bytes(facts['index_bytes'])}, {built}: {where}")
     return table

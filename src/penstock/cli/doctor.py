@@ -1,4 +1,4 @@
-"""``penstock doctor``: what Penstock needs, what is there, and what to do about the rest."""
+"""The command ``penstock doctor``, which checks this machine and advises what to improve."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ examples:
   penstock doctor --dir /nvme/spill
   penstock doctor --dir /nvme0/spill --dir /nvme1/spill --json
 
-The exit code is 0 if nothing failed; a warning is no failure."""
+The exit code is 0 if no check failed; a warning is not a failure."""
 _STYLES: Final = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of ``penstock doctor``."""
+    """Return the parser of ``penstock doctor``."""
     made = argparse.ArgumentParser(
         prog="penstock doctor",
         description="Check this machine and its settings, and say what to improve.",
@@ -41,14 +41,14 @@ def parser() -> argparse.ArgumentParser:
         "--dir",
         metavar="DIR",
         action="append",
-        help="directory to spill to; repeat it for several (default: the current one)",
+        help="directory to offload to; repeat it for several (default: the current one)",
     )
     add_common(made, json_help="print one JSON document on standard output")
     return made
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Check everything and print; 1 if something failed."""
+    """Run and print all checks; return 1 if one failed."""
     checks = all_checks(given_paths(options.dir or ["."], "--dir"))
     if options.json:
         write_json(document(checks), sys.stdout)
@@ -58,12 +58,12 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def passed(checks: Sequence[Check]) -> bool:
-    """Whether nothing failed."""
+    """Return whether no check failed."""
     return all(check.verdict is not Verdict.FAIL for check in checks)
 
 
 def document(checks: Sequence[Check]) -> dict[str, Any]:
-    """The JSON document."""
+    """Return the JSON document."""
     return {
         "schema": 1,
         "penstock": __version__,
@@ -73,7 +73,7 @@ def document(checks: Sequence[Check]) -> dict[str, Any]:
 
 
 def table(checks: Sequence[Check]) -> RenderableType:
-    """A line for each check, what to do below it, and a verdict on all."""
+    """Return a table with a line and advice for each check, and an overall verdict."""
     lines = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     lines.add_column("", no_wrap=True)
     lines.add_column("check", overflow="fold")
@@ -91,7 +91,7 @@ def _conclusion(checks: Sequence[Check]) -> Text:
     failed = sum(check.verdict is Verdict.FAIL for check in checks)
     warned = sum(check.verdict is Verdict.WARN for check in checks)
     if failed:
-        return Text(f"{failed} failed, {warned} to look at", style=_STYLES[Verdict.FAIL])
+        return Text(f"{failed} failed, warnings: {warned}", style=_STYLES[Verdict.FAIL])
     if warned:
-        return Text(f"Penstock works here; {warned} to look at", style=_STYLES[Verdict.WARN])
+        return Text(f"Penstock works here; warnings: {warned}", style=_STYLES[Verdict.WARN])
     return Text("Penstock works here", style=_STYLES[Verdict.OK])

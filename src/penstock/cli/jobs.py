@@ -1,4 +1,4 @@
-"""``penstock jobs``: several training scripts share one machine."""
+"""The command ``penstock jobs``, which lets several training scripts share a machine."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ examples:
   penstock jobs suspend bert
   penstock jobs stop
 
-The exit code of `run` is 0 if every job has ended with 0, else 1. Ctrl-C stops the jobs in
-order; a second one, at once. A manager that was killed is started again by the same command, and
-finds its jobs."""
+The exit code of `run` is 0 if every job has ended with 0, otherwise 1. Ctrl-C stops the jobs
+properly; a second Ctrl-C kills them. After a manager was killed, the same command starts a new one,
+which finds its jobs."""
 _STATE: Final = ".penstock-jobs"
 _WATCH_S: Final = 0.5
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of ``penstock jobs``."""
+    """Return the parser of ``penstock jobs``."""
     made = argparse.ArgumentParser(
         prog="penstock jobs",
-        description="Let several training scripts share one machine, under a budget of memory.",
+        description="Let several training scripts share one machine under a memory budget.",
         epilog=_EXAMPLES,
         formatter_class=formatter,
         allow_abbrev=False,
     )
     what = made.add_subparsers(metavar="WHAT", required=True)
     kinds = {
-        "run": ("run the jobs of a file, until all are over", _run),
+        "run": ("run the jobs of a file until all have ended", _run),
         "status": ("show which jobs run, sleep or wait, and why", _status),
         "suspend": ("put a job to sleep until it is resumed", _tell),
         "resume": ("let a suspended job run in turns again", _tell),
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
             each.add_argument(
                 "--watch",
                 action="store_true",
-                help="show it live, until the manager ends or Ctrl-C",
+                help="update the view until the manager ends or Ctrl-C",
             )
         else:
             each.add_argument(
@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Do what was asked for."""
+    """Execute the chosen subcommand."""
     code: int = options.execute(options)
     return code
 
@@ -113,10 +113,10 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _watch(client: Client, *, json: bool) -> int:
-    """Show it live, until the manager has ended or somebody has seen enough."""
+    """Update the view until the manager ends or Ctrl-C."""
     if json or not sys.stdout.isatty():
         raise ConfigError(
-            "--watch shows jobs on a terminal; ask for `status --json` again and again"
+            "--watch needs a terminal and no --json; run `penstock jobs status --json` repeatedly"
         )
     status = client.status()
     with Watch(sys.stdout) as watch, suppress(KeyboardInterrupt, JobError):

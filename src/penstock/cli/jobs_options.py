@@ -1,4 +1,4 @@
-"""The options of jobs, tried before any of them begins: what ``penstock run`` would refuse then."""
+"""Check of the jobs' options before any job starts, as ``penstock run`` would check them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from penstock.core.errors import ConfigError
 from penstock.jobs.description import Description, JobSpec, Machine
 
 _MANAGERS: Final = {
-    "channel": "it is the manager's",
-    "state": "the manager sets it: durable = true",
-    "resume": "the manager sets it where there is something to resume: durable = true",
+    "channel": "the manager sets it",
+    "state": "the manager sets it; write durable = true",
+    "resume": "the manager sets it if there is something to resume; write durable = true",
 }
 
 
 def check_options(description: Description) -> None:
-    """Take each job's options as ``penstock run`` will in the job's directory.
+    """Check each job's options as ``penstock run`` will in the job's directory.
 
     Raises:
-        ConfigError: The first that would be refused; names file, job and options, and what is allowed.
+        ConfigError: An option would be refused; names the file, job and options, and those allowed.
     """
     description.check_places()
     for job in description.jobs:
@@ -44,7 +44,7 @@ def _check(job: JobSpec, machine: Machine) -> None:
         raise ConfigError(f"its last option has no value; {known}")
     if words != job.words[1 if job.module else 0 :] or bool(found.module) != bool(job.module):
         raise ConfigError(
-            f"{' '.join(words)!r} would be run; what is run is script or module, with args; {known}"
+            f"these options would run {' '.join(words)!r} in place of the script or module; {known}"
         )
     for name, why in _MANAGERS.items():
         if getattr(found, name):
@@ -52,18 +52,18 @@ def _check(job: JobSpec, machine: Machine) -> None:
     found.flash = [*machine.directories, *(found.flash or [])]
     if job.durable and not found.flash and found.config is None:
         raise ConfigError(
-            "durable is true, and [machine] flash names no directory where it could sleep: name one, or"
-            " leave durable out"
+            "durable is true, but [machine] flash names no directory for sleeping jobs: name one, or"
+            " remove durable"
         )
     with chdir(job.cwd):
         config, _, _ = run.checked(found)
     for name in config.codec.split("+"):
         if name not in ("auto", "none", *registry.names()):
-            registry.get(name)  # it says what there is, and loads none of them
+            registry.get(name)  # its error lists the known codecs
 
 
 def _parsed(parser: argparse.ArgumentParser, words: list[str], known: str) -> argparse.Namespace:
-    """Without a word, and without the end of the process."""
+    """Parse without printing, and without ending the process."""
 
     def refuse(message: str) -> NoReturn:
         raise ConfigError(f"{message}; {known}")
@@ -73,11 +73,11 @@ def _parsed(parser: argparse.ArgumentParser, words: list[str], known: str) -> ar
         with redirect_stdout(io.StringIO()):
             return parser.parse_args(words)
     except SystemExit:
-        raise ConfigError(f"help is not for a job; {known}") from None
+        raise ConfigError(f"--help is not for a job; {known}") from None
 
 
 def _names(parser: argparse.ArgumentParser) -> list[str]:
-    """What a job may have."""
+    """Return the options that a job may have."""
     names = [
         each.option_strings[0]
         for each in parser._actions

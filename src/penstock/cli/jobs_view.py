@@ -1,4 +1,4 @@
-"""How jobs look on a terminal, while they run."""
+"""View of running jobs on a terminal."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _COLOURS: Final = {
 
 
 class Watch:
-    """Shows a manager's status: live on a terminal, elsewhere only what it tells, line by line."""
+    """View of a manager's status: live on a terminal, otherwise only its messages."""
 
     def __init__(self, file: IO[str]) -> None:
-        """Say where to."""
+        """Remember the output file."""
         self._console = Console(file=file)
         self._live: Live | None = None
         self._lines: deque[str] = deque(maxlen=_LINES)
@@ -56,14 +56,14 @@ class Watch:
             self._live = None
 
     def tell(self, line: str) -> None:
-        """A thing has happened."""
+        """Show a message."""
         if self._live is None:
             say(line)
         else:
             self._lines.append(line)
 
     def __call__(self, status: dict[str, Any]) -> None:
-        """Draw the status, if it is time to."""
+        """Draw the status, unless it was drawn a moment ago."""
         now = time.monotonic()
         if self._live is None or now - self._drawn < _DRAW_S:
             return
@@ -79,11 +79,11 @@ class Watch:
 
 
 def table(status: dict[str, Any], rates: dict[str, float] | None = None) -> RenderableType:
-    """The machine in a line, and a row for each job.
+    """Return a line for the machine, and a row for each job.
 
     Args:
-        status: Of a manager.
-        rates: Steps a second, by job; without, on average while it was awake.
+        status: Status of a manager.
+        rates: Steps per second, by job; by default the average while awake.
     """
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for name in ("job", "state", "DRAM", "flash", "steps", "steps/s", "awake", ""):
@@ -102,26 +102,26 @@ def table(status: dict[str, Any], rates: dict[str, float] | None = None) -> Rend
             str(job["steps"]),
             f"{rate:.2f}" if rate else "",
             format_duration(job["awake_s"]) if job["awake_s"] else "",
-            Text(job["note"] or job["told"]),  # may quote what looks like markup
+            Text(job["note"] or job["told"]),  # it may contain brackets, which are not markup
         )
-    return Group(Text(_machine(status)), made)  # a title would be as narrow as the table
+    return Group(Text(_machine(status)), made)  # a title would be only as wide as the table
 
 
 def _machine(status: dict[str, Any]) -> str:
     machine = status["machine"]
-    said = (
+    text = (
         f"DRAM {format_bytes(machine['held_bytes'])} held, {format_bytes(machine['charged_bytes'])}"
         f" charged of {format_bytes(machine['memory_bytes'])}"
     )
     if machine["flash_capacity_bytes"] is not None:
         where = ", ".join(machine["flash_directories"])
-        said += (
+        text += (
             f" · flash {format_bytes(machine['flash_bytes'])} of"
             f" {format_bytes(machine['flash_capacity_bytes'])} in {where}"
             f" · turns of {format_duration(machine['slice_s'])}"
         )
-    keeper = "the kernel" if machine["enforced"] else "looking"
-    return f"{said} · kept by {keeper} · {format_bandwidth(machine['bytes_per_s'])}"
+    means = "the kernel" if machine["enforced"] else "polling"
+    return f"{text} · kept by {means} · {format_bandwidth(machine['bytes_per_s'])}"
 
 
 def _rate(seen: deque[tuple[float, int]]) -> float:

@@ -1,4 +1,4 @@
-"""A machine as the answer of a command: printed, and written to a file if one is named."""
+"""Machine files as the result of a command: printed, and written to a file if one is named."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.plan.machine import Machine
 
 
 def answer(machine: Machine, *, output: str | None, as_json: bool) -> None:
-    """Write it to ``output``, if there is one, and print it: TOML, or one JSON document.
+    """Write a machine to ``output``, if that is set, and print it as TOML or one JSON document.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -21,7 +21,7 @@ def answer(machine: Machine, *, output: str | None, as_json: bool) -> None:
         try:
             Path(output).write_text(machine.to_toml(), encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"--output: {output!r} cannot be written: {error}") from error
+            raise ConfigError(f"--output: cannot write {output!r}: {error}") from error
     if as_json:
         write_json({"schema": 1, "machine": asdict(machine)}, sys.stdout)
     else:

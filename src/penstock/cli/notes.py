@@ -1,4 +1,4 @@
-"""Notes of ``penstock run`` on command lines that do something else than they seem to."""
+"""Notes of ``penstock run`` on misleading command lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LAUNCHERS: Final = {
 _SHARED: Final = frozenset(
     {"channel", "config", "debug", "json", "module", "resume", "script", "trace"}
 )
-"""Not hinted at: what many scripts have as options of their own, and what is no option to a user."""
+"""Options without a note: many scripts have options of these names, or they are internal."""
 
 
 def misplaced_options(
@@ -30,9 +30,9 @@ def misplaced_options(
     """Return a note on arguments of the script that look like options for Penstock.
 
     Args:
-        parser: Of ``penstock run``.
-        options: What it made of the command line.
-        words: The script, or the module, and its arguments.
+        parser: Parser of ``penstock run``.
+        options: Parsed command line.
+        words: Script or module, and its arguments.
     """
     names = {
         "--" + name.replace("_", "-")
@@ -43,26 +43,26 @@ def misplaced_options(
     if not found:
         return None
     return (
-        f"note: {', '.join(found)} after {words[0]}: these are for {words[0]}; options for Penstock"
+        f"note: {', '.join(found)} after {words[0]}: these are passed to {words[0]}; options for Penstock"
         " come before the script"
     )
 
 
 def program_on_path(target: str) -> str | None:
-    """Return a note on a script that is not there, if a program of that name is."""
+    """Return a note on a missing script if there is a program of that name."""
     if shutil.which(target) is None:
         return None
-    note = f"{target!r} is a program, and penstock run takes a Python script or `-m module`"
+    note = f"{target!r} is a program, but penstock run needs a Python script or `-m module`"
     by = _LAUNCHERS.get(target)
     return note if by is None else f"{note}; have the launcher start Penstock: {by}"
 
 
 def no_step(target: str) -> str:
-    """Return the line for a run in which no step was seen."""
+    """Return the note on a run without steps."""
     by = _LAUNCHERS.get(target) or _LAUNCHERS.get(os.path.basename(target))
     if by is not None:
         return (
-            "nothing was offloaded: the processes that a launcher starts run without Penstock; have it"
+            "nothing was offloaded: the processes that a launcher starts run without Penstock; let it"
             f" start Penstock in each of them: {by}"
         )
     return (

@@ -1,4 +1,4 @@
-"""What commands write: one JSON document, one table, or one line that says what went wrong."""
+"""Output of commands: one JSON document, one table, or one line with an error."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from penstock.observe.summary_text import to_text
 
 
 class UnreadError(BrokenPipeError):
-    """Nobody reads what a command writes any more, as with ``| head``."""
+    """The reader of a command's output has closed it, as with ``| head``."""
 
 
 def report(error: PenstockError) -> int:
-    """Say in one line on standard error what went wrong.
+    """Write an error as one line to standard error.
 
     Returns:
         The exit code: 2 for arguments and configuration, 1 for everything else.
@@ -32,7 +32,7 @@ def report(error: PenstockError) -> int:
 
 
 def say(message: str) -> None:
-    """Write one line on standard error, naming the rank if there are several; nothing if it is closed."""
+    """Write one line to standard error, with the rank if there are several, unless it is closed."""
     number = rank()
     who = "penstock" if number is None else f"penstock: rank {number}"
     if sys.stderr is not None:
@@ -42,11 +42,11 @@ def say(message: str) -> None:
 
 
 def show(renderable: RenderableType, file: IO[str] | None) -> None:
-    """Print with colours on a terminal, as plain text elsewhere; what that has no letter for is ``?``."""
+    """Print with colours on a terminal, otherwise as plain text; unencodable characters become ``?``."""
     if file is None:  # closed
         return
     if file.isatty():
-        with _taken(file):
+        with _write_errors(file):
             Console(file=file).print(renderable)
     else:
         name = getattr(file, "encoding", None) or "utf-8"
@@ -54,13 +54,13 @@ def show(renderable: RenderableType, file: IO[str] | None) -> None:
 
 
 def write_json(document: dict[str, Any], file: IO[str] | None) -> None:
-    """Write one document, and a newline."""
-    if file is not None:  # else it is closed
+    """Write one document and a newline."""
+    if file is not None:  # None if it is closed
         write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", file)
 
 
 def write_json_line(document: dict[str, Any], file: IO[str]) -> None:
-    """Write one document as a line, whole also where other ranks write to the same output."""
+    """Write one document as a line, undivided even if other ranks write to the same output."""
     with contextlib.suppress(OSError):  # not every kind of file can be locked
         fcntl.lockf(file, fcntl.LOCK_EX)
     write_text(json.dumps(document, allow_nan=False) + "\n", file)
@@ -69,30 +69,30 @@ def write_json_line(document: dict[str, Any], file: IO[str]) -> None:
 
 
 def write_text(text: str, file: IO[str]) -> None:
-    """Write it at once.
+    """Write and flush a text.
 
     Raises:
-        UnreadError: Who reads it has seen enough.
-        PenstockError: The disk is full, say.
+        UnreadError: The reader has closed the output.
+        PenstockError: The write failed, for example because the disk is full.
     """
-    with _taken(file):
+    with _write_errors(file):
         file.write(text)
         file.flush()
 
 
 @contextlib.contextmanager
-def _taken(file: IO[str]) -> Iterator[None]:
-    """Within, what is written and not taken is told once: the interpreter would, when it ends."""
+def _write_errors(file: IO[str]) -> Iterator[None]:
+    """Convert an error of a write, and keep the interpreter from reporting it again at exit."""
     try:
         yield
     except OSError as error:
-        _lead_nowhere(file)
+        _redirect_to_null(file)
         if isinstance(error, BrokenPipeError):
             raise UnreadError(*error.args) from error
         raise PenstockError(f"{file.name!r} cannot be written: {error.strerror}") from error
 
 
-def _lead_nowhere(file: IO[str]) -> None:
+def _redirect_to_null(file: IO[str]) -> None:
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, file.fileno())

@@ -1,43 +1,30 @@
-"""Paths that options name, checked before any work is done. Loads neither NumPy nor torch."""
+"""Checks of paths in options, before any work is done. Imports neither NumPy nor torch."""
 
 from __future__ import annotations
 
 import os
 from typing import Final
 
-from penstock.core.errors import ConfigError, TransferError
+from penstock.core.errors import ConfigError
 from penstock.core.files import absolute_path
-from penstock.io.files import filesystem_of, open_unlinked
+from penstock.core.fs import check_directory
 
 _PICTURES: Final = (".svg", ".png", ".pdf")
 
 
 def spill_directory(name: str | os.PathLike[str]) -> str:
-    """The absolute path of a directory that can be spilled to.
+    """Return the absolute path of a directory for offloading.
 
     Raises:
         ConfigError: It is missing, not a directory, not writable, or in memory.
     """
-    path = absolute_path(name, "the directory to spill to")
-    system = filesystem_of(path)
-    if system.is_memory:
-        raise ConfigError(
-            f"directory {path!r} is on {system.kind}: its files are in memory, and spilling there"
-            " would save none; name a directory on a disk"
-        )
-    try:
-        open_unlinked(path).close()
-    except TransferError as error:
-        reason = os.strerror(error.errno or 0)
-        raise ConfigError(
-            f"directory {path!r} cannot be spilled to: {reason}; create it, change its mode, or name"
-            " another"
-        ) from error
+    path = absolute_path(name, "the directory to offload to")
+    check_directory(path, "flash directory")
     return path
 
 
 def picture_to_write(name: str | os.PathLike[str], option: str) -> str:
-    """The absolute path of a picture that can be drawn. Raises ConfigError, naming the option."""
+    """Return the absolute path of a picture to write. Raises ConfigError naming the option."""
     path = file_to_write(name, option)
     if os.path.splitext(path)[1] not in _PICTURES:
         raise ConfigError(f"{option}: {os.fspath(name)!r} does not end with .svg, .png or .pdf")
@@ -45,9 +32,11 @@ def picture_to_write(name: str | os.PathLike[str], option: str) -> str:
 
 
 def file_to_write(name: str | os.PathLike[str], option: str) -> str:
-    """The absolute path of a file that can be written. Raises ConfigError, naming the option."""
+    """Return the absolute path of a file to write. Raises ConfigError naming the option."""
     path = absolute_path(name, option)
     folder = os.path.dirname(path)
     if os.path.isdir(path) or not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"{option}: {path!r} cannot be written; name a file in a folder that can")
+        raise ConfigError(
+            f"{option}: {path!r} cannot be written; name a file in a writable directory"
+        )
     return path

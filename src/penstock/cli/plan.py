@@ -1,4 +1,4 @@
-"""``penstock plan``: what training will take, in time and memory, before a step of it is run."""
+"""The command ``penstock plan``: time and memory of training, predicted before a step is run."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ does. Sizes have a unit: GB is 10^9 bytes, GiB is 2^30."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of ``penstock plan``."""
+    """Build the parser of ``penstock plan``."""
     made = argparse.ArgumentParser(
         prog="penstock plan",
         usage="penstock plan NETWORK --batch N --machine MACHINE [options]",
-        description="Tell, before a step is run, whether training fits in memory, how long a step takes,"
+        description="Predict, before a step is run, if training fits in memory, how long a step takes,"
         "\nand what goes where.",
         epilog=_EXAMPLES,
         formatter_class=formatter,
         allow_abbrev=False,
     )
     made.add_argument(
-        "network", metavar="NETWORK", help="a network of the zoo, as resnet50; a function of your own,"
+        "network", metavar="NETWORK", help="a network of the zoo, such as resnet50; your own function,"
         " file.py:function; or a profile, file.json",
     )  # fmt: skip
     made.add_argument("--batch", metavar="N", type=int, help="images or sequences in a step")
     made.add_argument(
         "--machine", required=True, metavar="NAME",
-        help=f"{', '.join(machines.names())}; or a file, as `penstock bench machine` writes it",
+        help=f"{', '.join(machines.names())}; or a file written by `penstock bench machine`",
     )  # fmt: skip
     for name, text in (
         ("--device-memory", "budget for the device (default: all the machine's)"),
@@ -65,12 +65,12 @@ def parser() -> argparse.ArgumentParser:
     ):
         made.add_argument(name, metavar="SIZE", type=size, help=text)
     made.add_argument(
-        "--data-rate", metavar="RATE", help="what data loaders read of flash all the time, as 500MB/s:"
-        " the plan has what is left (default: nothing)",
+        "--data-rate", metavar="RATE", help="rate at which data loaders read from flash, such as 500MB/s;"
+        " the plan uses what is left (default: nothing)",
     )  # fmt: skip
     made.add_argument(
         "--policy", metavar="NAME", default="auto",
-        help=f"{', '.join(n for n in policies.names() if n != ALL)}; or {ALL}, to compare every one"
+        help=f"{', '.join(n for n in policies.names() if n != ALL)}; or {ALL}, to compare all of them"
         " (default: auto)",
     )  # fmt: skip
     made.add_argument(
@@ -84,12 +84,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--autocast", choices=("bfloat16", "float16"), help="train under autocast")
     made.add_argument(
         "--set", metavar="NAME=VALUE", action="append", default=[],
-        help="set an argument of the zoo's network, as image_size=96; repeat it for several",
+        help="set an argument of the zoo's network, such as image_size=96; repeat it for several",
     )  # fmt: skip
     made.add_argument(
         "--verbose",
         action="store_true",
-        help="show every slot, that is every tensor saved in a step",
+        help="show every slot: every tensor saved in a step",
     )
     made.add_argument("--plot", metavar="FILE", help="draw one step, as .svg, .png or .pdf")
     made.add_argument(
@@ -100,11 +100,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Plan, print, draw, save; 1 if nothing fits.
+    """Plan, print, draw, save; return 1 if nothing fits.
 
     Raises:
-        ConfigError: An option, the network or the machine makes no sense.
-        PlanError: The profile in a file is none.
+        ConfigError: An option, the network or the machine is invalid.
+        PlanError: The file has no valid profile.
     """
     request = check(options)
     largest = _largest(request)
@@ -127,7 +127,7 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _largest(request: Request) -> dict[str, Largest]:
-    """For each policy. `auto` comes last: it fits wherever another does, so it begins there."""
+    """Return the largest batch of each policy; `auto` comes last, and starts from those of the others."""
     if request.search is None:
         return {}
     order = sorted(request.policies, key=lambda name: name == "auto")
@@ -138,11 +138,11 @@ def _save(one: Outcome, path: str) -> None:
     try:
         Path(path).write_text(one.plan.to_json() + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--save-plan: {path!r} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"--save-plan: cannot write {path!r}: {error.strerror}") from error
 
 
 def _why_not(outcomes: Sequence[Outcome]) -> str:
-    """What the best of what does not fit says for itself, and what would do."""
+    """Explain why the best of the plans does not fit, and which memory would suffice."""
     best = outcomes[0]
     whose = f"policy {best.policy}" if len(outcomes) == 1 else f"no policy fits; {best.policy}"
     if best.least_bytes is None:
@@ -194,7 +194,7 @@ def text(
     *,
     verbose: bool,
 ) -> RenderableType:
-    """For people."""
+    """Render a report for the terminal."""
     head, best = _head(request), outcomes[0]
     if len(outcomes) == 1:
         body = one_policy(
@@ -212,7 +212,7 @@ def text(
 def document(
     request: Request, outcomes: Sequence[Outcome], largest: Mapping[str, Largest]
 ) -> dict[str, Any]:
-    """The JSON document."""
+    """Return the JSON document."""
     profile = request.profile
     return {
         "schema": 1,

@@ -1,7 +1,7 @@
-"""The largest batch that fits: a guess from two profiles, then profiles on both sides of the answer.
+"""Search for the largest batch that fits: a guess from two profiles, then profiles around the answer.
 
 Profiles take long to make. Between two batches everything in them is nearly linear, so the likely answer
-is found on interpolated ones. These only say where to look: what fits is told by real ones.
+is found with interpolated profiles. These only say where to look; real ones decide.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from penstock.plan.profile import Profile
 from penstock.plan.replay import replay
 from penstock.report.plan_table import Largest
 
-MOST: Final = 1 << 20
-"""No larger batch is tried."""
+MAX_BATCH: Final = 1 << 20
+"""Largest batch that is tried."""
 _GUESSES: Final = 8
-"""Having tried so many, needs are not linear enough for guesses."""
+"""Number of guesses after which the needs count as too far from linear for more."""
 
 
 class LargestBatch:
-    """Searches for the largest batch, policy by policy. What was found for one is where the next begins.
+    """Search for the largest batch, policy by policy; each starts from the results of the others.
 
-    Whether a batch fits is always told by a profile that was made for that batch, and never by scaling.
-    Fitting is taken to be monotonous: the answer fits, and one more does not.
+    The decision for a batch always comes from a profile that was made for that batch, never from scaling.
+    The search assumes that fitting is monotonous: the answer fits, and one more does not.
     """
 
     def __init__(
         self, profile_of: Callable[[int], Profile], given: int, machine: Machine, budgets: Budgets
     ) -> None:
-        """Nothing is searched yet.
+        """Prepare the search.
 
         Args:
-            profile_of: Makes the profile of a batch.
-            given: The batch that the user asked for.
-            machine: What plans are made for.
-            budgets: What they may use.
+            profile_of: Function that makes the profile of a batch.
+            given: Batch that the user asked for.
+            machine: Machine for which plans are made.
+            budgets: Memory that plans may use.
         """
         self._profile_of = profile_of
         self._given = given
@@ -51,14 +51,14 @@ class LargestBatch:
         self._found = 0
 
     def profile(self, batch_size: int) -> Profile:
-        """The profile of this batch; made once."""
+        """Return the profile of a batch, which is made only once."""
         if batch_size not in self._profiles:
             self._profiles[batch_size] = self._profile_of(batch_size)
         return self._profiles[batch_size]
 
     def of(self, policy: str) -> Largest:
-        """The largest batch for which the policy's plan fits."""
-        low, high, near, tried = 0, MOST + 1, 1, 0
+        """Return the largest batch for which the policy's plan fits."""
+        low, high, near, tried = 0, MAX_BATCH + 1, 1, 0
         trial = self._found if policy == "auto" and self._found else self._given
         while high - low > 1:
             if self.fits(policy, trial):
@@ -68,20 +68,20 @@ class LargestBatch:
             tried += 1
             known = sorted(batch for batch in self._profiles if low < batch < high)
             guess = self._guess(policy, trial, low, high) if tried < _GUESSES else 0
-            if known:  # what costs no profile comes first
+            if known:  # decisions that need no new profile come first
                 trial = known[len(known) // 2]
             elif low < guess < high:
                 trial = guess
-            else:  # a guess at or beyond a side: the answer is likely to be near it
+            else:  # a guess at or beyond a limit: the answer is likely to be near it
                 trial = low + near if guess <= low else high - near
                 near *= 4
             if not low < trial < high:
                 trial = (low + high) // 2
         self._found = max(self._found, low)
-        return Largest(low, bounded=low < MOST)
+        return Largest(low, bounded=low < MAX_BATCH)
 
     def fits(self, policy: str, batch_size: int) -> bool:
-        """Whether the policy's plan for this batch fits."""
+        """Return True if the policy's plan for this batch fits."""
         key = policy, batch_size
         if key not in self._fits:
             self._fits[key] = self._fit(policy, self.profile(batch_size))
@@ -92,15 +92,15 @@ class LargestBatch:
         return plan.feasible and replay(profile, plan, self._machine).feasible
 
     def _guess(self, policy: str, last: int, low: int, high: int) -> int:
-        """The next batch to try, after ``last``: the largest that seems to fit, or one more than that."""
-        if low > 0 and high <= MOST:
+        """Return the batch to try after ``last``: the largest that seems to fit, or one more."""
+        if low > 0 and high <= MAX_BATCH:
             seeming = self._seeming(policy, low, high)
             if seeming is not None:
                 return max(seeming, low + 1)
         return self._linear_guess(policy, last)
 
     def _seeming(self, policy: str, low: int, high: int) -> int | None:
-        """The largest batch that fits, judged by profiles between the two; None: they are not alike."""
+        """Return the largest batch that fits by interpolated profiles; None if the two are not alike."""
         one, other = self.profile(low), self.profile(high)
         begin, span = low, high - low
         while high - low > 1:
@@ -116,27 +116,27 @@ class LargestBatch:
         return low
 
     def _linear_guess(self, policy: str, last: int) -> int:
-        """Where what the policy needs at the least, taken to be linear, meets the budget."""
+        """Return the batch at which the policy's minimum budget, taken to be linear, meets the budget."""
         other = self._given if last != self._given else self._given // 2 or 2
         needs = [self._need_bytes(policy, batch) for batch in (last, other)]
         each = (needs[0] - needs[1]) / (last - other)
         if each <= 0:
-            return MOST
+            return MAX_BATCH
         return int(last + (self._budgets.device_bytes - needs[0]) / each)
 
     def _need_bytes(self, policy: str, batch_size: int) -> int:
         profile = self.profile(batch_size)
         tight = Budgets(0, self._budgets.host_bytes, self._budgets.flash_bytes)
-        # what `auto` needs is what offloading everything needs, or less; and that is asked faster
+        # `auto` needs no more than offloading everything does, and that is computed faster
         ask = policies.get("all" if policy == "auto" else policy)
         return peak_bytes(profile, ask(profile, self._machine, tight), self._machine)
 
 
 def between(one: Profile, other: Profile, part: int, span: int) -> Profile:
-    """The profile that is ``part`` of ``span`` on the way from one to the other, if all in it is linear.
+    """Interpolate linearly between two profiles, at ``part`` of ``span``.
 
     Raises:
-        PlanError: They differ in more than numbers.
+        PlanError: The profiles differ in more than numbers.
     """
     found: Profile = _between(one, other, part, span)
     return found
@@ -147,7 +147,7 @@ def _between(one: Any, other: Any, part: int, span: int) -> Any:
         return one + (other - one) * part // span
     if isinstance(one, tuple) and isinstance(other, tuple):
         if len(one) != len(other):
-            raise PlanError(f"one profile has {len(one)} of what the other has {len(other)} of")
+            raise PlanError(f"one profile has {len(one)} elements where the other has {len(other)}")
         return tuple(_between(*each, part, span) for each in zip(one, other, strict=True))
     if is_dataclass(one) and type(one) is type(other):
         names = [each.name for each in fields(one) if each.init]

@@ -1,4 +1,4 @@
-"""What ``penstock plan`` plans for: a network of the zoo, a function in a file, or a profile in a file.
+"""Subjects of ``penstock plan``: a network of the zoo, a function in a file, or a profile in a file.
 
 Only the first two load torch.
 """
@@ -20,23 +20,23 @@ from penstock.plan.machine import Machine
 from penstock.plan.profile import Profile
 
 OPTIMIZER_COPIES: Final = {"sgd": 0, "momentum": 1, "adam": 2}
-"""Tensors of a parameter's size that optimizers keep."""
+"""Number of tensors of a parameter's size that each optimizer keeps."""
 _RETURNS: Final = "it returns (module, inputs), or (module, inputs, loss)"
 
 
 @dataclass(frozen=True)
 class Training:
-    """How a network is trained, as far as its profile depends on it."""
+    """Settings of training that its profile depends on."""
 
     machine: Machine
     device: str
-    """``"cpu"``: the budget is for what autograd saves; ``"cuda"``: for the whole device."""
+    """Device: with ``"cpu"`` the budget is for saved tensors, with ``"cuda"`` for the whole device."""
     optimizer: str
     autocast: str | None
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Keyword arguments of ``dry_profile``."""
+        """Return the keyword arguments of ``dry_profile``."""
         return {
             "machine": self.machine,
             "device": self.device,
@@ -48,11 +48,11 @@ class Training:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is planned for."""
+    """The network or profile to plan for."""
 
     name: str
     profile_of: Callable[[int], Profile] | None
-    """The profile of a batch; None: there is only ``profile``."""
+    """Function that makes the profile of a batch; None if there is only ``profile``."""
     profile: Profile | None = None
 
 
@@ -61,27 +61,27 @@ def subject(text: str, training: Training, settings: Mapping[str, Any]) -> Subje
 
     Args:
         text: A name of the zoo, ``file.py:function``, or a path that ends with ``.json``.
-        training: How it is trained; of no concern to a profile.
+        training: Settings of the training; ignored for a profile.
         settings: Overrides for the zoo.
 
     Raises:
         ConfigError: There is no such network, file or function.
-        PlanError: The file is no profile.
+        PlanError: The file has no valid profile.
     """
     path, colon, function = text.rpartition(":")
     if colon and path.endswith(".py"):
         _refuse_settings(settings, text)
         return Subject(text, _from_function(path, function, training))
     if text.endswith(".py"):
-        raise ConfigError(f"{text!r}: name a function in it, as {text}:build; {_RETURNS}")
+        raise ConfigError(f"{text!r}: name a function in it, like {text}:build; {_RETURNS}")
     if text.endswith(".json"):
         _refuse_settings(settings, text)
         return Subject(text, None, _read(text))
-    importlib.import_module("penstock.lab.zoo").config(text, **settings)  # refused before any work
+    importlib.import_module("penstock.lab.zoo").config(text, **settings)  # fails before any work
     dry = importlib.import_module("penstock.lab.dry")
 
     def profile_of(batch: int) -> Profile:
-        with _told(f"{text} with a batch of {batch}"):
+        with _user_code(f"{text} with a batch of {batch}"):
             profile: Profile = dry.dry_zoo_profile(text, batch, **training.settings, **settings)
         return profile
 
@@ -89,12 +89,12 @@ def subject(text: str, training: Training, settings: Mapping[str, Any]) -> Subje
 
 
 def parse_settings(words: list[str]) -> dict[str, Any]:
-    """``["image_size=96", "size=tiny"]`` as keyword arguments for the zoo."""
+    """Parse ``["image_size=96", "size=tiny"]`` into keyword arguments for the zoo."""
     found: dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not name.isidentifier():
-            raise ConfigError(f"--set: {word!r} is not NAME=VALUE, as in image_size=96")
+            raise ConfigError(f"--set: {word!r} is not NAME=VALUE, like image_size=96")
         found[name] = _value(value)
     return found
 
@@ -117,7 +117,7 @@ def _read(path: str) -> Profile:
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"profile {path!r} cannot be read: {error}") from error
+        raise ConfigError(f"cannot read the profile {path!r}: {error}") from error
     return Profile.from_json(text, source=path)
 
 
@@ -128,10 +128,10 @@ def _from_function(path: str, name: str, training: Training) -> Callable[[int], 
 
     def profile_of(batch: int) -> Profile:
         where = f"{path}:{name}({batch})"
-        with _told(where), torch.device("meta"):
+        with _user_code(where), torch.device("meta"):
             made = build(batch)
-        module, inputs, loss = _taken_apart(made, where, torch)
-        with _told(where):
+        module, inputs, loss = _unpack(made, where, torch)
+        with _user_code(where):
             profile: Profile = dry.dry_profile(module, loss, inputs=inputs, **training.settings)
         return profile
 
@@ -141,7 +141,7 @@ def _from_function(path: str, name: str, training: Training) -> Callable[[int], 
 def _load(path: str, name: str) -> Callable[[int], Any]:
     file = Path(path)
     if not file.is_file():
-        raise ConfigError(f"{path!r}: there is no such file")
+        raise ConfigError(f"{path!r}: the file does not exist")
     module_name = file.stem
     spec = importlib.util.spec_from_file_location(module_name, file)
     assert spec is not None
@@ -149,7 +149,7 @@ def _load(path: str, name: str) -> Callable[[int], Any]:
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(module_name, module)
     sys.path.insert(0, str(file.resolve().parent))
-    with _told(path):
+    with _user_code(path):
         spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
@@ -160,8 +160,8 @@ def _load(path: str, name: str) -> Callable[[int], Any]:
 
 
 @contextlib.contextmanager
-def _told(where: str) -> Any:
-    """Within, what is printed goes to standard error, and what is raised is told in a line."""
+def _user_code(where: str) -> Any:
+    """Send prints to standard error, and turn exceptions into one-line errors."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
@@ -173,7 +173,7 @@ def _told(where: str) -> Any:
         ) from error
 
 
-def _taken_apart(made: Any, where: str, torch: Any) -> tuple[Any, tuple[Any, ...], Any]:
+def _unpack(made: Any, where: str, torch: Any) -> tuple[Any, tuple[Any, ...], Any]:
     parts = made if isinstance(made, tuple) else (made,)
     if len(parts) not in (2, 3) or not isinstance(parts[0], torch.nn.Module):
         kinds = ", ".join(type(part).__name__ for part in parts)
@@ -189,14 +189,14 @@ def _taken_apart(made: Any, where: str, torch: Any) -> tuple[Any, tuple[Any, ...
 
 
 def _sum_of_output(where: str, torch: Any) -> Callable[..., Any]:
-    """The loss where none is given: the module's output, added up."""
+    """Return the default loss: the sum of the module's output."""
 
     def loss(module: Any, *inputs: Any) -> Any:
         output = module(*inputs)
         if not isinstance(output, torch.Tensor):
             raise ConfigError(
-                f"{where}: the module returns {type(output).__name__}, not a tensor; return a third:"
-                " loss(module, *inputs)"
+                f"{where}: the module returns {type(output).__name__}, not a tensor; return a loss as the"
+                " third value: loss(module, *inputs)"
             )
         return output.sum()
 

@@ -1,4 +1,4 @@
-"""What ``penstock plan`` was asked for: its options, checked, and the profile of the network."""
+"""Options of ``penstock plan``, checked, and the profile of the network."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from penstock.plan.machine import Budgets, Machine
 from penstock.plan.profile import Profile
 
 ALL: Final = "all"
-"""For ``--policy`` every policy, and not only the one of this name."""
-MOST_DATA_SHARE: Final = 0.9
-"""Of what flash reads: ``Machine.less_read`` leaves a tenth in any case."""
+"""Value of ``--policy`` for all policies, not for the one of this name."""
+MAX_DATA_SHARE: Final = 0.9
+"""Limit for the share of flash reads by data loaders; ``Machine.less_read`` always leaves a tenth."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for, checked."""
+    """A checked request for plans."""
 
     subject: Subject
     batch_size: int | None
     machine: Machine
-    """Of whose flash data loaders have had their part."""
+    """Machine whose flash is reduced by the reads of data loaders."""
     training: Training
     budgets: Budgets
     policies: tuple[str, ...]
     tbw_bytes: int | None
     data_bytes_per_s: int
-    """What data loaders read of flash all the time."""
+    """Rate at which data loaders read from flash."""
     profile: Profile
     search: LargestBatch | None
 
     @property
     def whole_device(self) -> bool:
-        """Whether the budget is for all that is on the device."""
+        """True if the budget is for everything on the device."""
         return bool(self.profile.fixed_bytes or self.profile.transients)
 
 
 def check(options: argparse.Namespace) -> Request:
-    """Look at every option before any work is done; then make the profile.
+    """Check every option before any work is done; then make the profile.
 
     Raises:
-        ConfigError: An option, the network or the machine makes no sense.
-        PlanError: The profile in a file is none.
+        ConfigError: An option, the network or the machine is invalid.
+        PlanError: The file has no valid profile.
     """
     machine = machines.find(options.machine)
     device = options.device or _device_of(machine)
@@ -73,11 +73,13 @@ def check(options: argparse.Namespace) -> Request:
         assert found.profile_of is not None
         if batch_size is None or batch_size < 1:
             given = "missing" if batch_size is None else f"{batch_size}"
-            raise ConfigError(f"--batch is {given}; give how many images or sequences, 1 or more")
+            raise ConfigError(f"--batch is {given}; it must be 1 or more images or sequences")
         search = LargestBatch(found.profile_of, batch_size, machine, budgets)
         profile = search.profile(batch_size)
     elif batch_size is not None:
-        raise ConfigError(f"--batch: a profile is of one batch, leave it out for {found.name!r}")
+        raise ConfigError(
+            f"--batch: the profile {found.name!r} is of one batch; leave the option out"
+        )
     return Request(
         subject=found,
         batch_size=batch_size,
@@ -93,20 +95,20 @@ def check(options: argparse.Namespace) -> Request:
 
 
 def _device_of(machine: Machine) -> str:
-    """A machine whose device's memory is the host's computes on its CPU."""
+    """Return ``cpu`` for a machine whose device memory is the host's, else ``cuda``."""
     same = machine.device_bytes == machine.host_bytes and not machine.flash_over_link
     return "cpu" if same else "cuda"
 
 
 def _data_rate(given: str | None, machine: Machine) -> int:
-    """Bytes per second, of which flash must have some left."""
+    """Return the rate of data loaders in bytes per second, which must leave some of the flash's."""
     if given is None:
         return 0
     rate, flash = parse_bandwidth(given, what="--data-rate"), machine.flash_read_bytes_per_s
-    if rate > MOST_DATA_SHARE * flash:
+    if rate > MAX_DATA_SHARE * flash:
         raise ConfigError(
             f"--data-rate is {format_bandwidth(rate)}, and the flash of {machine.name!r} reads"
-            f" {format_bandwidth(flash)}: give at most {MOST_DATA_SHARE:.0%} of that, or keep the data"
+            f" {format_bandwidth(flash)}; set at most {MAX_DATA_SHARE:.0%} of that, or keep the data"
             " set on another device"
         )
     return rate
@@ -118,15 +120,15 @@ def _bytes(options: argparse.Namespace, name: str, default: int, *, least: int =
     nbytes = default if given is None else parse_bytes(given, what=option)
     if nbytes < least:
         unknown = "" if given is not None else "; the machine does not say how much it has"
-        raise ConfigError(f"{option} is {nbytes} bytes, it must be {least} or more{unknown}")
+        raise ConfigError(f"{option} is {nbytes} bytes; it must be {least} or more{unknown}")
     return nbytes
 
 
 def _check_paths(options: argparse.Namespace) -> None:
-    """Before any work is done."""
+    """Check all paths before any work is done."""
     if options.plot is not None:
         picture_to_write(options.plot, "--plot")
     if options.save_plan is not None:
         file_to_write(options.save_plan, "--save-plan")
         if Path(options.save_plan).suffix != ".json":
-            raise ConfigError(f"--save-plan: {options.save_plan!r} does not end with .json")
+            raise ConfigError(f"--save-plan: {options.save_plan!r} must end with .json")

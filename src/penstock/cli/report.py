@@ -1,4 +1,4 @@
-"""``penstock report``: what a run said of itself, told again from what it wrote."""
+"""The command ``penstock report``, which prints the summary of a finished run from its file."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ examples:
   penstock report run.jsonl
   penstock report run.jsonl --json
 
-The exit code is 0, 1 for a log that ends before its run did, and 2 for a file that is no run."""
+The exit code is 0, or 1 for an incomplete log, or 2 for a file that is not of a run."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of ``penstock report``."""
+    """Return the parser of ``penstock report``."""
     made = argparse.ArgumentParser(
         prog="penstock report",
         usage="penstock report RUN [--json]",
-        description="Tell what a run did: memory, traffic by tier, stalls by cause, what went where, and"
-        "\nwhat the plan had predicted of it beside what was measured.",
+        description="Print the summary of a run: memory, traffic by tier, stalls by cause, decisions of"
+        " the plan,\nand its prediction beside the measurement.",
         epilog=_EXAMPLES,
         formatter_class=formatter,
         allow_abbrev=False,
@@ -43,10 +43,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Read and print; 1 if the log is not whole.
+    """Read and print a run; return 1 if the log is incomplete.
 
     Raises:
-        ConfigError: The file is no run, or of another version.
+        ConfigError: The file is not of a run, or of another version.
     """
     run = read_run(options.run)
     if options.json:
@@ -56,42 +56,42 @@ def execute(options: argparse.Namespace) -> int:
     if run.complete:
         return 0
     say(
-        f"error: {options.run} ends before its run did: what is told is of the"
-        f" {run.summary.steps} steps that it has"
+        f"error: {options.run} ends before its run did: the summary covers only its"
+        f" {run.summary.steps} steps"
     )
     return 1
 
 
 def text(run: Run) -> RenderableType:
-    """For people."""
+    """Return the text for the terminal."""
     notes = []
     if run.lost_events:
         notes.append(
             Text(
-                f"warning: the log lacks {run.lost_events} events, for the disk did not keep up; totals"
-                " have them",
+                f"warning: the log lacks {run.lost_events} events, because the disk did not keep up;"
+                " totals include them",
                 style="yellow",
             )
         )
     if run.missing_files:
         notes.append(Text(_beginning(run), style="yellow"))
     if run.summary.prediction is None:
-        notes.append(Text("no prediction: no step ran under a plan that was replayed"))
+        notes.append(Text("no prediction: no step ran under a replayed plan"))
     return Group(render(run.summary), *notes)
 
 
 def _beginning(run: Run) -> str:
-    """What is missing of a rotated log, and whether the totals have it."""
-    have = "have them" if run.complete else "do not have them"
+    """Return a warning about the missing part of a rotated log."""
+    have = "include them" if run.complete else "do not include them"
     return (
-        f"warning: the log was rotated: its first {run.missing_files} files are gone, and with them the"
-        f" events of the first {run.missing_steps} steps; totals {have}. A larger --event-log-size or"
-        " --event-log-files keeps more"
+        f"warning: the log was rotated: its first {run.missing_files} files are missing, and with them"
+        f" the events of the first {run.missing_steps} steps; totals {have}. A larger --event-log-size"
+        " or --event-log-files keeps more"
     )
 
 
 def document(run: Run) -> dict[str, Any]:
-    """The JSON document."""
+    """Return the JSON document."""
     return {
         "schema": 1,
         "penstock": __version__,

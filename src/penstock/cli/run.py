@@ -1,13 +1,13 @@
-"""``penstock run``: a script that knows nothing of Penstock, inside a session.
+"""The command ``penstock run``, which runs an unmodified script inside a session.
 
-1. Settings are checked, before anything of the script runs.
+1. Settings are checked before the script runs.
 2. The script becomes ``__main__`` (:mod:`penstock.cli.script`).
 3. When it has imported torch, a session is opened in this thread (:mod:`penstock.cli.torch_import`).
 4. Between two of its steps it can be suspended, by a signal or by a manager of jobs
    (:mod:`penstock.swap.signals`).
-5. When it is over, its other threads and its ``atexit`` functions included, and however it ended, the
-   summary is told and the session closed. What ends a process without Python's doing (SIGTERM,
-   ``os._exit``) ends it without a summary.
+5. After its end, including that of its threads and ``atexit`` functions, and even after an error, the
+   summary is printed and the session closed. If the process ends without Python's clean-up (SIGTERM,
+   ``os._exit``), there is no summary.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from penstock.core import knobs
 from penstock.core.config import OffloadConfig
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.files import absolute_path
+from penstock.core.process import fork_guard
 from penstock.core.ranks import path_of_rank, rank
 from penstock.core.units import MIB
-from penstock.jobs.logs import print_if_there_is_room
+from penstock.jobs.logs import drop_output_if_full
 from penstock.plan import policies
 from penstock.runtime.given import SUFFIX, load_plan
 from penstock.swap.channel import JobEnd
@@ -50,33 +51,37 @@ examples:
   penstock run --device-memory 2GiB --flash /nvme/spill train.py --its --own args
   penstock run --config offload.toml --trace trace.json.gz -m package.train --epochs 3
 
-Options of Penstock come before the script; everything after its name is its own. Sizes have a unit:
-GB is 10^9 bytes, GiB is 2^30."""
+Options of Penstock come before the script; everything after its name is passed to it. Sizes have a
+unit: GB is 10^9 bytes, GiB is 2^30."""
 _OPTIONS: Final = (
     (
         "--device-memory",
         "SIZE",
-        "most device memory for saved tensors (default: none; on CUDA what is free)",
+        "budget of device memory for saved tensors (default: no limit; on CUDA the free memory)",
     ),
-    ("--host-memory", "SIZE", "most host memory to spill to (default: none)"),
-    ("--flash-capacity", "SIZE", "most to spill to flash (default: 9/10 of the free space)"),
-    ("--floor", "SIZE", "smaller tensors stay in memory (default: 1MiB)"),
+    ("--host-memory", "SIZE", "budget of host memory to offload to (default: none)"),
+    ("--flash-capacity", "SIZE", "limit of flash to use (default: 9/10 of the free space)"),
+    ("--floor", "SIZE", "size below which tensors stay resident (default: 1MiB)"),
     ("--event-log-size", "SIZE", "size at which the event log is rotated (default: 64MiB)"),
-    ("--tbw", "SIZE", "what the SSD is rated for, as 600TB: the summary tells the share written"),
+    (
+        "--tbw",
+        "SIZE",
+        "rated endurance of the SSD, such as 600TB: the summary has the share written",
+    ),
 )
 _TRACE_BYTES: Final = 64 * MIB
-"""Memory for the latest events where a trace is asked for, if the knob does not give more."""
+"""Minimum memory for the latest events if a trace is to be written."""
 _HUGE_PAGES: Final = "THP_MEM_ALLOC_ENABLE"
-"""Has torch ask for huge pages under large CPU tensors; read when torch first allocates one."""
+"""Variable that makes torch request huge pages for large CPU tensors, read at the first of them."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of ``penstock run``."""
+    """Return the parser of ``penstock run``."""
     made = argparse.ArgumentParser(
         prog="penstock run",
         usage="penstock run [options] (script.py | -m module) [args ...]",
-        description="Run a script in this process, as `python script.py args` would, and keep what"
-        " autograd\nsaves within a memory budget. The summary goes to standard error at the end.",
+        description="Run a script in this process, as `python script.py args` would, and keep the tensors"
+        " that\nautograd saves within a memory budget. Prints a summary on standard error at the end.",
         epilog=_EXAMPLES,
         formatter_class=formatter,
         allow_abbrev=False,
@@ -87,58 +92,58 @@ def parser() -> argparse.ArgumentParser:
         "--flash",
         metavar="DIR",
         action="append",
-        help="directory on an SSD to spill to; repeat it for several",
+        help="directory on an SSD to offload to; repeat it for several",
     )
     made.add_argument(
         "--policy",
         metavar="NAME",
-        help=f"what to move: {', '.join(policies.names())}; or a plan, FILE.json (default: auto)",
+        help=f"policy: {', '.join(policies.names())}; or a plan, FILE.json (default: auto)",
     )
     made.add_argument(
         "--codec",
         metavar="NAME",
-        help="compression of what is moved: auto (lossless), none, or a codec's name (default: auto)",
+        help="compression of offloaded tensors: auto (lossless), none, or a codec (default: auto)",
     )
     made.add_argument(
         "--recompute",
         action="store_true",
         default=None,
-        help="have modules run again in backward where that is quicker than moving what they save",
+        help="recompute modules in backward if that is faster than offloading what they save",
     )
     made.add_argument(
         "--config",
         metavar="FILE",
-        help="read settings from table [offload] of a TOML file; options overrule it",
+        help="read settings from table [offload] of a TOML file; options take precedence",
     )
     made.add_argument(
         "--optimizer-state",
         choices=("memory", "flash"),
         default="memory",
-        help="where torch's optimizers keep their states; flash: in the directories of --flash"
+        help="place of the states of torch's optimizers; flash: the directories of --flash"
         " (default: %(default)s)",
     )
     made.add_argument(
         "--optimizer-memory",
         metavar="SIZE",
         type=size,
-        help="with --optimizer-state flash: most memory for these states (default: a few tiles)",
+        help="with --optimizer-state flash: memory for these states (default: a few tiles)",
     )
     made.add_argument(
         "--gradient-memory",
         metavar="SIZE",
         type=size,
-        help="with --optimizer-state flash: most memory for gradients; the rest wait on flash (default:"
-        " no limit)",
+        help="with --optimizer-state flash: memory for gradients; the rest is offloaded to flash"
+        " (default: no limit)",
     )
     made.add_argument(
         "--state",
         metavar="DIR",
-        help="directory of what a suspended run needs to survive its process",
+        help="directory for the state with which another process can resume a suspended run",
     )
     made.add_argument(
         "--resume",
         action="store_true",
-        help="continue the suspended run that --state has, to the same bits",
+        help="continue the suspended run in the directory of --state, with the same bits",
     )
     made.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto at the end")
     made.add_argument("--event-log", metavar="FILE", help="write every event as JSON lines")
@@ -146,13 +151,13 @@ def parser() -> argparse.ArgumentParser:
         "--event-log-files",
         metavar="N",
         type=int,
-        help="how many files the log is rotated through (default: 8)",
+        help="number of files of the rotated log (default: 8)",
     )
     made.add_argument("--channel", help=argparse.SUPPRESS)  # of a manager of jobs
     add_common(
         made,
-        json_help="print the summary as JSON on standard output; what the script prints there goes"
-        " to standard error",
+        json_help="print the summary as JSON on standard output; the script's output there goes to"
+        " standard error",
     )
     made.add_argument(
         "-m",
@@ -165,11 +170,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def execute(options: argparse.Namespace) -> Callable[[], int]:
-    """Check everything; return what runs the script.
+    """Check everything; return the function that runs the script.
 
     Raises:
-        ConfigError: A setting makes no sense, or a path cannot be used.
-        SystemExit: There is no such script (2).
+        ConfigError: A setting is invalid, or a path cannot be used.
+        SystemExit: The script does not exist (2).
     """
     module: list[str] = options.module or []
     words: list[str] = [*module, *options.script]  # `-mname args` has its arguments in `script`
@@ -180,45 +185,45 @@ def execute(options: argparse.Namespace) -> Callable[[], int]:
     misplaced = notes.misplaced_options(parser(), options, words)
     if misplaced is not None and rank() in (None, 0):
         say(misplaced)
-    attendant = _Attendant(config, words=words, trace=trace, states=states, debug=options.debug)
+    lifecycle = _RunLifecycle(config, words=words, trace=trace, states=states, debug=options.debug)
     if options.channel is not None:
-        attendant.channel = JobEnd(options.channel)
+        lifecycle.channel = JobEnd(options.channel)
         listen_to_manager()
-        print_if_there_is_room()
-    attendant.keep = _keeping(options, words)
+        drop_output_if_full()
+    lifecycle.resume_arguments = _resume_arguments(options, words)
     if options.json:
-        attendant.answer = _take_stdout()
-    return lambda: _run(program, attendant)
+        lifecycle.answer = _take_stdout()
+    return lambda: _run(program, lifecycle)
 
 
 def checked(
     options: argparse.Namespace,
 ) -> tuple[OffloadConfig, str | None, dict[str, Any] | None]:
-    """Settings of the session, where a trace goes, settings of optimizers. Raises ConfigError."""
+    """Return the session's settings, the trace's path, and optimizers' settings. Raises ConfigError."""
     config = _config(options)
     return config, _file(options.trace, "--trace"), _optimizer_settings(options, config)
 
 
-def _run(program: Program, attendant: _Attendant) -> int:
+def _run(program: Program, lifecycle: _RunLifecycle) -> int:
     os.environ.setdefault(_HUGE_PAGES, "1")
-    attendant.early = PendingSignals()
-    atexit.register(attendant.finish)
-    when_imported(attendant.start)
-    attendant.code = 1
+    lifecycle.pending = PendingSignals()
+    atexit.register(lifecycle.finish)
+    when_imported(lifecycle.start)
+    lifecycle.code = 1
     try:
         run_as_main(program)
     except SystemExit as exit:
-        attendant.code = _code_of(exit)
+        lifecycle.code = _code_of(exit)
         raise
     except PenstockError as error:
-        attendant.failure = str(error)
+        lifecycle.failure = str(error)
         raise
-    attendant.code = 0
+    lifecycle.code = 0
     return 0
 
 
 def _program(words: list[str], *, is_module: bool) -> Program:
-    """Return what there is to run. Raises SystemExit: there is no such script."""
+    """Find the program to run. Raises SystemExit if the script does not exist."""
     try:
         return find(words[0], words[1:], is_module=is_module)
     except SystemExit:
@@ -229,22 +234,22 @@ def _program(words: list[str], *, is_module: bool) -> Program:
 
 
 def _code_of(exit: SystemExit) -> int:
-    """What the interpreter will make of it."""
+    """Return the exit code that the interpreter will use."""
     if exit.code is None:
         return 0
     return exit.code & 0xFF if isinstance(exit.code, int) else 1
 
 
-class _Attendant:
-    """Opens the session when it is time, tells about it when all is over.
+class _RunLifecycle:
+    """Opens the session when torch is imported, and reports and closes it at the end.
 
     Attributes:
-        answer: Where the summary is written as JSON, or ``None``: as text to standard error.
-        channel: To the manager of jobs, if there is one.
-        keep: Where what sleeps is kept, and whether to resume; None: nowhere.
-        early: Hears signals until the session is open.
-        code: The exit code, once it is known.
-        failure: The message of the error of Penstock's that has ended the script.
+        answer: Output of the summary as JSON; ``None`` for text on standard error.
+        channel: Channel to the manager of jobs, if there is one.
+        resume_arguments: Arguments of the resume record; ``None`` for no record.
+        pending: Handler of signals until the session is open.
+        code: Exit code, once it is known.
+        failure: Message of the error of Penstock that has ended the script.
     """
 
     def __init__(
@@ -258,9 +263,9 @@ class _Attendant:
     ) -> None:
         self.answer: IO[str] | None = None
         self.channel: JobEnd | None = None
-        self.keep: dict[str, Any] | None = None
-        self.early: PendingSignals | None = None
-        self._keeper: Any = None
+        self.resume_arguments: dict[str, Any] | None = None
+        self.pending: PendingSignals | None = None
+        self._resume_record: Any = None
         self.code = 0
         self.failure: str | None = None
         self._states = states
@@ -269,25 +274,25 @@ class _Attendant:
         self._rank = rank()
         self._trace = None if trace is None else path_of_rank(trace)
         self._debug = debug
-        self._pid = os.getpid()
+        self._guard = fork_guard()
         self._session: Session | None = None
         self._sleeper: Any = None
         self._was_refused = False
 
     def start(self) -> None:
-        """Torch is there: open the session.
+        """Open the session, when torch has been imported.
 
         Raises:
-            SystemExit: It cannot be opened; the reason was told.
+            SystemExit: It cannot be opened; the reason was printed.
         """
-        if os.getpid() != self._pid or self._session is not None:
-            return  # children of the script run as they are
+        if self._guard.in_child or self._session is not None:
+            return  # children of the script run without a session
         thread = threading.current_thread()
         if thread is not threading.main_thread():
             say(
-                f"warning: torch was imported first in thread {thread.name!r}, and a session serves"
-                " only the thread that opens it: nothing is offloaded; import torch in the main"
-                " thread before"
+                f"warning: torch was first imported in thread {thread.name!r}, but a session must be"
+                " opened in the main thread: nothing is offloaded; import torch in the main thread"
+                " first"
             )
             return
         try:
@@ -295,9 +300,9 @@ class _Attendant:
             session = importlib.import_module("penstock.api").Session(
                 self._config, event_bytes=kept_bytes
             )
-            if self.keep is not None:
-                keeper = importlib.import_module("penstock.swap.resume_record")
-                self._keeper = keeper.opened(**self.keep, tell=say)
+            if self.resume_arguments is not None:
+                module = importlib.import_module("penstock.swap.resume_record")
+                self._resume_record = module.opened(**self.resume_arguments, tell=say)
             session.__enter__()
             if self._states is not None:
                 adopt = importlib.import_module("penstock.optim.adopt")
@@ -309,22 +314,26 @@ class _Attendant:
             raise SystemExit(report(error)) from None
         self._session = session
         self._sleeper = importlib.import_module("penstock.swap.signals").Sleeper(
-            session, tell=say, channel=self.channel, keeper=self._keeper, early=self.early
+            session,
+            tell=say,
+            channel=self.channel,
+            record=self._resume_record,
+            pending=self.pending,
         )
-        # before what the script registers from now on, so that it runs after that
+        # registered before functions that the script registers from now on, so that it runs after them
         atexit.unregister(self.finish)
         atexit.register(self.finish)
 
     def finish(self) -> None:
-        """All is over: tell, and close. Never raises; the exit code is the script's."""
-        if os.getpid() != self._pid:
+        """Report and close at the end. Never raises; the exit code is the script's."""
+        if self._guard.in_child:
             return
         for act in (
             self._write_trace,
-            self._tell,
+            self._report_summary,
             self._close,
-            self._tell_manager,
-            self._tell_failure,
+            self._report_to_manager,
+            self._repeat_failure,
         ):
             try:
                 act()
@@ -343,11 +352,11 @@ class _Attendant:
         }
         trace.write_trace(self._session.recorder, self._trace, about=about)
 
-    def _tell(self) -> None:
+    def _report_summary(self) -> None:
         if self._sleeper is not None and self._sleeper.asked:
             say(
-                "warning: a signal asked it to sleep, and it did not: it sleeps when the step() of an"
-                " optimizer of torch's ends, and none has since"
+                "warning: a signal asked the run to sleep, but it did not: it sleeps when the step() of a"
+                " torch optimizer ends, and none has ended since"
             )
         summary = None if self._session is None else self._session.summary()
         if self.answer is not None:
@@ -360,7 +369,7 @@ class _Attendant:
         elif sys.__stderr__ is None:
             return
         elif self._was_refused:
-            return  # that was said
+            return  # the reason was printed
         elif summary is None:
             say("the script did not import torch: there was nothing to offload")
         else:
@@ -370,18 +379,20 @@ class _Attendant:
             say(notes.no_step(self._words[0]))
 
     def _close(self) -> None:
-        if self._keeper is not None:
-            self._keeper.finish(self.code)
+        if self._resume_record is not None:
+            self._resume_record.finish(self.code)
         if self._session is not None:
             self._session.close()
 
-    def _tell_manager(self) -> None:
+    def _report_to_manager(self) -> None:
         if self.channel is not None:
             self.channel.tell(state="over", code=self.code)
 
-    def _tell_failure(self) -> None:
-        """Repeat what has ended the script: the summary, and torch's traceback, are between."""
-        if self.failure is not None and self._session is not None:  # else it is the script's own
+    def _repeat_failure(self) -> None:
+        """Repeat the error that has ended the script, which precedes the traceback and the summary."""
+        if (
+            self.failure is not None and self._session is not None
+        ):  # otherwise it is the script's own
             say(f"error: {self.failure}")
 
 
@@ -413,7 +424,7 @@ def _config(options: argparse.Namespace) -> OffloadConfig:
         config = replace(config, policy=str(Path(config.policy).resolve()))
     else:
         policies.get(config.policy)
-    return replace(  # absolute, for the script may change its directory
+    return replace(  # absolute, because the script may change its directory
         config,
         flash=tuple(spill_directory(each) for each in config.directories),
         event_log=_file(config.event_log, "event_log"),
@@ -423,12 +434,12 @@ def _config(options: argparse.Namespace) -> OffloadConfig:
 def _optimizer_settings(
     options: argparse.Namespace, config: OffloadConfig
 ) -> dict[str, Any] | None:
-    """Fields of ``penstock.optim.StatesConfig``; None: states stay in memory."""
+    """Return fields of ``penstock.optim.StatesConfig``; None if states stay in memory."""
     if options.optimizer_state == "memory":
         for name in ("optimizer_memory", "gradient_memory"):
             if getattr(options, name) is not None:
                 option = "--" + name.replace("_", "-")
-                raise ConfigError(f"{option} is for --optimizer-state flash, which is not set")
+                raise ConfigError(f"{option} needs --optimizer-state flash, which is not set")
         return None
     if not config.directories:
         raise ConfigError("--optimizer-state flash needs a directory: --flash DIR")
@@ -440,17 +451,17 @@ def _optimizer_settings(
     }
 
 
-def _keeping(options: argparse.Namespace, words: list[str]) -> dict[str, Any] | None:
-    """What a keeper is made of."""
+def _resume_arguments(options: argparse.Namespace, words: list[str]) -> dict[str, Any] | None:
+    """Return the arguments of the resume record, or None."""
     if options.state is None:
         if options.resume:
-            raise ConfigError("--resume needs the directory where the run was kept: --state DIR")
+            raise ConfigError("--resume needs the directory of the run's state: --state DIR")
         return None
     if not options.flash and options.config is None:
-        raise ConfigError("--state is for what sleeps on flash: name a directory with --flash")
+        raise ConfigError("--state needs a directory on flash for suspended memory: --flash DIR")
     script = None if options.module else os.path.abspath(words[0])
     directory = absolute_path(options.state, "--state")
-    if options.channel is None:  # else a manager has named it, who looks there
+    if options.channel is None:  # otherwise a manager has named it and reads it
         directory = path_of_rank(directory)
     return {"directory": directory, "words": words, "script": script, "resume": options.resume}
 
@@ -460,9 +471,9 @@ def _file(name: str | Path | None, option: str) -> str | None:
 
 
 def _take_stdout() -> IO[str]:
-    """Keep standard output for the answer; whatever writes to it goes to standard error.
+    """Reserve standard output for the JSON document; other output to it goes to standard error.
 
-    The descriptors are changed and not ``sys.stdout``, so that this holds for C code and children.
+    The descriptors are changed and not ``sys.stdout``, so that this covers C code and child processes.
     """
     if sys.stdout is not None:
         sys.stdout.flush()

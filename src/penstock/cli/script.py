@@ -1,9 +1,9 @@
-"""Running somebody's script in this process, as the interpreter itself would have done.
+"""Running a user's script in this process, as the interpreter itself does.
 
-What ``python script.py`` and ``python -m module`` set up is set up here: a fresh ``__main__``,
-``sys.argv``, ``sys.path[0]``. What happens at the end is left to the interpreter: whatever the script
-raises goes up through ``main``, so exit codes, messages of ``sys.exit``, death by SIGINT and
-``atexit`` are its doing. Only ``sys.excepthook`` is given a traceback that begins at the script.
+This module sets up a fresh ``__main__``, ``sys.argv`` and ``sys.path[0]`` as ``python script.py`` and
+``python -m module`` do. The end is left to the interpreter: exceptions of the script go up through
+``main``, so the interpreter handles exit codes, messages of ``sys.exit``, death by SIGINT and
+``atexit``. Only ``sys.excepthook`` receives a traceback that begins at the script.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ _IMPORT_MACHINERY: Final = "<frozen importlib"
 
 
 class Program(Protocol):
-    """Something to run as ``__main__``."""
+    """A program to run as ``__main__``."""
 
     def become_main(self) -> None:
         """Set up ``sys.argv``, ``sys.path`` and ``__main__``."""
 
     def run(self) -> None:
-        """Run it. Raises whatever it raises."""
+        """Run the program. Raises its exceptions."""
 
 
 def find(target: str, arguments: Sequence[str], *, is_module: bool) -> Program:
-    """See what there is to run.
+    """Find the program to run.
 
     Args:
         target: A script, a folder or archive with a ``__main__``, or a module's name.
-        arguments: What follows it on the command line.
-        is_module: Whether ``target`` is a module's name, as after ``-m``.
+        arguments: Arguments after it on the command line.
+        is_module: ``target`` is a module's name, as after ``-m``.
 
     Raises:
         SystemExit: The script cannot be opened; with the interpreter's own message and code.
     """
     if is_module:
         return _Module(target, arguments)
-    # as the interpreter makes it absolute: not normalized
+    # absolute but not normalized, as in the interpreter
     path = os.path.join(os.getcwd(), target)
     if pkgutil.get_importer(path) is not None:
         return _Container(path, target, arguments)
@@ -57,7 +57,7 @@ def find(target: str, arguments: Sequence[str], *, is_module: bool) -> Program:
 
 
 def run_as_main(program: Program) -> None:
-    """Run ``program`` to its end; whatever it raises goes through, and is shown without our frames."""
+    """Run ``program`` to its end; its exceptions are passed on, and shown without our frames."""
     program.become_main()
     try:
         program.run()
@@ -71,7 +71,7 @@ def run_as_main(program: Program) -> None:
 
 
 class _File:
-    """``python script.py``."""
+    """The program of ``python script.py``."""
 
     def __init__(self, path: str, target: str, arguments: Sequence[str]) -> None:
         self._path = path
@@ -98,7 +98,7 @@ class _File:
 
 
 class _Module:
-    """``python -m module``."""
+    """The program of ``python -m module``."""
 
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
         self._name = name
@@ -110,12 +110,12 @@ class _Module:
         _fresh_main()
 
     def run(self) -> None:
-        # the very function that the interpreter calls for -m; its frames are in tracebacks there too
+        # the function that the interpreter calls for -m; its frames are in tracebacks there too
         runpy._run_module_as_main(self._name)  # type: ignore[attr-defined]
 
 
 class _Container:
-    """``python folder`` or ``python archive.zip``, with a ``__main__.py`` in it."""
+    """The program of ``python folder`` or ``python archive.zip``, with a ``__main__.py`` in it."""
 
     def __init__(self, path: str, target: str, arguments: Sequence[str]) -> None:
         self._path = path
@@ -142,7 +142,7 @@ def _check_readable(path: str) -> None:
 
 
 def _set_first_path(folder: str, *, even_if_safe: bool = False) -> None:
-    """Put ``folder`` where the interpreter has put ours: that of the command, or the current one."""
+    """Replace the first entry of ``sys.path``, which the interpreter has set to our folder."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
     elif even_if_safe:
@@ -150,7 +150,7 @@ def _set_first_path(folder: str, *, even_if_safe: bool = False) -> None:
 
 
 def _fresh_main() -> ModuleType:
-    """A new ``__main__`` with what the interpreter puts into it."""
+    """Create a new ``__main__`` with the initial content of the interpreter's."""
     main = ModuleType("__main__")
     ours = sys.modules["__main__"]
     main.__dict__.update(__builtins__=sys.modules["builtins"])
@@ -162,7 +162,7 @@ def _fresh_main() -> ModuleType:
 
 
 _displaced: list[ModuleType] = []
-"""Kept alive: code of it is still running."""
+"""Replaced ``__main__`` modules, kept alive because their code is still running."""
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -178,16 +178,16 @@ def _without_our_frames(hook: _Hook) -> _Hook:
 
 
 def strip(tb: TracebackType | None) -> TracebackType | None:
-    """The traceback without what led to the script, and without our import hook inside it.
+    """Return the traceback without the frames that led to the script, and of our import hook.
 
-    ``None`` where nothing is left: the script did not compile.
+    Returns ``None`` if no frame is left, because the script did not compile.
     """
     frames = list(_frames(tb))
     codes = [frame.tb_frame.f_code for frame in frames]
     if run_as_main.__code__ in codes:
         del frames[: codes.index(run_as_main.__code__) + 1]
     hooked = any(_file(frame) == torch_import.__file__ for frame in frames)
-    # around an import that fails, the interpreter leaves out what is its own
+    # the interpreter omits its own frames around a failed import
     left_out = (_OUR_FOLDER, _IMPORT_MACHINERY) if hooked else (_OUR_FOLDER,)
     kept = [frame for frame in frames if not _file(frame).startswith(left_out)]
     if all(_file(frame).startswith(_IMPORT_MACHINERY) for frame in kept):

@@ -1,4 +1,4 @@
-"""``penstock ssd``: simulate an SSD."""
+"""The command ``penstock ssd``, which simulates SSDs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ examples:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of ``penstock ssd``."""
+    """Build the parser of ``penstock ssd``."""
     made = argparse.ArgumentParser(
         prog="penstock ssd",
         description="Simulate an SSD: time, energy and wear.",
@@ -33,6 +33,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Simulate what was asked for."""
+    """Run the subcommand."""
     code: int = options.execute(options)
     return code

@@ -1,4 +1,4 @@
-"""``penstock ssd machine``: a machine file whose flash is a simulated drive, for ``penstock plan``."""
+"""The command ``penstock ssd machine``: a machine file with a simulated drive, for ``penstock plan``."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def add_parser(what: Any) -> None:
     made = what.add_parser(
         "machine",
         help="make a machine file with a simulated drive as its flash",
-        description="Measure transfers of several sizes on a simulated drive, and put them in place of"
-        " a machine's\nflash. Prints a machine file (TOML), as penstock plan reads it.",
+        description="Measure transfers of several sizes on a simulated drive, and use them as a"
+        " machine's flash.\nPrints a machine file (TOML) for penstock plan.",
         epilog=_EXAMPLES,
         formatter_class=formatter,
         allow_abbrev=False,
@@ -39,9 +39,9 @@ def add_parser(what: Any) -> None:
         "--machine", metavar="MACHINE", default="cpu",
         help=f"machine that gets the drive: {', '.join(Machine.presets())}, or a file (default: cpu)",
     )  # fmt: skip
-    made.add_argument("--output", metavar="FILE", help="write the machine file there as well")
+    made.add_argument("--output", metavar="FILE", help="also write the machine file to this file")
     made.add_argument(
-        "--plot", metavar="FILE", help="draw rate by size of a transfer, as .svg, .png or .pdf"
+        "--plot", metavar="FILE", help="draw rate over transfer size, as .svg, .png or .pdf"
     )
     add_fields(made)
     add_common(made, json_help="print one JSON document on standard output")
@@ -49,7 +49,7 @@ def add_parser(what: Any) -> None:
 
 
 def _execute(options: argparse.Namespace) -> int:
-    """Measure, print, write. Raises ConfigError for what makes no sense or cannot be written."""
+    """Measure, print, write. Raises ConfigError for invalid options and files that cannot be written."""
     if options.output is not None:
         file_to_write(options.output, "--output")
     plot = None if options.plot is None else picture_to_write(options.plot, "--plot")
@@ -63,8 +63,8 @@ def _execute(options: argparse.Namespace) -> int:
 
 
 def machine_with(machine: Machine, device: Device, measured: Measured) -> Machine:
-    """The machine with a simulated drive in place of its flash."""
-    told = (
+    """Return the machine with a simulated drive as its flash."""
+    source = (
         f"flash: simulated, {device.name}: transfers alone, in requests of"
         f" {REQUEST_BYTES // 1024} KiB at depth {DEPTH}, on a new drive"
     )
@@ -77,5 +77,5 @@ def machine_with(machine: Machine, device: Device, measured: Measured) -> Machin
         flash_bytes=device.endurance.capacity_bytes,
         flash_shared=measured.shared,
         flash_service=Service(measured.sizes_bytes, measured.write_s, measured.read_s),
-        sources=(*machine.sources, told),
+        sources=(*machine.sources, source),
     )

@@ -1,4 +1,4 @@
-"""Ends a long simulation early, with what was done so far, and tells how far it is."""
+"""Progress of a long simulation, and its early end with the results so far."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from penstock.observe.clock import Clock, RealClock
 INTERRUPTED: Final = "interrupted"
 TIME_IS_UP: Final = "its time is up"
 _EVERY: Final = 16
-"""Requests between two looks at the clock."""
+"""Requests between two checks of the clock."""
 _TELL_NS: Final = 200_000_000
 
 
 class Pace:
-    """Hands on requests until the time is up or Ctrl-C is pressed.
+    """Pass requests on until the time is up or Ctrl-C is pressed.
 
-    Ctrl-C within the block is no exception, but the second one is.
+    Within the block the first Ctrl-C ends the requests; the second raises KeyboardInterrupt.
 
     Attributes:
-        stopped: Why they ended before; empty: they did not.
-        tell: Called now and then with how far it is, in words.
+        stopped: Reason for an early end, or "".
+        tell: Called from time to time with the progress in words.
     """
 
     def __init__(
         self, most: int | None, limit_s: float | None, *, clock: Clock | None = None
     ) -> None:
-        """Begin.
+        """Start the clock.
 
         Args:
-            most: How many requests there will be, to tell the share that is done; None: not known.
-            limit_s: Seconds from now; None: no limit.
-            clock: Tells the time.
+            most: Number of requests, to report the share that is done; None if unknown.
+            limit_s: Time limit in seconds from now, or None.
+            clock: Clock for the limit.
 
         Raises:
-            ConfigError: The limit is no number of seconds, more than 0.
+            ConfigError: The limit is not a number of seconds above 0.
         """
         if limit_s is not None and not (limit_s > 0 and math.isfinite(limit_s)):
-            raise ConfigError(f"--stop-after is {limit_s}, it must be more than 0 seconds")
+            raise ConfigError(f"--stop-after is {limit_s}; it must be more than 0 seconds")
         self._clock = RealClock() if clock is None else clock
         self._end_ns = math.inf if limit_s is None else self._clock.now_ns() + limit_s * 1e9
         self._count = 0
@@ -63,7 +63,7 @@ class Pace:
         self._restore()
 
     def of(self, requests: Iterator[Request]) -> Iterator[Request]:
-        """Hand on the requests of one stream."""
+        """Pass on the requests of one stream."""
         for request in requests:
             if self.stopped:
                 return

@@ -1,4 +1,4 @@
-"""``penstock ssd run``: requests on a simulated drive."""
+"""The command ``penstock ssd run``: requests on a simulated drive."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock.cli.ssd_options import (
     device_of,
     known_devices,
     list_of,
-    name_ignored,
+    report_ignored,
 )
 from penstock.cli.ssd_pace import INTERRUPTED, Pace
 from penstock.core.errors import ConfigError
@@ -50,7 +50,7 @@ _SYNTHETIC: Final = {
     "read": (False, 1.0),
     "write": (False, 0.0),
 }
-"""As fio names them: (random, share of reads)."""
+"""Workloads by their names in fio: (random, share of reads)."""
 _REQUESTS: Final = 10_000
 _PERCENTILES: Final = (0.5, 0.99, 0.999)
 _EXAMPLES: Final = """\
@@ -81,22 +81,22 @@ def add_parser(what: Any) -> None:
     made.add_argument(
         "--format",
         choices=tuple(map(str, Format)),
-        help="format of the trace (default: found out from its first line)",
+        help="format of the trace (default: guessed from its first line)",
     )
     made.add_argument(
         "--scenario",
         metavar="N",
         type=int,
-        help="number of the scenario, where MQSim's workload has several",
+        help="number of the scenario, if MQSim's workload has several",
     )
     made.add_argument(
         "--requests",
         metavar="N",
-        help="how many requests (default: 1e4; of a trace: all that it has)",
+        help="number of requests (default: 1e4; for a trace, all of it)",
     )
     made.add_argument(
         "--stop-after", metavar="SECONDS", type=float,
-        help="ask for no more requests after so long, and tell of those that were served; so does Ctrl-C",
+        help="send no more requests after this time, and report those that were served; so does Ctrl-C",
     )  # fmt: skip
     made.add_argument(
         "--read-share", metavar="X", type=float, help="share of reads in randrw (default: 0.5)"
@@ -110,11 +110,11 @@ def add_parser(what: Any) -> None:
     )
     made.add_argument(
         "--queue-depth", metavar="N", type=int, default=1,
-        help="requests in the queue; of a trace, of those without a time (default: 1)",
+        help="requests in the queue; for a trace, those without a time (default: 1)",
     )  # fmt: skip
     made.add_argument(
         "--start", metavar="SIZE", type=size, default="0B",
-        help="where the workloads read and write begin (default: 0B)",
+        help="where the sequential workloads begin (default: 0B)",
     )  # fmt: skip
     made.add_argument(
         "--working-set",
@@ -125,17 +125,17 @@ def add_parser(what: Any) -> None:
     )
     made.add_argument(
         "--filled", metavar="X", type=float, default=0.0,
-        help="share of the drive that was written, in order, before time begins (default: 0)",
+        help="share of the drive that is written, in order, before time begins (default: 0)",
     )  # fmt: skip
     made.add_argument(
         "--skip",
         metavar="N",
         type=int,
         default=0,
-        help="requests before measuring begins (default: 0)",
+        help="requests before the measurement begins (default: 0)",
     )
     made.add_argument(
-        "--seed", metavar="N", type=int, default=1, help="seed of what is random (default: 1)"
+        "--seed", metavar="N", type=int, default=1, help="seed of random choices (default: 1)"
     )
     made.add_argument(
         "--hot", metavar="X,Y", default="",
@@ -144,11 +144,11 @@ def add_parser(what: Any) -> None:
     )  # fmt: skip
     made.add_argument(
         "--flush-every", metavar="N", type=int, default=0,
-        help="writes after which the host asks for a flush (default: never)",
+        help="writes between two flushes of the host (default: no flushes)",
     )  # fmt: skip
     made.add_argument(
         "--power-cap", metavar="W", type=float,
-        help="watts that the drive may draw; commands wait for others to be done",
+        help="limit of the drive's power in watts; commands wait for others to end",
     )  # fmt: skip
     made.add_argument(
         "--plot", metavar="FILE",
@@ -164,12 +164,12 @@ def _execute(options: argparse.Namespace) -> int:
     """Simulate and print.
 
     Raises:
-        ConfigError: The device, the workload or the trace makes no sense, or the drive is full.
+        ConfigError: The device, the workload or the trace is invalid, or the drive is full.
     """
     device = device_of(options.device, options.set)
     scenario = _scenario(options.workload, options.scenario)
     if scenario is not None and len(scenario.flows) > device.ftl.streams:
-        # in MQSim every flow has blocks of its own
+        # in MQSim every flow has its own blocks
         device = with_field(device, "ftl.streams", len(scenario.flows))
     plot = None if options.plot is None else picture_to_write(options.plot, "--plot")
     drive = Drive(device, seed=options.seed, watch=plot is not None, power_cap_w=options.power_cap)
@@ -209,18 +209,20 @@ def _run(
     if not path.is_file():
         near = nearest(options.workload, _SYNTHETIC)
         raise ConfigError(
-            f"workload {options.workload!r} is no file, and none of {', '.join(_SYNTHETIC)}{near}"
+            f"workload {options.workload!r} is neither a file nor one of {', '.join(_SYNTHETIC)}{near}"
         )
     if scenario is not None:
         if most is not None:
-            raise ConfigError("--requests: MQSim's workloads say themselves how many; leave it out")
+            raise ConfigError(
+                "--requests: MQSim's workloads set their own number; leave the option out"
+            )
         flows = [
             (pace.of(flow.stream(drive.device, drive.events)), flow.queue_depth)
             for flow in scenario.flows
         ]
         return drive.serve_flows(flows)
     if not 0 <= options.filled <= 1:
-        raise ConfigError(f"--filled is {options.filled}, it is a share, 0 to 1")
+        raise ConfigError(f"--filled is {options.filled}; it must be a share from 0 to 1")
     fill(drive.ftl, int(drive.ftl.user_pages * options.filled))
     kind = Format(options.format) if options.format else None
     requests: Iterator[Request] = read_trace(path, drive.user_bytes, kind=kind)
@@ -230,21 +232,21 @@ def _run(
 
 
 def _scenario(workload: str, number: int | None) -> Scenario | None:
-    """The scenario of a workload of MQSim that is to be run; None: it is another kind of workload."""
+    """Return the scenario to run of MQSim's workload; None for another kind of workload."""
     if not is_mqsim(workload) or not Path(workload).is_file():
         if number is not None:
-            raise ConfigError(f"--scenario is for MQSim's workloads, and {workload!r} is none")
+            raise ConfigError(f"--scenario is for MQSim's workloads, and {workload!r} is not one")
         return None
     scenarios = read_workload(workload)
     if number is None and len(scenarios) == 1:
         number = 1
     if number is None or not 1 <= number <= len(scenarios):
         raise ConfigError(
-            f"{workload!r} has {len(scenarios)} scenarios, each for a new drive; say which, as"
+            f"{workload!r} has {len(scenarios)} scenarios, each for a new drive; choose one, as in"
             " --scenario 1"
         )
     scenario = scenarios[number - 1]
-    name_ignored(workload, scenario.ignored)
+    report_ignored(workload, scenario.ignored)
     return scenario
 
 
@@ -273,19 +275,19 @@ def _synthetic(options: argparse.Namespace, requests: int) -> Workload:
 
 
 def _hot(text: str) -> tuple[float, float]:
-    """(of requests, of the working set). Raises ConfigError."""
+    """Parse the shares (of requests, of the working set). Raises ConfigError."""
     words = list_of(text)
     try:
         shares = tuple(float(word) for word in words) or (0.0, 0.1)
     except ValueError:
         shares = ()
     if len(shares) != 2:
-        raise ConfigError(f"--hot is {text!r}, not two shares, as 0.9,0.1")
+        raise ConfigError(f"--hot is {text!r}, not two shares like 0.9,0.1")
     return shares[0], shares[1]
 
 
 def document(run: Run, workload: str) -> dict[str, Any]:
-    """The JSON document."""
+    """Return the JSON document."""
     plain = (
         *("device", "requests", "reads", "writes", "time_s", "iops", "bytes_per_s", "read_bytes"),
         *("written_bytes", "outstanding", "flash_reads", "flash_programs", "flash_erases"),
@@ -324,9 +326,9 @@ def _latency(each: Latencies) -> dict[str, float]:
 
 
 def text(run: Run, workload: str) -> RenderableType:
-    """For people."""
+    """Render a table for the terminal."""
 
-    def told(each: Latencies) -> str:
+    def latency(each: Latencies) -> str:
         if not each.count:
             return "none"
         names = ", ".join(
@@ -338,8 +340,8 @@ def text(run: Run, workload: str) -> RenderableType:
     rows = [
         Row("requests", (f"{run.requests} in {format_duration(run.time_s)}",)),
         Row("rate", (f"{run.iops:.0f} a second, {format_bandwidth(run.bytes_per_s)}",)),
-        Row("latency of reads", (told(run.read_latency),)),
-        Row("latency of writes", (told(run.write_latency),)),
+        Row("latency of reads", (latency(run.read_latency),)),
+        Row("latency of writes", (latency(run.write_latency),)),
         Row("outstanding, on average", (f"{run.outstanding:.1f}",)),
         Row("channels, dies busy", (f"{percent(run.channel_use)}, {percent(run.die_use)}",)),
         Row("link busy, up, down", (f"{percent(run.up_use)}, {percent(run.down_use)}",)),
@@ -354,19 +356,19 @@ def text(run: Run, workload: str) -> RenderableType:
 
 
 def _memory_rows(run: Run) -> list[Row]:
-    """Of a map that lies on flash, and of a write cache."""
+    """Return rows for a map on flash, and for a write cache."""
     rows: list[Row] = []
     if run.map_use is not None:
         its = run.map_use
-        told = (
+        summary = (
             f"{percent(its.hit_rate)} found in memory; {its.reads} pages read, {its.writes} written"
         )
-        rows.append(Row("map", (told,)))
+        rows.append(Row("map", (summary,)))
     if run.cache_use is not None and run.power_loss is not None:
         use, loss = run.cache_use, run.power_loss
-        told = f"hits: {use.read_hits} of {use.read_hits + use.read_misses} pages read"
-        told += f", {use.write_hits} of {use.write_hits + use.write_misses} written"
-        rows.append(Row("write cache", (told,)))
+        summary = f"hits: {use.read_hits} of {use.read_hits + use.read_misses} pages read"
+        summary += f", {use.write_hits} of {use.write_hits + use.write_misses} written"
+        rows.append(Row("write cache", (summary,)))
         what = "lost" if loss.lost else f"{format_duration(loss.flush_s)}, {loss.flush_j:.3g} J"
         rows.append(Row("at a loss of power", (f"{format_bytes(loss.nbytes)} at most: {what}",)))
     return rows
@@ -374,7 +376,7 @@ def _memory_rows(run: Run) -> list[Row]:
 
 @contextmanager
 def _progress(label: str, pace: Pace) -> Iterator[None]:
-    """Tell on a terminal how far it is; nothing elsewhere."""
+    """Show progress on a terminal; do nothing elsewhere."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield
@@ -382,5 +384,5 @@ def _progress(label: str, pace: Pace) -> Iterator[None]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(label, total=None)
-        pace.tell = lambda told: bar.update(task, description=f"{label}: {told}")
+        pace.tell = lambda progress: bar.update(task, description=f"{label}: {progress}")
         yield

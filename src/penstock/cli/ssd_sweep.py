@@ -1,4 +1,4 @@
-"""``penstock ssd sweep``: a weight update on many devices."""
+"""The command ``penstock ssd sweep``: a weight update on many devices."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from penstock.lab.ssd.plot import check_lines, plot_sweep
 from penstock.lab.ssd.simulated import Engine, simulate
 from penstock.observe.summary_text import add_row, grid
 
-_MOST: Final = 100_000
-"""Devices: more are a mistake."""
+_MAX_DEVICES: Final = 100_000
+"""Limit for the number of devices; more are a mistake."""
 _EXAMPLES: Final = """\
 examples:
   penstock ssd sweep --device optimstore --parameters 6.7e9 \\
@@ -41,9 +41,9 @@ class Point:
     """One device of a sweep."""
 
     fields: tuple[tuple[str, Any], ...]
-    """(``table.field``, value) of what is swept."""
+    """(``table.field``, value) of the swept fields."""
     room: dict[str, Any]
-    """Whether the states fit."""
+    """JSON object that says if the states fit."""
     steps: tuple[Step, ...]
 
 
@@ -52,25 +52,25 @@ def add_parser(what: Any) -> None:
     made = what.add_parser(
         "sweep",
         help="predict a weight update for several values of any fields of a device",
-        description="Tell what a weight update takes on every device that the given values make.",
+        description="Predict a weight update on every device that the values make.",
         epilog=_EXAMPLES,
         formatter_class=formatter,
         allow_abbrev=False,
     )
     made.add_argument(
         "--field", metavar="TABLE.FIELD=VALUES", action="append", required=True,
-        help="field of the device and its values, with commas between; repeat it for every combination",
+        help="field of the device and its values, separated by commas; repeat it for every combination",
     )  # fmt: skip
     ssd_update.add_update(made)
     made.add_argument(
-        "--plot", metavar="FILE", help="draw time by the first field, as .svg, .png or .pdf"
+        "--plot", metavar="FILE", help="draw time over the first field, as .svg, .png or .pdf"
     )
     add_common(made, json_help="print one JSON document on standard output")
     made.set_defaults(execute=_execute)
 
 
 def _execute(options: argparse.Namespace) -> int:
-    """Simulate, draw, print. Raises ConfigError for what makes no sense, naming the field."""
+    """Simulate, draw, print. Raises ConfigError for invalid values, with the field."""
     device, update = device_of(options.device, options.set), ssd_update.update_of(options)
     placements = ssd_update.placements_of(options.placement)
     fields = [_field(text) for text in options.field]
@@ -95,21 +95,21 @@ def sweep(
     fields: Sequence[tuple[str, Sequence[Any]]],
     engine: Engine,
 ) -> Iterator[Point]:
-    """Every combination of values, the last field varying fastest.
+    """Yield every combination of values, with the last field varying fastest.
 
     Raises:
-        ConfigError: Too many devices, an unknown field, or a value that makes no sense.
+        ConfigError: There are too many devices, or a field or value is invalid.
     """
     count = 1
     for _, values in fields:
         count *= len(values)
-    if count > _MOST:
-        raise ConfigError(f"--field makes {count} devices, more than {_MOST}")
+    if count > _MAX_DEVICES:
+        raise ConfigError(f"--field makes {count} devices; at most {_MAX_DEVICES} are possible")
     names = [name for name, _ in fields]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(
-                f"--field names {name} more than once; give it all its values at once"
+                f"--field names {name} more than once; list all its values in one option"
             )
     for values in itertools.product(*(values for _, values in fields)):
         chosen = tuple(zip(names, values, strict=True))
@@ -125,7 +125,7 @@ def sweep(
 def _field(text: str) -> tuple[str, list[Any]]:
     path, sign, values = text.partition("=")
     if not sign or not values.strip():
-        raise ConfigError(f"--field {text!r} has no values; write it as geometry.channels=4,8,16")
+        raise ConfigError(f"--field {text!r} has no values; write it like geometry.channels=4,8,16")
     listed = toml_value(f"[{values}]")
     if isinstance(listed, str):  # words without quotes, as of ftl.allocation
         listed = [toml_value(word) for word in values.split(",")]
@@ -133,7 +133,7 @@ def _field(text: str) -> tuple[str, list[Any]]:
 
 
 def document(device: Device, update: Update, points: Sequence[Point]) -> dict[str, Any]:
-    """The JSON document."""
+    """Return the JSON document."""
     return {
         "schema": 1,
         "penstock": __version__,
@@ -151,7 +151,7 @@ def document(device: Device, update: Update, points: Sequence[Point]) -> dict[st
 
 
 def text(device: Device, update: Update, points: Sequence[Point]) -> RenderableType:
-    """For people: a line for each device."""
+    """Render a table with a line for each device."""
     names = [name for name, _ in points[0].fields]
     placements = [one.placement for one in points[0].steps]
     title = f"{update.optimizer}, {update.parameters:.4g} parameters, on {device.name}"
@@ -164,8 +164,8 @@ def text(device: Device, update: Update, points: Sequence[Point]) -> RenderableT
             *(format_duration(one.time_s) for one in point.steps),
             *(f"{first / one.time_s:.2f} x" for one in point.steps[1:]),
         )
-    told = f"{len(points)} devices"
+    note = f"{len(points)} devices"
     small = sum(not point.room["fits"] for point in points)
     if small:
-        told += f", of which {small} are too small for the states; their figures are as if they were not"
-    return Group(table, Text(), Text(told))
+        note += f", of which {small} are too small for the states; their figures are as if they were not"
+    return Group(table, Text(), Text(note))

@@ -1,4 +1,4 @@
-"""``penstock ssd weight-update``: a step of an optimizer on the host, in the controller, on the dies."""
+"""The command ``penstock ssd weight-update``: an optimizer's step on host, controller or dies."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def add_parser(what: Any) -> None:
     made = what.add_parser(
         "weight-update",
         help="predict time, energy and wear of an optimizer's step, by where it runs",
-        description="Tell what a weight update takes in time, energy and wear: on the host, in the SSD's"
+        description="Predict the time, energy and wear of a weight update: on the host, in the SSD's"
         "\ncontroller, on its flash dies, or split between these two.",
         epilog=_EXAMPLES,
         formatter_class=formatter,
@@ -58,10 +58,10 @@ def add_parser(what: Any) -> None:
 
 
 def add_update(made: argparse.ArgumentParser) -> None:
-    """Add what says which update, on which device, by which engine."""
+    """Add the options for the update, the device and the engine."""
     made.add_argument("--device", required=True, metavar="DEVICE", help=known_devices())
     made.add_argument(
-        "--parameters", required=True, metavar="N", help="number of parameters, as 6.7e9"
+        "--parameters", required=True, metavar="N", help="number of parameters, such as 6.7e9"
     )
     made.add_argument(
         "--optimizer",
@@ -90,11 +90,11 @@ def add_update(made: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         default=2,
-        help="bytes of a weight that is returned (default: 2)",
+        help="bytes of a weight that goes back to the host (default: 2)",
     )
     made.add_argument(
         "--gradient", choices=tuple(map(str, Gradient)), default="register",
-        help="where gradients wait in the drive (default: register)",
+        help="place where gradients wait in the drive (default: register)",
     )  # fmt: skip
     made.add_argument(
         "--write-amplification",
@@ -115,7 +115,7 @@ def _execute(options: argparse.Namespace) -> int:
     """Compute, draw, print.
 
     Raises:
-        ConfigError: An option makes no sense, or the picture cannot be written.
+        ConfigError: An option is invalid, or the picture cannot be written.
     """
     device, update = device_of(options.device, options.set), update_of(options)
     engine = Engine(options.engine)
@@ -131,10 +131,10 @@ def _execute(options: argparse.Namespace) -> int:
 
 
 def update_of(options: argparse.Namespace) -> Update:
-    """As the options say. Raises ConfigError."""
+    """Return the update that the options describe. Raises ConfigError."""
     sizes = list_of(options.state_bytes)
     if not all(size.isdigit() for size in sizes):
-        raise ConfigError(f"--state-bytes is {options.state_bytes!r}, not whole numbers, as 4,2,2")
+        raise ConfigError(f"--state-bytes is {options.state_bytes!r}, not whole numbers like 4,2,2")
     return Update(
         parameters=count(options.parameters, "--parameters"),
         optimizer=options.optimizer,
@@ -147,12 +147,12 @@ def update_of(options: argparse.Namespace) -> Update:
 
 
 def placements_of(listed: str) -> tuple[Placement, ...]:
-    """Those between commas. Raises ConfigError."""
+    """Parse placements between commas. Raises ConfigError."""
     known, found = [str(each) for each in Placement], list_of(listed)
     for word in found:
         if word not in known:
             raise ConfigError(
-                f"--placement: unknown {word!r}{nearest(word, known)}; known are {', '.join(known)}"
+                f"--placement: unknown {word!r}{nearest(word, known)}; use {', '.join(known)}"
             )
     if not found or len(set(found)) != len(found):
         raise ConfigError(f"--placement is {listed!r}; name each placement once")
@@ -162,7 +162,7 @@ def placements_of(listed: str) -> tuple[Placement, ...]:
 def document(
     device: Device, update: Update, done: Sequence[Step], engine: Engine
 ) -> dict[str, Any]:
-    """The JSON document."""
+    """Return the JSON document."""
     return {
         "schema": 1,
         "penstock": __version__,
@@ -175,14 +175,14 @@ def document(
 
 
 def room(device: Device, update: Update) -> dict[str, Any]:
-    """Whether the states fit the drive, for JSON."""
+    """Return a JSON object that says if the states fit the drive."""
     needed = update.parameters * update.states_bytes
     there = device.user_pages * device.geometry.page_bytes
     return {"states_bytes": needed, "drive_bytes": there, "fits": needed <= there}
 
 
 def placed(one: Step, first: Step) -> dict[str, Any]:
-    """One placement for JSON, against the first."""
+    """Return a JSON object of one placement, compared with the first."""
     return {
         "placement": one.placement,
         "time_s": one.time_s,
@@ -206,7 +206,7 @@ def placed(one: Step, first: Step) -> dict[str, Any]:
 
 
 def text(device: Device, update: Update, done: Sequence[Step], engine: Engine) -> RenderableType:
-    """For people."""
+    """Render a table for the terminal."""
     first = done[0]
     rows = [
         _row("time of a step", done, lambda one: format_duration(one.time_s)),
@@ -223,19 +223,19 @@ def text(device: Device, update: Update, done: Sequence[Step], engine: Engine) -
         _row("  with retention credit", done, lambda one: f"{one.wear.days_credited:.3g}"),
     ]
     title = f"{update.optimizer}, {update.parameters:.4g} parameters, on {device.name}"
-    told = (
+    note = (
         f"{len(update.sizes)} states of {update.states_bytes} B a parameter,"
         f" {len(update.rule.passes)} passes; {_HOW[engine]}. What is inferred or assumed of a device is"
         " said in its file."
     )
     its = room(device, update)
     if not its["fits"]:
-        told += (
+        note += (
             f"\n\nThe drive is too small: these states take {format_bytes(its['states_bytes'])}, it holds"
             f" {format_bytes(its['drive_bytes'])}. The figures are of one that holds them and is else the"
             " same."
         )
-    return Group(side_by_side(title, [one.placement for one in done], rows), Text(), Text(told))
+    return Group(side_by_side(title, [one.placement for one in done], rows), Text(), Text(note))
 
 
 def _row(label: str, done: Sequence[Step], of: Any) -> Row:
@@ -245,8 +245,8 @@ def _row(label: str, done: Sequence[Step], of: Any) -> Row:
 def _energy_row(done: Sequence[Step], boundary: Boundary) -> Row:
     whole = done[0].ledger.joules(boundary)
 
-    def told(one: Step) -> str:
+    def energy(one: Step) -> str:
         joules = one.ledger.joules(boundary)
         return f"{joules:.4g} J ({whole / joules:.2f} x)"
 
-    return _row(f"energy: {boundary}", done, told)
+    return _row(f"energy: {boundary}", done, energy)

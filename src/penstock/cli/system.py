@@ -1,4 +1,4 @@
-"""What the kernel says about this machine, from ``/proc`` and ``/sys``. Nothing here raises OSError."""
+"""Facts about this machine from ``/proc`` and ``/sys``. No function raises OSError."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Final
 HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 BALLOONS: Final = Path("/sys/bus/virtio/drivers/virtio_balloon")
 _FREE_PAGE_REPORTING: Final = 5
-"""VIRTIO_BALLOON_F_REPORTING, the number of a feature bit (VIRTIO 1.2, section 5.5.3)."""
+"""Number of the feature bit VIRTIO_BALLOON_F_REPORTING (VIRTIO 1.2, section 5.5.3)."""
 _NVIDIA: Final = Path("/proc/driver/nvidia/version")
 _NO_LIMIT: Final = 1 << 60
-"""Cgroups of the first version write a number like this where there is no limit."""
+"""Value from which on a limit of a v1 cgroup means that there is none."""
 
 
 def huge_page_mode(path: Path = HUGE_PAGES) -> str | None:
-    """Who gets 2 MiB pages: ``"always"``, ``"madvise"``, ``"never"``; ``None``: there are none."""
+    """Return the mode of 2 MiB pages: ``"always"``, ``"madvise"``, ``"never"``, or ``None``."""
     try:
         match = re.search(r"\[(\w+)\]", path.read_text())
     except OSError:
@@ -25,7 +25,7 @@ def huge_page_mode(path: Path = HUGE_PAGES) -> str | None:
 
 
 def anon_huge_bytes(address: int, smaps: Path = Path("/proc/self/smaps")) -> int | None:
-    """``AnonHugePages`` of the mapping that ``address`` lies in; ``None``: it cannot be asked."""
+    """Return ``AnonHugePages`` of the mapping that contains ``address``, or ``None`` if unknown."""
     try:
         lines = smaps.read_text().splitlines()
     except OSError:
@@ -41,7 +41,7 @@ def anon_huge_bytes(address: int, smaps: Path = Path("/proc/self/smaps")) -> int
 
 
 def memory_sizes() -> dict[str, int]:
-    """Sizes in bytes by their names in ``/proc/meminfo``."""
+    """Return sizes in bytes by their names in ``/proc/meminfo``."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -52,7 +52,7 @@ def memory_sizes() -> dict[str, int]:
 
 
 def reports_free_pages(balloons: Path = BALLOONS) -> bool:
-    """Whether this is a virtual machine that hands memory that is free back to its host."""
+    """Return whether this is a virtual machine that returns free memory to its host."""
     try:
         features = [file.read_text().strip() for file in balloons.glob("virtio*/features")]
     except OSError:
@@ -61,7 +61,7 @@ def reports_free_pages(balloons: Path = BALLOONS) -> bool:
 
 
 def nvidia_driver() -> str | None:
-    """Version of the loaded driver; ``None``: there is none."""
+    """Return the version of the loaded driver; ``None`` if there is none."""
     try:
         match = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", _NVIDIA.read_text())
     except OSError:
@@ -70,11 +70,11 @@ def nvidia_driver() -> str | None:
 
 
 def cgroup_limit_bytes(membership: Path, root: Path) -> int | None:
-    """The least memory limit of the cgroups that this process is in; ``None``: there is none.
+    """Return the smallest memory limit of the cgroups of this process; ``None`` if there is none.
 
     Args:
-        membership: As ``/proc/self/cgroup``.
-        root: As ``/sys/fs/cgroup``.
+        membership: Path of ``/proc/self/cgroup``.
+        root: Path of ``/sys/fs/cgroup``.
     """
     try:
         lines = membership.read_text().splitlines()
@@ -91,7 +91,7 @@ def cgroup_limit_bytes(membership: Path, root: Path) -> int | None:
 
 
 def _limits(root: Path, group: str, name: str) -> list[int]:
-    """The limits of a group and of those above it; in a container, some are not to be seen."""
+    """Return the visible limits of a group and its parents; a container hides some."""
     place = root / group.lstrip("/")
     folders = [each for each in (place, *place.parents) if each.is_relative_to(root)]
     found = (_number(folder / name) for folder in folders)

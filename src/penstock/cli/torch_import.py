@@ -1,8 +1,8 @@
-"""Being told when somebody else's code has imported torch.
+"""Import hook that acts when other code has imported torch.
 
-A session must be open before the first tensor is saved, and must not be the reason that torch is
-imported: what a script puts into ``os.environ`` before its own import (``OMP_NUM_THREADS``,
-``CUDA_VISIBLE_DEVICES``, ...) decides what torch does, down to the bits of a sum.
+A session must be open before the first tensor is saved, but must not cause torch to be imported:
+variables that a script puts into ``os.environ`` before its own import (``OMP_NUM_THREADS``,
+``CUDA_VISIBLE_DEVICES``, ...) determine what torch does, down to the bits of a sum.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _TORCH: Final = "torch"
 
 
 def when_imported(action: Callable[[], None]) -> None:
-    """Call ``action`` when torch has been imported: now, if it is there already.
+    """Call ``action`` when torch has been imported: now, if it already is.
 
-    It runs in the thread that imports, at the end of the import statement, which raises what it
-    raises. It is called once per process that imports torch itself; it may have been forked.
+    The action runs in the importing thread, at the end of the import statement, which passes on its
+    exceptions. It is called once per process that imports torch itself, also in a forked one.
     """
     if _TORCH in sys.modules:
         action()
@@ -30,7 +30,7 @@ def when_imported(action: Callable[[], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds torch by way of the other finders, and has its loader followed by the action."""
+    """Finds torch with the other finders, and adds the action to its loader."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action = action
@@ -57,14 +57,14 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Another loader, and what to do after it. The module itself gets to see only the other."""
+    """Wrapper of a loader, with an action after it. The module itself sees only the wrapped loader."""
 
     def __init__(self, loader: Any, loaded: Callable[[], None]) -> None:
         self._loader = loader
         self._loaded = loaded
 
     def __getattr__(self, name: str) -> Any:
-        """For those who look for torch without importing it."""
+        """Forward to the wrapped loader, for code that inspects torch without importing it."""
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:

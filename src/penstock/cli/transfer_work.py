@@ -1,14 +1,14 @@
-"""By how much computing is later for each transfer: what the runtime itself takes, measured in training.
+"""Work of transfers: the delay of computing by each write and read, measured in training.
 
-Bandwidth says how long bytes are under way. Beside that every write and every read takes work: it is
-arranged in the thread that trains, memory is touched, and the threads that move the bytes, and make and
-compare checksums, run on cores that want to compute. What that comes to is measured as a session has it:
+Bandwidth determines the time of a transfer. In addition every write and every read causes work: the
+training thread submits it, memory is touched, and the threads that move bytes and compute checksums
+compete for cores. This work is measured in a session:
 
-1. A stack of linear layers, which saves one storage for each, trains under the policy ``all``. Steps
-   without a session take turns with those.
-2. What a step takes longer, but for the waits that a replay foretells, is the work of its transfers: in
-   forward of its writes, in backward of its reads. Of both kinds of steps the quicker ones count.
-3. Twice, with small and with large storages: so the work is told by transfer and by byte.
+1. A stack of linear layers, each of which saves one storage, trains under the policy ``all``,
+   alternating with steps without a session.
+2. The additional time of a step, minus the waits that a replay predicts, is the work of its transfers:
+   of writes in forward, of reads in backward. The faster steps of both kinds count.
+3. This is done with small and with large storages, to separate the work per transfer and per byte.
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ from penstock.plan.machine import Machine
 from penstock.plan.replay import replay
 
 SMALL: Final = (MIB, 48)
-"""Bytes of each storage, and how many of them."""
+"""Size and number of small storages."""
 LARGE: Final = (8 * MIB, 16)
 FEATURES: Final = 512
-"""Of each layer. Computing takes long enough to hide what a few GB/s move."""
+"""Number of features of each layer: computing takes long enough to hide transfers of a few GB/s."""
 _WARM_UP: Final = 4
 _FLOAT_BYTES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Of one direction: what makes computing later."""
+    """Delay of computing by transfers in one direction."""
 
     transfer_s: float
-    """For each transfer."""
+    """Delay by each transfer."""
     per_byte_s: float
-    """For each of its bytes, beside the former."""
+    """Additional delay by each byte."""
 
     def beyond(self, known_s_per_byte: float) -> Work:
-        """What there is of it beside so much for each byte."""
+        """Return the work that exceeds a known delay per byte."""
         return Work(self.transfer_s, max(0.0, self.per_byte_s - known_s_per_byte))
 
     def __str__(self) -> str:
-        """As ``"120 µs and 0.05 ns/B"``."""
+        """Format such as ``"120 µs and 0.05 ns/B"``."""
         return f"{format_duration(self.transfer_s)} and {self.per_byte_s * 1e9:.3g} ns/B"
 
 
 class _Step(NamedTuple):
-    """Seconds of its two parts."""
+    """Seconds of the two parts of a step."""
 
     forward: float
     backward: float
 
 
 class Stack:
-    """Layers in training, each of which saves ``nbytes``."""
+    """A network of layers, each of which saves ``nbytes``."""
 
     def __init__(self, nbytes: int, layers: int) -> None:
-        """Build it. Values neither grow nor vanish on their way, or arithmetic would be slow."""
+        """Build the network, such that values neither grow nor vanish, which would slow arithmetic."""
         self.nbytes = nbytes
         self.layers = layers
         made = [torch.nn.Linear(FEATURES, FEATURES, bias=False) for _ in range(layers)]
@@ -73,7 +73,7 @@ class Stack:
         self._rows = torch.randn(nbytes // FEATURES // _FLOAT_BYTES, FEATURES)
 
     def step(self) -> _Step:
-        """Train."""
+        """Train one step."""
         begun = time.perf_counter()
         total = self.network(self._rows).sum()
         turned = time.perf_counter()
@@ -84,23 +84,27 @@ class Stack:
 
 
 def measure(directory: str, machine: Machine, seconds: float) -> tuple[Work, Work]:
-    """Of writes to a flash tier in ``directory``, and of reads from it; in about so long.
+    """Measure the work of writes to a flash tier, and of reads from it.
 
     Args:
-        directory: Where the tier is.
-        machine: What else is known of this one, so that waits can be foretold.
-        seconds: How long to measure, altogether.
+        directory: Directory of the tier.
+        machine: Other measurements of this machine, for the prediction of waits.
+        seconds: Total duration, approximately.
     """
-    small, large = (more(Stack(*size), directory, machine, seconds / 2) for size in (SMALL, LARGE))
+    small, large = (
+        added_seconds(Stack(*size), directory, machine, seconds / 2) for size in (SMALL, LARGE)
+    )
     written, read = zip(small, large, strict=True)
     sizes = SMALL[0], LARGE[0]
     return affine(written, sizes), affine(read, sizes)
 
 
-def more(stack: Stack, directory: str, machine: Machine, seconds: float) -> tuple[float, float]:
-    """Seconds more that each write, and each read, of one stack makes a step take.
+def added_seconds(
+    stack: Stack, directory: str, machine: Machine, seconds: float
+) -> tuple[float, float]:
+    """Measure the seconds that each write, and each read, of one stack adds to a step.
 
-    The budget is half of what is saved, so that memory is given back and touched again, as in use.
+    The budget is half of the saved bytes, so that memory is freed and touched again, as in real use.
     """
     until = time.perf_counter() + seconds
     plain, moving = list[_Step](), list[_Step]()
@@ -125,14 +129,14 @@ def more(stack: Stack, directory: str, machine: Machine, seconds: float) -> tupl
             counts = [
                 after - earlier for after, earlier in zip(_moved(session), before, strict=True)
             ]
-        waits = _foretold_waits(session, machine)
+        waits = _predicted_waits(session, machine)
     parts = zip(_quick(moving), _quick(plain), waits, counts, strict=True)
     written, read = ((one - alone - wait) / max(count, 1) for one, alone, wait, count in parts)
     return written, read
 
 
-def _foretold_waits(session: Session, machine: Machine) -> _Step:
-    """For room in forward, and for reads in backward, by the plan that is followed."""
+def _predicted_waits(session: Session, machine: Machine) -> _Step:
+    """Return the predicted waits for memory in forward, and for reads in backward."""
     assert session.profile is not None
     assert session.plan is not None
     found = replay(session.profile, session.plan, machine)
@@ -140,16 +144,16 @@ def _foretold_waits(session: Session, machine: Machine) -> _Step:
 
 
 def _quick(steps: list[_Step]) -> _Step:
-    """Of each part, what a quarter of the steps do not take: what else a machine does only adds."""
+    """Return the lower quartile of each part, because other load only adds time."""
     return _Step(*(sorted(part)[len(part) // 4] for part in zip(*steps, strict=True)))
 
 
 def affine(more_s: tuple[float, float], sizes: tuple[int, int]) -> Work:
-    """What is there for each transfer, and for each byte; neither is negative.
+    """Split the work into a part per transfer and a part per byte; neither is negative.
 
     Args:
-        more_s: Of a small and of a large transfer.
-        sizes: Their bytes.
+        more_s: Work of a small and of a large transfer.
+        sizes: Sizes of the transfers in bytes.
     """
     (small_s, large_s), (small, large) = more_s, sizes
     per_byte_s = max(0.0, (large_s - small_s) / (large - small))
@@ -160,6 +164,6 @@ def affine(more_s: tuple[float, float], sizes: tuple[int, int]) -> Work:
 
 
 def _moved(session: Session) -> list[int]:
-    """How many writes and reads there were."""
+    """Return the numbers of writes and reads so far."""
     now = session.recorder.snapshot()
     return [now.flow(stage, "flash").count for stage in (Stage.WRITE, Stage.READ)]

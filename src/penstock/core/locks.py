@@ -17,11 +17,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
+
+from penstock.core.process import call_in_child
 
 
 class _Held(threading.local):
@@ -42,9 +43,8 @@ def _find_table_of_threads() -> None:
 
 
 _find_table_of_threads()
-if hasattr(os, "register_at_fork"):  # a forked child has nothing of its parent's to give back
-    os.register_at_fork(after_in_child=_deferred.clear)
-    os.register_at_fork(after_in_child=_find_table_of_threads)
+call_in_child(_deferred.clear)  # a forked child has nothing of its parent's to give back
+call_in_child(_find_table_of_threads)
 
 
 class Lock:

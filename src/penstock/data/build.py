@@ -35,9 +35,9 @@ class Opened:
     root: str
     index: Index
     index_path: str | None
-    """Where the index is kept; ``None`` if it is only in memory."""
+    """Path of the index; ``None``: it is only in memory."""
     built: bool
-    """Whether the index was built now."""
+    """True if the index was built now."""
 
 
 def open_index(

@@ -1,14 +1,13 @@
-"""What is kept from one run to the next, as indexes: read only where nobody else can have written it."""
+"""Files kept between runs, such as indexes: read only where no other user can have written them."""
 
 from __future__ import annotations
 
 import os
-import secrets
 import stat
-from contextlib import suppress
 
 from penstock.core.errors import DatasetError
 from penstock.core.files import open_regular
+from penstock.core.fs import write_durably
 from penstock.data.files import failed
 from penstock.io.reporting import written
 from penstock.observe.clients import DATA
@@ -54,21 +53,12 @@ def keep(path: str, data: bytes) -> None:
         DatasetError: Another user may write to the directory.
         TransferError: It cannot be written.
     """
-    temporary = f"{path}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
     try:
         check_owner(os.path.dirname(path), os.stat(os.path.dirname(path)))
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _PERMISSIONS)
-        with open(fd, "wb") as file, written(DATA, len(data), path):
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        os.replace(temporary, path)
+        with written(DATA, len(data), path):
+            write_durably(path, data, permissions=_PERMISSIONS, is_shared=True)
     except OSError as error:
         raise failed("write", path, error) from error
-    finally:
-        with suppress(OSError):
-            os.unlink(temporary)
 
 
 def check_owner(path: str, facts: os.stat_result) -> None:

@@ -79,7 +79,7 @@ def _by_extension(name: str, data: memoryview) -> Any:
 
 
 def _array(data: memoryview) -> NDArray[Any]:
-    """What ``numpy.save`` wrote, of no more memory than there are bytes."""
+    """Decode what ``numpy.save`` wrote, in no more memory than there are bytes."""
     start, shape, fortran, dtype = read_header(io.BytesIO(data))
     if dtype.hasobject:
         raise ValueError(f"an array of {dtype} would run code")
@@ -116,7 +116,7 @@ def check_mds(meta: Mapping[str, Any]) -> None:
 
 
 def _mds_array(data: memoryview, kind: str) -> NDArray[Any]:
-    """What the encoding does not name comes before the values: code of the dtype, shape."""
+    """Decode an array whose dtype code and shape precede the values unless the encoding names them."""
     dtype, _, sizes = kind.partition(":")
     if not dtype:
         dtype, data = f"<{'uif'[data[0] % 8]}{data[0] // 8}", data[1:]

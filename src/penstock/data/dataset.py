@@ -109,7 +109,7 @@ class FlashDataset(torch_data.Dataset[Any]):
 
     @property
     def index(self) -> Index:
-        """Where the samples are."""
+        """Index of the samples."""
         return self.opened.index
 
     @property
@@ -153,7 +153,7 @@ class FlashDataset(torch_data.Dataset[Any]):
         self.opened = Opened(root=root, index=index, index_path=path, built=False)
 
     def assembler(self, collate: Any, *, threads: int = 1, processes: int = 0) -> Assembler:
-        """What decodes. For the loaders."""
+        """Return the decoder. For the loaders."""
         return Assembler(
             self.index,
             self.opened.root,
@@ -164,7 +164,7 @@ class FlashDataset(torch_data.Dataset[Any]):
         )
 
     def plant(self, waiting_bytes: int = 0, engine: Engine | None = None) -> Plant:
-        """What reads in this process, by this engine if there is one. For the loaders."""
+        """Return the reader of this process, with ``engine`` if one is given. For the loaders."""
         info = torch_data.get_worker_info()
         return Plant(
             self.opened,
@@ -192,7 +192,7 @@ class FlashDataset(torch_data.Dataset[Any]):
         wanted = np.where(wanted < 0, wanted + len(self), wanted)
         if len(wanted) and not ((wanted >= 0) & (wanted < len(self))).all():
             raise IndexError(f"a sample of {list(samples)} is not among {len(self)}")
-        if self._plant is None or self._plant.pid != os.getpid():
+        if self._plant is None or self._plant.guard.in_child:
             self._plant = self.plant()
             self._values = self.assembler(list)
         assert self._values is not None

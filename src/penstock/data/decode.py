@@ -218,7 +218,7 @@ def decoder_of(index: Index) -> Decode:
 
 
 def _known(look: Callable[[], T]) -> T:
-    """What an index says of values. Raises DatasetError: it makes no sense."""
+    """Look up what an index says of values. Raises DatasetError: it makes no sense."""
     try:
         return look()
     except (KeyError, TypeError, ValueError, AttributeError) as error:

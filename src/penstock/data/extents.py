@@ -1,4 +1,4 @@
-"""What is to be read for some samples: aligned ranges of files, those near each other joined. Pure.
+"""Ranges to read for some samples: aligned, and joined where they are near each other. Pure.
 
 [Note: in order]
     Where nothing is joined, samples are read to places in the order in which they were asked for, and not
@@ -26,7 +26,7 @@ LONG_BYTES: Final = 4 * GAP_BYTES
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Plan:
-    """What is to be read for some samples."""
+    """Ranges to read for some samples."""
 
     samples: Numbers
     ranges: Ranges
@@ -37,11 +37,11 @@ class Plan:
     extent: Numbers
     """``[samples, fields]``: the extent that has it."""
     apart: bool
-    """Whether no byte is part of two samples, nor a sample there twice."""
+    """True if no byte is part of two samples, nor a sample there twice."""
 
     @property
     def total_bytes(self) -> int:
-        """What it takes of the ring."""
+        """Bytes that it takes of the ring."""
         return int(self.nbytes.sum())
 
     def file_of(self, row: int) -> int:
@@ -97,7 +97,7 @@ def _coalesce(
 
 
 def _lift(file: Numbers, longest: int) -> Numbers:
-    """What makes numbers of offsets, so that ranges of two files never meet."""
+    """Return what to add to offsets, so that ranges of two files never meet."""
     _, rank = distinct(file)
     return rank * (longest + GAP_BYTES + 1)
 

@@ -27,7 +27,7 @@ class FileTable:
     names: NDArray[np.uint8]
     """All names, relative to the root, UTF-8, end to end."""
     ends: NDArray[np.int64]
-    """Where each ends in ``names``."""
+    """End of each name in ``names``."""
     sizes: NDArray[np.int64]
     times_ns: NDArray[np.int64]
     """Of the last modification."""
@@ -45,7 +45,7 @@ class FileTable:
 
     @classmethod
     def of(cls, root: str, names: Sequence[str]) -> FileTable:
-        """What files are now. Raises TransferError: one cannot be read."""
+        """Describe files as they are now. Raises TransferError: one cannot be read."""
         facts = [_stat(os.path.join(root, name)) for name in names]
         encoded = [os.fsencode(name) for name in names]
         with_heads = len(names) <= MOST_HEADS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from dataclasses import dataclass, field
 from typing import Final
@@ -15,7 +14,7 @@ from penstock.data.permutation import Numbers
 from penstock.data.ring import Ring, Span, Taken
 
 ALIGNED_BYTES: Final = 64
-"""What torch gives its own memory: kernels may compute other bits elsewhere."""
+"""Alignment of torch's own memory: with another, kernels may compute other bits."""
 LEAST_LENT_BYTES: Final = 16 << 10
 """Less is copied in no more time, and would keep a group from being used again."""
 
@@ -34,7 +33,7 @@ class Group:
     taken: Taken
     lock: Lock
     lends: bool
-    """Whether ``lend`` may be asked: no byte is in two samples, and the ring has room beside it."""
+    """True if ``lend`` may be asked: no byte is in two samples, and the ring has room beside it."""
     bad: dict[int, Exception] = field(default_factory=dict)
     """By row: why it could not be read."""
 
@@ -64,7 +63,7 @@ class Group:
 
 
 def _give_back(lock: Lock, ring: Ring, taken: Taken, span: Span) -> None:
-    if os.getpid() != ring.pid:
+    if ring.guard.in_child:
         return  # the memory is the parent's, and another thread may have held the lock
     with lock:
         ring.give_back(taken, span)

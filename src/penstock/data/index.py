@@ -1,4 +1,4 @@
-"""Where each sample of a data set lies: an index, small, checksummed, and the same for all formats.
+"""Index of a data set's samples: small, checksummed, and the same for all formats.
 
 [Note: samples and ranges]
     A sample has one or several *fields* (the members of a WebDataset sample, the columns of a table),
@@ -50,7 +50,7 @@ COLUMN: Final = np.dtype([("offset", "<i8"), ("stride", "<i8"), ("nbytes", "<i8"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Ranges:
-    """Where some samples lie; arrays ``[samples]`` and ``[samples, fields]``."""
+    """Places of some samples; arrays ``[samples]`` and ``[samples, fields]``."""
 
     file: Numbers
     offset: Numbers
@@ -77,12 +77,12 @@ class Index:
     sums: NDArray[np.uint64]
     """XXH3 of each sample, where the format has them; else empty."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What the user chose, as the length of a context."""
+    """Options that the user chose, such as the length of a context."""
     meta: Mapping[str, Any] = field(default_factory=dict)
-    """What decoding needs, as a dtype."""
+    """Facts that decoding needs, such as a dtype."""
 
     def locate(self, samples: Numbers) -> Ranges:
-        """Where samples lie, each of which must be one of the set's."""
+        """Locate samples, each of which must be one of the set's."""
         run = np.searchsorted(self.runs["first"], samples, side="right") - 1
         inside = samples - self.runs["first"][run]
         file = self.runs["file"][run] + inside * self.runs["file_step"][run]
@@ -99,7 +99,7 @@ class Index:
 
     @property
     def nbytes(self) -> int:
-        """What it takes of memory."""
+        """Bytes of memory."""
         return sum(array.nbytes for array in self._arrays().values())
 
     def longest(self) -> tuple[int, int]:
@@ -117,7 +117,7 @@ class Index:
 
     @cached_property
     def alike(self) -> bool:
-        """Whether each field is equally long in all samples."""
+        """Return whether each field is equally long in all samples."""
         lengths = self.columns["nbytes"]
         return bool((self.columns["row"] < 0).all() and (lengths == lengths[0]).all())
 

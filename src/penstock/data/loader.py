@@ -35,7 +35,7 @@ class Lender(Protocol):
     def add_loader(self, loader: FlashLoader, /) -> None:
         """This loader reads from now on."""
 
-    def discard_loader(self, loader: FlashLoader, /) -> None:
+    def remove_loader(self, loader: FlashLoader, /) -> None:
         """It reads no more."""
 
 
@@ -208,7 +208,7 @@ class FlashLoader:
 
     @property
     def demand_bytes_per_s(self) -> float:
-        """What the training takes, by the bytes of its batches and the time of its steps."""
+        """Bytes per second that training consumes: bytes of its batches by the time of its steps."""
         if not self._tally.batches or not self._depth.step_s:
             return 0.0
         return self._tally.data_bytes / self._tally.batches / self._depth.step_s
@@ -229,7 +229,7 @@ class FlashLoader:
         return self._plant.held_bytes if self._plant is not None else 0
 
     def stats(self) -> dict[str, Any]:
-        """What it has done so far; figures are of this rank."""
+        """Return the totals so far, of this rank."""
         return {
             **asdict(self._tally),
             "read_bytes": self._all_reads().read_bytes,
@@ -262,7 +262,7 @@ class FlashLoader:
         self._closed = True
         self._end_stream()
         if self._session is not None:
-            self._session.discard_loader(self)
+            self._session.remove_loader(self)
         self.rest()
 
     def __enter__(self) -> FlashLoader:
@@ -272,11 +272,11 @@ class FlashLoader:
         self.close()
 
     def _is_over(self) -> bool:
-        """Whether the last batch of the epoch was delivered."""
+        """Return whether the last batch of the epoch was delivered."""
         return self._consumed > 0 and not self.share.count(len(self.dataset), self._consumed)
 
     def _have_plant(self) -> Plant:
-        """What reads: it is made anew after a rest."""
+        """Return the reader, opened again if it was closed."""
         if self._closed:
             raise ClosedError("this loader is closed; make another")
         if self._plant is None:

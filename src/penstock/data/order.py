@@ -112,7 +112,7 @@ class Epoch:
         return self._sample(self._place(positions))
 
     def edge(self, position: int) -> int:
-        """Where the window of a position ends: what is read for it is no use beyond."""
+        """Return the end of a position's window: what is read for it is of no use beyond."""
         if self.order.kind != "window":
             return self.samples
         size = self.order.window_samples
@@ -167,7 +167,7 @@ class Epoch:
         return self._chunks(np.arange(low, high + 1))[places - low]
 
     def _place_of_last(self, count: int) -> int:
-        """Where the permutation of chunks has the last one."""
+        """Return the place of the last chunk in the permutation of chunks."""
         if not hasattr(self, "_last"):
             self._last = self._find_last(count)
         return self._last
@@ -183,7 +183,7 @@ class Epoch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """What one rank, or one of its workers, gets of each step."""
+    """Share of each step for one rank, or for one of its workers."""
 
     batch_size: int
     rank: int = 0

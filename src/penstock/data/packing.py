@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from penstock.core.errors import ConfigError, TransferError, transfer_error
 from penstock.core.files import absolute_path
+from penstock.core.fs import replace_durably
 from penstock.core.units import round_up
 from penstock.data.build import Opened
 from penstock.data.formats import Progress
@@ -33,7 +34,7 @@ _BLOCK_BYTES: Final = 4 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedFile:
-    """What was written."""
+    """File that was written."""
 
     path: str
     records: int
@@ -79,8 +80,7 @@ def pack(
     temporary = f"{where}.{os.getpid()}.tmp"
     try:
         written = _write(opened, temporary, where, align, progress)
-        os.replace(temporary, where)
-        _sync_directory(os.path.dirname(where))
+        replace_durably(temporary, where)
     except BaseException as error:
         with suppress(OSError):
             os.unlink(temporary)
@@ -125,7 +125,7 @@ def _write(
 
 
 def _facts(index: Index, align: int) -> dict[str, Any]:
-    """What the header says; of the largest numbers, so that it does not grow."""
+    """Return the header's facts, with the largest numbers, so that it does not grow."""
     packed = index.format == "packed"
     return {
         "format": index.meta["source"] if packed else index.format,
@@ -250,11 +250,3 @@ class _Writer:
             )
         )
         return reported(transfer, "write", DATA, self._file.path)
-
-
-def _sync_directory(directory: str) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

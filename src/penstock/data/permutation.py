@@ -45,7 +45,7 @@ class Permutation:
         self._keys = np.frombuffer(digest, "<u8").astype(np.uint64)
 
     def __call__(self, places: Numbers) -> Numbers:
-        """What stands at some places, each in ``range(n)``."""
+        """Return the numbers at some places, each in ``range(n)``."""
         found = self._once(places.astype(np.uint64))
         outside = np.flatnonzero(found >= self.n)
         while len(outside):

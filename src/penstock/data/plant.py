@@ -1,4 +1,4 @@
-"""What reads for one process: an engine, a ring and a reader, within the memory that the user gave.
+"""Resources for reading in one process: engine, ring and reader, within the memory that the user gave.
 
 [Note: batch memory]
     A batch that is new memory each time costs a fault for each of its pages; and where a virtual machine
@@ -10,13 +10,13 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.errors import BudgetError, ConfigError
+from penstock.core.process import fork_guard
 from penstock.core.units import format_bytes, round_down
 from penstock.data.assemble import Assembler
 from penstock.data.build import Opened
@@ -104,11 +104,11 @@ class Plant:
             opened, self.ring, self.engine, verify=verify, memory_bytes=self.memory_bytes
         )
         self._batches: Arena | None = None
-        self.pid = os.getpid()
+        self.guard = fork_guard()
 
     @property
     def held_bytes(self) -> int:
-        """What is held now: the index, the ring's resident part, and what is set aside."""
+        """Bytes held now: the index, the ring's resident part, and what is reserved."""
         workings = int(self.memory_bytes * _WORKINGS_SHARE)
         return workings + self._index.nbytes + self.ring.held_bytes + self.waiting_bytes
 
@@ -139,7 +139,7 @@ class Plant:
 
         Batches that were handed over stay what they are.
         """
-        if os.getpid() != self.pid:
+        if self.guard.in_child:
             return
         if self._batches is not None:
             self._batches.close()
@@ -149,7 +149,7 @@ class Plant:
         self.ring.close()
 
     def room_beside(self, waiting_bytes: int) -> int:
-        """What the ring has beside batches of so many bytes. Raises BudgetError: nothing."""
+        """Return the ring's bytes beside batches of so many bytes. Raises BudgetError: none."""
         workings = int(self.memory_bytes * _WORKINGS_SHARE)
         needs = self._index.nbytes + waiting_bytes
         room = round_down(self.memory_bytes - workings - needs, PAGE_BYTES)
@@ -187,7 +187,7 @@ def lends_mostly(
     waiting: int,
     ring_bytes: int,
 ) -> bool:
-    """Whether batches of this order are memory of the ring, but for one now and then.
+    """Return whether batches of this order are memory of the ring, but for one now and then.
 
     They are where the samples of a batch lie side by side in the ring, where reads begin at whole blocks;
     and where the ring has as much room again as all the batches that wait.

@@ -40,12 +40,12 @@ class Rates:
 
     @property
     def full_is_quick(self) -> bool:
-        """Whether samples may as well be read one by one."""
+        """Return whether samples may as well be read one by one."""
         return self.random_bytes_per_s >= FULL_SHARE * self.sequential_bytes_per_s
 
 
 def known_rates(opened: Opened) -> Rates | None:
-    """What was measured before; None: nothing, or it is of another index, or not to be trusted."""
+    """Return rates measured before; None: there are none for this index that can be trusted."""
     if opened.index_path is None:
         return None
     try:
@@ -59,7 +59,7 @@ def known_rates(opened: Opened) -> Rates | None:
 
 
 def rates_of(opened: Opened, reader: Reader) -> Rates | None:
-    """What was measured before, or is measured now; some 50 ms.
+    """Return rates measured before, or measure them now, in some 50 ms.
 
     Nothing may be under way. None: the set is small, or its file system has no direct I/O, so that memory
     would be measured.

@@ -16,8 +16,9 @@ from typing import Final, Literal
 
 import numpy as np
 
-from penstock.core.errors import BudgetError, ChecksumError, ClosedError, DatasetError
+from penstock.core.errors import BudgetError, ChecksumError, DatasetError
 from penstock.core.locks import Lock
+from penstock.core.process import fork_guard
 from penstock.core.units import format_bytes, round_up
 from penstock.data.build import Opened
 from penstock.data.extents import GRANULE, Plan, distinct, plan_of
@@ -33,7 +34,7 @@ Policy = Literal["raise", "skip"]
 ENTRY_BYTES: Final = 1 << 20
 """Longer reads are cut: several at once fill the device's queue."""
 _SURCHARGE: Final = 1.1
-"""What is given more is not all for the ring."""
+"""Head-room when more memory is advised: not all of it goes to the ring."""
 _MOST_OPEN: Final = 256
 GROUP_PART: Final = 7
 """Of the ring: a group that is asked for is no more, if one batch is not. A batch that is in use keeps
@@ -44,7 +45,7 @@ LENT_PART: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class ReadSoFar:
-    """What was read, and what of it was wanted, by readers that are gone."""
+    """Bytes read, and bytes of them that were wanted, by readers that are closed."""
 
     read_bytes: int = 0
     wanted_bytes: int = 0
@@ -97,11 +98,11 @@ class Reader:
         self._priority = priority
         self._lock = Lock()
         self._files = OrderedDict[int, DirectFile]()
-        self._pid = os.getpid()
+        self._guard = fork_guard()
 
     @property
     def is_direct(self) -> bool:
-        """Whether the first file is read past the page cache. Raises as ``start``."""
+        """Return whether the first file is read past the page cache. Raises as ``start``."""
         return self._open(0).direct
 
     def plan(self, samples: Numbers) -> Plan:
@@ -116,10 +117,8 @@ class Reader:
             DatasetError: A file is missing.
             TransferError: A file cannot be opened.
         """
-        if os.getpid() != self._pid:
-            raise ClosedError(
-                f"this reader belongs to process {self._pid}; a forked child makes its own"
-            )
+        if self._guard.in_child:
+            raise self._guard.error("this reader", "make one here")
         with self._lock:
             if plan.total_bytes > self.ring.limit_bytes:
                 raise self.too_small(plan)
@@ -298,7 +297,7 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """Whether all has arrived."""
+        """Return whether all has arrived."""
         return self._transfer is None or self._transfer.done
 
     def when_done(self, action: Callable[[], None]) -> None:

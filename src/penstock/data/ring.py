@@ -11,23 +11,23 @@ Not thread-safe: its owner has a lock.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.core.process import fork_guard
 from penstock.core.units import round_down, round_up
 from penstock.data.permutation import Numbers
 from penstock.io.mapping import HUGE_PAGE_BYTES, PAGE_BYTES, Mapping
 
 Places = tuple[Numbers, "Taken"]
 Span = tuple[int, int]
-"""Where something begins and ends."""
+"""Begin and end."""
 
 
 class Taken:
-    """What one ``take`` has, until ``free`` and the death of all that was lent of it."""
+    """Memory of one ``take``, held until ``free`` and until everything lent of it is gone."""
 
     __slots__ = ("holds", "mapping", "pieces")
 
@@ -46,13 +46,13 @@ class Ring:
         limit_bytes: What is used of it: less, where less is needed.
         held_bytes: What is resident: the most that was used since the limit was last lowered.
         given_back: How often something was; who found no room looks again when it is more.
-        pid: Of the process whose memory it is.
+        guard: The process whose memory it is.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
         """Reserve address space; nothing is resident yet."""
         self.capacity_bytes = self.limit_bytes = round_down(capacity_bytes, PAGE_BYTES)
-        self.pid = os.getpid()
+        self.guard = fork_guard()
         self.given_back = 0
         self._closed = False
         self._begin()
@@ -119,7 +119,7 @@ class Ring:
 
     @property
     def used_bytes(self) -> int:
-        """What is taken."""
+        """Bytes taken."""
         return sum(stop - start for taken in self._taken for start, stop in taken.pieces)
 
     def close(self) -> None:

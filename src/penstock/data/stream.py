@@ -38,7 +38,7 @@ _MOST_FILES: Final = 256
 
 @dataclass(slots=True)
 class Tally:
-    """What a loader has done; survives its streams."""
+    """Totals of a loader; they outlive its streams."""
 
     batches: int = 0
     samples: int = 0

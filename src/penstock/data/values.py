@@ -54,7 +54,7 @@ def pinned(value: Any, device: int | None = None) -> Any:
 
 
 def nbytes_of(value: Any) -> int:
-    """What all tensors of a batch take."""
+    """Return the bytes of all tensors of a batch."""
     if type(value) is Tensor:
         return value.untyped_storage().nbytes()
     total = 0

@@ -19,16 +19,16 @@ _MOST_TOLD: Final = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What was found."""
+    """Result of a verification."""
 
     samples: int
     data_bytes: int
     bad: int
     """Samples that cannot be read, have a wrong checksum, or do not decode."""
     first_bad: tuple[str, ...]
-    """What is wrong with the first of them."""
+    """Reasons why the first of them are bad."""
     checksums: bool
-    """Whether there were any to compare."""
+    """True if there were any to compare."""
     seconds: float
 
 

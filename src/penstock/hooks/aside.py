@@ -1,9 +1,9 @@
-"""Stepping aside for ``torch.func``, which refuses to run under saved-tensor hooks (TRAPS rule 25).
+"""Compatibility with ``torch.func``, which refuses to run under saved-tensor hooks (TRAPS rule 25).
 
-``torch.func.grad`` and its kin enter ``torch.autograd.graph.disable_saved_tensors_hooks``, which raises
-while any hook is active. While a session is attached that function first takes the session's hooks off,
-if they are the innermost ones, and puts them back afterwards: what runs inside is not offloaded, and the
-summary says so.
+``torch.func.grad`` and its relatives enter ``torch.autograd.graph.disable_saved_tensors_hooks``, which
+raises while any hook is active. While a session is attached, that function first removes the session's
+hooks, if they are the innermost ones, and restores them afterwards. Tensors saved inside are not
+offloaded, and the summary says so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class StepAside:
     """Replaces ``disable_saved_tensors_hooks`` while attached.
 
     Attributes:
-        times: How often it had to step aside for somebody else.
+        times: Number of times that other code disabled the hooks.
     """
 
     def __init__(
@@ -30,20 +30,20 @@ class StepAside:
         pack: Callable[..., Any],
         unpack: Callable[..., Any],
         *,
-        on_aside: Callable[[], None] = lambda: None,
+        on_unhook: Callable[[], None] = lambda: None,
     ) -> None:
-        """For the hooks that ``pack`` and ``unpack`` were pushed as.
+        """Remember the pair of hooks, ``pack`` and ``unpack``, to remove and restore.
 
-        ``on_aside`` is called whenever it has to step aside for somebody else.
+        ``on_unhook`` is called each time that other code disables the hooks.
         """
         self._pack = pack
         self._unpack = unpack
-        self._on_aside = on_aside
+        self._on_unhook = on_unhook
         self._original: Any = None
         self.times = 0
 
     def attach(self) -> None:
-        """Begin to step aside."""
+        """Replace ``disable_saved_tensors_hooks``."""
         self._original = graph.disable_saved_tensors_hooks
         original = self._original
 
@@ -51,21 +51,21 @@ class StepAside:
         def disable_saved_tensors_hooks(error_message: str) -> Iterator[None]:
             if self._on_top():
                 self.times += 1
-                self._on_aside()
-            with self.aside(), original(error_message):
+                self._on_unhook()
+            with self.unhooked(), original(error_message):
                 yield
 
         graph.disable_saved_tensors_hooks = disable_saved_tensors_hooks
 
     def detach(self) -> None:
-        """Stop."""
+        """Restore the original ``disable_saved_tensors_hooks``."""
         if self._original is not None:
             graph.disable_saved_tensors_hooks = self._original
             self._original = None
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Within, this thread saves tensors as if there were no session (unless it was not hooked)."""
+    def unhooked(self) -> Iterator[None]:
+        """Remove the session's hooks from this thread inside the block, if they are the innermost."""
         if not self._on_top():
             yield
             return

@@ -1,4 +1,4 @@
-"""A session's hold on PyTorch: every hook that it takes, put together, from attaching to detaching."""
+"""The hooks through which a session is attached to PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.hooks.modules import ModuleTracker
 from penstock.hooks.observer import Observer
 from penstock.hooks.protected import ProtectedStorages
 from penstock.hooks.recipe_calls import RecipeCalls
-from penstock.hooks.recompute import Recompute, left_alone
+from penstock.hooks.recompute import Recompute, not_recomputable
 from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.observe.recorder import Recorder
 from penstock.plan.plan import Plan
@@ -27,17 +27,17 @@ from penstock.runtime.devices import Devices
 from penstock.runtime.repeats import Repeats
 
 MOST_WARNINGS: Final = 16
-"""Threads that are warned of: a program may start another one in each step."""
+"""Maximum number of threads to warn about: a program may start another one in each step."""
 
 
 class Attachment:
     """The hooks of one session, in the thread that attaches them.
 
     Attributes:
-        hooks: Pack and unpack.
-        modules: Where in which module the thread is.
-        protected: What is never moved.
-        thread: The one that attached them.
+        hooks: The pack and unpack hooks.
+        modules: Tracker of the module that each thread runs.
+        protected: Storages that are never moved.
+        thread: The thread that attached the hooks.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class Attachment:
         """Hook nothing yet.
 
         Args:
-            devices: Have the executors, which hold what is saved, and their planners, which say what else
-                is to be done: observe, run modules again.
-            recorder: Counts.
-            device: Whose tensors are moved.
-            floor_bytes: Smaller storages stay.
-            prove_signs: Ask modules whether only the signs of what they save are needed.
-            given_plan: Followed as it is: roots are checked against it as they become known.
+            devices: Executors, which hold saved storages, and their planners, which decide whether to
+                observe a pass and which modules to recompute.
+            recorder: Receives the counts.
+            device: Device whose tensors are offloaded.
+            floor_bytes: Storages smaller than this stay resident.
+            prove_signs: Check whether backward needs only the signs of what a module saves.
+            given_plan: User plan; each root module is checked against it when it is first seen.
             on_step: Called after each optimizer step.
         """
         executor = devices.main
@@ -73,7 +73,7 @@ class Attachment:
         self._warnings: list[str] = []
         self.protected = ProtectedStorages()
         self.modules = ModuleTracker(
-            on_root=self._met,
+            on_root=self._root_registered,
             on_missed_thread=self._missed_thread,
             on_watched=self._module_ran,
             completion=executor.completion,
@@ -104,18 +104,18 @@ class Attachment:
             device=device,
         )
         self._context = torch.autograd.graph.saved_tensors_hooks(self.hooks.pack, self.hooks.unpack)
-        self._aside = StepAside(self.hooks.pack, self.hooks.unpack, on_aside=self._stepped_aside)
+        self._functorch = StepAside(self.hooks.pack, self.hooks.unpack, on_unhook=self._unhooked)
 
-    # -- from attaching to detaching ----------------------------------------------------------
+    # -- attach and detach --------------------------------------------------------------------
 
     def attach(
         self, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None
     ) -> None:
-        """Begin, in this thread.
+        """Attach all hooks in this thread.
 
         Args:
-            model: Known from the start; others become known when they run.
-            optimizer: Its state is protected from the start; others' when they step.
+            model: Registered now; other models are registered when they first run.
+            optimizer: Its state is protected now; that of other optimizers when they first step.
         """
         self.thread = threading.current_thread()
         if model is not None:
@@ -125,47 +125,47 @@ class Attachment:
         self.modules.attach()
         self.follow()
         self._boundaries.attach()
-        self._aside.attach()
+        self._functorch.attach()
         self._context.__enter__()
 
     def detach(self) -> None:
-        """End, in the same thread, or in any when that has ended."""
+        """Detach all hooks, in the same thread, or in any other once that thread has ended."""
         if self.thread is threading.current_thread():  # else its hooks have gone with it
             self._context.__exit__()
         self._recompute.follow(())
         self._recipes.follow(())
         if self._observer is not None:
             self._observer.detach()
-        self._aside.detach()
+        self._functorch.detach()
         self._boundaries.detach()
         self.modules.detach()
 
-    def aside(self) -> AbstractContextManager[None]:
-        """Within, this thread saves tensors as if nothing were hooked."""
-        return self._aside.aside()
+    def unhooked(self) -> AbstractContextManager[None]:
+        """Remove the hooks from this thread inside the block."""
+        return self._functorch.unhooked()
 
     @property
     def roots(self) -> list[tuple[str, torch.nn.Module]]:
-        """The outermost modules that are known, by name."""
+        """The known outermost modules, each with its name."""
         places = [(self.modules.place_of(each), each) for each in self.protected.modules]
         return [("module" if place is None else place.path, each) for place, each in places]
 
     @property
     def notes(self) -> list[str]:
-        """What stayed in memory uncounted, and why; one sentence each."""
-        times = self._aside.times
+        """One sentence for each kind of tensor that stayed in memory uncounted, with the reason."""
+        times = self._functorch.times
         if not times:
             return self._warnings
         return [
             *self._warnings,
-            f"torch.func, which refuses saved-tensor hooks, ran {times} times: what it saved meanwhile"
-            " stayed in memory and was not counted",
+            f"torch.func, which refuses saved-tensor hooks, ran {times} times: the tensors that it saved"
+            " stayed in memory and were not counted",
         ]
 
-    # -- what the hooks report ----------------------------------------------------------------
+    # -- callbacks of the hooks ---------------------------------------------------------------
 
-    def _met(self, root: torch.nn.Module) -> None:
-        """A root has been named."""
+    def _root_registered(self, root: torch.nn.Module) -> None:
+        """Handle a newly registered root module."""
         self.protected.add_module(root)
         if self._given is None:
             return
@@ -175,7 +175,7 @@ class Attachment:
         self.follow()
 
     def follow(self) -> None:
-        """Do, from now on, what the planner wants beside moving: observe, and run modules again."""
+        """Apply the planner's current wishes beside offloading: observation and recomputation."""
         plan = self._planner.plan
         observing = self._time.observing = self._devices.observing
         recomputed = () if plan is None else plan.recomputed
@@ -198,7 +198,7 @@ class Attachment:
         devices, observer = self._devices, self._observer
         executors = tuple(devices.all.values())
         if observer is not None:
-            alone = left_alone(self.modules.known())
+            alone = not_recomputable(self.modules.known())
             for executor in executors:
                 executor.observed(observer.finish)
                 executor.planner.unrepeatable |= observer.unrepeatable | alone
@@ -213,7 +213,7 @@ class Attachment:
     def _module_ran(self, kind: str, output: Any, packed: list[Any]) -> None:
         self.hooks.prove(kind, output, packed)
 
-    def _stepped_aside(self) -> None:
+    def _unhooked(self) -> None:
         if self._observer is not None:
             self._observer.refuse_running()
 
@@ -224,7 +224,7 @@ class Attachment:
     def _missed_thread(self, thread: str) -> None:
         message = (
             f"thread {thread!r} runs modules outside this session: saved-tensor hooks are per thread,"
-            " so what it saves stays in memory and is not counted"
+            " so the tensors that it saves stay in memory and are not counted"
         )
         if message not in self._warnings and len(self._warnings) < MOST_WARNINGS:
             self._warnings.append(message)

@@ -1,14 +1,13 @@
-"""Where a backward and a step begin and end, found without the script's help.
+"""Detection of where a backward and a step begin and end, without the script's help.
 
-A backward is known by autograd's graph task: the first unpack inside a task asks the engine to call
-back when the task is done. Reentrant checkpointing runs tasks inside a task; the backward is over when
-the outermost one is. A backward that raises never calls back, which the next save outside any task
-shows. A step ends when an optimizer has stepped.
+A backward is identified by autograd's graph task: the first unpack inside a task asks the engine for a
+callback when the task is done. Reentrant checkpointing runs tasks inside a task; the backward is over
+when the outermost one is. A backward that raises never calls back, which is detected at the next save
+outside any task. A step ends when an optimizer has stepped.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from penstock.core.locks import Lock
+from penstock.core.process import fork_guard
 
 _task_id: Callable[[], int] = torch._C._current_graph_task_id
 
@@ -26,7 +26,7 @@ class Boundaries:
     """Reports the ends of backwards and steps.
 
     Attributes:
-        tasks: Numbers of autograd's graph tasks that run.
+        tasks: Numbers of the running graph tasks of autograd.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Boundaries:
         self.tasks: set[int] = set()
         self._lock = Lock()
         self._handle: RemovableHandle | None = None
-        self._pid = os.getpid()
+        self._guard = fork_guard()
 
     def attach(self) -> None:
         """Begin to report."""
@@ -59,9 +59,9 @@ class Boundaries:
             self._handle = None
 
     def note_unpack(self) -> None:
-        """A saved tensor is unpacked: a backward has begun if this is the first of its task."""
+        """Record the unpack of a saved tensor; the first one of a task begins a backward."""
         task = _task_id()
-        if task == -1 or task in self.tasks:  # -1: somebody looks at grad_fn._saved_*
+        if task == -1 or task in self.tasks:  # -1: a program reads grad_fn._saved_*
             return
         with self._lock:
             if task in self.tasks:
@@ -70,7 +70,7 @@ class Boundaries:
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._ended, task))
 
     def note_pack(self) -> None:
-        """A tensor is saved: outside a task no backward can be running, so none was left open."""
+        """Record the save of a tensor; outside any task it ends a backward that was left open."""
         if self.tasks and _task_id() == -1:
             with self._lock:
                 self.tasks.clear()
@@ -84,5 +84,5 @@ class Boundaries:
             self._on_backward_end()
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if os.getpid() == self._pid:  # in a forked child the session is out of action
+        if not self._guard.in_child:  # a forked child has no session
             self._on_step(optimizer)

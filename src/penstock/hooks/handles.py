@@ -1,16 +1,15 @@
-"""What stands for a saved tensor until autograd is done with it, and gives it back.
+"""Handles that autograd holds in place of saved tensors, and that return them.
 
-Five kinds of handle stand for a saved tensor until autograd is done with it:
-
-* ``Kept``: a protected, tiny or foreign tensor. It stays, re-wrapped, and is not counted.
-* ``Small``: a tensor whose storage is below the floor, or sure to stay. It only counts.
-* ``Moved``: a view of a storage that the executor holds, wherever that is now.
-* ``CopiedOut``: a small view of a large storage, copied to let the storage go; then one of the above.
-* ``Flattened``: a DTensor, whose local tensor is one of the above.
+* ``Kept``: a protected or tiny tensor. It stays resident and is not counted.
+* ``Foreign``: a tensor of a kind that is not offloaded. It stays resident and is not counted.
+* ``Small``: a tensor whose storage is below the floor, or certain to stay. It is only counted.
+* ``Moved``: a view of a storage that the executor holds, resident or offloaded.
+* ``CopiedOut``: a small view of a large storage, copied so that the storage can be freed.
+* ``Flattened``: a DTensor, whose local tensor has one of the handles above.
 
 Hooks switch off autograd's own check that a saved tensor was not modified in place (TRAPS rule 1), so
-every handle makes it. A stripped ``Moved`` has no tensor to ask, so it keeps a *probe*: an empty tensor
-that shares the saved one's version counter and none of its memory.
+every handle repeats it. A stripped ``Moved`` has no tensor whose version it could read, so it keeps a
+*probe*: an empty tensor that shares the saved tensor's version counter but none of its memory.
 """
 
 from __future__ import annotations
@@ -31,41 +30,41 @@ _EMPTY: Final[dict[tuple[torch.dtype, torch.device], torch.Tensor]] = {}
 
 
 class Kept:
-    """A saved tensor that stays where it is, uncounted."""
+    """A saved tensor that stays resident, uncounted."""
 
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # An output would keep itself alive (rule 9). A leaf is held as autograd holds it: where the
-        # program gives a parameter other memory by ``.data``, backward uses that.
+        # An output would keep itself alive (rule 9). A leaf is held as autograd holds it: if the
+        # program assigns other memory to a parameter through ``.data``, backward uses that memory.
         self.tensor = tensor if tensor.is_leaf else tensor.detach()
         self.version = tensor._version
 
     def unpack(self) -> torch.Tensor:
-        """The tensor, if nobody has modified it since."""
+        """Return the tensor; raise ``InPlaceError`` if it was modified since."""
         if self.tensor._version != self.version:
             raise _modified(self.tensor, self.tensor.size(), self.version, "")
         return self.tensor
 
 
 class Foreign:
-    """A tensor of a kind that Penstock does not know: a subclass, or one without a storage."""
+    """A tensor of a kind that is not offloaded: a subclass, or one without a storage."""
 
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor.detach()
-        self.version = self.tensor._version  # its own, should a subclass not share the original's
+        self.version = self.tensor._version  # a subclass may not share the original's
 
     def unpack(self) -> torch.Tensor:
-        """The tensor, if nobody has modified it since."""
+        """Return the tensor; raise ``InPlaceError`` if it was modified since."""
         if self.tensor._version != self.version:
             raise _modified(self.tensor, self.tensor.size(), self.version, "")
         return self.tensor
 
 
 class Flattened:
-    """A DTensor: what it wraps is packed, the wrapper is made again (TRAPS rule 13)."""
+    """A DTensor whose local tensor is packed; the wrapper is rebuilt around it (TRAPS rule 13)."""
 
     __slots__ = ("context", "inner", "outer_size", "outer_stride", "source", "type", "version")
 
@@ -79,12 +78,12 @@ class Flattened:
         self.outer_stride = tensor.stride()
 
     def unpack(self) -> torch.Tensor:
-        """The wrapper around its unpacked parts, if nobody has modified it since."""
+        """Rebuild the wrapper; raise ``InPlaceError`` if the tensor was modified since."""
         source = self.source()
         if source is not None and source._version != self.version:
             raise _modified(source, source.size(), self.version, "")
         parts = {
-            name: part.unpack() if isinstance(part, Packed) else part  # a mesh is no tensor
+            name: part.unpack() if isinstance(part, Packed) else part  # a mesh is not a tensor
             for name, part in self.inner.items()
         }
         wrapped: torch.Tensor = self.type.__tensor_unflatten__(
@@ -94,7 +93,7 @@ class Flattened:
 
 
 class Small:
-    """A view of a storage that stays and counts."""
+    """A view of a storage that stays resident and is counted."""
 
     __slots__ = ("small", "storages", "tensor", "version")
 
@@ -105,7 +104,7 @@ class Small:
         self.small = small
 
     def unpack(self) -> torch.Tensor:
-        """The tensor, if nobody has modified it since."""
+        """Return the tensor; raise ``InPlaceError`` if it was modified since."""
         if self.tensor._version != self.version:
             raise _modified(self.tensor, self.tensor.size(), self.version, "")
         return self.tensor
@@ -117,8 +116,8 @@ class Small:
 class Moved:
     """A view of a storage that the executor holds.
 
-    While the storage is where it was, the view itself is kept: nothing to take apart or rebuild. The
-    executor says ``strip`` before it spills the storage, which the view would otherwise keep alive.
+    While the storage is resident the view itself is kept, so nothing has to be rebuilt. The executor
+    calls ``strip`` before it offloads the storage, which the view would otherwise keep alive.
     """
 
     __slots__ = (
@@ -139,16 +138,17 @@ class Moved:
     def __init__(self, tensor: torch.Tensor, executor: Executor) -> None:
         self.version = tensor._version
         self.executor = executor
-        self.saved: SavedStorage | KeptStorage | None = None  # until the executor has taken charge
+        self.saved: SavedStorage | KeptStorage | None = None  # None until the executor holds it
         self.unpacked = False
-        # Autograd makes a tensor of its own of what it gets back, unless the tensor needs no gradient:
-        # then it uses that one, which must not be ours, for who else holds the storage is counted.
+        # Autograd wraps what unpack returns in a tensor of its own, unless the tensor needs no gradient:
+        # then it uses the returned tensor itself. That must not be ours, as references to the storage
+        # are counted.
         self.copied = tensor.requires_grad
         self.view: torch.Tensor | None = tensor.detach()
         self.probe: torch.Tensor = self.view
 
     def strip(self) -> None:
-        """Let go of the storage, remembering the view. Once; under the runtime's lock."""
+        """Drop the reference to the storage but remember the view. Once, under the runtime's lock."""
         view = self.view
         assert view is not None
         self.dtype = view.dtype
@@ -160,7 +160,7 @@ class Moved:
         self.probe.data = _empty(view.dtype, view.device)
 
     def unpack(self) -> torch.Tensor:
-        """The same view of the same bytes, wherever they are now. May be called again and again."""
+        """Return the same view of the same bytes, restoring them if needed. May be called repeatedly."""
         saved = self.saved
         assert saved is not None
         if self.probe._version != self.version:
@@ -174,7 +174,7 @@ class Moved:
             if view is not None:
                 self.unpacked = True
                 return view if self.copied else view.detach()
-            saved = saved.promoted  # another thread needed room
+            saved = saved.promoted  # another thread needed memory
         assert type(saved) is SavedStorage
         storage = self.executor.restore(saved, first=not self.unpacked)
         self.unpacked = True
@@ -188,18 +188,18 @@ class Moved:
         return handed
 
     def prove(self, *, sign_only: bool, tensor: torch.Tensor, origin: Origin) -> None:
-        """Say whether backward asks of this view only which elements are above zero.
+        """Record whether backward needs only to know which elements of this view are above zero.
 
-        If not, and the storage keeps no more than that, the view is saved once more, as it is.
+        If it needs more, and the storage was saved without more, the view is saved again in full.
 
         Args:
-            sign_only: Whether that is proven.
-            tensor: What this is the handle of.
-            origin: Who saved it.
+            sign_only: The signs are proven to suffice.
+            tensor: The saved tensor.
+            origin: The module that saved it.
         """
         saved, view = self.saved, self.view
         if type(saved) is KeptStorage:
-            return  # it is not encoded: everything is kept of it
+            return  # it is not encoded, so it is complete
         assert type(saved) is SavedStorage
         if self.executor.prove(saved, self, sign_only=sign_only):
             return
@@ -220,27 +220,27 @@ class Moved:
 class CopiedOut:
     """A small view of a large storage, which it does not keep alive.
 
-    It keeps watching the version counter of what it was copied from, as autograd does.
+    It checks the version counter of the tensor that it was copied from, as autograd does.
     """
 
     __slots__ = ("__weakref__", "copy", "probe", "size", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """Hold the view itself, and so its whole storage, until the ``copy`` is packed."""
+        """Hold the view itself, and thus its whole storage, until the ``copy`` is packed."""
         self.version = tensor._version
         self.size = tensor.size()
         self.probe = tensor.detach()
         self.copy: Small | Moved | None = None
 
     def replace(self, copy: Small | Moved) -> None:
-        """Hold a packed copy from now on, and of the view its version counter only."""
+        """Hold a packed copy from now on, and only the version counter of the view."""
         self.copy = copy
         probe = self.probe.detach()  # a new one: another thread may be handing out the view
         probe.data = _empty(probe.dtype, probe.device)
         self.probe = probe
 
     def unpack(self) -> torch.Tensor:
-        """Return the view or its copy, if nobody has modified what was saved."""
+        """Return the view or its copy; raise ``InPlaceError`` if the tensor was modified since."""
         probe, copy = self.probe, self.copy
         if probe._version != self.version:
             raise _modified(probe, self.size, self.version, "")
@@ -251,7 +251,7 @@ Packed = Kept | Foreign | Flattened | Small | Moved | CopiedOut
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor whose version counter it shares."""
+    """Return the tensor whose version counter ``tensor`` shares."""
     base = tensor._base if tensor._is_view() else tensor
     assert base is not None
     return base
@@ -260,9 +260,9 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
 def guard_of(
     tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int
 ) -> tuple[torch.Tensor | torch.UntypedStorage, int]:
-    """Return whose version counter guards a whole storage of ``nbytes``, and that counter's value.
+    """Return the object whose version counter guards a whole storage, and the counter's value.
 
-    It is the storage itself, at version 0, if other parts of it may have counters of their own.
+    That is the storage itself, at version 0, if other parts of it may have counters of their own.
     """
     base = base_of(tensor)
     if base.nbytes < nbytes:
@@ -271,7 +271,7 @@ def guard_of(
 
 
 def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An empty tensor, the same one for every call with the same arguments."""
+    """Return the empty tensor of a type and device; it is made once and shared."""
     key = (dtype, device)
     empty = _EMPTY.get(key)
     if empty is None:

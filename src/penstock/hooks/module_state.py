@@ -1,12 +1,12 @@
-"""What a forward changes beside its outputs: buffers, attributes, and the states of random generators.
+"""State that a forward changes beside its outputs: buffers, attributes and random generators.
 
-A module that is run again has to find what it found the first time, and may leave no trace: the running
-statistics of a BatchNorm count a batch once, and spectral normalization goes one step, not two. So the
-state is noted before a forward, and put in place while that is run again. Tensors are exchanged, never
-written to: no version counter moves, and whoever holds a buffer holds the same one afterwards.
+A recomputed module must see the same state as the first time and must leave no trace: the running
+statistics of a BatchNorm count a batch once, and spectral normalization advances one step, not two. So
+the state is recorded before a forward and restored while the module is recomputed. Tensors are
+exchanged, never written to: no version counter changes, and references to buffers stay valid.
 
-Not seen, as under ``torch.utils.checkpoint``: what a forward changes within a list, a dictionary or
-another object, and what does not belong to the module or to one inside it.
+As under ``torch.utils.checkpoint``, two changes are not seen: those inside a list, a dictionary or
+another object, and those outside the module and its submodules.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from penstock.core.errors import InPlaceError
 from penstock.core.units import KIB
 
 SMALL_BYTES: Final = 64 * KIB
-"""Buffers up to this size are copied without looking whether they change: on a GPU to look is to wait."""
+"""Maximum size of a buffer that is copied without comparing it: on a GPU a comparison is a wait."""
 _ABSENT: Final = object()
 _Attributes = dict[str, Any]
 
 
 class ModuleState:
-    """The state of a module, and of those inside it, before one of its forwards.
+    """The state of a module and its submodules before one of its forwards.
 
-    1. Make it before the forward.
-    2. ``settle`` it after: what has not changed is let go.
-    3. ``restored`` as often as the forward is run again.
+    1. Create it before the forward.
+    2. Call ``settle`` after the forward: it drops what has not changed.
+    3. Enter ``restored`` each time the forward is recomputed.
     """
 
     def __init__(self, root: torch.nn.Module) -> None:
-        """Note the state of ``root`` as it is."""
+        """Record the present state of ``root``."""
         self._modules = tuple(root.modules())
         self._training = [module.training for module in self._modules]
         self._attributes = [dict(module.__dict__) for module in self._modules]
@@ -49,7 +49,7 @@ class ModuleState:
         self._numpy: Any = np.random.get_state()
 
     def settle(self) -> None:
-        """The forward is over: keep only what it has changed."""
+        """Keep only what the forward, which is over, has changed."""
         self._attributes = [
             _changed(before, module.__dict__)
             for before, module in zip(self._attributes, self._modules, strict=True)
@@ -75,10 +75,13 @@ class ModuleState:
 
     @contextmanager
     def restored(self, name: str) -> Iterator[None]:
-        """Within, everything is as it was before the forward; afterwards, as it was on entering.
+        """Restore the state before the forward inside the block, and the present state after it.
+
+        Args:
+            name: The module's name, for messages.
 
         Raises:
-            InPlaceError: A parameter of ``name``, as the module is called, has changed since.
+            InPlaceError: A parameter of the module has changed since.
         """
         self._check_parameters(name)
         now = [(module, dict(module.__dict__), dict(module._buffers)) for module in self._modules]
@@ -96,7 +99,9 @@ class ModuleState:
                 np.random.set_state(numpy)
 
     def _put_back(self) -> None:
-        copies = {key: copy.clone() for key, (_, copy) in self._copies.items()}  # for one run
+        copies = {
+            key: copy.clone() for key, (_, copy) in self._copies.items()
+        }  # used up by one recomputation
         for module, training, attributes, names, buffers in zip(
             self._modules,
             self._training,
@@ -124,15 +129,15 @@ class ModuleState:
         for parameter, version in self._versions:
             if parameter._version != version:
                 raise InPlaceError(
-                    f"{name} is to be run again for its backward, but a parameter of it of"
+                    f"cannot recompute {name} for its backward: a parameter of shape"
                     f" {tuple(parameter.shape)} has been modified by an inplace operation since its"
-                    f" forward: it is at version {parameter._version}, not {version}; do that after the"
-                    " backward, or give recompute=False"
+                    f" forward (version {parameter._version}, expected {version}); modify it after the"
+                    " backward, or pass recompute=False"
                 )
 
 
 def _copies(buffers: list[_Attributes]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Each buffer and a copy of it, by the buffer's id, which it keeps from being used again."""
+    """Return each buffer with a copy of it, by the buffer's id; holding it keeps the id unique."""
     with torch.no_grad():
         return {
             id(each): (each, each.detach().clone())
@@ -143,7 +148,7 @@ def _copies(buffers: list[_Attributes]) -> dict[int, tuple[torch.Tensor, torch.T
 
 
 def _changed(before: _Attributes, now: _Attributes) -> _Attributes:
-    """What ``before`` has instead of what ``now`` has, without the tables of parameters and the like."""
+    """Return the entries of ``before`` that differ in ``now``; ``_ABSENT`` for those only in ``now``."""
     changed = {name: value for name, value in before.items() if now.get(name, _ABSENT) is not value}
     changed.update((name, _ABSENT) for name in now if name not in before)
     return changed

@@ -1,9 +1,9 @@
-"""Which module is running: the first half of a slot's name.
+"""Tracker of the running module, which gives the first half of a slot's name.
 
-Global forward hooks keep a stack of module paths per thread. They see every module, so a script that
-knows nothing of Penstock needs no change, and a module that was registered by ``offload`` has the path
-that its owner would print. A thread that runs modules with gradients but has no saved-tensor hooks
-(they are thread-local, TRAPS rule 10) is told so once.
+Global forward hooks keep a stack of module paths per thread. They see every module, so a script needs no
+change, and a module that ``offload`` registered has the path that ``named_modules`` gives it. A thread
+that runs modules with gradients but has no saved-tensor hooks (they are thread-local, TRAPS rule 10) is
+reported.
 """
 
 from __future__ import annotations
@@ -28,40 +28,46 @@ from penstock.runtime.completion import Completion
 
 _autograd: Final[Any] = torch._C._autograd
 _EXTRA_CALL: Final = r"Using `torch\.compile\(module\)` when there are global hooks"
-"""As torch begins to warn that such hooks are called for what it compiled as well: ours may be."""
+"""Beginning of torch's warning that global hooks also run for compiled modules, which is intended."""
 
 
 class Place(NamedTuple):
-    """Where a tensor is saved."""
+    """The module in which a tensor is saved."""
 
     path: str
     """Path of the innermost running module, from the root that was called."""
     kind: str
-    """Its type's name."""
+    """Name of the module's type."""
 
 
 class CallObserver(Protocol):
-    """Something that looks at every call of a module that is tracked."""
+    """Observer of every tracked call of a module."""
 
     def enter(self, module: torch.nn.Module, place: Place, args: Any) -> None:
-        """A call begins."""
+        """Handle the beginning of a call."""
 
     def leave(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
-        """It has ended; ``output`` is ``None`` if it raised."""
+        """Handle the end of a call; ``output`` is ``None`` if it raised."""
 
 
 class CallFollower(Protocol):
-    """Something that looks at the calls of some modules."""
+    """Observer of the calls of some modules."""
 
     def enter(self, module: torch.nn.Module, args: Any) -> None:
-        """A call begins."""
+        """Handle the beginning of a call."""
 
     def leave(self, module: torch.nn.Module, kwargs: bool, output: Any) -> None:
-        """It has ended; ``kwargs`` is whether it had any, ``output`` is ``None`` if it raised."""
+        """Handle the end of a call.
+
+        Args:
+            module: The called module.
+            kwargs: The call had keyword arguments.
+            output: What it returned; ``None`` if it raised.
+        """
 
 
 OUTSIDE = Place("", "")
-"""No module is running: a loss function called directly, say."""
+"""Place of tensors that are saved while no module runs, such as by a loss function."""
 
 
 class _Stack(threading.local):
@@ -70,16 +76,16 @@ class _Stack(threading.local):
         self.hooked = False
         self.watched: list[Any] | None = None
         self.outer: list[list[Any] | None] = []
-        """``watched`` of the modules around the innermost; as many as ``places``."""
-        self.repeating = 0
+        """Value of ``watched`` for each enclosing module; as long as ``places``."""
+        self.recomputing = 0
 
 
 class ModuleTracker:
-    """Knows the running module of each thread while it is attached.
+    """Tracks the running module of each thread while it is attached.
 
     Attributes:
-        observer: Is told of every call that is tracked.
-        recipes: Is told of them as well, while a plan has recipes.
+        observer: Notified of every tracked call.
+        recipes: Notified as well while a plan has recipes.
     """
 
     def __init__(
@@ -94,13 +100,13 @@ class ModuleTracker:
         """Track nothing yet.
 
         Args:
-            on_root: Called with each outermost module that was not known before.
-            on_missed_thread: Called, each time, with the name of a thread that runs a module with
-                gradients enabled without saved-tensor hooks.
+            on_root: Called with each outermost module that is new.
+            on_missed_thread: Called with the name of a thread each time that it runs a module with
+                gradients enabled but without saved-tensor hooks.
             on_watched: Called when a module of a watched type has run, while it is still ``here``: with
-                its type's name, its output (``None`` if it raised), and what was put into ``watched``.
-            completion: Is told when a module has returned, or raised, and something waits for that.
-            watch: Names of types.
+                its type's name, its output (``None`` if it raised), and the contents of ``watched``.
+            completion: Notified when a module has returned or raised, if something waits for that.
+            watch: Names of the types of modules to watch.
         """
         self._stack = _Stack()
         self._places: weakref.WeakKeyDictionary[torch.nn.Module, Place] = (
@@ -118,9 +124,9 @@ class ModuleTracker:
         self.recipes: CallFollower | None = None
 
     def attach(self) -> None:
-        """Begin to track, and take the calling thread for one that has saved-tensor hooks."""
+        """Begin to track; the calling thread counts as one that has saved-tensor hooks."""
         self._stack.hooked = True
-        if not _has_any_global_hook():  # type: ignore[no-untyped-call]  # else somebody has to hear it
+        if not _has_any_global_hook():  # type: ignore[no-untyped-call]  # other hooks deserve the warning
             warnings.filterwarnings("ignore", _EXTRA_CALL, UserWarning)
             self._filter = warnings.filters[0]
         self._handles = [
@@ -132,9 +138,9 @@ class ModuleTracker:
         """Stop tracking."""
         for handle in self._handles:
             handle.remove()
-            _global_forward_hooks_with_kwargs.pop(handle.id, None)  # torch leaves that there
+            _global_forward_hooks_with_kwargs.pop(handle.id, None)  # torch does not remove it
         self._handles = []
-        with suppress(ValueError):  # another has set all filters since
+        with suppress(ValueError):  # other code has replaced the filters
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
         self._stack.hooked = False
         self._stack.places.clear()
@@ -142,7 +148,7 @@ class ModuleTracker:
         self._stack.watched = None
 
     def register(self, root: torch.nn.Module) -> None:
-        """Name a module and all below it; roots of the same type are numbered."""
+        """Name a module and its submodules; roots of the same type are numbered."""
         name = type(root).__name__
         number = self._roots[name] = self._roots.get(name, 0) + 1
         prefix = name if number == 1 else f"{name}-{number}"
@@ -159,27 +165,27 @@ class ModuleTracker:
 
     @property
     def watched(self) -> list[Any] | None:
-        """While the innermost running module is of a watched type: a list to note things in."""
+        """List for notes while the innermost running module is of a watched type, else ``None``."""
         return self._stack.watched
 
     @property
-    def repeating(self) -> bool:
-        """Whether this thread is running a module again, which is no news."""
-        return self._stack.repeating > 0
+    def recomputing(self) -> bool:
+        """True while this thread recomputes a module, whose calls are not tracked again."""
+        return self._stack.recomputing > 0
 
     @contextmanager
-    def repeat(self) -> Iterator[None]:
-        """Within, this thread runs modules again: where they are is not tracked."""
+    def recompute(self) -> Iterator[None]:
+        """Suspend tracking inside the block, in which this thread recomputes modules."""
         stack = self._stack
-        stack.repeating += 1
+        stack.recomputing += 1
         try:
             yield
         finally:
-            stack.repeating -= 1
+            stack.recomputing -= 1
 
     @contextmanager
     def at(self, place: Place) -> Iterator[None]:
-        """Within, what is saved is saved at ``place``, and nothing is watched."""
+        """Let tensors be saved at ``place`` inside the block, and watch nothing."""
         stack = self._stack
         watched, stack.watched = stack.watched, None
         stack.places.append(place)
@@ -190,31 +196,31 @@ class ModuleTracker:
             stack.watched = watched
 
     def place_of(self, module: torch.nn.Module) -> Place | None:
-        """What a module is called, if it is known."""
+        """Return the place of a module, or ``None`` if it is not known."""
         return self._places.get(module)
 
     def known(self) -> dict[str, list[torch.nn.Module]]:
-        """The modules by path; those that are made anew each time share one."""
+        """Return the known modules by path; modules that are created in each call share a path."""
         found: dict[str, list[torch.nn.Module]] = {}
         for module, place in tuple(self._places.items()):
             found.setdefault(place.path, []).append(module)
         return found
 
     def forget_watched(self) -> None:
-        """A backward is over. After Ctrl-C a module that never ended would be watched for ever."""
+        """Stop watching, after a backward: a module that Ctrl-C interrupted never ends otherwise."""
         stack = self._stack
         stack.watched = None
         stack.outer = [None] * len(stack.outer)
 
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():  # traced: inside, the compiled region is the place
+        if torch.compiler.is_compiling():  # inside, the compiled region is the place
             return
         stack = self._stack
-        if stack.repeating:
+        if stack.recomputing:
             return
         place = self._places.get(module)
         if place is None:
-            place = self._meet(module)
+            place = self._name_new(module)
         stack.places.append(place)
         stack.outer.append(stack.watched)
         stack.watched = [] if place.kind in self._watch else None
@@ -226,11 +232,11 @@ class ModuleTracker:
             self._on_missed_thread(threading.current_thread().name)
 
     def _leave(self, module: torch.nn.Module, args: Any, *rest: Any) -> None:
-        """``rest`` is the keyword arguments and the output; after an exception it is the output alone."""
+        """Handle the end of a call; ``rest`` is (kwargs, output), or (output,) after an exception."""
         if torch.compiler.is_compiling():
             return
         stack = self._stack
-        if not stack.places or stack.repeating:
+        if not stack.places or stack.recomputing:
             return
         watched, stack.watched = stack.watched, None
         try:
@@ -246,16 +252,16 @@ class ModuleTracker:
             stack.places.pop()
             stack.watched = stack.outer.pop()
 
-    def _meet(self, module: torch.nn.Module) -> Place:
+    def _name_new(self, module: torch.nn.Module) -> Place:
         if not self._stack.places:
             self.register(module)
             return self._places[module]
-        # made after its root was registered: named by its type under the module that runs it
+        # created after its root was registered: named by its type under the module that runs it
         kind = type(module).__name__
         place = self._places[module] = Place(f"{self._stack.places[-1].path}.<{kind}>", kind)
         return place
 
 
 def _has_hooks() -> bool:
-    """Whether this thread has any saved-tensor hooks. Backward's on CUDA has those of its caller."""
+    """Return whether this thread has saved-tensor hooks; a CUDA backward has those of its caller."""
     return _autograd._top_saved_tensors_default_hooks(True) is not None

@@ -1,14 +1,14 @@
-"""Looks closely at a pass from which a plan is to be made: who made each storage, who ran when.
+"""Observer of a pass from which a plan is made: which module made each storage, and which ran when.
 
-The module tracker tells it of every call in one pass. All of it is exact, or it is not told:
+The module tracker reports every call of one pass. Facts are exact, or they are not reported:
 
-* A storage was *made* in the innermost call that had begun when it came to be: that of a module which
-  returns it and was not given it; else the one that saves it first, unless the number of its autograd
-  node says that it is older. What existed before the pass was made by nobody.
-* The *producer* of a slot is the innermost call that contains its making and everything that saved it.
-  Only by running that again, or one around it, is nothing left that holds the storage.
-* An *operator* is one uninterrupted run of a module's own code. In backward it is that module's whose
-  node asks for what it saved: nodes are numbered as they are made, while their module runs.
+* The *maker* of a storage is the innermost call that had begun when the storage was created: the call of
+  a module which returns it without having received it; otherwise the call that saves it first, unless
+  the number of its autograd node shows that it is older. Storages from before the pass have no maker.
+* The *producer* of a slot is the innermost call that contains its maker and all calls that saved it.
+  Only if that call, or one around it, is recomputed can the storage be freed in between.
+* An *operator* is one uninterrupted run of a module's own code. In backward it belongs to the module
+  whose node unpacks a saved tensor: nodes are numbered in the order in which modules create them.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ class _Call:
     depth: int
     number: int
     first_node: int
-    """Number of the next autograd node when it began."""
+    """Number of the next autograd node when the call began."""
     end_node: int | None = None
-    """The same when it had ended."""
+    """Number of the next autograd node when the call had ended."""
     refused: bool = False
-    """Whether something was seen in it that cannot be run again."""
+    """True if the call did something that cannot be recomputed."""
 
 
 @dataclass(slots=True, eq=False)
 class _Claim:
-    """That a storage was made in a call."""
+    """A claim that a storage was made in a call."""
 
     storage: weakref.ref[torch.UntypedStorage]
     call: _Call | None
@@ -64,7 +64,7 @@ class _Claim:
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """A slot, what is claimed of its storage, and the call that contains all that saved it."""
+    """A slot, the claim on its storage, and the innermost call that contains all its saves."""
 
     record: SlotRecord
     claim: _Claim | None
@@ -73,7 +73,7 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Input:
-    """A tensor that a call was given, as it was when the call was over."""
+    """An input of a call, with its version at the end of the call."""
 
     path: str
     tensor: weakref.ref[torch.Tensor]
@@ -82,7 +82,7 @@ class _Input:
 
 @dataclass(slots=True)
 class _Versions:
-    """The versions that a tensor was seen at, each with the number of calls that had begun."""
+    """The versions at which a tensor was seen, each with the number of calls begun before."""
 
     tensor: weakref.ref[torch.Tensor]
     seen: list[tuple[int, int]]
@@ -90,16 +90,16 @@ class _Versions:
 
 @dataclass
 class Observer:
-    """Observes one pass, in the thread that it is attached in.
+    """Observes one pass in the thread that attached it.
 
     Attributes:
-        unrepeatable: Paths of the modules that were seen to do what cannot be done twice.
+        unrepeatable: Paths of the modules that were seen to do something that cannot be recomputed.
     """
 
     modules: ModuleTracker
     compute_ns: Callable[[], int]
     storage_of: _StorageOf
-    """The storage of a tensor whose values are just strided bytes of one."""
+    """Function that returns the storage of a tensor if its values are just strided bytes of one."""
     unrepeatable: set[str] = field(default_factory=set)
     _thread: int = 0
     _stack: list[_Call] = field(default_factory=list)
@@ -117,7 +117,7 @@ class Observer:
         self._recipes = RecipeNotes(self.storage_of)
 
     def attach(self) -> None:
-        """Begin, in this thread. What exists now is nobody's make."""
+        """Begin to observe this thread. Existing storages have no maker."""
         self._thread = threading.get_ident()
         self.modules.observer = self
         for tensor in _tensors_alive():
@@ -126,25 +126,25 @@ class Observer:
                 self._claims[storage._cdata] = _Claim(TensorRef(storage), None)
 
     def detach(self) -> None:
-        """Stop."""
+        """Stop observing."""
         self.modules.observer = None
 
     def finish(self, start_ns: int) -> tuple[Operator, ...]:
-        """The backward is over: tell the records' producers; say what has run since ``start_ns``."""
+        """Set the producers in the records and return the operators that ended after ``start_ns``."""
         self._end_backward(self.compute_ns())
         for slot in self._slots.values():
             maker = None if slot.claim is None else slot.claim.call
             both = _common(maker, slot.savers)
             known = both is not None and both.end_node is not None
             slot.record.producer = both.place.path if both is not None and known else None
-        for each in self._inputs:  # whoever needs it again would find something else
+        for each in self._inputs:  # a recomputation would get a changed input
             tensor = each.tensor()
             if tensor is not None and tensor._version != each.version:
                 self.unrepeatable.add(each.path)
         return tuple(each for each in self._operators if each.end_ns > start_ns)
 
     def refuse_running(self) -> None:
-        """What runs now cannot be run again under ``torch.utils.checkpoint``."""
+        """Mark the running calls as not recomputable under ``torch.utils.checkpoint``."""
         for call in self._stack:
             call.refused = True
             self.unrepeatable.add(call.place.path)
@@ -152,7 +152,7 @@ class Observer:
     # -- calls ------------------------------------------------------------------------------------
 
     def enter(self, module: torch.nn.Module, place: Place, args: Any) -> None:
-        """A module's call begins."""
+        """Handle the beginning of a call."""
         if threading.get_ident() != self._thread:
             return
         parent = self._stack[-1] if self._stack else None
@@ -160,7 +160,7 @@ class Observer:
         self._switch(call)
         self._stack.append(call)
         for tensor in _tensors(args):
-            self._see(tensor)
+            self._note_version(tensor)
         self._recipes.enter(args, pure=is_pure(module))
         self._calls.append(call)
         self._first_nodes.append(call.first_node)
@@ -168,7 +168,7 @@ class Observer:
             self.unrepeatable.add(place.path)
 
     def leave(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
-        """A module's call has ended."""
+        """Handle the end of a call."""
         stack = self._stack
         if threading.get_ident() != self._thread or not stack or stack[-1].module is not module:
             return
@@ -181,16 +181,16 @@ class Observer:
             storage = self.storage_of(tensor)
             if storage is not None:
                 given.add(storage._cdata)
-                self._give(storage, call)
+                self._note_input(storage, call)
         for tensor in _tensors(output):
-            self._see(tensor)
+            self._note_version(tensor)
             storage = self.storage_of(tensor)
             if storage is not None and storage._cdata not in given:
                 self._claim(tensor, storage, call)
         named = any(arguments[1])
         self._recipes.leave(output, lambda: call.place.path, refused=call.refused or named)
 
-    def _see(self, tensor: torch.Tensor) -> None:
+    def _note_version(self, tensor: torch.Tensor) -> None:
         known = self._versions.get(id(tensor))
         if known is None or known.tensor() is not tensor:
             known = self._versions[id(tensor)] = _Versions(TensorRef(tensor), [])
@@ -198,19 +198,19 @@ class Observer:
             known.seen.append((len(self._calls), tensor._version))
 
     def _check_unchanged(self, tensor: torch.Tensor, call: _Call) -> None:
-        """A module that changes its input cannot be run again, for the input is gone."""
+        """Mark a module that changed its input: without the input it cannot be recomputed."""
         known = self._versions.get(id(tensor))
         seen = known.seen if known is not None and known.tensor() is tensor else []
         before = [version for begun, version in seen if begun <= call.number]
         if tensor._version != (before[-1] if before else 0):
             self.unrepeatable.add(call.place.path)
-        self._see(tensor)
+        self._note_version(tensor)
         self._inputs.append(_Input(call.place.path, TensorRef(tensor), tensor._version))
 
     # -- storages ---------------------------------------------------------------------------------
 
     def packed(self, record: SlotRecord, tensor: torch.Tensor) -> None:
-        """A tensor is saved, as the slot ``record``."""
+        """Record that a tensor is saved as the slot ``record``."""
         if _task() != -1 or threading.get_ident() != self._thread or not self._stack:
             self._slots[id(record)] = _Slot(record, None, None)
             return
@@ -225,7 +225,7 @@ class Observer:
         self._slots[id(record)] = _Slot(record, claim, call)
 
     def _claim(self, tensor: torch.Tensor, storage: torch.UntypedStorage, call: _Call) -> _Claim:
-        """The claim to a storage; made for the call that made it if there is none."""
+        """Return the claim on a storage; if there is none, make one for the call that made it."""
         known = self._claims.get(storage._cdata)
         if known is not None and known.storage() is storage:
             return known
@@ -236,8 +236,8 @@ class Observer:
         claim = self._claims[storage._cdata] = _Claim(TensorRef(storage), maker)
         return claim
 
-    def _give(self, storage: torch.UntypedStorage, call: _Call) -> None:
-        """A call was given ``storage``, so whoever claims to have made it within is wrong."""
+    def _note_input(self, storage: torch.UntypedStorage, call: _Call) -> None:
+        """Correct the claim of a call inside ``call`` to have made ``storage``, an input of ``call``."""
         known = self._claims.get(storage._cdata)
         if known is None or known.storage() is not storage or known.call is None:
             return
@@ -245,7 +245,7 @@ class Observer:
             known.call = call.parent
 
     def _call_of(self, node: int) -> _Call | None:
-        """The innermost call in which an autograd node was made."""
+        """Return the innermost call in which an autograd node was created."""
         place = bisect_right(self._first_nodes, node)
         call = self._calls[place - 1] if place else None
         while call is not None and call.end_node is not None and call.end_node <= node:
@@ -255,7 +255,7 @@ class Observer:
     # -- operators --------------------------------------------------------------------------------
 
     def _switch(self, call: _Call | None) -> None:
-        """From now on it is ``call``'s own code that runs."""
+        """Record that the own code of ``call`` runs from now on."""
         now_ns = self.compute_ns()
         if self._forward is not None:
             running, start_ns = self._forward
@@ -263,11 +263,11 @@ class Observer:
         self._forward = None if call is None or _task() != -1 else (call, now_ns)
 
     def unpacked(self) -> None:
-        """Backward asks for a saved tensor."""
+        """Record that backward unpacks a saved tensor."""
         node = _node()
         if node is None or _task() == -1:
             return
-        self.refuse_running()  # it runs a backward of its own
+        self.refuse_running()  # the running module runs a backward itself
         call = self._call_of(node._sequence_nr())
         place = OUTSIDE if call is None else call.place
         if self._backward is None or self._backward[0] is not place:
@@ -287,7 +287,7 @@ class Observer:
 
 
 def _common(one: _Call | None, other: _Call | None) -> _Call | None:
-    """The innermost call that contains two."""
+    """Return the innermost call that contains both."""
     while one is not other:
         if one is None or other is None:
             return None
@@ -303,5 +303,5 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _tensors_alive() -> Iterable[torch.Tensor]:
-    """Every tensor that Python code could get hold of."""
+    """Return every tensor that Python code can reach."""
     return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]

@@ -1,10 +1,10 @@
-"""What a backward will ask of a saved tensor, proven from the autograd node that saved it.
+"""Proofs, from autograd nodes, that backward needs only the signs of a saved tensor.
 
-The backward of a ReLU asks of its result only which elements are greater than zero, and that of a
-max-pooling only for the shape of its input. A pack hook is not told for which node it packs. But when a
-module that consists of one such operation has run, its output has a node; and if that is the node
-expected, it is asked for the saved tensor: what the unpack hook is then given is the handle that the node
-holds. No name of a module is believed, nor what it saved besides, only the node and its handle.
+The backward of a ReLU only needs to know which elements of its result are greater than zero, and that of
+a max-pooling only needs the shape of its input. A pack hook does not learn for which node it packs. But
+when a module that consists of one such operation has run, its output has a node. If that is the expected
+node, its saved tensor is read: the unpack hook then receives the handle that the node holds. The proof
+relies on the node and its handle only, never on the name of a module.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ KINDS: Final = {
     "ReLU": ("ReluBackward0", "_saved_result"),
     "MaxPool2d": ("MaxPool2DWithIndicesBackward0", "_saved_self"),
 }
-"""Types of modules, by name, whose saved tensors are worth a proof: the node that its output then has,
-and what that calls the tensor of which it needs signs, or less."""
+"""Types of modules, by name, whose saved tensors are worth a proof: the expected node of the output, and
+the node's attribute that is the tensor of which signs, or less, suffice."""
 
 
 class Inquiry(threading.local):
-    """Asks nodes for their handles. While it is ``open``, the unpack hook says ``note`` and no more.
+    """Reads the handles of nodes. While it is ``open``, the unpack hook calls ``note`` and nothing else.
 
     Attributes:
-        open: Whether this thread is asking.
+        open: True while this thread reads a handle.
     """
 
     def __init__(self) -> None:
@@ -35,11 +35,11 @@ class Inquiry(threading.local):
         self._nothing = torch.empty(0)
 
     def sign_only(self, kind: str, output: Any) -> Any:
-        """The handle of which backward asks no more than which elements are above zero, if any.
+        """Return the handle of the tensor of which backward needs only the signs, if there is one.
 
         Args:
-            kind: The type's name of the module that has run.
-            output: What it returned.
+            kind: Name of the type of the module that has run.
+            output: Output of the module.
         """
         if isinstance(output, tuple) and output:  # a max-pooling that returns indices
             output = output[0]
@@ -50,7 +50,7 @@ class Inquiry(threading.local):
         self.open = True
         try:
             getattr(node, field)
-        except RuntimeError:  # the module has run a backward of its own: nothing is saved any more
+        except RuntimeError:  # the module has run a backward itself: the node's tensors are freed
             return None
         finally:
             self.open = False
@@ -58,6 +58,6 @@ class Inquiry(threading.local):
         return noted
 
     def note(self, handle: Any) -> torch.Tensor:
-        """Remember what the node holds; something to give to it."""
+        """Remember the handle that the node holds; return a placeholder for the node."""
         self._noted = handle
         return self._nothing

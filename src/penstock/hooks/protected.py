@@ -1,8 +1,8 @@
-"""What is never moved: parameters, buffers, and what is only another view or cast of them.
+"""Storages that are never offloaded: parameters, buffers, and views or casts of them.
 
 ``isinstance(tensor, Parameter)`` misses ``weight.t()``, slices of flat parameters and autocast's copies
-(TRAPS rules 2 and 3). So parameters are known by their storages, and what is not known that way is
-followed along its graph, through views and casts, to the leaf it came from.
+(TRAPS rules 2 and 3). So parameters are recognized by their storages, and other tensors are followed
+along their graph, through views and casts, to the leaf that they came from.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _CASTS: Final = frozenset({"ToCopyBackward0"})
 """Nodes whose output is a copy of their input in another dtype."""
 _DEPTH: Final = 8
 _OPAQUE: Final[set[type]] = set()
-"""Types of nodes that were found to be neither: a look at the type is cheaper than asking for a name."""
+"""Types of nodes found to be neither: looking up the type is cheaper than reading the name."""
 
 
 class ProtectedStorages:
-    """Storages of parameters, buffers and optimizer state. Not thread-safe but for ``holds``."""
+    """Storages of parameters, buffers and optimizer state. Only ``holds`` is thread-safe."""
 
     def __init__(self) -> None:
         """Protect nothing yet."""
@@ -53,13 +53,13 @@ class ProtectedStorages:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def add_module(self, module: torch.nn.Module) -> None:
-        """Protect its parameters and buffers, now and after each ``refresh``."""
+        """Protect the parameters and buffers of a module, now and after each ``refresh``."""
         self._modules.add(module)
         self._protect(module.parameters())
         self._protect(module.buffers())
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Protect its parameters and the tensors of its state, now and after each ``refresh``."""
+        """Protect an optimizer's parameters and state tensors, now and after each ``refresh``."""
         self._optimizers.add(optimizer)
         for group in optimizer.param_groups:
             self._protect(group["params"])
@@ -69,16 +69,16 @@ class ProtectedStorages:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that are known and alive."""
+        """The known optimizers that are alive."""
         return list(self._optimizers)
 
     @property
     def modules(self) -> list[torch.nn.Module]:
-        """The roots that are known and alive."""
+        """The known root modules that are alive."""
         return list(self._modules)
 
     def refresh(self) -> None:
-        """Look again: storages are replaced when parameters are moved, loaded or unsharded."""
+        """Collect the storages again: moving, loading or unsharding parameters replaces them."""
         self._storages = {}
         for module in tuple(self._modules):
             self.add_module(module)
@@ -86,7 +86,7 @@ class ProtectedStorages:
             self.add_optimizer(optimizer)
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Whether this very storage is protected; a reused address does not count."""
+        """Return whether this very storage is protected; a reused address does not count."""
         known = self._storages.get(storage._cdata)
         return known is not None and known() is storage
 
@@ -103,12 +103,12 @@ class ProtectedStorages:
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor, without importing them: what it holds here is a tensor like any other."""
+    """Return whether ``tensor`` is a DTensor, without importing that class."""
     return type(tensor).__module__.startswith("torch.distributed.tensor")
 
 
 def leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:  # noqa: PLR0911  (each rules one kind out)
-    """The leaf that requires gradients of which ``tensor`` is a view or a cast, or itself if it is."""
+    """Return the leaf requiring gradients of which ``tensor`` is a view or a cast, or which it is."""
     node = tensor.grad_fn
     if node is None:
         return tensor if tensor.requires_grad else None
@@ -128,7 +128,7 @@ def leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:  # noqa: PLR0911  (eac
             leaf = node.variable  # type: ignore[attr-defined]
             return leaf if isinstance(leaf, torch.Tensor) else None
         if name not in _TRANSPARENT and name not in _CASTS:
-            if kind.__name__ == name:  # else it is the type of several kinds of nodes
+            if kind.__name__ == name:  # otherwise several kinds of nodes share the type
                 _OPAQUE.add(kind)
             return None
         node = node.next_functions[0][0]

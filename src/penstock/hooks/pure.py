@@ -1,7 +1,7 @@
-"""Which modules compute one tensor from another, and do nothing else.
+"""Pure modules: those that compute one tensor from another and do nothing else.
 
-Calling one of these once more, with the same tensor, parameters and settings, gives the same bits and
-leaves no trace; a recipe (``plan.recipes``) may do that. The list is of PyTorch's own layers: what other
+Calling one again with the same tensor, parameters and settings gives the same bits and leaves no trace,
+so a recipe (``plan.recipes``) may do it. The list contains only PyTorch's own layers, because what other
 modules do cannot be seen from outside.
 """
 
@@ -58,15 +58,15 @@ _PURE: Final = frozenset(
     }
 )
 _ACTIVATIONS: Final = "transformers.activations"
-"""Hugging Face's activations: functions of one tensor."""
+"""Module with Hugging Face's activations, which are functions of one tensor."""
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def is_pure(module: nn.Module) -> bool:
-    """Whether one more call of ``module`` gives the same bits, and leaves no trace.
+    """Return whether another call of ``module`` gives the same bits and leaves no trace.
 
-    A subclass may do anything, and so may hooks on the module, an instance's own ``forward``, and what
-    somebody has compiled. In eval mode nothing is trained.
+    Subclasses, modules with hooks or a ``forward`` of their own, compiled modules and modules in eval
+    mode are not pure.
     """
     kind = type(module)
     if kind not in _PURE and kind.__module__ != _ACTIVATIONS:
@@ -78,21 +78,21 @@ def is_pure(module: nn.Module) -> bool:
 
 
 class PureCall:
-    """A call of a pure module that has been made, to be made again: what it depended on.
+    """A finished call of a pure module and what it depended on, so that it can be repeated.
 
     Attributes:
-        path: What the module is called.
+        path: Path of the module.
     """
 
     __slots__ = ("_autocast", "_module", "_parameters", "_settings", "path")
 
     def __init__(self, module: nn.Module, path: str, device_type: str) -> None:
-        """Note what the call that has just ended depended on.
+        """Record what the call that has just ended depended on.
 
         Args:
-            module: A pure one.
-            path: What it is called.
-            device_type: Of what it computed.
+            module: A pure module.
+            path: Path of the module.
+            device_type: Type of the device on which it computed.
         """
         self._module = module
         self.path = path
@@ -103,18 +103,18 @@ class PureCall:
         enabled = torch.is_autocast_enabled(device_type)
         self._autocast = (device_type, torch.get_autocast_dtype(device_type), enabled)
 
-    def again(self, given: torch.Tensor) -> torch.Tensor:
-        """What the module makes of ``given``, without gradients.
+    def recompute(self, given: torch.Tensor) -> torch.Tensor:
+        """Return the module's output for ``given``, computed without gradients.
 
         Raises:
             InPlaceError: A parameter or a setting of the module has changed since.
-            HookError: It has other parameters.
+            HookError: The module has other parameters than before.
         """
         module: Any = self._module
         self._check()
         device_type, dtype, enabled = self._autocast
         with torch.no_grad(), torch.autocast(device_type, dtype, enabled, cache_enabled=False):
-            if type(module) in _BATCH_NORMS:  # its running statistics have seen this batch
+            if type(module) in _BATCH_NORMS:  # its running statistics include this batch
                 weight, bias, eps = module.weight, module.bias, module.eps
                 return torch.nn.functional.batch_norm(
                     given, None, None, weight, bias, training=True, momentum=0.0, eps=eps
@@ -124,24 +124,24 @@ class PureCall:
 
     def _check(self) -> None:
         module = self._module
-        advice = "do that after the backward, or give recompute=False"
+        advice = "change it after the backward, or pass recompute=False"
         now = list(module._parameters.values())
         if [id(each) for each in now] != [id(each) for each, _ in self._parameters]:
             raise HookError(
-                f"{self.path} is to be called again for a backward, but has other parameters than in"
-                " its forward, as under torch.func.functional_call: give recompute=False"
+                f"cannot recompute {self.path} for its backward: it has other parameters than in its"
+                " forward, as under torch.func.functional_call; pass recompute=False"
             )
         for parameter, version in self._parameters:
             if parameter is not None and parameter._version != version:
                 raise InPlaceError(
-                    f"{self.path} is to be called again for a backward, but a parameter of it of"
+                    f"cannot recompute {self.path} for its backward: a parameter of shape"
                     f" {tuple(parameter.shape)} has been modified by an inplace operation since its"
-                    f" forward: it is at version {parameter._version}, not {version}; {advice}"
+                    f" forward (version {parameter._version}, expected {version}); {advice}"
                 )
         if _settings(module) != self._settings:
             raise InPlaceError(
-                f"{self.path} is to be called again for a backward, but its settings are"
-                f" {_settings(module)} now, and were {self._settings} in its forward; {advice}"
+                f"cannot recompute {self.path} for its backward: its settings are"
+                f" {_settings(module)} now and were {self._settings} in its forward; {advice}"
             )
 
 

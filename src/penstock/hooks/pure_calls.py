@@ -1,8 +1,7 @@
-"""Follows the calls of pure modules: which storage was made from which, as it was when they had ended.
+"""Tracker of the calls of pure modules: which storage they made from which other storage.
 
-A storage counts as made by the calls that were seen to make it only at the version that its tensor had
-then. Whoever changes it afterwards, as ``out += identity`` does, ends its recipe; see [Note: recipes]
-(plan/recipes.py).
+A storage counts as made by its observed calls only at the version that its tensor had when they ended.
+A later change, such as ``out += identity``, ends its recipe; see [Note: recipes] (plan/recipes.py).
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ Source = TypeVar("Source")
 
 @dataclass(slots=True)
 class Made(Generic[Member, Source]):
-    """A storage as it was when a call had ended, and the calls that had made it."""
+    """A storage at its version at the end of a call, and the calls that made it."""
 
     storage: weakref.ref[torch.UntypedStorage]
     version: int
     members: tuple[Member, ...]
     source: Source
-    """What the first of them was called with."""
+    """Source of the input of the first member."""
 
     def holds(self, storage: torch.UntypedStorage, version: int) -> bool:
-        """Whether that is this storage, as it was made."""
+        """Return whether ``storage`` at ``version`` is the storage that was made."""
         return self.version == version and self.storage() is storage
 
 
@@ -47,39 +46,39 @@ class _Open:
 
 
 class PureCalls(ABC, Generic[Member, Source]):
-    """Follows one thread. What members and sources are, subclasses say."""
+    """Tracker of one thread. Subclasses define what members and sources are."""
 
     def __init__(self, storage_of: StorageOf) -> None:
-        """Nothing is known yet; ``storage_of`` tells a tensor's storage, if it is bytes of one."""
+        """Start without calls; ``storage_of`` returns a tensor's storage if it is just bytes of one."""
         self.storage_of = storage_of
         self._open: list[_Open | None] = []
         self._made: dict[int, Made[Member, Source]] = {}
 
     @abstractmethod
     def source_of(self, given: torch.Tensor, storage: torch.UntypedStorage) -> Source | None:
-        """How to come by ``given`` again; ``None``: that is not sure."""
+        """Return how to obtain ``given`` again, or ``None`` if that is not certain."""
 
     @abstractmethod
     def on_made(self, storage: torch.UntypedStorage, made: Made[Member, Source]) -> None:
-        """A call has made a storage, or changed it in place."""
+        """Handle a storage that a call has made or changed in place."""
 
     @property
     def under_way(self) -> bool:
-        """Whether a call has begun, and not ended."""
+        """True while a call has begun and not ended."""
         return bool(self._open)
 
     def enter(self, args: Any, *, pure: bool) -> None:
-        """A call begins; whether of a ``pure`` module."""
+        """Handle the beginning of a call; ``pure`` says whether its module is."""
         given = args[0] if pure and len(args) == 1 and _is_plain(args[0]) else None
         self._open.append(None if given is None else _Open(given, given._version))
 
     def leave(self, output: Any, member: Callable[[], Member], *, refused: bool) -> None:
-        """The call that began last has ended.
+        """Handle the end of the call that began last.
 
         Args:
             output: What it returned; ``None`` if it raised.
-            member: How to call it again, if that is asked for.
-            refused: Whether that must not be: it had more arguments, or did something else besides.
+            member: Factory of the record from which the call can be repeated.
+            refused: The call must not be repeated: it had more arguments, or did something else too.
         """
         call = self._open.pop()
         if call is None or refused or not _is_plain(output):
@@ -98,12 +97,12 @@ class PureCalls(ABC, Generic[Member, Source]):
             self._add(after, output._version, (*made.members, member()), made.source)
 
     def made(self, storage: torch.UntypedStorage, version: int) -> Made[Member, Source] | None:
-        """How a storage was made as it is at this version, if that is known."""
+        """Return how a storage was made at this version, or ``None`` if that is not known."""
         made = self._made.get(storage._cdata)
         return made if made is not None and made.holds(storage, version) else None
 
     def being_changed(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the call that began last was given a storage that is known as it was then."""
+        """Return whether the running call received ``storage`` at a version whose making is known."""
         call = self._open[-1] if self._open else None
         if call is None or self.storage_of(call.given) is not storage:
             return False
@@ -138,6 +137,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _fills(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether the tensor is all there is in its storage, so that making it anew makes that."""
+    """Return whether the tensor fills its storage, so that recomputing it restores the storage."""
     nbytes = tensor.numel() * tensor.element_size()
     return tensor.storage_offset() == 0 and nbytes == storage.nbytes()

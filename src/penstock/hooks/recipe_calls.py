@@ -1,4 +1,4 @@
-"""Follows the calls of the modules that a plan's recipes name, so that they can be made once more."""
+"""Tracker of the calls of modules named in a plan's recipes, so that they can be repeated."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from penstock.hooks.handles import Packed
 from penstock.hooks.modules import ModuleTracker
 from penstock.hooks.pure import PureCall, is_pure
 from penstock.hooks.pure_calls import Made, PureCalls
-from penstock.hooks.recompute import left_alone
+from penstock.hooks.recompute import not_recomputable
 from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.plan.recipes import recipe_members
 from penstock.runtime.remakes import Remake, Remakes
 
 
 class _Calls(PureCalls[PureCall, Packed]):
-    """Those of one thread."""
+    """The calls of one thread."""
 
     def __init__(self, hooks: SavedTensorHooks, remakes: Remakes) -> None:
         super().__init__(hooks.storage_of)
@@ -28,15 +28,15 @@ class _Calls(PureCalls[PureCall, Packed]):
         self._remakes = remakes
 
     def source_of(self, given: torch.Tensor, storage: torch.UntypedStorage) -> Packed | None:
-        """One handle more to what a module was given, if that is saved."""
+        """Return another handle to the input of a module, if the input is saved."""
         return self._hooks.pack(given) if self._hooks.holds(given, storage) else None
 
     def on_made(self, storage: torch.UntypedStorage, made: Made[PureCall, Packed]) -> None:
-        """It may have been saved meanwhile, to be made again."""
+        """Provide the recipe of a storage that may have been saved during the call."""
         self._remakes.made(storage, made.version, self.remake(made))
 
     def remake(self, made: Made[PureCall, Packed]) -> Remake:
-        """The calls, to be made once more."""
+        """Return the recomputation of what the calls made."""
         name = " and ".join(one.path for one in made.members)
         return Remake(name, partial(_make, self._hooks, made.source, made.members))
 
@@ -44,12 +44,12 @@ class _Calls(PureCalls[PureCall, Packed]):
 def _make(hooks: SavedTensorHooks, source: Packed, members: tuple[PureCall, ...]) -> torch.Tensor:
     tensor = hooks.unpack(source).detach()
     for member in members:
-        tensor = member.again(tensor)
+        tensor = member.recompute(tensor)
     return tensor
 
 
 class RecipeCalls:
-    """Has the slots of a plan's recipes made again, while attached to a session. A ``Maker``."""
+    """Recomputes the slots of a plan's recipes while attached to a session. A ``Maker``."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class RecipeCalls:
         remakes: Remakes,
         device: torch.device,
     ) -> None:
-        """Follow nothing yet."""
+        """Track nothing yet."""
         self._hooks = hooks
         self._modules = modules
         self._remakes = remakes
@@ -68,12 +68,12 @@ class RecipeCalls:
         self._of_thread = threading.local()
 
     def follow(self, recomputed: Collection[str]) -> None:
-        """From now on, follow the modules that the recipes among ``recomputed`` name, and no others."""
+        """Track exactly the modules that the recipes among ``recomputed`` name."""
         paths = {path for name in recomputed for path in recipe_members(name)}
         self._paths = {}
         if paths:
             known = self._modules.known()
-            found = paths.intersection(known) - left_alone(known)
+            found = paths.intersection(known) - not_recomputable(known)
             self._paths = {known[path][0]: path for path in found}
         self._of_thread = threading.local()
         self._modules.recipes = self if self._paths else None
@@ -87,24 +87,24 @@ class RecipeCalls:
         return calls
 
     def enter(self, module: torch.nn.Module, args: Any) -> None:
-        """A module's call begins."""
+        """Handle the beginning of a call."""
         if module in self._paths:
             pure = self._hooks.active and torch.is_grad_enabled() and is_pure(module)
             self._calls.enter(args, pure=pure)
 
     def leave(self, module: torch.nn.Module, kwargs: bool, output: Any) -> None:
-        """A module's call has ended."""
+        """Handle the end of a call."""
         path = self._paths.get(module)
         if path is not None and self._calls.under_way:
             member = partial(PureCall, module, path, self._device_type)
             self._calls.leave(output, member, refused=kwargs)
 
     def remake_of(self, storage: torch.UntypedStorage, version: int) -> Remake | None:
-        """How to make this storage again as it is now; ``None``: not known."""
+        """Return how to recompute this storage at this version, or ``None`` if that is not known."""
         calls = self._calls
         made = calls.made(storage, version)
         return None if made is None else calls.remake(made)
 
     def is_making(self, storage: torch.UntypedStorage) -> bool:
-        """Whether it will be known when the call ends that is under way in this thread."""
+        """Return whether the running call of this thread is making the storage."""
         return self._calls.being_changed(storage)

@@ -1,4 +1,4 @@
-"""Finds recipes in an observed pass: which saved storage is made from which, by which pure modules."""
+"""Recipes of an observed pass: which saved storage pure modules make from which other one."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from penstock.runtime.weak import TensorRef
 
 
 class RecipeNotes(PureCalls[str, SlotRecord]):
-    """Tells the records of slots their recipes. In one thread."""
+    """Writes recipes into the records of slots. For one thread."""
 
     def __init__(self, storage_of: StorageOf) -> None:
-        """Nothing is saved yet."""
+        """Start without records."""
         super().__init__(storage_of)
         self._records: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, SlotRecord]] = {}
 
     def packed(self, record: SlotRecord, tensor: torch.Tensor) -> None:
-        """A tensor is saved, as the slot ``record``."""
+        """Record that a tensor is saved as the slot ``record``."""
         storage = self.storage_of(tensor)
         if storage is None:
             return
         self._records[storage._cdata] = TensorRef(storage), tensor._version, record
         made = self.made(storage, tensor._version)
         if made is not None:
-            _tell(record, made)
+            _write_recipe(record, made)
 
     def source_of(self, given: torch.Tensor, storage: torch.UntypedStorage) -> SlotRecord | None:
-        """The slot that ``given`` was saved as."""
+        """Return the slot as which ``given`` was saved."""
         return self._record(storage, given._version)
 
     def on_made(self, storage: torch.UntypedStorage, made: Made[str, SlotRecord]) -> None:
-        """Its maker may have saved it, while it ran."""
+        """Write the recipe of a storage that was saved during the call which made it."""
         record = self._record(storage, made.version)
         if record is not None:
-            _tell(record, made)
+            _write_recipe(record, made)
 
     def _record(self, storage: torch.UntypedStorage, version: int) -> SlotRecord | None:
         known = self._records.get(storage._cdata)
@@ -46,6 +46,6 @@ class RecipeNotes(PureCalls[str, SlotRecord]):
         return known[2]
 
 
-def _tell(record: SlotRecord, made: Made[str, SlotRecord]) -> None:
+def _write_recipe(record: SlotRecord, made: Made[str, SlotRecord]) -> None:
     if record is not made.source:
         record.recipe, record.source = made.members, made.source

@@ -1,24 +1,24 @@
-"""Modules that are run again in backward instead of having what they made held.
+"""Recomputation of modules in backward, in place of holding what they saved.
 
-What a plan names in ``recomputed`` runs under ``torch.utils.checkpoint.checkpoint``, which drops what
-autograd saves and runs the module again when backward first asks for any of it, with the random numbers
-and the autocast of the first time. What is ours:
+The modules in a plan's ``recomputed`` run under ``torch.utils.checkpoint.checkpoint``, which drops what
+autograd saves and recomputes the module when backward first unpacks any of it, with the random numbers
+and the autocast of the first run. This module adds:
 
-1. Only the slots that the plan makes again are dropped. The others saved within (inputs, what somebody
-   outside needs) are packed as everywhere.
-2. The inputs are packed, not held: they may be spilled as well.
-3. Buffers, attributes and other random generators are as they were (:mod:`.module_state`).
-4. The memory of what will be made is taken from the budget before (:mod:`penstock.runtime.remade`).
-5. The first time, what is made again is compared with what was dropped, bit for bit.
+1. Only the slots that the plan recomputes are dropped. Other slots saved inside (inputs, tensors needed
+   outside) are packed as usual.
+2. The inputs are packed, not held: they may be offloaded as well.
+3. Buffers, attributes and other random generators are restored (:mod:`.module_state`).
+4. Memory for the recomputed tensors is taken from the budget first (:mod:`penstock.runtime.remade`).
+5. The first recomputation is compared with what was dropped, bit for bit.
 
-[Note: hooks of a module that is run again]
-    Only its ``forward`` is run again: hooks on the module itself run once, in forward. Hooks on modules
-    inside it run again with them, for they may change what is computed; so does whatever else their
-    forward does, as under ``torch.utils.checkpoint``.
+[Note: hooks of a recomputed module]
+    Only the module's ``forward`` is recomputed: hooks on the module itself run once, in forward. Hooks on
+    its submodules run again, because they may change what is computed. Other side effects of their
+    forwards happen again too, as under ``torch.utils.checkpoint``.
 
-A module is left alone, and saves as it always does, where nothing is saved for us (no gradients, another
-thread, somebody else's hooks, a checkpoint of the script's own), in eval mode, while it is compiled, and
-where ``left_alone`` says so.
+A module is not recomputed where its saves do not reach our hooks (no gradients, another thread, other
+hooks, a checkpoint of the script's own), in eval mode, while it is compiled, and where
+``not_recomputable`` excludes it.
 """
 
 from __future__ import annotations
@@ -52,33 +52,36 @@ _autograd: Final[Any] = torch._C._autograd
 _EARLY_STOP: Final[dict[str, Any]] = (
     {"early_stop": False} if "early_stop" in signature(checkpoint).parameters else {}
 )
-"""``checkpoint`` would stop in the hook that packs the last tensor, before a kernel fills it; see
-[Note: complete storages]. We stop it when that is over. An older one cannot be told."""
-_ADVICE: Final = "give recompute=False, or a plan that does not run it again"
+"""Arguments that keep ``checkpoint`` from stopping in the hook that packs the last tensor, before a
+kernel fills it; see [Note: complete storages]. Older versions have no such argument."""
+_ADVICE: Final = "pass recompute=False, or a plan that does not recompute it"
 
 
 def stop_early() -> None:
-    """End what is run again: all that is wanted of it is there. A test may let it run on."""
+    """End a recomputation early, when all its needed tensors exist. Tests replace this."""
     raise _StopRecomputationError
 
 
-def left_alone(modules: dict[str, list[torch.nn.Module]]) -> set[str]:
-    """Paths, among known ones, of modules that must not be run again.
+def not_recomputable(modules: dict[str, list[torch.nn.Module]]) -> set[str]:
+    """Return the paths of those among the known ``modules`` that must not be recomputed.
 
-    They are compiled, scripted or distributed, or contain, or are in, such a module; or share their path.
+    Such a module is compiled, scripted or distributed, contains such a module or is inside one, or
+    shares its path with another module.
     """
-    odd = [path for path, same in modules.items() if any(_is_odd(module) for module in same)]
+    excluded = [
+        path for path, same in modules.items() if any(_is_excluded(module) for module in same)
+    ]
     unclear = {path for path, same in modules.items() if len(same) > 1 or path.endswith(">")}
     return unclear | {
         path
         for path in modules
-        if any(_inside(path, other) or _inside(other, path) for other in odd)
+        if any(_inside(path, other) or _inside(other, path) for other in excluded)
     }
 
 
-def _is_odd(module: torch.nn.Module) -> bool:
+def _is_excluded(module: torch.nn.Module) -> bool:
     call = module.__dict__.get("_compiled_call_impl")
-    if call is not None and not isinstance(call, _Repeatable):
+    if call is not None and not isinstance(call, _RecomputedModule):
         return True
     if isinstance(module, torch.jit.ScriptModule | DataParallel):
         return True
@@ -93,7 +96,7 @@ def _inside(path: str, other: str) -> bool:
 
 
 class Recompute:
-    """Has the modules that a plan names run again, while attached to a session."""
+    """Recomputes the modules that a plan names, while attached to a session."""
 
     def __init__(
         self,
@@ -104,18 +107,18 @@ class Recompute:
         device: torch.device,
         floor_bytes: int,
     ) -> None:
-        """Run nothing again yet."""
+        """Recompute nothing yet."""
         self.hooks = hooks
         self.modules = modules
         self.repeats = repeats
         self.floor_bytes = floor_bytes
         self.suspended = False
-        # by its device ``checkpoint`` knows which random generators to keep
+        # ``checkpoint`` saves the random generators of the devices of its arguments
         self.markers = (torch.empty(0, device=device),) if device.type != "cpu" else ()
-        self._wrapped: dict[str, _Repeatable] = {}
+        self._wrapped: dict[str, _RecomputedModule] = {}
 
     def follow(self, paths: Collection[str]) -> None:
-        """From now on the modules at ``paths`` are run again, and no others."""
+        """Recompute exactly the modules at ``paths`` from now on."""
         if not paths and not self._wrapped:
             return
         for path in [each for each in self._wrapped if each not in paths]:
@@ -124,26 +127,26 @@ class Recompute:
         if not missing:
             return
         known = self.modules.known()
-        alone = left_alone(known)
+        alone = not_recomputable(known)
         for path in missing:
             if path in known and path not in alone:
-                self._wrapped[path] = _Repeatable(self, known[path][0], path)
+                self._wrapped[path] = _RecomputedModule(self, known[path][0], path)
 
     def applies(self, module: torch.nn.Module) -> bool:
-        """Whether what ``module`` saves now would come to us, and may be dropped."""
+        """Return whether saves of ``module`` would now reach our hooks and may be dropped."""
         if self.suspended or not module.training or not torch.is_grad_enabled():
             return False
-        if torch.compiler.is_compiling() or self.modules.repeating:
+        if torch.compiler.is_compiling() or self.modules.recomputing:
             return False
         top = _autograd._top_saved_tensors_default_hooks(True)
         return self.hooks.active and top is not None and bool(top[0] == self.hooks.pack)
 
 
-class _Repeatable:
-    """Stands in a module's place for its calls, until ``undo``.
+class _RecomputedModule:
+    """Wrapper of a module's calls, until ``undo``.
 
-    ``Module.__call__`` looks for it where ``Module.compile`` puts the compiled call: copies and pickles
-    of the module do without it.
+    ``Module.__call__`` finds it where ``Module.compile`` puts the compiled call, so copies and pickles of
+    the module do not include it.
     """
 
     def __init__(self, owner: Recompute, module: torch.nn.Module, path: str) -> None:
@@ -154,12 +157,12 @@ class _Repeatable:
         module.__dict__["_compiled_call_impl"] = self
 
     def undo(self) -> None:
-        """Let the module be called as before, unless somebody else has taken the place since."""
+        """Remove the wrapper, unless other code has replaced it since."""
         if self.module.__dict__.get("_compiled_call_impl") is self:
             del self.module.__dict__["_compiled_call_impl"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module; its forward, between its hooks, so that it can be run again."""
+        """Call the module so that its forward, without its hooks, can be recomputed."""
         module: Any = self.module
         if not self.owner.applies(module):
             return module._call_impl(*args, **kwargs)
@@ -180,13 +183,13 @@ class _Repeatable:
         try:
             return module._call_impl(*args, **kwargs)
         finally:
-            if own.get("forward") is run:  # a hook has raised before
+            if own.get("forward") is run:  # a hook raised before the forward
                 put_back()
 
 
 @dataclass(slots=True)
 class _Input:
-    """A tensor that the module was called with: how to get it again."""
+    """An input tensor of the module, packed."""
 
     packed: Packed
     requires_grad: bool
@@ -196,40 +199,39 @@ class _Input:
 
 @dataclass(slots=True)
 class _Dropped:
-    """A saved tensor that is to be made again."""
+    """A dropped saved tensor, which is to be recomputed."""
 
     digest: Digest | None = None
 
     def note(self, tensor: torch.Tensor) -> None:
-        """Remember what it holds."""
+        """Remember the digest of its values."""
         self.digest = digest(tensor)
 
 
 class _Call:
-    """One forward of a module, and all that is needed to run it again; lives as long as its graph."""
+    """One forward of a module and all that its recomputation needs; lives as long as its graph."""
 
-    def __init__(self, repeatable: _Repeatable, forward: Callable[..., Any]) -> None:
-        self._repeatable = repeatable
-        self._path = repeatable.path
-        self._owner = repeatable.owner
+    def __init__(self, wrapper: _RecomputedModule, forward: Callable[..., Any]) -> None:
+        self._wrapper = wrapper
+        self._path = wrapper.path
+        self._owner = wrapper.owner
         self._hooks = self._owner.hooks
         self._repeats = self._owner.repeats
         self._forward = forward
-        self._again = False
         self._inputs: list[_Input] = []
         self._unnamed: dict[int, SavedStorage] = {}
         self._saves: list[_Dropped | None] = []
-        """In the order of saving; ``None``: it was packed by us, and is not made again."""
+        """Saved tensors in order; ``None`` for one that was packed, and so is not recomputed."""
         self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._dropped_bytes = 0
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward, so that what it saves can be dropped."""
+        """Run the forward so that its saved tensors can be dropped."""
         leaves, self._layout = tree_flatten((args, kwargs))
         if any(isinstance(each, torch.Tensor) and not _is_plain(each) for each in leaves):
             return self._forward(*args, **kwargs)
         self._of_pass: Pass = self._repeats.current_pass
-        self._state = ModuleState(self._repeatable.module)
+        self._state = ModuleState(self._wrapper.module)
         self._take_inputs(leaves)
         self._now: list[Any] | None = leaves
         result = checkpoint(
@@ -249,7 +251,7 @@ class _Call:
         return result
 
     def _contexts(self) -> tuple[Any, Any]:
-        return _Reentrant(self._first_time), _Reentrant(self._another_time)
+        return _Reentrant(self._original_run), _Reentrant(self._recomputation)
 
     def _compute(self, *markers: torch.Tensor) -> Any:
         leaves, self._now = self._now, None
@@ -261,7 +263,7 @@ class _Call:
     # -- inputs -----------------------------------------------------------------------------------
 
     def _take_inputs(self, leaves: list[Any]) -> None:
-        """Pack them, under a name of their own; see [Note: names of slots ...] (runtime/repeats.py)."""
+        """Pack the inputs under their own names; see [Note: names of slots ...] (runtime/repeats.py)."""
         place = Place(f"{self._path}.{INPUT}", "")
         self._others = [None if isinstance(each, torch.Tensor) else each for each in leaves]
         self._places = [i for i, each in enumerate(leaves) if isinstance(each, torch.Tensor)]
@@ -283,35 +285,35 @@ class _Call:
             tensor = each.tensor()
             if tensor is not None and tensor._version != each.version:
                 raise HookError(
-                    f"{self._path} has changed its own input of {tuple(tensor.shape)} in place, so it"
-                    f" cannot be run again, as its plan says; in the profiled step it did not: {_ADVICE}"
+                    f"the plan recomputes {self._path}, but that has changed its input of shape"
+                    f" {tuple(tensor.shape)} in place, unlike in the profiled step; {_ADVICE}"
                 )
 
-    def _inputs_again(self) -> list[Any]:
+    def _restored_inputs(self) -> list[Any]:
         leaves = list(self._others)
         for i, each in zip(self._places, self._inputs, strict=True):
             try:
                 tensor = self._hooks.unpack(each.packed)
             except InPlaceError as error:
                 raise InPlaceError(
-                    f"{self._path} is to be run again for its backward, but its input"
-                    f" has been modified by an inplace operation since its forward; {_ADVICE}: {error}"
+                    f"cannot recompute {self._path} for its backward: its input has been modified by an"
+                    f" inplace operation since its forward; {_ADVICE}: {error}"
                 ) from error
             leaves[i] = tensor.detach().requires_grad_(each.requires_grad)
         return leaves
 
-    # -- the first time ---------------------------------------------------------------------------
+    # -- original run -----------------------------------------------------------------------------
 
     @contextmanager
-    def _first_time(self) -> Iterator[None]:
+    def _original_run(self) -> Iterator[None]:
         drop, make = _autograd._top_saved_tensors_default_hooks(True)
-        prove = not self._repeatable.proven
+        prove = not self._wrapper.proven
         pack = partial(self._pack, drop, prove=prove)
         with torch.autograd.graph.saved_tensors_hooks(pack, partial(self._unpack, make)):
             yield
 
     def _pack(self, drop: Callable[..., Any], tensor: torch.Tensor, *, prove: bool) -> Any:
-        """Drop a saved tensor if the plan has it made again, else pack it as everywhere."""
+        """Drop a saved tensor if the plan recomputes it, otherwise pack it as usual."""
         nbytes = self._hooks.slot_bytes(tensor)
         if not nbytes or not self._drops(tensor, nbytes):
             self._saves.append(None)
@@ -348,21 +350,21 @@ class _Call:
         if isinstance(packed, Packed) or self._hooks.inquiring:
             return self._hooks.unpack(packed)
         made = make(packed)
-        self._repeats.use(made.untyped_storage())  # backward may be on another stream than the run
+        self._repeats.use(made.untyped_storage())  # backward may be on another stream
         return made
 
-    # -- another time -----------------------------------------------------------------------------
+    # -- recomputation ----------------------------------------------------------------------------
 
     @contextmanager
-    def _another_time(self) -> Iterator[None]:
-        """All that is different while it is run again, which has begun when this is entered."""
+    def _recomputation(self) -> Iterator[None]:
+        """Set up all that is different while the module is recomputed."""
         start_ns = self._repeats.now_ns()
         with ExitStack() as stack:  # ``checkpoint`` may end the run by raising
             stack.callback(self._repeats.note_run, self._path, start_ns, self._dropped_bytes)
-            stack.enter_context(self._owner.modules.repeat())
+            stack.enter_context(self._owner.modules.recompute())
             self._repeats.reach(self._of_pass, self._path)
-            self._now = self._inputs_again()
-            made = _Made(
+            self._now = self._restored_inputs()
+            made = _Recomputation(
                 path=self._path,
                 hooks=self._hooks,
                 expected=self._saves,
@@ -378,42 +380,44 @@ class _Call:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _as_it_is))
             yield
 
-    def _prove(self, made: _Made) -> None:
+    def _prove(self, made: _Recomputation) -> None:
         self._hooks.operators_returned()
-        self._repeatable.proven |= made.check()
+        self._wrapper.proven |= made.check()
 
 
 @dataclass(slots=True)
-class _Made:
-    """What one more run of a forward makes again."""
+class _Recomputation:
+    """One recomputation of a forward."""
 
     path: str
     hooks: SavedTensorHooks
     expected: list[_Dropped | None]
     missing: int
-    """Dropped tensors that have not been made again, or are not complete."""
+    """Number of dropped tensors that have not been recomputed, or are not complete."""
     repeats: Repeats
     remaking: Remaking
     count: int = 0
     versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     compared: list[tuple[Comparison, str]] = field(default_factory=list)
-    """What a device is still comparing, and what to say if it differs."""
+    """Pending comparisons on a device, each with the description of its tensor."""
 
     def pack(self, keep: Callable[..., Any], tensor: torch.Tensor) -> Any:
-        """Hand what was dropped to ``checkpoint``; end the run when all of that is complete."""
+        """Hand recomputed tensors to ``checkpoint``; end the run when all are complete."""
         if not self.missing:  # a later operator saves something
             stop_early()
             return tensor.detach()
         place = self.count
         self.count += 1
         if place >= len(self.expected):
-            raise HookError(f"{self.path} saves more when it is run again than before: {_ADVICE}")
+            raise HookError(
+                f"{self.path} saves more tensors when it is recomputed than in its forward; {_ADVICE}"
+            )
         dropped = self.expected[place]
         if dropped is None:
             return tensor.detach()
         storage = tensor.untyped_storage()
-        told = self.repeats.made if self.remaking.made(storage) else self.repeats.use
-        self.hooks.when_complete(tensor, partial(told, storage))
+        note = self.repeats.made if self.remaking.made(storage) else self.repeats.use
+        self.hooks.when_complete(tensor, partial(note, storage))
         self.hooks.when_complete(tensor, partial(self._compare, place, dropped, tensor))
         self.versions.append((tensor.detach(), tensor._version))
         kept = keep(tensor)
@@ -425,7 +429,7 @@ class _Made:
         self.missing -= 1
         if dropped.digest is None:
             return
-        what = f"tensor {place} that it saves, {tensor.dtype} of {tuple(tensor.shape)}"
+        what = f"tensor {place}, {tensor.dtype} of shape {tuple(tensor.shape)},"
         self.compared.append((Comparison(dropped.digest, digest(tensor)), what))
         if self.compared[-1][0].at_hand:
             self._raise_if_different()
@@ -435,19 +439,19 @@ class _Made:
         for comparison, what in compared:
             if comparison.differ():
                 raise HookError(
-                    f"{self.path} computes something else when it is run again: {what}, differs in its"
+                    f"recomputing {self.path} gave a different result: saved {what} differs in its"
                     f" bits; {_ADVICE}"
                 )
 
     def check(self) -> bool:
-        """See to what is known only now that the module has run; waits for a device that compares.
+        """Check the recomputed tensors after the run; wait for a device that compares.
 
         Returns:
-            Whether everything that was dropped has been made again.
+            True if everything that was dropped has been recomputed.
 
         Raises:
-            HookError: Something is not what it was.
-            InPlaceError: The module has saved something and then modified it, as autograd would say.
+            HookError: A recomputed tensor differs from the dropped one.
+            InPlaceError: The module has modified a tensor after saving it, which autograd refuses too.
         """
         self._raise_if_different()
         versions, self.versions = self.versions, []
@@ -462,7 +466,7 @@ class _Made:
 
 
 class _Reentrant:
-    """A context that may be entered again when it has been left: ``checkpoint`` is given it once."""
+    """A context that may be entered repeatedly: ``checkpoint`` receives it once."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make

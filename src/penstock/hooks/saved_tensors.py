@@ -1,7 +1,4 @@
-"""The pack and unpack hooks: what autograd hands over when it saves a tensor, and gets back.
-
-What stands for a tensor meanwhile is a handle (:mod:`.handles`): which kind, is decided here.
-"""
+"""The pack and unpack hooks, which choose the handle (:mod:`.handles`) of each saved tensor."""
 
 from __future__ import annotations
 
@@ -36,11 +33,11 @@ from penstock.runtime.residency import Origin, SavedStorage
 from penstock.staging import bytes_of
 
 TINY_BYTES: Final = 4096
-"""Storages up to this size are not even counted: the handle would cost more than the tensor."""
+"""Maximum size of storages that are not even counted: the handle would cost more than the tensor."""
 COMPACT_SHARE: Final = 8
-"""A view whose span is less than this part of its storage is copied out, to let the storage go."""
+"""Views that span less than 1/8 of their storage are copied out, so that the storage can be freed."""
 CACHE_LINE_BYTES: Final = 64
-"""BLAS rounds otherwise where a vector begins elsewhere modulo this; allocations of torch begin at 0."""
+"""Alignment of which a copied view keeps its offset: BLAS results depend on it."""
 _STRIDED: Final = torch.strided
 _PLAIN: Final = frozenset(
     {
@@ -56,16 +53,16 @@ _PLAIN: Final = frozenset(
         torch.int64,
     }
 )
-"""Types whose tensors are neither quantized nor conjugated: to look one up is quicker than to ask."""
+"""Types whose tensors are neither quantized nor conjugated: a lookup is quicker than the two checks."""
 
 
 class SavedTensorHooks:
-    """Packs and unpacks for one executor, in every thread that it is entered in.
+    """Pack and unpack hooks of one session, for every thread that enters them.
 
     Attributes:
-        observer: Is told of slots and needs, in a pass that is observed.
-        active: Whether tensors that are saved are held at all.
-        plain_types: Those whose values are what their storage holds.
+        observer: Notified of saves and unpacks in an observed pass.
+        active: Saved tensors are handled at all.
+        plain_types: Types of tensors whose values are what their storage holds.
     """
 
     plain_types: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
@@ -84,7 +81,7 @@ class SavedTensorHooks:
     ) -> None:
         """Hook nothing yet; see ``torch.autograd.graph.saved_tensors_hooks``.
 
-        ``executor_of`` tells whose a tensor is, if the session may have executors beside ``executor``.
+        ``executor_of`` returns the executor of a tensor, if the session may have several.
         """
         self._executor = executor
         self._executor_of = executor_of
@@ -100,7 +97,7 @@ class SavedTensorHooks:
         self.active = True
 
     def pack(self, tensor: torch.Tensor) -> Packed:
-        """What autograd is to hold in place of ``tensor``. Waits while the budget is full."""
+        """Return the handle for autograd in place of ``tensor``; wait while the budget is full."""
         if not self.active:
             return Foreign(tensor)
         if self._completion.waiting:
@@ -120,7 +117,7 @@ class SavedTensorHooks:
         return packed
 
     def prove(self, kind: str, output: Any, watched: list[Any]) -> None:
-        """A watched module has run, and ``watched`` was packed meanwhile: see :mod:`.proofs`."""
+        """Prove what backward needs of the tensors that a watched module saved; see :mod:`.proofs`."""
         self.operators_returned()
         moved = [(packed, tensor) for packed, tensor in watched if isinstance(packed, Moved)]
         proven = self._inquiry.sign_only(kind, output) if moved else None
@@ -135,7 +132,7 @@ class SavedTensorHooks:
         if (
             nbytes <= TINY_BYTES
             or not tensor.nbytes
-            or not self._is_here(tensor)  # rule 14: it returns to where it came from
+            or not self._is_here(tensor)  # rule 14: it must return to its own device
             or self._protected.holds(storage)
         ):
             return Kept(tensor)
@@ -151,7 +148,7 @@ class SavedTensorHooks:
         return self._pack_storage(executor, tensor, storage, nbytes)
 
     def unpack(self, packed: Packed) -> torch.Tensor:
-        """The tensor again."""
+        """Return the tensor of a handle."""
         if self._inquiry.open:
             return self._inquiry.note(packed)
         if self._completion.waiting:
@@ -163,12 +160,12 @@ class SavedTensorHooks:
         return packed.unpack()
 
     def operators_returned(self) -> None:
-        """No operator is running in this thread: what it has saved is complete."""
+        """Note that no operator runs in this thread, so what it has saved is complete."""
         if self._completion.waiting:
             self._completion.returned()
 
     def when_complete(self, tensor: torch.Tensor, action: Callable[[], None]) -> None:
-        """Call ``action`` when a tensor that is being saved is complete: at once, or later."""
+        """Call ``action`` when a tensor that is being saved is complete: now or later."""
         completion = self._completion
         if completion.waiting:
             completion.check()
@@ -187,11 +184,11 @@ class SavedTensorHooks:
 
     @property
     def inquiring(self) -> bool:
-        """Whether this thread asks a node for its handle: then ``unpack`` takes note, and no more."""
+        """True while this thread reads the handle of a node, which ``unpack`` then only notes."""
         return self._inquiry.open
 
     def slot_bytes(self, tensor: torch.Tensor) -> int:
-        """The size of the slot that saving ``tensor`` makes on the session's own device; 0: none."""
+        """Return the size of the slot that saving ``tensor`` makes on the session's device, or 0."""
         storage = self.storage_of(tensor)
         if (
             storage is None
@@ -207,12 +204,12 @@ class SavedTensorHooks:
         return nbytes if nbytes * COMPACT_SHARE < storage.nbytes() else storage.nbytes()
 
     def holds(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-        """Whether the storage of ``tensor`` is saved already, as it is now."""
+        """Return whether the storage of ``tensor`` is already saved at its present version."""
         base, version = guard_of(tensor, storage, storage.nbytes())
         return self._whose(tensor).holds(storage, base, version)
 
     def _whose(self, tensor: torch.Tensor) -> Executor:
-        """Return the executor of its device."""
+        """Return the executor of the tensor's device."""
         return self._executor if self._executor_of is None else self._executor_of(tensor)
 
     def _pack_storage(
@@ -251,7 +248,7 @@ class SavedTensorHooks:
         return moved
 
     def _pack_span(self, tensor: torch.Tensor) -> Packed:
-        """Have a small view copied out, when it is complete."""
+        """Copy out a small view when it is complete."""
         packed = CopiedOut(tensor)
         if tensor.requires_grad:
             self._copy_out(packed, tensor.detach(), self._origin(tensor))
@@ -275,7 +272,7 @@ class SavedTensorHooks:
         return True
 
     def _copy_out(self, packed: CopiedOut, tensor: torch.Tensor, origin: Origin) -> None:
-        """Copy the bytes that a small view spans; strides, alignment and thus kernels stay the same."""
+        """Copy the span of a small view, keeping its strides and alignment, and thus the kernels."""
         storage = tensor.untyped_storage()
         first, nbytes = _span(tensor)
         skew = (self.address_of(storage) + first) % CACHE_LINE_BYTES
@@ -297,11 +294,11 @@ class SavedTensorHooks:
         packed.replace(moved)
 
     def storage_of(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
-        """Its storage, if its values are just strided bytes of one."""
+        """Return the tensor's storage if its values are just strided bytes of one, else ``None``."""
         return strided_storage(tensor) if type(tensor) in self.plain_types else None
 
     def address_of(self, storage: torch.UntypedStorage) -> int:
-        """Where it begins in memory."""
+        """Return the address of the storage."""
         return storage.data_ptr()
 
     def _origin(self, tensor: torch.Tensor) -> Origin:
@@ -321,9 +318,9 @@ class SavedTensorHooks:
 
 
 def _leave_untraced(*functions: Callable[..., Any]) -> None:
-    """Have ``torch.compile`` run these, and what they call, as they are.
+    """Keep ``torch.compile`` from tracing these functions and what they call.
 
-    Where it breaks a graph it goes on to trace whatever Python runs meanwhile, our hooks too.
+    At a graph break it goes on to trace all Python code that runs, including our hooks.
     """
     try:
         from torch._C._dynamo.eval_frame import (  # noqa: PLC0415  (newer than torch 2.8, perhaps)
@@ -342,7 +339,7 @@ _leave_untraced(SavedTensorHooks.pack, SavedTensorHooks.unpack)
 
 
 def strided_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Its storage, if its values are just strided bytes of one."""
+    """Return the tensor's storage if its values are just strided bytes of one, else ``None``."""
     if tensor.layout is not _STRIDED or tensor.is_nested:
         return None
     if tensor.dtype not in _PLAIN and (tensor.is_quantized or tensor.is_conj()):
@@ -356,14 +353,14 @@ def strided_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def _is_on(device_type: str) -> Callable[[torch.Tensor], bool]:
-    """Whether a tensor is on a device of a type. The attributes are quicker than ``device.type``."""
+    """Return a test for tensors on a type of device; attributes are quicker than ``device.type``."""
     if device_type in ("cpu", "cuda"):
         return operator.attrgetter(f"is_{device_type}")
     return lambda tensor: tensor.device.type == device_type
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first byte of its storage that a tensor uses, and the number of bytes up to the last."""
+    """Return the offset of the first byte that a tensor uses, and the number of bytes up to the last."""
     size = tensor.element_size()
     first = int(tensor.storage_offset()) * size
     if tensor.is_contiguous():

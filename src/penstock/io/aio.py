@@ -200,7 +200,7 @@ class _PieceQueue(Queue):
 
     def stop(self) -> list[Job]:
         """Stop once pieces in flight end; return the jobs not begun, for the caller to settle."""
-        if os.getpid() != self.pid:
+        if self.guard.in_child:
             return []
         with self._starting, self._lock:
             if self._closed:
@@ -414,7 +414,7 @@ class AioEngine(Engine):
 
     def submit(self, request: Request) -> Transfer:
         """Begin a transfer; returns at once. Raises as :meth:`Engine.submit`."""
-        if os.getpid() != self._queue.pid or not request.file.direct:
+        if self._queue.guard.in_child or not request.file.direct:
             return self._threads.submit(request)
         check(request)
         job = Job(
@@ -428,7 +428,7 @@ class AioEngine(Engine):
 
     def submit_batch(self, batch: Batch) -> Transfer:
         """Begin many reads; returns at once. Raises as :meth:`Engine.submit_batch`."""
-        if os.getpid() != self._queue.pid or not all(file.direct for file in batch.files):
+        if self._queue.guard.in_child or not all(file.direct for file in batch.files):
             return super().submit_batch(batch)
         check_batch(batch)
         if not self._queue.takes_batches():
@@ -444,7 +444,7 @@ class AioEngine(Engine):
         """
         self._threads.close()
         _cancel_unbegun(self._queue)
-        if os.getpid() == self._queue.pid:
+        if not self._queue.guard.in_child:
             self._queue.join()
 
 

@@ -15,7 +15,6 @@ NumPy arrays (thus torch storages) without a copy.
 from __future__ import annotations
 
 import enum
-import os
 import time
 import weakref
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 from penstock.core.budget import Budget
 from penstock.core.errors import ClosedError, ConfigError
 from penstock.core.locks import Lock, defer
+from penstock.core.process import fork_guard
 from penstock.core.units import format_bytes, round_down, round_up
 from penstock.io import numa
 from penstock.io.extents import ExtentAllocator
@@ -137,7 +137,7 @@ class Arena:
         if node is not None:
             numa.prefer(self.address, self.capacity_bytes, node)
         self._lock = Lock()
-        self._pid = os.getpid()
+        self._guard = fork_guard()
         self._closed = False
         self._pretouched = False
         self._used_bytes = 0
@@ -260,7 +260,7 @@ class Arena:
 
     def close(self) -> None:
         """Unmap, at once or when the last block is freed. Idempotent; harmless in a forked child."""
-        if os.getpid() != self._pid:
+        if self._guard.in_child:
             return
         with self._lock:
             if self._closed:
@@ -279,7 +279,7 @@ class Arena:
         return self._mapping.array(offset, nbytes)
 
     def _free_block(self, block: Block, expected: BlockState) -> None:
-        if os.getpid() != self._pid:
+        if self._guard.in_child:
             return  # the memory is the parent's, and another thread may have held the lock
         with self._lock:
             _check_state(block, expected)
@@ -431,10 +431,8 @@ class Arena:
             raise ClosedError(f"{self!r} is closed")
 
     def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise ClosedError(
-                f"{self!r} belongs to process {self._pid}; a forked child must make its own"
-            )
+        if self._guard.in_child:
+            raise self._guard.error(repr(self), "make one here")
 
 
 def _usable(capacity_bytes: int, budget: Budget | None) -> int:

@@ -32,6 +32,7 @@ from typing import Any, Final
 
 from penstock.core.errors import ConfigError
 from penstock.core.locks import Lock
+from penstock.core.process import fork_guard
 from penstock.io.engine import EngineSpec, File
 from penstock.io.threads import Syscalls, ThreadEngine
 
@@ -181,7 +182,7 @@ class _Handle:
     def __init__(self, library: _Library, file: File) -> None:
         """Open and register. Raises OSError."""
         self._library = library
-        self._pid = os.getpid()
+        self._guard = fork_guard()
         self._fd = -1  # until registered, for `__del__`
         mode = fcntl.fcntl(file.fd, fcntl.F_GETFL) & os.O_ACCMODE
         try:
@@ -203,7 +204,7 @@ class _Handle:
         fd, self._fd = self._fd, -1
         if fd < 0:
             return
-        if os.getpid() == self._pid:
+        if not self._guard.in_child:
             self._library.deregister(self.value)
         os.close(fd)
 

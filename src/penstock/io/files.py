@@ -14,7 +14,6 @@ import secrets
 import struct
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
@@ -28,6 +27,7 @@ from penstock.core.errors import (
     transfer_error,
 )
 from penstock.core.files import open_regular
+from penstock.core.fs import filesystem_of
 
 Mode = Literal["r", "r+", "w+", "x+"]
 """Modes as of ``open``: read; read and write; the same, created or emptied; the same, must be new."""
@@ -43,7 +43,6 @@ _OWNER_ONLY: Final = 0o600
 MAX_GRANULE_BYTES: Final = 4096
 """Coarsest alignment required of callers; files that need more are used buffered."""
 
-_MEMORY_FILESYSTEMS: Final = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 _CANNOT_RESERVE: Final = frozenset({errnos.EOPNOTSUPP, errnos.EINVAL, errnos.ENOSYS})
 _NO_TMPFILE: Final = frozenset({errnos.EOPNOTSUPP, errnos.EISDIR, errnos.EINVAL, errnos.ENOENT})
 
@@ -250,39 +249,6 @@ def drop_cache(fd: int, offset: int, nbytes: int, *, written: bool) -> None:
         _write_out(fd, offset, nbytes)
     with suppress(OSError):  # only a hint
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
-
-
-@dataclass(frozen=True, slots=True)
-class FileSystem:
-    """What a directory lies on."""
-
-    kind: str
-    """As in ``/proc/mounts``: ``"ext4"``, ``"tmpfs"``, ...; ``"unknown"`` if it cannot be asked."""
-    is_memory: bool
-    """Whether its files live in memory, so that spilling to it saves none."""
-
-
-def filesystem_of(path: str | os.PathLike[str]) -> FileSystem:
-    """The file system that ``path`` (or, if it is missing, its nearest parent) lies on."""
-    try:
-        mounts = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return FileSystem("unknown", False)
-    real = Path(path).resolve()
-    kind, longest = "unknown", -1
-    for line in mounts:  # id parent major:minor root MOUNT-POINT options [tags] - KIND source ...
-        fields, _, rest = line.partition(" - ")
-        mount = Path(_unescape(fields.split(" ")[4]))
-        # A later mount on the same point hides an earlier one.
-        if len(mount.parts) >= longest and real.is_relative_to(mount):
-            kind, longest = rest.split(" ")[0], len(mount.parts)
-    return FileSystem(kind, kind in _MEMORY_FILESYSTEMS)
-
-
-def _unescape(mount: str) -> str:
-    for octal in ("\\040", "\\011", "\\012", "\\134"):
-        mount = mount.replace(octal, chr(int(octal[1:], 8)))
-    return mount
 
 
 def _open_unlinked(directory: str) -> int:

@@ -17,6 +17,7 @@ from penstock.core.errors import (
     free_space_bytes,
     transfer_error,
 )
+from penstock.core.process import fork_guard
 from penstock.core.units import round_down, round_up
 from penstock.io.engine import File, Op, Priority, Request, Transfer
 from penstock.io.files import MAX_GRANULE_BYTES
@@ -168,14 +169,14 @@ class Queue:
         Args:
             lock: The lock that guards the queue and everything in it.
         """
-        self.pid = os.getpid()
+        self.guard = fork_guard()
         self._lock = lock
         self._line = Line()
         self._closed = False
 
     def cancel(self, job: Job) -> bool:
         """Remove a job if nothing of it has started; return True if the caller must settle it."""
-        if os.getpid() != self.pid:
+        if self.guard.in_child:
             return False
         with self._lock:
             if not self._line.cancel(job):
@@ -185,7 +186,7 @@ class Queue:
 
     def promote(self, job: Job, priority: Priority) -> None:
         """Raise the priority of the parts of a job that have not started."""
-        if os.getpid() != self.pid:
+        if self.guard.in_child:
             return
         with self._lock:
             self._line.promote(job, priority)

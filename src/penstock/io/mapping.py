@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import weakref
 from pathlib import Path
 from typing import Final
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.errors import TransferError
+from penstock.core.process import ForkGuard, fork_guard
 from penstock.core.units import MIB, round_up
 
 HUGE_PAGE_BYTES: Final = 2 * MIB
@@ -60,7 +60,7 @@ class Mapping:
         start = _map(reserved)
         self.address = round_up(start, HUGE_PAGE_BYTES)
         self._buffer = memoryview((ctypes.c_ubyte * nbytes).from_address(self.address))
-        self._unmap = weakref.finalize(self, _unmap, start, reserved, os.getpid())
+        self._unmap = weakref.finalize(self, _unmap, start, reserved, fork_guard())
         self._unmap.atexit = False  # daemon threads may still be moving bytes
         self._advise(mmap.MADV_DONTFORK, 0, nbytes)
         whole = nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
@@ -132,8 +132,8 @@ def _map(nbytes: int) -> int:
     return int(address)
 
 
-def _unmap(address: int, nbytes: int, pid: int) -> None:
-    if os.getpid() == pid:
+def _unmap(address: int, nbytes: int, guard: ForkGuard) -> None:
+    if not guard.in_child:
         _libc.munmap(address, nbytes)
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 
+from penstock.core.fs import filesystem_of
 from penstock.io.engine import Op, Transfer
-from penstock.io.files import filesystem_of
 from penstock.observe.clients import open_recorder
 from penstock.observe.events import Stage
 from penstock.observe.recorder import Recorder

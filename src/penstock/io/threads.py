@@ -17,7 +17,7 @@ from concurrent.futures import CancelledError
 from typing import Final
 
 from penstock.core import knobs
-from penstock.core.errors import ClosedError, ConfigError, TransferError
+from penstock.core.errors import ConfigError, TransferError
 from penstock.core.locks import condition, defer
 from penstock.io.engine import Engine, EngineSpec, File, Request, Transfer
 from penstock.io.files import MAX_GRANULE_BYTES, drop_cache
@@ -99,7 +99,7 @@ class _Queue(Queue):
 
         The caller must settle those.
         """
-        if os.getpid() != self.pid:
+        if self.guard.in_child:
             return []
         with self._wake:
             self._closed = True
@@ -202,11 +202,8 @@ class ThreadEngine(Engine):
 
     def submit(self, request: Request) -> Transfer:
         """Begin a transfer; returns at once. Raises as :meth:`Engine.submit`."""
-        if os.getpid() != self._queue.pid:
-            raise ClosedError(
-                f"this I/O engine belongs to process {self._queue.pid}; a forked child must make"
-                " its own"
-            )
+        if self._queue.guard.in_child:
+            raise self._queue.guard.error("this I/O engine", "make one here")
         check(request)
         job = Job(
             request,
@@ -223,7 +220,7 @@ class ThreadEngine(Engine):
         Idempotent; harmless in a forked child.
         """
         _cancel_unbegun(self._queue)
-        if os.getpid() == self._queue.pid:
+        if not self._queue.guard.in_child:
             self._queue.join()
 
 

@@ -1,12 +1,13 @@
-"""The manager of jobs that share a machine: who computes, and who sleeps with its memory on flash.
+"""Manager of jobs that share a machine: some compute while others sleep with their memory on flash.
 
-How one job sleeps is in :mod:`penstock.swap`. Read in this order:
+Suspending a single job is in :mod:`penstock.swap`. Read in this order:
 
-- ``description``: what a manager is told; ``policy``: which job computes, which sleeps;
-- ``processes``: jobs from outside; ``logs``: what they print; ``command``: what they run; ``task``: one
+- ``description``: the configuration; ``policy``: the choice of the jobs that compute and sleep;
+- ``processes``: jobs' processes; ``logs``: their output; ``command``: their command lines; ``task``: one
   job's life;
-- ``manager``; ``limits``; ``budget``, ``enclosure``, ``cgroups``: what keeps the budget; ``interrupts``,
-  ``ending``: how it ends; ``teller``; ``record``: what it leaves on disk; ``control``: its socket.
+- ``manager``; ``limits``; ``budget``, ``enclosure``, ``cgroups``: enforcement of the budget;
+  ``interrupts``, ``ending``: its end; ``teller``: progress messages; ``record``: state on disk;
+  ``control``: its socket.
 """
 
 from penstock.jobs.control import Client

@@ -1,4 +1,4 @@
-"""What keeps the budget of DRAM: the kernel where that is permitted, else the manager's own looking."""
+"""Enforcement of the DRAM budget, by the kernel if that is permitted, otherwise by polling."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Final
 from penstock.core.errors import ConfigError, JobError
 from penstock.jobs.cgroups import own_place
 from penstock.jobs.description import Machine
-from penstock.jobs.enclosure import Enclosure, Room, release
+from penstock.jobs.enclosure import Enclosure, Room, remove_or_unlimit
 from penstock.jobs.policy import Entry
 
-_AS_DESCRIBED: Final = "looking, as described"
+_AS_DESCRIBED: Final = "polling, as described"
 
 
 class Budget:
-    """Of all jobs together. For one thread.
+    """Budget of all jobs together. For one thread.
 
     Attributes:
-        kept_by: The directory of its control group, or why there is none.
+        kept_by: Directory of its control group, or the reason why there is none.
     """
 
     def __init__(self, machine: Machine, *, state: str, tell: Callable[[str], None]) -> None:
-        """Nothing keeps it yet.
+        """Enforce nothing yet.
 
         Args:
-            machine: As it was described.
-            state: The manager's directory.
-            tell: Is told, in a line, what goes wrong.
+            machine: Configured machine.
+            state: Directory of the manager.
+            tell: Function that prints a line about a problem.
         """
         self._machine = machine
         self._state = state
@@ -38,49 +38,51 @@ class Budget:
 
     @property
     def is_enforced(self) -> bool:
-        """Whether the kernel keeps it."""
+        """True if the kernel enforces the budget."""
         return self._enclosure is not None
 
     @property
     def group(self) -> str | None:
-        """The directory of its control group."""
+        """Directory of its control group."""
         return None if self._enclosure is None else self._enclosure.path
 
-    def keep(self, found: str | None) -> None:
-        """Have it kept from now on.
+    def enforce(self, found: str | None) -> None:
+        """Begin to enforce the budget.
 
         Args:
-            found: The directory of the control group of an earlier manager that was killed.
+            found: Directory of the control group of an earlier manager that was killed.
 
         Raises:
-            ConfigError: The kernel is to keep it, and that is not permitted.
+            ConfigError: The kernel is to enforce it, and that is not permitted.
         """
         enforce, nbytes = self._machine.enforce, self._machine.memory_bytes
         try:
-            if enforce != "looking":
+            if enforce != "polling":
                 self._enclosure = Enclosure(
                     own_place(), state=self._state, budget_bytes=nbytes, found=found
                 )
                 self.kept_by = self._enclosure.path
             elif found is not None:
-                release(found)
+                remove_or_unlimit(found)
         except JobError as error:
             if enforce == "cgroup":
                 raise ConfigError(f"[machine] enforce is 'cgroup': {error}") from error
-            self.kept_by = f"looking, not by the kernel: {error}"
+            self.kept_by = f"polling, not by the kernel: {error}"
 
-    def say(self) -> None:
-        """Tell by what it is kept, unless that was described."""
+    def report(self) -> None:
+        """Report how the budget is enforced, unless that was configured."""
         if self._enclosure is None:
             if self.kept_by != _AS_DESCRIBED:
-                self._tell(f"the budget is kept by {self.kept_by}")
+                self._tell(f"the budget is enforced by {self.kept_by}")
             return
-        self._tell(f"the budget is kept by the kernel, in {self.kept_by}")
+        self._tell(f"the budget is enforced by the kernel, in {self.kept_by}")
         if not self._enclosure.bars_swap:
-            self._tell("warning: this kernel cannot bar jobs from swap, where the excess may go")
+            self._tell(
+                "warning: this kernel cannot keep jobs out of swap, which memory over the limit may use"
+            )
 
     def allow(self, entries: Sequence[Entry]) -> None:
-        """Have the kernel let each job hold its part, before it is woken."""
+        """Set each job's limit in the kernel, before jobs are woken."""
         if self._enclosure is None:
             return
         try:
@@ -92,18 +94,18 @@ class Budget:
             self._has_failed = True
 
     def room_for(self, name: str) -> Room | None:
-        """Where a job is to begin; None: anywhere. Raises JobError."""
+        """Return a new job's control group; None without enforcement. Raises JobError."""
         return None if self._enclosure is None else self._enclosure.begin(name)
 
     def room_of(self, name: str, pid: int) -> Room | None:
-        """Where an earlier manager has begun a job."""
+        """Return the control group of a job that an earlier manager has started."""
         return None if self._enclosure is None else self._enclosure.find(name, pid)
 
     def close(self, *, wait: bool) -> None:
         """Remove the control group, if no job lives in it. Idempotent.
 
         Args:
-            wait: For a moment, for processes that have been ended.
+            wait: Wait briefly for ended processes to disappear.
         """
         if self._enclosure is not None and not self._is_closed:
             self._is_closed = True

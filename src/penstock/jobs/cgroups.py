@@ -1,13 +1,13 @@
-"""Control groups of Linux, as far as memory goes: a limit that the kernel keeps.
+"""Linux control groups for memory limits that the kernel enforces.
 
 [Note: what the kernel counts]
-    Memory of a group is what its processes hold and share with nobody outside, the kernel's own for them
-    (page tables, sockets), and the page cache of files that they were the first to read or write. That
-    cache is taken back before the limit is said to be reached; so what a group *holds* here is all but
-    the cache. Swap is closed to a group, unless it is opened: what is over the limit would go there
-    without anybody being told. Pages of hugetlbfs are in no group of this kind.
+    The memory of a group is that which its processes hold and do not share with processes outside, the
+    kernel's memory for them (page tables, sockets), and the page cache of files that they were the first
+    to read or write. The kernel reclaims that cache before the limit counts as reached; so the memory
+    that a group *holds* is everything but the cache. Swap is disabled for a group by default, because
+    memory over the limit would go there silently. Pages of hugetlbfs are not counted.
 
-Both versions are known: v1, where the memory controller is mounted by itself, and v2
+Both versions are supported: v1, where the memory controller is mounted by itself, and v2
 (``Documentation/admin-guide/cgroup-v1/memory.rst`` and ``cgroup-v2.rst`` of the kernel).
 """
 
@@ -26,13 +26,13 @@ from penstock.core.errors import JobError
 from penstock.core.units import MIB, format_bytes
 
 NO_LIMIT: Final = 1 << 62
-_ROOM_BYTES: Final = 4 * MIB
-"""No limit is set closer than this to what is held: v2 would kill for it."""
+_MARGIN_BYTES: Final = 4 * MIB
+"""Minimum distance of a new limit to the held memory: v2 would kill processes otherwise."""
 _ENTER: Final = 'echo $$ > "$0" || exit 125; exec "$@"'
-"""A process enters by itself, before it is what it is to be: so nothing of it can stay outside."""
+"""Shell script that enters a group and then runs the command, so that no memory is counted outside."""
 ADVICE: Final = (
-    "begin the manager in a group of its own that is this user's, as by `systemd-run --user --scope -p"
-    " Delegate=yes penstock jobs run ...` (root: without --user)"
+    "start the manager in its own group, owned by this user, such as with `systemd-run --user --scope -p"
+    " Delegate=yes penstock jobs run ...` (as root: without --user)"
 )
 _NAMES: Final[Mapping[int, Mapping[str, str]]] = {
     1: {"limit": "memory.limit_in_bytes", "usage": "memory.usage_in_bytes"},
@@ -42,23 +42,23 @@ _NAMES: Final[Mapping[int, Mapping[str, str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a process stands."""
+    """The memory group of a process."""
 
     path: str
-    """Its group's directory."""
+    """Directory of the group."""
     version: int
-    """1 or 2."""
+    """Version of control groups: 1 or 2."""
 
 
 def place_of(cgroup: str, mountinfo: str) -> Place:
-    """The memory group of a process.
+    """Return the memory group of a process.
 
     Args:
-        cgroup: What its ``/proc/PID/cgroup`` says.
-        mountinfo: What its ``/proc/PID/mountinfo`` says.
+        cgroup: Content of ``/proc/PID/cgroup``.
+        mountinfo: Content of ``/proc/PID/mountinfo``.
 
     Raises:
-        JobError: There is no memory controller, or its files are not to be seen; says which.
+        JobError: There is no memory controller, or its files are not visible.
     """
     lines = [line.split(":", 2) for line in cgroup.splitlines() if line.count(":") >= 2]
     old = next((path for _, names, path in lines if "memory" in names.split(",")), None)
@@ -78,11 +78,11 @@ def place_of(cgroup: str, mountinfo: str) -> Place:
         if version == 2 and "memory" not in _words(directory, "cgroup.controllers"):
             raise JobError(f"the memory controller is not available in {directory!r}: {ADVICE}")
         return Place(directory, version)
-    raise JobError("the memory controller is mounted nowhere that this process can see")
+    raise JobError("this process sees no mount of the memory controller")
 
 
 def own_place() -> Place:
-    """The memory group of this process. Raises JobError, as ``place_of``."""
+    """Return the memory group of this process. Raises JobError as ``place_of`` does."""
     try:
         here = Path("/proc/self")
         return place_of(
@@ -90,11 +90,11 @@ def own_place() -> Place:
             (here / "mountinfo").read_text(encoding="utf-8"),
         )
     except OSError as error:
-        raise JobError(f"control groups cannot be looked at: {error}") from error
+        raise JobError(f"control groups cannot be read: {error}") from error
 
 
 def _mounts(mountinfo: str) -> list[tuple[str, str, str, str]]:
-    """Of each mount: its root within its file system, where it is, type, options."""
+    """Return (root within its file system, mount point, type, options) of each mount."""
     found = []
     for line in mountinfo.splitlines():
         words, _, after = line.partition(" - ")
@@ -106,15 +106,15 @@ def _mounts(mountinfo: str) -> list[tuple[str, str, str, str]]:
 
 
 class Group:
-    """A group with a limit. For one thread.
+    """A control group with a limit. For one thread.
 
     Attributes:
-        path: Its directory.
-        limit_bytes: As it was set last; in fact it may be a page less.
+        path: Directory of the group.
+        limit_bytes: Limit that was set last; the kernel may round it down to a page.
     """
 
     def __init__(self, path: str, version: int) -> None:
-        """One that is there; see ``make``."""
+        """Wrap an existing group; see ``make``."""
         self.path = path
         self.limit_bytes = NO_LIMIT
         self._version = version
@@ -122,22 +122,22 @@ class Group:
 
     @classmethod
     def at(cls, path: str) -> Group:
-        """One that is there, of whichever version."""
+        """Wrap an existing group of either version."""
         old = os.path.exists(os.path.join(path, _NAMES[1]["limit"]))
         return cls(path, 1 if old else 2)
 
     @classmethod
     def make(cls, parent: str, name: str, version: int, *, limited: bool = True) -> Group:
-        """Make one, without a limit yet; one that is there already is taken as it is.
+        """Create a group, without a limit yet, or use an existing one.
 
         Args:
-            parent: The group that it is made in.
-            name: Of its directory.
+            parent: Parent group.
+            name: Name of the directory.
             version: 1 or 2.
-            limited: Whether it is to have a limit.
+            limited: The group must support a limit.
 
         Raises:
-            JobError: It is not permitted, or it can have no limit.
+            JobError: It is not permitted, or the group does not support a limit.
         """
         path = os.path.join(parent, name)
         try:
@@ -145,12 +145,12 @@ class Group:
                 os.mkdir(path, 0o755)
         except OSError as error:
             raise JobError(
-                f"no group may be made in {parent!r} ({error.strerror}): {ADVICE}"
+                f"a control group cannot be created in {parent!r} ({error.strerror}): {ADVICE}"
             ) from error
         group = cls(path, version)
         if limited and not os.path.exists(group._file("limit")):
             group.remove()
-            raise JobError(f"a group in {parent!r} would have no limit of memory")
+            raise JobError(f"a control group in {parent!r} would have no memory limit")
         return group
 
     def _file(self, what: str) -> str:
@@ -171,73 +171,73 @@ class Group:
                     fields[name] = int(value)
         return fields
 
-    # -- what is in it --------------------------------------------------------------------------------
+    # -- content --------------------------------------------------------------------------------------
 
     def held_bytes(self) -> int:
-        """What is held by it, and for it. See [Note: what the kernel counts]."""
+        """Return the memory that the group holds. See [Note: what the kernel counts]."""
         prefix = "total_" if self._version == 1 else ""
         stat = self._fields("memory.stat")
         cache = stat.get(f"{prefix}active_file", 0) + stat.get(f"{prefix}inactive_file", 0)
         return max((self._number("usage") or 0) - cache, 0)
 
     def kills(self) -> int:
-        """How many of its processes the kernel has ended because a limit was reached."""
+        """Return the number of processes that the kernel has killed because of a limit."""
         where = "memory.oom_control" if self._version == 1 else "memory.events"
         return self._fields(where).get("oom_kill", 0)
 
     def processes(self) -> list[int]:
-        """Numbers of those in it, not in groups below it."""
+        """Return the numbers of the processes in this group, without those of child groups."""
         return [int(word) for word in _words(self.path, "cgroup.procs")]
 
-    # -- what is done with it -------------------------------------------------------------------------
+    # -- changes --------------------------------------------------------------------------------------
 
     def limit(self, nbytes: int, *, swap: bool = False) -> bool:
-        """Let it hold so much, or what it holds already if that is more.
+        """Set the limit to ``nbytes``, or to the presently held memory if that is more.
 
         Args:
-            nbytes: Of memory.
-            swap: Whether more may go to swap; else none may.
+            nbytes: Limit of memory.
+            swap: Allow swap in addition.
 
         Returns:
-            Whether it is ``nbytes``.
+            True if the limit is ``nbytes``.
 
         Raises:
-            JobError: The kernel does not take it.
+            JobError: The kernel refuses the limit.
         """
         wanted = nbytes
         if nbytes < NO_LIMIT:
-            nbytes = max(nbytes, self.held_bytes() + _ROOM_BYTES)
+            nbytes = max(nbytes, self.held_bytes() + _MARGIN_BYTES)
         try:
             if self._version == 1:
-                self._limit_old(nbytes, swap=swap)
+                self._limit_v1(nbytes, swap=swap)
             else:
-                self._write("memory.swap.max", "max" if swap else "0", may_lack=True)
+                self._write("memory.swap.max", "max" if swap else "0", optional=True)
                 self._write("limit", "max" if nbytes >= NO_LIMIT else str(nbytes))
         except OSError as error:
-            if error.errno == errno.EBUSY:  # it holds more by now
+            if error.errno == errno.EBUSY:  # it holds more now
                 return False
             raise JobError(
-                f"{self.path!r} takes no limit of {format_bytes(nbytes)}: {error.strerror}"
+                f"{self.path!r} refuses a limit of {format_bytes(nbytes)}: {error.strerror}"
             ) from error
         self.limit_bytes = nbytes
         return nbytes == wanted
 
-    def _limit_old(self, nbytes: int, *, swap: bool) -> None:
-        """Memory and swap together are limited too, and never below memory."""
+    def _limit_v1(self, nbytes: int, *, swap: bool) -> None:
+        """Set the limits of memory, and of memory and swap together, which is never the lower one."""
         text = "-1" if nbytes >= NO_LIMIT else str(nbytes)
         both = "-1" if swap else text
         if (self._number("memory.memsw.limit_in_bytes") or 0) < nbytes or swap:
-            self._write("memory.memsw.limit_in_bytes", both, may_lack=True)
+            self._write("memory.memsw.limit_in_bytes", both, optional=True)
             self._write("limit", text)
         else:
             self._write("limit", text)
-            self._write("memory.memsw.limit_in_bytes", both, may_lack=True)
+            self._write("memory.memsw.limit_in_bytes", both, optional=True)
 
-    def _write(self, what: str, text: str, *, may_lack: bool = False) -> None:
+    def _write(self, what: str, text: str, *, optional: bool = False) -> None:
         try:
             fd = os.open(self._file(what), os.O_WRONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            if may_lack:
+            if optional:
                 return
             raise
         try:
@@ -246,38 +246,38 @@ class Group:
             os.close(fd)
 
     def can_bar_swap(self) -> bool:
-        """Whether swap can be closed to it."""
+        """Return whether swap can be disabled for the group."""
         name = "memory.memsw.limit_in_bytes" if self._version == 1 else "memory.swap.max"
         return os.path.exists(self._file(name))
 
-    def end_as_one(self) -> None:
-        """If the limit is reached, end all of its processes, where the kernel can do that."""
+    def kill_together(self) -> None:
+        """Let the kernel kill all processes of the group together at the limit, if it can."""
         with suppress(OSError):
             self._write("memory.oom.group", "1")
 
-    def limit_groups_below(self, *, may_have: bool = True) -> None:
-        """Let groups below have limits, or no more. Raises OSError; EBUSY: there are processes in it."""
+    def limit_groups_below(self, *, allowed: bool = True) -> None:
+        """Allow or forbid limits in child groups. Raises OSError; EBUSY if it contains processes."""
         if self._version == 2:
-            self._write("cgroup.subtree_control", "+memory" if may_have else "-memory")
+            self._write("cgroup.subtree_control", "+memory" if allowed else "-memory")
         elif self._number("memory.use_hierarchy") == 0:  # an old kernel: they would not count here
             self._write("memory.use_hierarchy", "1")
 
     def below(self) -> list[Group]:
-        """The groups in it."""
+        """Return the child groups."""
         with suppress(OSError), os.scandir(self.path) as entries:
             return [Group(each.path, self._version) for each in entries if each.is_dir()]
         return []
 
     def enter(self, pid: int) -> None:
-        """Move a process into it; what that holds already stays where it was. Raises OSError."""
+        """Move a process into the group, but not the memory that it holds. Raises OSError."""
         self._write("cgroup.procs", str(pid))
 
     def inside(self, command: Sequence[str]) -> list[str]:
-        """A command that begins in it."""
+        """Return a command that enters the group and then runs ``command``."""
         return ["/bin/sh", "-c", _ENTER, self._file("cgroup.procs"), *command]
 
     def kill(self) -> None:
-        """End all processes in it at once."""
+        """Kill all processes in the group."""
         with suppress(OSError):
             self._write("cgroup.kill", "1")
             return
@@ -286,7 +286,7 @@ class Group:
                 os.kill(pid, signal.SIGKILL)
 
     def remove(self) -> bool:
-        """Remove it; whether it is gone. One with processes in it, or groups below, stays."""
+        """Remove the group if it has no processes and child groups; return whether it is removed."""
         try:
             os.rmdir(self.path)
         except FileNotFoundError:

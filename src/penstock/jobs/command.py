@@ -1,4 +1,4 @@
-"""What a job's process runs."""
+"""Command line of a job's process."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from penstock.jobs.description import JobSpec, Machine
 from penstock.swap import RECORD_FILE
 
 Command = Callable[[JobSpec, Machine, str, str], Sequence[str]]
-"""Program and arguments of a job, given where its channel is, and where it is kept if it is durable."""
+"""Function that returns a job's command, given the paths of its channel and its durable state."""
 
 
 def run_command(spec: JobSpec, machine: Machine, channel: str, kept: str) -> list[str]:
-    """``penstock run`` of the script; it resumes if there is what it can resume from."""
+    """Return the ``penstock run`` of the script, with ``--resume`` if there is a record."""
     flash = [word for each in machine.directories for word in ("--flash", each)]
     command = [sys.executable, "-m", "penstock", "run", "--channel", channel, *flash]
     if spec.durable:

@@ -1,4 +1,4 @@
-"""How a manager is talked to: a socket that only its user can reach, a line of JSON each way."""
+"""Control socket of a manager, for its user only: one line of JSON in each direction."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from penstock.core.files import absolute_path, parse_json
 from penstock.jobs.record import last_known
 
 _NAME: Final = "control"
-_MOST_BYTES: Final = 64 * 1024
-_MOST_ANSWER_BYTES: Final = 16 * 1024**2
+_MAX_BYTES: Final = 64 * 1024
+_MAX_ANSWER_BYTES: Final = 16 * 1024**2
 _ANSWER_S: Final = 30.0
-_PEERS: Final = 128
-"""Connections at once; more wait in the backlog."""
-_SILENT_S: Final = 1.0
-"""A peer that moved nothing for so long makes room for another, where there are too many."""
+_MAX_PEERS: Final = 128
+"""Maximum number of connections; more wait in the backlog."""
+_IDLE_S: Final = 1.0
+"""Idle time after which a connection is closed if there are too many."""
 
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Manages(Protocol):
-    """What a manager can be asked; a :class:`.Manager` is one."""
+    """Requests to a manager, which a :class:`.Manager` implements."""
 
     def status(self) -> dict[str, Any]:
-        """How the machine and the jobs are."""
+        """Return the status of the machine and the jobs."""
 
     def suspend(self, name: str) -> str:
-        """Have a job sleep until ``resume``; what comes of it, in words."""
+        """Suspend a job until ``resume``; return a message."""
 
     def resume(self, name: str) -> str:
-        """Let a job have turns again; what comes of it, in words."""
+        """Give a job turns again; return a message."""
 
     def stop(self, name: str | None = None) -> str:
-        """End a job, or all; what comes of it, in words."""
+        """Stop a job, or all; return a message."""
 
 
 def answer(manager: Manages, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Do what a request says. Raises JobError if it makes no sense, and what the manager raises."""
+    """Execute a request. Raises JobError if it is invalid, and the manager's errors."""
     what, name = request.get("do"), request.get("name")
     if what == "status":
         return manager.status()
     if what not in ("suspend", "resume", "stop"):
-        raise JobError(f"the request {what!r} is unknown; known are status, suspend, resume, stop")
+        raise JobError(f"unknown request {what!r}; known are status, suspend, resume, stop")
     if what == "stop" and name is None:
         return {"told": manager.stop()}
     if not isinstance(name, str):
@@ -62,27 +62,27 @@ def answer(manager: Manages, request: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Peer:
-    """A connection: what it has asked so far, and what it is still to be told."""
+    """A connection, with the received part of its request and the unsent part of its answer."""
 
     moved_s: float
-    """When it was last heard or told something."""
+    """Time of the last transfer."""
     asked: bytearray = field(default_factory=bytearray)
     answer: memoryview | None = None
 
 
 class Server:
-    """A manager's end. For one thread: ``serve`` is called between other work, and waits for no peer.
+    """The manager's end. For one thread: ``serve`` is called between other work, and blocks on no peer.
 
     Attributes:
-        selector: What it listens with; the manager waits with it too.
+        selector: Selector of the sockets, with which the manager waits too.
     """
 
     def __init__(self, directory_fd: int, handle: Handler) -> None:
         """Listen.
 
         Args:
-            directory_fd: Of the state directory, which the manager has to itself.
-            handle: Answers a request; PenstockErrors of it are the answer.
+            directory_fd: Descriptor of the manager's state directory.
+            handle: Function that answers a request; a PenstockError becomes the answer.
 
         Raises:
             JobError: It cannot listen.
@@ -95,19 +95,19 @@ class Server:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with suppress(FileNotFoundError):
-                os.unlink(_NAME, dir_fd=directory_fd)  # a dead manager's
+                os.unlink(_NAME, dir_fd=directory_fd)  # of a dead manager
             self._socket.bind(_address(directory_fd))
             os.chmod(_NAME, 0o600, dir_fd=directory_fd)
-            self._socket.listen(_PEERS)
+            self._socket.listen(_MAX_PEERS)
         except OSError as error:
             self._socket.close()
             self.selector.close()
-            raise JobError(f"the control socket cannot be made: {error}") from error
+            raise JobError(f"the control socket cannot be created: {error}") from error
         self._socket.setblocking(False)
         self.selector.register(self._socket, selectors.EVENT_READ)
 
     def serve(self, timeout_s: float) -> None:
-        """Answer what is asked, and return after so long at the latest, if nobody asks."""
+        """Answer pending requests; wait for the first one up to ``timeout_s``."""
         if self._is_full:
             self._is_full = False
             self.selector.register(self._socket, selectors.EVENT_READ)
@@ -120,19 +120,19 @@ class Server:
                 serve(key.fileobj, self._peers[key.fileobj])
 
     def _accept(self) -> bool:
-        """Take a connection; whether there may be another.
+        """Accept a connection; return whether there may be another.
 
-        Where there are too many, one that has been silent makes room; if there is none, those that are in
-        the backlog wait there until ``serve`` is called again.
+        If there are too many, an idle one is closed; if none is idle, connections in the backlog wait
+        until ``serve`` is called again.
         """
-        if len(self._peers) >= _PEERS and not self._make_room():
-            self._be_full()
+        if len(self._peers) >= _MAX_PEERS and not self._make_room():
+            self._stop_accepting()
             return False
         try:
             peer, _ = self._socket.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE) and not self._make_room():
-                self._be_full()
+                self._stop_accepting()
             return False
         if _user_of(peer) not in (os.geteuid(), 0):
             peer.close()
@@ -142,52 +142,52 @@ class Server:
         self.selector.register(peer, selectors.EVENT_READ)
         return True
 
-    def _be_full(self) -> None:
+    def _stop_accepting(self) -> None:
         self._is_full = True
         self.selector.unregister(self._socket)
 
     def _make_room(self) -> bool:
-        """Drop the peer that has been silent for longest, if that is long; whether it was."""
+        """Close the connection that has been idle longest, if that is long enough, and return true."""
         if not self._peers:
             return False
         silent = min(self._peers, key=lambda peer: self._peers[peer].moved_s)
-        if time.monotonic() - self._peers[silent].moved_s < _SILENT_S:
+        if time.monotonic() - self._peers[silent].moved_s < _IDLE_S:
             return False
-        self._drop(silent)
+        self._disconnect(silent)
         return True
 
-    def _receive(self, peer: socket.socket, its: _Peer) -> None:
+    def _receive(self, peer: socket.socket, state: _Peer) -> None:
         try:
-            piece = peer.recv(_MOST_BYTES)
+            piece = peer.recv(_MAX_BYTES)
         except BlockingIOError:
             return
         except OSError:
             piece = b""
-        its.moved_s = time.monotonic()
-        its.asked += piece
-        line, ends, _ = its.asked.partition(b"\n")
+        state.moved_s = time.monotonic()
+        state.asked += piece
+        line, ends, _ = state.asked.partition(b"\n")
         if ends:
-            its.answer = memoryview(json.dumps(self._answer(bytes(line))).encode() + b"\n")
-            self._send(peer, its)
-        elif not piece or len(its.asked) >= _MOST_BYTES:
-            self._drop(peer)
+            state.answer = memoryview(json.dumps(self._answer(bytes(line))).encode() + b"\n")
+            self._send(peer, state)
+        elif not piece or len(state.asked) >= _MAX_BYTES:
+            self._disconnect(peer)
 
-    def _send(self, peer: socket.socket, its: _Peer) -> None:
-        """Tell it as much as it takes now; the rest when it has read that."""
-        assert its.answer is not None, "it has asked"
+    def _send(self, peer: socket.socket, state: _Peer) -> None:
+        """Send as much of the answer as possible now, and the rest later."""
+        assert state.answer is not None, "there is a request"
         try:
-            its.answer = its.answer[peer.send(its.answer) :]
+            state.answer = state.answer[peer.send(state.answer) :]
         except BlockingIOError:
             pass
         except OSError:
-            its.answer = its.answer[:0]
-        if its.answer:
-            its.moved_s = time.monotonic()
+            state.answer = state.answer[:0]
+        if state.answer:
+            state.moved_s = time.monotonic()
             self.selector.modify(peer, selectors.EVENT_WRITE)
         else:
-            self._drop(peer)
+            self._disconnect(peer)
 
-    def _drop(self, peer: socket.socket) -> None:
+    def _disconnect(self, peer: socket.socket) -> None:
         self.selector.unregister(peer)
         del self._peers[peer]
         peer.close()
@@ -196,16 +196,16 @@ class Server:
         try:
             request = parse_json(line)
         except ValueError:
-            return {"ok": False, "error": "the request is no JSON"}
+            return {"ok": False, "error": "the request is not JSON"}
         if not isinstance(request, dict):
-            return {"ok": False, "error": "the request is no object"}
+            return {"ok": False, "error": "the request is not a JSON object"}
         try:
             return {"ok": True, **self._handle(request)}
         except PenstockError as error:
             return {"ok": False, "error": str(error)}
 
     def close(self) -> None:
-        """Listen no more. Idempotent, and before the directory is closed."""
+        """Close the socket and all connections. Idempotent. Call it before closing the directory."""
         if self._socket.fileno() < 0:
             return
         for peer in self._peers:
@@ -218,47 +218,47 @@ class Server:
 
 
 class Client:
-    """Talks to the manager of a state directory; each call is a connection of its own."""
+    """Client of the manager of a state directory; each call opens a connection."""
 
     def __init__(self, state: str | os.PathLike[str]) -> None:
-        """Say which.
+        """Remember the directory.
 
         Args:
-            state: The manager's directory.
+            state: State directory of the manager.
         """
         self.path = absolute_path(state, "the state directory")
 
     def status(self) -> dict[str, Any]:
-        """How the machine and the jobs are; the manual has its fields. Raises JobError."""
+        """Return the status of the machine and the jobs, as in the manual. Raises JobError."""
         return self.ask({"do": "status"})
 
     def suspend(self, name: str) -> str:
-        """Have a job sleep until ``resume``; what comes of it, in words. Raises JobError."""
+        """Suspend a job until ``resume``; return a message. Raises JobError."""
         return str(self.ask({"do": "suspend", "name": name})["told"])
 
     def resume(self, name: str) -> str:
-        """Let a job have turns again; what comes of it, in words. Raises JobError."""
+        """Give a job turns again; return a message. Raises JobError."""
         return str(self.ask({"do": "resume", "name": name})["told"])
 
     def stop(self, name: str | None = None) -> str:
-        """End a job, or all and the manager; what comes of it, in words. Raises JobError."""
+        """Stop a job, or all jobs and the manager; return a message. Raises JobError."""
         return str(self.ask({"do": "stop", "name": name})["told"])
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Ask for something. Raises JobError: there is no manager, it does not answer, or it refuses."""
+        """Send a request. Raises JobError if there is no manager, or it does not answer or refuses."""
         try:
             directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
-            raise self._nobody(error) from error
+            raise self._no_manager(error) from error
         try:
             got = _exchange(_address(directory), json.dumps(dict(request)).encode() + b"\n")
         except (BlockingIOError, TimeoutError) as error:
             raise JobError(
-                f"the manager in {self.path!r} did not answer within {_ANSWER_S:.0f} s: it is stopped, or"
-                " too many ask at once; try again"
+                f"the manager in {self.path!r} did not answer within {_ANSWER_S:.0f} s: it is paused, or"
+                " there are too many requests; try again"
             ) from error
         except OSError as error:
-            raise self._nobody(error) from error
+            raise self._no_manager(error) from error
         finally:
             os.close(directory)
         try:
@@ -269,20 +269,20 @@ class Client:
             raise JobError(str(answer["error"]))
         return dict(answer)
 
-    def _nobody(self, error: OSError) -> JobError:
+    def _no_manager(self, error: OSError) -> JobError:
         text = (
-            f"no manager answers in {self.path!r}; `penstock jobs run` starts one, and finds the jobs of"
-            " one that was killed"
+            f"no manager answers in {self.path!r}; `penstock jobs run` starts one, which also finds the"
+            " jobs of a killed manager"
         )
         if known := last_known(self.path):
-            text += f"; when the last one recorded them, its jobs were: {known}"
+            text += f"; the last recorded states of its jobs are: {known}"
         return JobError(f"{text} ({error.strerror or error})")
 
 
 def _exchange(address: str, request: bytes) -> bytes:
-    """What is answered; empty or torn if the other end goes away. Raises OSError."""
+    """Return the answer; empty or incomplete if the connection is lost. Raises OSError."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
-        # a connection waits for room in a full backlog only if the socket blocks: so the kernel times it
+        # only a blocking socket waits for a full backlog, so the kernel enforces the time limit
         limit = struct.pack("ll", int(_ANSWER_S), 0)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         peer.connect(address)
@@ -290,8 +290,8 @@ def _exchange(address: str, request: bytes) -> bytes:
         got = bytearray()
         with suppress(BrokenPipeError, ConnectionResetError):
             peer.sendall(request)
-            while not got.endswith(b"\n") and len(got) < _MOST_ANSWER_BYTES:
-                piece = peer.recv(_MOST_BYTES)
+            while not got.endswith(b"\n") and len(got) < _MAX_ANSWER_BYTES:
+                piece = peer.recv(_MAX_BYTES)
                 if not piece:
                     break
                 got += piece
@@ -299,7 +299,7 @@ def _exchange(address: str, request: bytes) -> bytes:
 
 
 def _address(directory_fd: int) -> str:
-    """Of the socket; by this way the directory's own path may be longer than addresses can be."""
+    """Return the socket's address, which is short even if the directory's path is too long for one."""
     return f"/proc/self/fd/{directory_fd}/{_NAME}"
 
 

@@ -1,4 +1,4 @@
-"""What a manager is to run, and on how much of the machine: ``jobs.toml``, checked when it is read."""
+"""Configuration of a manager: ``jobs.toml`` with the machine and the jobs, checked when it is read."""
 
 from __future__ import annotations
 
@@ -12,59 +12,59 @@ from typing import Any, Final, Self
 
 from penstock.core.errors import ConfigError
 from penstock.core.files import parse_toml, read_text
+from penstock.core.fs import check_directory
 from penstock.core.units import MIB, format_bytes, parse_bytes
-from penstock.io.files import filesystem_of
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DURATION: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min)\s*")
 AUTO: Final = "auto"
-ENFORCE: Final = (AUTO, "cgroup", "looking")
+ENFORCE: Final = (AUTO, "cgroup", "polling")
 _SCALES: Final = {"ms": 1e-3, "s": 1.0, "min": 60.0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What all jobs together may have. Sizes are bytes or have a unit, durations have a unit."""
+    """Limits of all jobs together. Sizes are bytes or have a unit, durations have a unit."""
 
     memory: int | str
-    """DRAM: the sum over all jobs at every moment, of what they cannot share with a file."""
+    """DRAM budget for the sum of all jobs at every moment, without file-backed memory."""
 
     flash: str | tuple[str, ...] = ()
-    """Directories where a job's memory rests while it sleeps. Empty: no job sleeps, and those that do
-    not fit beside others wait until those are over."""
+    """Directories for the memory of sleeping jobs. If empty, no job sleeps, and jobs that do not fit
+    beside others wait until those have ended."""
 
     flash_capacity: int | str | None = None
-    """How much may rest there; None: the space that is free when the manager begins."""
+    """Limit of flash for sleeping jobs; None for the space that is free when the manager starts."""
 
     device_memory: int | str | None = None
-    """Memory of the CUDA device; None: it is not shared out."""
+    """Budget of the CUDA device's memory; None if it is not limited."""
 
     slice: float | str = AUTO
-    """How long a job computes before others have their turn; it ends at the next end of a step.
-    ``auto``: so long that sleeping and waking takes a twentieth of the time, and 2 seconds at least."""
+    """Duration of a turn, which ends at the next end of a step. ``auto``: long enough that sleeping and
+    waking take a twentieth of the time, and at least 2 seconds."""
 
     patience: float | str = AUTO
-    """A job that has waited so long goes before those of any priority, once; ``auto``: as long as ten
-    turns of each job take, and 60 seconds at least."""
+    """Waiting time after which a job goes once before jobs of any priority. ``auto``: the duration of ten
+    turns of each job, and at least 60 seconds."""
 
     grace: float | str = 10.0
-    """How long a job that is to stop may take for it, each time it is told in a harsher way."""
+    """Time that a job has to stop after each of the signals that ask it to."""
 
     asleep: int | str = 256 * MIB
-    """What the process of a job is expected to hold while it sleeps; measured once it has slept."""
+    """Expected memory of a sleeping job's process; it is measured once the job has slept."""
 
     log: int | str = 64 * MIB
-    """How long the log of a job may become; what was in it is then kept beside, once."""
+    """Maximum size of a job's log; a full log is moved aside, and one such file is kept."""
 
     enforce: str = AUTO
-    """What keeps ``memory``: ``cgroup``, the kernel; ``looking``, the manager alone; ``auto``, the kernel
-    where that is permitted."""
+    """Enforcement of ``memory``: ``cgroup``, by the kernel; ``polling``, by the manager's measurements
+    alone; ``auto``, by the kernel if that is permitted."""
 
     prefetch: bool = True
-    """Whether the next job's memory comes back ahead of its turn, as far as there is room."""
+    """Prefetch the next job's memory before its turn, as far as the budget allows."""
 
     def __post_init__(self) -> None:
-        """Turn sizes into bytes, durations into seconds, directories into a tuple."""
+        """Convert sizes to bytes, durations to seconds, directories to a tuple."""
         for name in ("memory", "flash_capacity", "device_memory", "asleep", "log"):
             value = getattr(self, name)
             if value is not None or name not in ("flash_capacity", "device_memory"):
@@ -83,7 +83,7 @@ class Machine:
         for each in flash:
             _check_type("flash", each, str, "a directory, or a list of them")
             if not each:
-                raise ConfigError("flash is ''; it is a directory, as '.', or is left out")
+                raise ConfigError("flash is ''; name a directory, such as '.', or leave it out")
         for each in flash:
             if [os.path.abspath(one) for one in flash].count(os.path.abspath(each)) > 1:
                 raise ConfigError(f"flash names {each!r} twice; name each directory once")
@@ -93,104 +93,104 @@ class Machine:
 
     @property
     def memory_bytes(self) -> int:
-        """``memory`` in bytes."""
+        """The value of ``memory`` in bytes."""
         return _whole(self.memory)
 
     @property
     def directories(self) -> tuple[str, ...]:
-        """``flash`` as a tuple."""
+        """The directories of ``flash``."""
         assert isinstance(self.flash, tuple)
         return self.flash
 
     @property
     def device_bytes(self) -> int | None:
-        """``device_memory`` in bytes."""
+        """The value of ``device_memory`` in bytes."""
         return None if self.device_memory is None else _whole(self.device_memory)
 
     @property
     def capacity_bytes(self) -> int | None:
-        """``flash_capacity`` in bytes."""
+        """The value of ``flash_capacity`` in bytes."""
         return None if self.flash_capacity is None else _whole(self.flash_capacity)
 
     @property
     def asleep_bytes(self) -> int:
-        """``asleep`` in bytes."""
+        """The value of ``asleep`` in bytes."""
         return _whole(self.asleep)
 
     @property
     def log_bytes(self) -> int:
-        """``log`` in bytes."""
+        """The value of ``log`` in bytes."""
         return _whole(self.log)
 
     @property
     def slice_s(self) -> float | None:
-        """``slice`` in seconds; None: ``auto``."""
+        """The value of ``slice`` in seconds; None for ``auto``."""
         return None if self.slice == AUTO else float(self.slice)
 
     @property
     def patience_s(self) -> float | None:
-        """``patience`` in seconds; None: ``auto``."""
+        """The value of ``patience`` in seconds; None for ``auto``."""
         return None if self.patience == AUTO else float(self.patience)
 
     @property
     def grace_s(self) -> float:
-        """``grace`` in seconds."""
+        """The value of ``grace`` in seconds."""
         return float(self.grace)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobSpec:
-    """A script, what it needs, and what it is worth."""
+    """A job: a script, its needs, and its weight."""
 
     name: str
-    """Letters, digits, ``.``, ``_`` and ``-``; of the job, its log and its row in the view."""
+    """Name of the job, its log and its row in the view: letters, digits, ``.``, ``_`` and ``-``."""
 
     script: str = ""
-    """The script's path, from ``cwd``."""
+    """Path of the script, relative to ``cwd``."""
 
     module: str = ""
-    """Or a module's name, as after ``python -m``."""
+    """Name of a module in place of a script, as after ``python -m``."""
 
     args: tuple[str, ...] = ()
-    """The script's own arguments."""
+    """Arguments of the script."""
 
     options: tuple[str, ...] = ()
-    """Of ``penstock run``, as ``["--device-memory", "2GiB"]``."""
+    """Options of ``penstock run``, such as ``["--device-memory", "2GiB"]``."""
 
     memory: int | str | None = None
-    """The most DRAM that it holds. None: it runs alone at first, and what it held then is taken."""
+    """Peak of the DRAM that it holds. None: it first runs alone, and its memory is measured."""
 
     device_memory: int | str = 0
-    """The most memory of the device that it holds."""
+    """Peak of the device memory that it holds."""
 
     weight: float = 1.0
-    """Its share of the time is this in proportion to the others' of its priority."""
+    """Share of the time, in proportion to the weights of other jobs of its priority."""
 
     priority: int = 0
-    """Those of higher priority go first."""
+    """Priority: jobs with a higher one go first."""
 
     durable: bool = False
-    """Whether what of it sleeps survives its process: ``penstock run --state``."""
+    """Let its suspended state outlive its process: ``penstock run --state``."""
 
     cwd: str = "."
-    """Its directory, from that of the file that describes it."""
+    """Working directory, relative to that of the configuration file."""
 
     env: Mapping[str, str] = field(default_factory=dict)
-    """Added to the environment."""
+    """Variables added to the environment."""
 
     def __post_init__(self) -> None:
-        """Check each value, and turn sizes into bytes."""
+        """Check each value, and convert sizes to bytes."""
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise ConfigError(
-                f"name is {self.name!r}; it is letters, digits, '.', '_' and '-', at most 64, and begins"
-                " with a letter or a digit"
+                f"name is {self.name!r}; it must be at most 64 letters, digits, '.', '_' and '-', and"
+                " begin with a letter or a digit"
             )
         for name in ("script", "module", "cwd"):
             _check_type(name, getattr(self, name), str, "a string")
             _check_no_nul(name, getattr(self, name))
         if bool(self.script) == bool(self.module):
             raise ConfigError(
-                f"script is {self.script!r} and module is {self.module!r}; name one of both"
+                f"script is {self.script!r} and module is {self.module!r}; set exactly one of them"
             )
         for name in ("args", "options"):
             object.__setattr__(self, name, _strings(name, getattr(self, name)))
@@ -202,28 +202,28 @@ class JobSpec:
         object.__setattr__(self, "device_memory", device)
         weight = self.weight
         if isinstance(weight, bool) or not isinstance(weight, int | float):
-            raise ConfigError(f"weight is {weight!r}; it is a number, more than 0")
+            raise ConfigError(f"weight is {weight!r}; it must be a number from 0.001 to 1000")
         if not 1e-3 <= weight <= 1e3:
-            raise ConfigError(f"weight is {weight!r}; it is from 0.001 to 1000")
+            raise ConfigError(f"weight is {weight!r}; it must be from 0.001 to 1000")
         object.__setattr__(self, "weight", float(weight))
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
-            raise ConfigError(f"priority is {self.priority!r}; it is a whole number")
+            raise ConfigError(f"priority is {self.priority!r}; it must be a whole number")
         _check_type("durable", self.durable, bool, "true or false")
         _check_env(self.env)
 
     @property
     def memory_bytes(self) -> int | None:
-        """``memory`` in bytes."""
+        """The value of ``memory`` in bytes."""
         return None if self.memory is None else _whole(self.memory)
 
     @property
     def device_bytes(self) -> int:
-        """``device_memory`` in bytes."""
+        """The value of ``device_memory`` in bytes."""
         return _whole(self.device_memory)
 
     @property
     def words(self) -> list[str]:
-        """What follows ``penstock run`` and its options."""
+        """The script, or module, with its arguments."""
         what = [self.script] if self.script else ["-m", self.module]
         return [*what, *self.args]
 
@@ -236,16 +236,16 @@ class Description:
     jobs: tuple[JobSpec, ...]
 
     source: str = ""
-    """What to call it in errors: its file."""
+    """Name of its file, for errors."""
 
     def __post_init__(self) -> None:
-        """Check jobs against each other and the machine."""
+        """Check the jobs against each other and the machine."""
         seen: set[str] = set()
         if not self.jobs:
-            raise ConfigError("there is no job; describe one in a table [[job]]")
+            raise ConfigError("there is no job; add a table [[job]]")
         for job in self.jobs:
             if job.name in seen:
-                raise ConfigError(f"job {job.name!r}: there are two of this name")
+                raise ConfigError(f"job {job.name!r}: two jobs have this name")
             seen.add(job.name)
             self._check_fits(job)
 
@@ -253,18 +253,18 @@ class Description:
         limit, need = self.machine.memory_bytes, job.memory_bytes
         if need is not None and need > limit:
             raise ConfigError(
-                f"job {job.name!r}: memory is {format_bytes(need)}, and [machine] memory is"
-                f" {format_bytes(limit)} for all: give it less, or the machine more"
+                f"job {job.name!r}: memory is {format_bytes(need)}, more than [machine] memory,"
+                f" {format_bytes(limit)}: lower the former or raise the latter"
             )
         device = self.machine.device_bytes
         if device is not None and job.device_bytes > device:
             raise ConfigError(
-                f"job {job.name!r}: device_memory is {format_bytes(job.device_bytes)}, and [machine]"
-                f" device_memory is {format_bytes(device)} for all"
+                f"job {job.name!r}: device_memory is {format_bytes(job.device_bytes)}, more than"
+                f" [machine] device_memory, {format_bytes(device)}: lower the former or raise the latter"
             )
 
     def check_places(self) -> None:
-        """See that directories and scripts are there. Raises ConfigError."""
+        """Check that directories and scripts exist. Raises ConfigError."""
         if self.source:
             _within(self.source, self._check_places)
         else:
@@ -272,38 +272,35 @@ class Description:
 
     def _check_places(self) -> None:
         for each in self.machine.directories:
-            if not os.path.isdir(each) or not os.access(each, os.W_OK | os.X_OK):
-                raise ConfigError(f"[machine] flash: {each!r} is no directory that can be written")
-            if (system := filesystem_of(each)).is_memory:
-                raise ConfigError(
-                    f"[machine] flash: {each!r} is on {system.kind}, whose files are in memory"
-                )
+            check_directory(each, "[machine] flash")
         for job in self.jobs:
             if not os.path.isdir(job.cwd):
-                raise ConfigError(f"job {job.name!r}: cwd {job.cwd!r} is no directory")
+                raise ConfigError(f"job {job.name!r}: cwd {job.cwd!r} is not a directory")
             if job.script:
                 _check_script(job.name, os.path.join(job.cwd, job.script))
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, source: str, base: str = ".") -> Self:
-        """Make one from a parsed file.
+        """Build a description from a parsed file.
 
         Args:
             document: Tables ``machine`` and ``job``.
-            source: What to call it in errors.
-            base: The directory that paths in it are relative to.
+            source: Name of the file, for errors.
+            base: Directory to which its paths are relative.
 
         Raises:
-            ConfigError: Names the file, the table or job, the key and the value.
+            ConfigError: A value is invalid; names the file, the table or job, the key and the value.
         """
         if not isinstance(document, Mapping):
-            raise ConfigError(f"{source}: it is {document!r}, not tables [machine] and [[job]]")
+            raise ConfigError(
+                f"{source}: the content is {document!r}, not tables [machine] and [[job]]"
+            )
         try:
             for keys, value in _numbers(document):
                 if not -(2**63) <= value < 2**63:
-                    raise ConfigError(f"{source}: {keys} is a number of more than 64 bits")
+                    raise ConfigError(f"{source}: {keys} is a number that needs more than 64 bits")
         except RecursionError as error:
-            raise ConfigError(f"{source}: its values are nested too deep") from error
+            raise ConfigError(f"{source}: values are nested too deeply") from error
         unknown = sorted(set(document) - {"machine", "job"}, key=str)
         if unknown:
             raise ConfigError(
@@ -311,7 +308,7 @@ class Description:
             )
         tables = document.get("job", [])
         if not isinstance(tables, list) or not all(isinstance(each, Mapping) for each in tables):
-            raise ConfigError(f"{source}: 'job' must be tables, each headed by [[job]]")
+            raise ConfigError(f"{source}: 'job' must be tables with the header [[job]]")
         machine = _made(Machine, document.get("machine"), f"{source}: [machine]")
         flash = tuple(os.path.join(os.path.abspath(base), each) for each in machine.directories)
         object.__setattr__(machine, "flash", flash)
@@ -326,10 +323,10 @@ class Description:
 
 
 def load(path: str | Path) -> Description:
-    """Read ``jobs.toml``. Its paths are relative to its own directory.
+    """Read ``jobs.toml``. Its paths are relative to its directory.
 
     Raises:
-        ConfigError: It cannot be read, or something in it makes no sense: file, job, key and value.
+        ConfigError: It cannot be read, or a value is invalid; names the file, job, key and value.
     """
     try:
         document = parse_toml(read_text(path))
@@ -340,7 +337,7 @@ def load(path: str | Path) -> Description:
 
 
 def _numbers(value: Any, keys: str = "") -> Iterator[tuple[str, int]]:
-    """All whole numbers in tables and lists, by their keys."""
+    """Yield all whole numbers in tables and lists, with their keys."""
     if isinstance(value, int):
         yield keys, value
     elif isinstance(value, Mapping):
@@ -353,7 +350,7 @@ def _numbers(value: Any, keys: str = "") -> Iterator[tuple[str, int]]:
 
 def _made(kind: type[Any], table: Any, where: str) -> Any:
     if not isinstance(table, Mapping):
-        raise ConfigError(f"{where}: there is no such table, and it must be there")
+        raise ConfigError(f"{where}: this table is missing")
     known = [each.name for each in fields(kind)]
     unknown = sorted(set(table) - set(known), key=str)
     if unknown:
@@ -375,10 +372,10 @@ def _within(where: str, make: Callable[[], Any]) -> Any:
 
 
 def _check_script(job: str, path: str) -> None:
-    """It needs no permission to be executed, for Python reads it; a folder is run by its ``__main__``."""
+    """Check that a script is readable, as execute permission is not needed, or has a ``__main__``."""
     inner = os.path.join(path, "__main__.py")
     if not os.path.exists(path):
-        raise ConfigError(f"job {job!r}: script {path!r} is not there")
+        raise ConfigError(f"job {job!r}: script {path!r} does not exist")
     if os.path.isdir(path) and not os.path.exists(inner) and not os.path.exists(inner + "c"):
         raise ConfigError(f"job {job!r}: script {path!r} is a directory without __main__.py")
     if not os.access(path, os.R_OK):
@@ -386,33 +383,35 @@ def _check_script(job: str, path: str) -> None:
 
 
 def _whole(value: int | str) -> int:
-    assert isinstance(value, int)  # made so by __post_init__
+    assert isinstance(value, int)  # converted by __post_init__
     return value
 
 
 def _check_type(name: str, value: object, kind: type, what: str) -> None:
     if not isinstance(value, kind):
-        raise ConfigError(f"{name} is {value!r}; it is {what}")
+        raise ConfigError(f"{name} is {value!r}; it must be {what}")
 
 
 def _check_env(env: object) -> None:
     if not isinstance(env, Mapping):
-        raise ConfigError(f"env is {env!r}; it is a table of strings")
+        raise ConfigError(f"env is {env!r}; it must be a table of strings")
     for key, value in env.items():
         if not isinstance(value, str) or "\0" in value:
-            raise ConfigError(f"env.{key} is {value!r}; it is a string without a NUL")
+            raise ConfigError(f"env.{key} is {value!r}; it must be a string without a NUL")
         if not isinstance(key, str) or not key or "=" in key or "\0" in key:
-            raise ConfigError(f"env has {key!r}; a name is not empty, without '=' and NUL")
+            raise ConfigError(
+                f"env has a variable {key!r}; a name must not be empty or contain '=' or NUL"
+            )
 
 
 def _check_no_nul(name: str, value: str) -> None:
     if "\0" in value:
-        raise ConfigError(f"{name} has {value!r}; a process can be given no NUL")
+        raise ConfigError(f"{name} has {value!r}; it must not contain a NUL")
 
 
 def _strings(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, list | tuple):
-        raise ConfigError(f"{name} is {value!r}; it is a list of strings")
+        raise ConfigError(f"{name} is {value!r}; it must be a list of strings")
     for each in value:
         _check_type(name, each, str, "a list of strings")
         _check_no_nul(name, each)
@@ -431,11 +430,11 @@ def _duration(name: str, value: float | str, *, or_else: str = "") -> float:
         match = _DURATION.fullmatch(value)
         if match is None:
             raise ConfigError(
-                f"{name} is {value!r}; it is a number and ms, s or min, as '2 s'{or_else}"
+                f"{name} is {value!r}; it must be a number and ms, s or min, such as '2 s'{or_else}"
             )
         value = float(match[1]) * _SCALES[match[2]]
     if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
-        raise ConfigError(f"{name} is {value!r}; it is a duration, as '2 s'{or_else}")
+        raise ConfigError(f"{name} is {value!r}; it must be a duration, such as '2 s'{or_else}")
     if value <= 0:
         raise ConfigError(f"{name} is {value!r}; it must be more than 0")
     return float(value)

@@ -1,14 +1,14 @@
-"""The budget of all jobs, kept by the kernel: a control group for all, and in it one for each.
+"""Control groups that enforce the budget: one for all jobs, and in it one for each job.
 
 [Note: who pays for an overrun]
-    The group of all jobs has the budget as its limit, so it holds whatever else goes wrong. But who is
-    over it is not who is ended then: the kernel takes the largest. So each job has a group of its own,
-    and their limits together are no more than the budget (:func:`.limits.shares`). A job that takes more
-    than the others leave it comes to its own limit first, and is ended alone.
+    The group of all jobs has the budget as its limit, so the budget holds in any case. But when it is
+    exceeded, the kernel kills the largest job, not the one at fault. So each job has its own group, and
+    the sum of their limits is at most the budget (:func:`.limits.shares`). A job that takes more than the
+    others leave reaches its own limit first, and only it is killed.
 
 [Note: processes beside groups]
-    In v2 a group that has processes cannot give the groups in it a limit. So the manager moves out of its
-    group into one beside that of its jobs, if it is the only one there, and back in the end.
+    In v2 a group that contains processes cannot limit its child groups. So the manager moves from its
+    group into a child group beside that of its jobs, if no other process is there, and back at the end.
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ from penstock.core.units import MIB
 from penstock.jobs.cgroups import ADVICE, NO_LIMIT, Group, Place
 from penstock.jobs.limits import shares
 from penstock.jobs.policy import Entry
-from penstock.jobs.processes import past_a_shell
+from penstock.jobs.processes import shell_prefix
 
 _STEP_BYTES: Final = MIB
-"""A limit that is off by less is not set anew."""
-_DYING_S: Final = 2.0
-_ASIDE: Final = "penstock-manager-"
+"""Minimum change of a limit."""
+_EXIT_LIMIT_S: Final = 2.0
+_MANAGER: Final = "penstock-manager-"
 _JOBS: Final = "penstock-jobs-"
 _JOB: Final = "job-"
-"""Before a job's name: the kernel has files of its own in a group, as ``tasks``."""
+"""Prefix of a job's name, because the kernel has files in a group, such as ``tasks``."""
 
 
 class Room:
-    """A job's group. For one thread."""
+    """Control group of one job. For one thread."""
 
     def __init__(self, group: Group, *, end: Callable[[], None]) -> None:
-        """See :class:`Enclosure`."""
+        """Wrap a group; made by :class:`Enclosure`."""
         self._group = group
         self._end = end
         self._kills = group.kills()
 
     @property
     def limit_bytes(self) -> int:
-        """How much the job may hold."""
+        """Limit of the job's memory."""
         return self._group.limit_bytes
 
     def held_bytes(self) -> int:
-        """What the kernel counts of it, but for what it would take back."""
+        """Return the memory that the kernel counts, without what it could reclaim."""
         return self._group.held_bytes()
 
     def inside(self, command: Sequence[str], env: Mapping[str, str]) -> list[str]:
-        """A command that begins in it, and has all of this environment."""
-        return self._group.inside([*past_a_shell(env), *command])
+        """Return a command that runs in the group, with the whole environment."""
+        return self._group.inside([*shell_prefix(env), *command])
 
     def was_overrun(self) -> bool:
-        """Whether the kernel has ended a process in it since the last call."""
+        """Return whether the kernel has killed a process in it since the last call."""
         before, self._kills = self._kills, self._group.kills()
         return self._kills > before
 
     def end(self) -> None:
-        """The job is over: nothing of it goes on, and the group is removed."""
+        """Kill the remaining processes of an ended job, and remove the group."""
         self._end()
 
 
@@ -72,105 +72,105 @@ class Enclosure:
     """The groups of a manager's jobs. For one thread.
 
     Attributes:
-        path: The directory of the group of all.
+        path: Directory of the group of all jobs.
     """
 
     def __init__(
         self, place: Place, *, state: str, budget_bytes: int, found: str | None = None
     ) -> None:
-        """Make the group, or take it over from a manager that was killed.
+        """Create the group, or take over that of a killed manager.
 
         Args:
-            place: Where this process stands: beneath it, if it is made.
-            state: The manager's directory, which the group is named after.
-            budget_bytes: Of all jobs together.
-            found: The directory of an earlier manager's. It is used if processes are in it, else removed.
+            place: Group of this process, the parent of a new group.
+            state: Directory of the manager, from which the group's name is derived.
+            budget_bytes: Budget of all jobs together.
+            found: Directory of an earlier manager's group; used if it has processes, otherwise removed.
 
         Raises:
-            JobError: It is not permitted, and why.
+            JobError: It is not permitted; the message says why.
         """
         self._place = place
         self._budget_bytes = budget_bytes
-        self._aside: Group | None = None
+        self._manager_group: Group | None = None
         self._jobs: dict[str, Group] = {}
         self._shares: dict[str, int] = {}
-        if found is not None and _is_ours(found) and not discard(found):
+        if found is not None and _is_ours(found) and not remove_groups(found):
             self._all = Group.at(found)
         else:
-            self._stand_aside()
-            self._all = self._made(state)
+            self._move_manager()
+            self._all = self._make_group(state)
         self.path = self._all.path
         try:
             self._all.limit_groups_below()
             self._all.limit(budget_bytes)
         except (OSError, JobError) as error:
             self.close()
-            raise JobError(f"{self.path!r} cannot be given a limit: {error}") from error
+            raise JobError(f"a limit cannot be set in {self.path!r}: {error}") from error
         self.bars_swap = self._all.can_bar_swap()
 
-    def _stand_aside(self) -> None:
-        """See [Note: processes beside groups]. Raises JobError."""
+    def _move_manager(self) -> None:
+        """Move the manager; see [Note: processes beside groups]. Raises JobError."""
         above = Group(self._place.path, self._place.version)
         for each in above.below():
-            if os.path.basename(each.path).startswith(_ASIDE):
-                each.remove()  # of a manager that was killed, if nobody is in it
+            if os.path.basename(each.path).startswith(_MANAGER):
+                each.remove()  # of a killed manager, if it is empty
         try:
             above.limit_groups_below()
             return
         except OSError as error:
             if error.errno != errno.EBUSY:
                 raise JobError(
-                    f"{self._place.path!r} is not ours ({error.strerror}): {ADVICE}"
+                    f"{self._place.path!r} does not belong to this user ({error.strerror}): {ADVICE}"
                 ) from error
-        name = f"{_ASIDE}{os.getpid()}"
-        self._aside = Group.make(self._place.path, name, self._place.version, limited=False)
+        name = f"{_MANAGER}{os.getpid()}"
+        self._manager_group = Group.make(self._place.path, name, self._place.version, limited=False)
         try:
-            self._aside.enter(os.getpid())
+            self._manager_group.enter(os.getpid())
             above.limit_groups_below()
         except OSError as error:
-            self._come_back()
-            others = "other processes are in it" if error.errno == errno.EBUSY else error.strerror
+            self._move_manager_back()
+            others = "it has other processes" if error.errno == errno.EBUSY else error.strerror
             raise JobError(
-                f"groups in {self._place.path!r} get no limit ({others}): {ADVICE}"
+                f"groups in {self._place.path!r} cannot be limited ({others}): {ADVICE}"
             ) from error
 
-    def _made(self, state: str) -> Group:
+    def _make_group(self, state: str) -> Group:
         digest = hashlib.sha256(os.path.realpath(state).encode()).hexdigest()[:12]
         try:
             return Group.make(self._place.path, f"{_JOBS}{digest}", self._place.version)
         except JobError:
-            self._come_back()
+            self._move_manager_back()
             raise
 
-    def _come_back(self) -> None:
-        if self._aside is None:
+    def _move_manager_back(self) -> None:
+        if self._manager_group is None:
             return
         above = Group(self._place.path, self._place.version)
         try:
-            above.limit_groups_below(may_have=False)
+            above.limit_groups_below(allowed=False)
             above.enter(os.getpid())
         except OSError:
-            return  # jobs live on in a group below, which keeps its limit
-        self._aside.remove()
-        self._aside = None
+            return  # jobs still run in a child group, which keeps its limit
+        self._manager_group.remove()
+        self._manager_group = None
 
     # -- jobs -----------------------------------------------------------------------------------------
 
     def begin(self, name: str) -> Room:
-        """For a job that is about to begin, as ``allow`` was told, with nothing in it.
+        """Create the empty group of a new job, with its limit of the last ``allow``.
 
         Raises:
-            JobError: It cannot be made.
+            JobError: It cannot be created.
         """
         path = os.path.join(self.path, _JOB + name)
-        Group.at(path).remove()  # an earlier one has counted what was ended in it
+        Group.at(path).remove()  # an earlier one has counted killed processes
         group = Group.make(self.path, _JOB + name, self._place.version)
-        group.end_as_one()
+        group.kill_together()
         group.limit(self._shares[name])
         return self._room(name, group)
 
     def find(self, name: str, pid: int) -> Room | None:
-        """That of a job that an earlier manager has begun; None: it is in none of ours."""
+        """Return the group of a job of an earlier manager; None if it is in none of our groups."""
         group = Group.at(os.path.join(self.path, _JOB + name))
         return self._room(name, group) if pid in group.processes() else None
 
@@ -179,10 +179,10 @@ class Enclosure:
         return Room(group, end=lambda: self._end(name))
 
     def allow(self, entries: Sequence[Entry]) -> None:
-        """Give each job what it may hold: first those that get less. Raises JobError.
+        """Set each job's limit, lower ones first. Raises JobError.
 
         Args:
-            entries: All jobs as they are about to be; who is to be woken has to have room before.
+            entries: All jobs in their next phases: a job's limit must be raised before it wakes.
         """
         limits = self._shares = shares(entries, self._budget_bytes)
         if self._all.limit_bytes != self._budget_bytes:
@@ -206,31 +206,31 @@ class Enclosure:
         """Remove the group, if no job lives in it. Idempotent.
 
         Args:
-            wait: For a moment, for processes that have been ended.
+            wait: Wait briefly for ended processes to disappear.
         """
-        end = time.monotonic() + (_DYING_S if wait else 0.0)
-        while not (gone := discard(self._all.path)) and time.monotonic() < end:
-            time.sleep(_DYING_S / 100)
+        end = time.monotonic() + (_EXIT_LIMIT_S if wait else 0.0)
+        while not (gone := remove_groups(self._all.path)) and time.monotonic() < end:
+            time.sleep(_EXIT_LIMIT_S / 100)
         if gone:
-            self._come_back()
+            self._move_manager_back()
 
 
-def discard(path: str) -> bool:
-    """Remove a group of all and those in it, and say whether it is gone; with processes it stays."""
+def remove_groups(path: str) -> bool:
+    """Remove a group and its child groups if they have no processes; return whether it is removed."""
     group = Group.at(path)
     for each in group.below():
         each.remove()
     return group.remove()
 
 
-def release(path: str) -> None:
-    """Remove a group; if processes are in it, let them hold what they like."""
-    if _is_ours(path) and not discard(path):
+def remove_or_unlimit(path: str) -> None:
+    """Remove a group, or its limits if it has processes."""
+    if _is_ours(path) and not remove_groups(path):
         group = Group.at(path)
         for each in (*group.below(), group):
             each.limit(NO_LIMIT, swap=True)
 
 
 def _is_ours(path: object) -> bool:
-    """Whether what was recorded can be the group of a manager."""
+    """Return whether a recorded path can be the group of a manager."""
     return isinstance(path, str) and os.path.basename(path).startswith(_JOBS)

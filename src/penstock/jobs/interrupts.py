@@ -1,4 +1,4 @@
-"""Signals to a manager of jobs."""
+"""Signals that interrupt a manager of jobs."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from types import FrameType
 
 
 class Interrupts:
-    """Counted where they arrive, and heeded between two looks.
+    """Record of received signals, which the manager acts on between two polls.
 
     Attributes:
-        count: How often it was told to end, by Ctrl-C or SIGTERM.
-        leaving: Whether it is to leave its jobs as they are, by SIGHUP.
+        count: Number of requests to end, by Ctrl-C or SIGTERM.
+        detaching: SIGHUP has asked to leave the jobs as they are.
     """
 
     def __init__(self) -> None:
-        """None so far."""
+        """Start without signals."""
         self.count = 0
-        self.leaving = False
+        self.detaching = False
 
     @contextmanager
-    def heard(self) -> Iterator[None]:
-        """Within, they are heard, even if the parent blocked them; in the main thread only."""
+    def handled(self) -> Iterator[None]:
+        """Handle the signals inside the block, even if the parent blocked them; for the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        heard = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else nohup has begun it
-            heard.append(signal.SIGHUP)
-        before = {number: signal.signal(number, self._hear) for number in heard}
-        blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, self._handle) for number in numbers}
+        blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
         try:
             yield
         finally:
@@ -40,8 +40,8 @@ class Interrupts:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
-            self.leaving = True
+            self.detaching = True
         else:
             self.count += 1

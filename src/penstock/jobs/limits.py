@@ -1,4 +1,4 @@
-"""What a machine that was described has in fact, and what each job may hold of it."""
+"""Limits of a configured machine, and each job's share of the budget."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from penstock.jobs.description import Machine
 from penstock.jobs.policy import ALIVE, Entry, Limits, Phase
 
 _ASLEEP_BYTES: Final = 64 * MIB
-"""For a process that sleeps, above what it holds: it has threads that do not."""
+"""Margin for a sleeping process above what it holds, since some of its threads do not sleep."""
 
 
 def limits_of(machine: Machine, resting_bytes: int) -> Limits:
-    """What jobs may have of a machine.
+    """Return the limits of a machine.
 
     Args:
-        machine: As it was described.
-        resting_bytes: What of its flash jobs of an earlier manager have.
+        machine: Configured machine.
+        resting_bytes: Bytes of its flash that jobs of an earlier manager use.
 
     Raises:
-        ConfigError: Memory or flash are less than is promised; with the figures.
+        ConfigError: The machine has less memory or flash than configured.
     """
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if machine.memory_bytes > there:
         raise ConfigError(
-            f"[machine] memory is {format_bytes(machine.memory_bytes)}, and this machine has"
-            f" {format_bytes(there)}, for all that runs on it: share out less"
+            f"[machine] memory is {format_bytes(machine.memory_bytes)}, but this machine has only"
+            f" {format_bytes(there)}, for all its processes: lower it"
         )
     flash = None
     if machine.directories:
@@ -38,8 +38,8 @@ def limits_of(machine: Machine, resting_bytes: int) -> Limits:
         flash = free if machine.capacity_bytes is None else machine.capacity_bytes
         if flash > free:
             raise ConfigError(
-                f"[machine] flash_capacity is {format_bytes(flash)}, and"
-                f" {', '.join(machine.directories)} has {format_bytes(free)} free"
+                f"[machine] flash_capacity is {format_bytes(flash)}, but"
+                f" {', '.join(machine.directories)} has only {format_bytes(free)} free: lower it"
             )
     return Limits(
         memory_bytes=machine.memory_bytes,
@@ -51,15 +51,15 @@ def limits_of(machine: Machine, resting_bytes: int) -> Limits:
 
 
 def shares(entries: Sequence[Entry], budget_bytes: int) -> dict[str, int]:
-    """How much each job that has a process may hold; together no more than the budget.
+    """Return the memory limit of each job that has a process; the sum is at most the budget.
 
-    Each may hold what it is charged for. What is free is shared out: a little to those who sleep, the
-    rest in equal parts to those who compute.
+    Each gets what it is charged for. The rest is divided: a little to sleeping jobs, the remainder in
+    equal parts to computing jobs.
 
     Args:
         entries: All jobs.
-        budget_bytes: Of all together. If they are charged for more, those who compute and hold less than
-            they are charged for get less.
+        budget_bytes: Budget of all together. If the charges exceed it, computing jobs that hold less than
+            their charge get less.
     """
     alive = [each for each in entries if each.phase in ALIVE]
     made = {each.name: each.charge_bytes for each in alive}

@@ -1,9 +1,8 @@
-"""Logs of jobs: how long they may become, and how they end.
+"""Logs of jobs: rotation, and their last lines.
 
-A job writes to the end of its log by itself, whether a manager lives or not, so nobody stands between
-them. When a log is too long its manager moves what is in it to another file, ``NAME.log.1``, in place of
-what was moved there before, and the job goes on at the beginning. What it prints at that very moment may
-be lost. So is what a full disk does not take: a job does not end by that.
+A job appends to its log directly, whether its manager lives or not. When a log is too long, the manager
+copies it to ``NAME.log.1``, which is overwritten, and truncates it. Output at that very moment may be
+lost. So is output that a full disk does not accept, which does not end the job.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 _SUMMARY: Final = re.compile(r"Penstock  +(rank \d+: )?\d+ optimizer steps? in ")
-_CONTROLS: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Colours and what else moves a terminal; and all other characters that are none to read."""
-_BEFORE: Final = "{}.1"
+_CONTROL_CHARACTERS: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Terminal escape sequences, and all other control characters."""
+_ROTATED: Final = "{}.1"
 
 
-def turn_over(path: str, *, most_bytes: int) -> bool:
-    """Empty a log that is longer than this, and keep what was in it beside; whether that was done."""
+def rotate(path: str, *, most_bytes: int) -> bool:
+    """Rotate a log that is longer than ``most_bytes``; return whether that was done."""
     if length_of(path) <= most_bytes:
         return False
-    before = _BEFORE.format(path)
+    before = _ROTATED.format(path)
     with suppress(OSError):
         os.unlink(before)  # its space is needed
     try:
         shutil.copyfile(path, before)
-    except OSError:  # the disk is full: there is no better use for what the log takes of it
+    except OSError:  # the disk is full: the log's space is needed
         with suppress(OSError):
             os.unlink(before)
     try:
@@ -47,8 +46,8 @@ def turn_over(path: str, *, most_bytes: int) -> bool:
     return True
 
 
-class _Lossy(io.FileIO):
-    """Loses what a full disk does not take."""
+class _DroppingFile(io.FileIO):
+    """File that drops output for which a full disk has no space."""
 
     def write(self, data: ReadableBuffer, /) -> int | None:  # type: ignore[override]
         try:
@@ -59,13 +58,13 @@ class _Lossy(io.FileIO):
             return memoryview(data).nbytes
 
 
-def print_if_there_is_room() -> None:
-    """From now on ``print`` does not fail in this process where the disk of its log is full."""
+def drop_output_if_full() -> None:
+    """Keep ``print`` from failing in this process when the disk of its log is full."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
             stream.flush()
-            raw = _Lossy(stream.fileno(), "wb", closefd=False)
+            raw = _DroppingFile(stream.fileno(), "wb", closefd=False)
             made = io.TextIOWrapper(
                 raw if stream.write_through else io.BufferedWriter(raw),
                 encoding=stream.encoding,
@@ -76,30 +75,30 @@ def print_if_there_is_room() -> None:
             setattr(sys, name, made)
 
 
-def no_room(path: str) -> bool:
-    """Whether the file system of a log is full."""
+def disk_is_full(path: str) -> bool:
+    """Return whether the file system of a log is full."""
     return free_space_bytes(os.path.dirname(path)) == 0
 
 
 def length_of(path: str) -> int:
-    """Of a log in bytes; 0: there is none."""
+    """Return the length of a log in bytes; 0 if it does not exist."""
     with suppress(OSError):
         return os.stat(path).st_size
     return 0
 
 
 def last_lines(path: str, *, begin: int = 0, count: int = 5, most_bytes: int = 16384) -> list[str]:
-    """The end of a log: what the script said last, before the summary of ``penstock run``.
+    """Return the last lines of a script's output, without the summary of ``penstock run``.
 
     Args:
-        path: Of the log.
-        begin: Where in it this run's begins; an earlier one's comes before. If that is beyond its end, it
-            has begun anew since.
-        count: How many lines at most.
-        most_bytes: What is looked at.
+        path: Path of the log.
+        begin: Offset of this run's output, after that of earlier runs. If it is beyond the end, the log
+            has been rotated since.
+        count: Maximum number of lines.
+        most_bytes: Maximum number of bytes that are read.
 
     Returns:
-        Lines without what would do something to a terminal.
+        Lines without control characters.
     """
     try:
         with open(path, "rb", opener=open_regular) as file:
@@ -108,7 +107,7 @@ def last_lines(path: str, *, begin: int = 0, count: int = 5, most_bytes: int = 1
             text = file.read(most_bytes).decode("utf-8", "replace")
     except OSError:
         return []
-    found = [_CONTROLS.sub("", line) for line in text.splitlines()]
+    found = [_CONTROL_CHARACTERS.sub("", line) for line in text.splitlines()]
     lines = [line for line in found if line.strip()]
     summaries = [place for place, line in enumerate(lines) if _SUMMARY.match(line)]
     return lines[: summaries[-1] if summaries else None][-count:]

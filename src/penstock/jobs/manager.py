@@ -1,16 +1,16 @@
-"""A manager of jobs: scripts that share a machine, under a budget that their sum never exceeds.
+"""Manager of jobs: scripts that share a machine under a memory budget for their sum.
 
-1. Each job is begun when its turn has come and there is room (:mod:`.policy`), under ``penstock run``.
-2. At the end of a turn who has to leave is told to sleep, and does at the end of his step. When his
-   memory is seen to be gone, and not before, the next one is woken.
-3. Where that is permitted, the kernel keeps the budget too (:mod:`.budget`).
-4. What is recorded on disk is enough for another manager to go on ([Note: managers and their jobs]).
+1. Each job is started under ``penstock run`` when its turn comes and it fits (:mod:`.policy`).
+2. At the end of a turn, jobs that must make room are told to sleep, which they do at the end of their
+   step. Only when their memory has been freed, by measurement, is the next job woken.
+3. If that is permitted, the kernel enforces the budget too (:mod:`.budget`).
+4. The record on disk lets another manager continue ([Note: managers and their jobs]).
 
 [Note: managers and their jobs]
-    Jobs are in sessions of their own. If their manager dies, those who compute go on, and those who
-    sleep sleep on: nobody is woken without a manager, so the budget holds. The next manager finds them by
-    number and moment of start, and by the lock that they hold if they were begun but not recorded.
-    Only a manager that lives holds the lock of the state directory.
+    Jobs run in their own process sessions. If their manager dies, computing jobs continue and sleeping
+    jobs keep sleeping: only a manager wakes jobs, so the budget holds. The next manager finds them by
+    process number and start time, or, if they were started but not recorded, by the lock that they hold.
+    Only a living manager holds the lock of the state directory.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from penstock.jobs.policy import (
     Entry,
     Phase,
     Turn,
-    ahead,
     decide,
+    prefetch_allowance,
     slice_s,
     virtual_start,
 )
@@ -44,24 +44,24 @@ from penstock.jobs.record import Recording, StateDirectory
 from penstock.jobs.task import Task
 from penstock.jobs.teller import Teller
 
-_LOOK_S: Final = 0.02
-_CALM_S: Final = 0.1
-"""Between looks while nobody is between two states: each takes a core from who computes."""
-_LOOKS_A_SLICE: Final = 20
-_CALM: Final = frozenset({Phase.WAITING, Phase.AWAKE, Phase.ASLEEP, Phase.OVER})
+_POLL_S: Final = 0.02
+_SLOW_POLL_S: Final = 0.1
+"""Interval of polls while no job changes its phase, since a poll takes time of a core from jobs."""
+_POLLS_PER_SLICE: Final = 20
+_STEADY: Final = frozenset({Phase.WAITING, Phase.AWAKE, Phase.ASLEEP, Phase.OVER})
 _MEASURE_S: Final = 0.25
-_SPARE_BYTES: Final = 128 * MIB
-"""Not lent where the kernel keeps the budget: who sleeps would be ended for a little too much."""
+_MARGIN_BYTES: Final = 128 * MIB
+"""Memory that is not used for prefetching if the kernel enforces the budget and would kill for it."""
 _START_S: Final = 60.0
-"""A process that has been starting for longer counts as computing."""
+"""Time after which a starting process counts as computing."""
 
 
 class Manager:
-    """Runs jobs; see ``run``. For one thread; others talk to it by a :class:`.Client`.
+    """Runs jobs; see ``run``. For one thread; other threads and processes use a :class:`.Client`.
 
     Attributes:
-        description: What it was told.
-        found: Names of jobs of an earlier manager that live.
+        description: Configuration.
+        found: Names of living jobs of an earlier manager.
     """
 
     def __init__(
@@ -73,19 +73,19 @@ class Manager:
         command: Command = run_command,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Check everything, take the directory, and find the jobs of a manager that was killed.
+        """Check everything, lock the directory, and find the jobs of a killed manager.
 
         Args:
             description: The machine and the jobs.
-            state: A directory of its own; it is made if need be.
-            tell: Is told, in a line, what happens.
-            command: What a job's process runs.
-            clock: Seconds.
+            state: State directory of this manager; it is created if it does not exist.
+            tell: Function that prints a line for the user.
+            command: Function that returns the command of a job's process.
+            clock: Clock in seconds.
 
         Raises:
-            ConfigError: A script or directory is not there, another manager has the directory, or jobs
-                live in it that this description does not have.
-            JobError: What was recorded cannot be read, or it cannot listen.
+            ConfigError: A script or directory does not exist, another manager uses the state directory,
+                or living jobs of it are not in the description.
+            JobError: The record cannot be read, or the control socket cannot be opened.
         """
         description.check_places()
         self.description = description
@@ -109,26 +109,26 @@ class Manager:
                 self._tasks[spec.name] = Task(spec, description.machine, self._state)
             group = self._find()
             for task in self._tasks.values():
-                task.forget_earlier()
+                task.clear_earlier()
             self._limits = limits_of(description.machine, self._resting_bytes)
-            self._budget.keep(group)
+            self._budget.enforce(group)
             if self._budget.is_enforced:
-                self._limits = replace(self._limits, spare_bytes=_SPARE_BYTES)
+                self._limits = replace(self._limits, spare_bytes=_MARGIN_BYTES)
             for task in self._tasks.values():
                 task.found_in(self._budget)
             self._server = Server(self._state.fd, partial(answer, self))
         except BaseException:
-            self._let_go()
+            self._close_all()
             raise
 
     def _find(self) -> str | None:
-        """Take over the jobs of an earlier manager, if not all of them are over; returns their group."""
+        """Take over the jobs of an earlier manager, unless all have ended; return their group."""
         record = self._state.read() or {"jobs": []}
         group = record.get("group")
         try:
             found = {str(each["name"]): each for each in record["jobs"]}
             if all(each["phase"] == Phase.OVER.value for each in found.values()):
-                found = {}  # that run is over: this is another
+                found = {}  # that run has ended: this is a new one
             for name, task in self._tasks.items():
                 if name not in found and task.lives_unrecorded:
                     task.adopt(task.to_json())
@@ -137,16 +137,16 @@ class Manager:
                     self._tasks[name].adopt(each)
                 elif each["phase"] not in (Phase.OVER.value, Phase.WAITING.value):
                     raise ConfigError(
-                        f"job {name!r} of an earlier manager may live, process {each['pid']}, and is not"
-                        " described any more: describe it again, or end it and remove"
+                        f"job {name!r} of an earlier manager may still run, process {each['pid']}, but is"
+                        " not in the description any more: add it again, or end it and remove"
                         f" {self._state.path!r}"
                     )
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise JobError(
-                f"the record in {self._state.path!r} is damaged ({error!r}): see that none of its jobs is"
-                " running, and remove the directory"
+                f"the record in {self._state.path!r} is damaged ({error!r}): make sure that none of its"
+                " jobs is running, and remove the directory"
             ) from error
         self.found = [name for name, task in self._tasks.items() if task.lives]
         return group
@@ -154,26 +154,26 @@ class Manager:
     # -- running --------------------------------------------------------------------------------------
 
     def run(self, watch: Callable[[dict[str, Any]], None] | None = None) -> bool:
-        """Run until all jobs are over; once.
+        """Run until all jobs have ended. May be called once.
 
-        In the main thread Ctrl-C and SIGTERM stop them in order, a second time at once. SIGHUP leaves
-        them as they are, for another manager.
+        In the main thread Ctrl-C and SIGTERM stop the jobs properly, and kill them the second time.
+        SIGHUP leaves them as they are, for another manager.
 
         Args:
-            watch: Is given the status, ten to fifty times a second.
+            watch: Function that receives the status, ten to fifty times a second.
 
         Returns:
-            Whether all are over, and none has failed.
+            True if all have ended, and none has failed.
         """
         try:
-            with self._interrupts.heard():
+            with self._interrupts.handled():
                 self._recording.write(self._document(), self._clock())
-                self._budget.say()
-                while not self._interrupts.leaving and any(
+                self._budget.report()
+                while not self._interrupts.detaching and any(
                     task.phase is not Phase.OVER for task in self._tasks.values()
                 ):
-                    self._server.serve(self._until_next_look_s())
-                    self._heed()
+                    self._server.serve(self._poll_interval_s())
+                    self._handle_signals()
                     self.advance()
                     if watch is not None:
                         watch(self.status())
@@ -182,15 +182,15 @@ class Manager:
             self._server.close()
         return all(task.outcome == "done" for task in self._tasks.values())
 
-    def _until_next_look_s(self) -> float:
-        if not all(task.phase in _CALM for task in self._tasks.values()):
-            return _LOOK_S
+    def _poll_interval_s(self) -> float:
+        if not all(task.phase in _STEADY for task in self._tasks.values()):
+            return _POLL_S
         if self._limits.slice_s is None:  # a turn is long then
-            return _CALM_S
-        return max(_LOOK_S, min(_CALM_S, self._limits.slice_s / _LOOKS_A_SLICE))
+            return _SLOW_POLL_S
+        return max(_POLL_S, min(_SLOW_POLL_S, self._limits.slice_s / _POLLS_PER_SLICE))
 
     def advance(self) -> None:
-        """Look, decide, and act, once."""
+        """Poll the jobs, decide, and act, once."""
         now = self._clock()
         passed, self._then = now - self._then, now
         measure = now - self._measured >= _MEASURE_S
@@ -207,12 +207,12 @@ class Manager:
         decision = decide(entries, self._turn, self._limits)
         self._turn = decision.turn
         self._act(decision, entries)
-        self._fetch_ahead()
-        self._teller.look(self._tasks.values(), now)
+        self._prefetch()
+        self._teller.update(self._tasks.values(), now)
         self._recording.write_if_changed(self._document(), now, shape=self._shape())
 
     def _count_turn(self, now: float, passed: float) -> None:
-        """The turn lasts from when all of those are awake whose turn it is."""
+        """Count the time of the turn, which begins when all its jobs are awake."""
         for name, task in self._tasks.items():
             if task.phase is not Phase.STARTING:
                 self._starting.pop(name, None)
@@ -229,7 +229,7 @@ class Manager:
             self._turn = replace(self._turn, spent_s=self._turn.spent_s + passed)
 
     def entries(self) -> list[Entry]:
-        """The jobs as the policy sees them."""
+        """Return the jobs as input of the policy."""
         now = self._clock()
         limit = self.description.machine.memory_bytes
         first = [task.entry(now, free_bytes=limit) for task in self._tasks.values()]
@@ -265,15 +265,15 @@ class Manager:
         try:
             task.begin(self._command(spec, self.description.machine, channel, kept), self._budget)
         except JobError:
-            return  # it is over, and says why
+            return  # it has ended, with the reason
         self._recording.write(self._document(), self._clock())
 
-    def _fetch_ahead(self) -> None:
-        """See [Note: ahead of its turn]."""
+    def _prefetch(self) -> None:
+        """Let the next job prefetch memory; see [Note: prefetch_allowance of its turn]."""
         entries = self.entries()
         rests = {name: task.status.flash_bytes for name, task in self._tasks.items()}
         wanted = self.description.machine.prefetch and self._turn.spent_s > 0
-        lent = ahead(entries, self._turn, self._limits, rests) if wanted else None
+        lent = prefetch_allowance(entries, self._turn, self._limits, rests) if wanted else None
         if lent is not None:
             self._budget.allow(
                 [
@@ -283,14 +283,14 @@ class Manager:
             )
         for name, task in self._tasks.items():
             if lent is not None and name == lent[0]:
-                task.fetch(lent[1])
+                task.prefetch(lent[1])
             elif name not in self._turn.chosen:
-                task.fetch(0)
+                task.prefetch(0)
 
-    # -- telling --------------------------------------------------------------------------------------
+    # -- status ---------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """How the machine and the jobs are; the manual has the fields."""
+        """Return the status of the machine and the jobs, as in the manual."""
         entries = self.entries()
         return {
             "schema": 1,
@@ -312,41 +312,41 @@ class Manager:
 
     @property
     def _resting_bytes(self) -> int:
-        """Memory of jobs that is on flash now."""
+        """Bytes of jobs' memory that are on flash now."""
         return sum(task.status.flash_bytes for task in self._tasks.values() if task.lives)
 
-    # -- being told -----------------------------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------------------
 
     def suspend(self, name: str) -> str:
-        """Have a job sleep until ``resume``; what comes of it, in words. Raises JobError."""
+        """Suspend a job until ``resume``; return a message. Raises JobError."""
         task = self._task(name, "suspend")
         if not self._limits.flash_bytes:
             raise JobError(f"job {name!r} cannot sleep: [machine] flash names no directory")
         task.held_back = True
         if task.phase is Phase.WAITING:
-            return f"{name} does not begin until it is resumed"
+            return f"{name} does not start until it is resumed"
         return f"{name} sleeps at the end of its step, until it is resumed"
 
     def resume(self, name: str) -> str:
-        """Let a job have turns again; what comes of it, in words. Raises JobError."""
+        """Give a job turns again; return a message. Raises JobError."""
         task = self._task(name, "resume")
         if not task.held_back:
-            return f"{name} has its turns already"
+            return f"{name} already has turns"
         others = [each for each in self.entries() if each.name != name]
         task.virtual_s = max(task.virtual_s, virtual_start(others))
         task.held_back = False
         return f"{name} has turns again"
 
     def stop(self, name: str | None = None) -> str:
-        """End a job in order, or all; what comes of it, in words. Raises JobError."""
+        """Stop a job, or all; return a message. Raises JobError."""
         if name is not None:
             self._task(name, "stop").stop()
-            return f"{name} is told to end"
+            return f"{name} is being stopped"
         self._ending = True
         for task in self._tasks.values():
             if task.phase is not Phase.OVER:
                 task.stop()
-        return "all jobs are told to end, and the manager ends after them"
+        return "all jobs are being stopped, and the manager ends after them"
 
     def _task(self, name: str, what: str) -> Task:
         task = self._tasks.get(name)
@@ -355,40 +355,41 @@ class Manager:
                 f"there is no job {name!r} to {what}; there are {', '.join(self._tasks)}"
             )
         if task.phase is Phase.OVER:
-            raise JobError(f"job {name!r} is over ({task.told}): there is nothing to {what}")
+            raise JobError(f"job {name!r} has ended ({task.told}): there is nothing to {what}")
         return task
 
-    def _heed(self) -> None:
-        """Do what signals have asked for."""
+    def _handle_signals(self) -> None:
+        """Act on received signals."""
         if self._interrupts.count and not self._ending:
             self._tell(
-                f"stops its jobs, {self.description.machine.grace_s:g} s for each; again: at once"
+                f"stopping all jobs, with {self.description.machine.grace_s:g} s for each; interrupt"
+                " again to kill them"
             )
             self.stop()
         elif self._interrupts.count > 1:
             for task in self._tasks.values():
                 task.kill()
 
-    # -- what stays -----------------------------------------------------------------------------------
+    # -- record ---------------------------------------------------------------------------------------
 
     def _document(self) -> dict[str, Any]:
-        """What another manager must know."""
+        """Return the record for another manager."""
         jobs = [task.to_json() for task in self._tasks.values()]
         return {"jobs": jobs, "group": self._budget.group}
 
     def _shape(self) -> object:
-        """Of what is recorded, that which may not be lost."""
+        """Return the part of the record that must not be lost."""
         return [
             (task.phase, task.identity, task.held_back, task.stopping)
             for task in self._tasks.values()
         ]
 
     def close(self) -> None:
-        """Let go of all; processes go on as they are. Idempotent."""
+        """Close everything; the jobs' processes continue as they are. Idempotent."""
         self._server.close()
-        self._let_go()
+        self._close_all()
 
-    def _let_go(self) -> None:
+    def _close_all(self) -> None:
         self._budget.close(wait=not any(task.lives for task in self._tasks.values()))
         for task in self._tasks.values():
             task.close()
@@ -403,6 +404,6 @@ class Manager:
 
 
 def _woken(entry: Entry) -> Entry:
-    """As it is about to be."""
+    """Return the entry in the phase after its wake-up."""
     phase = Phase.STARTING if entry.phase is Phase.WAITING else Phase.WAKING
     return replace(entry, phase=phase)

@@ -1,36 +1,36 @@
-"""Who computes, who sleeps: a pure function of what jobs need, have had, and wait for.
+"""Scheduling policy: which jobs compute and which sleep, as a pure function of their needs and history.
 
-Time goes in turns, of a slice each. At the end of a turn all jobs are ranked: by priority, then by
-virtual time, which is the time that a job has had divided by its weight (start-time fair queueing:
-Goyal, Vin and Cheng, SIGCOMM 1996). Down the ranking each job is chosen that fits beside those chosen
-before it; so memory that the first leave is used, and who comes first is always served. Within a turn
-those chosen stay, and others may fill what room there is. A higher priority ends a turn at once.
+Time is divided into turns of one slice each. At the end of a turn all jobs are ranked: by priority, then
+by virtual time, which is a job's past computing time divided by its weight (start-time fair queueing:
+Goyal, Vin and Cheng, SIGCOMM 1996). In ranking order, each job that fits beside those chosen before it
+is chosen; so the first job is always served, and the memory that it leaves is used. Within a turn the
+chosen jobs stay, and others may fill free memory. A higher priority ends a turn at once.
 
 [Note: slices]
-    What sharing costs is moving: each turn takes one way from flash and one back. Where no slice is
-    given, a turn lasts so long that this is a small part of it, by what it took those whose turn it is in
-    the past, or is expected to take.
+    Sharing costs transfers: each turn moves memory from flash and back. Without a configured slice, a
+    turn is long enough that this is a small part of it, by measurements of its jobs or an estimate.
 
 [Note: nobody starves]
-    Who has waited for longer than the patience ranks first at the end of the turn, whatever his
-    priority, and no priority ends that turn before its slice is over. Of several such, the one goes first
-    who has waited longest. So with n jobs nobody waits for longer than the patience and n + 1 turns.
-    Where none is given it is the time of several turns of each: shorter, it would be all that decides.
+    A job that has waited for longer than the patience ranks first at the end of the turn, whatever its
+    priority, and no priority ends its turn before the slice has passed. Of several such jobs the one that
+    has waited longest goes first. So with n jobs none waits longer than the patience and n + 1 turns.
+    Without a configured patience it is the time of several turns of each job: a shorter one would
+    override priorities all the time.
 
 [Note: who may begin]
-    A process that sleeps holds some memory all the same. A job begins only if afterwards each of those
-    that have begun could still be awake while the others sleep, and only if flash has room for it. So
-    none of them blocks another for ever.
+    A sleeping process still holds some memory. A job starts only if afterwards each started job could
+    still be awake while the others sleep, and only if flash has space for it. So no job blocks another
+    for ever.
 
 [Note: the budget]
-    A job is woken if what it needs fits beside what the others are charged for: what they hold, measured,
-    if they sleep; else the larger of what they need and what they hold. Who is on the way to sleep is
-    charged in full until what he held is seen to be gone.
+    A job is woken if its need fits beside the charges of the others: their measured memory if they sleep,
+    otherwise the larger of their need and their measured memory. A job that is falling asleep is charged
+    in full until measurement shows that its memory has been freed.
 
 [Note: ahead of its turn]
-    What the others leave of the budget is lent to who comes next, for the turn: so much of its memory
-    comes back already, while others compute, who may end at any time. It stays on flash as well, so that
-    it can be given up at once.
+    Memory that the turn's jobs leave of the budget is lent to the next job: it prefetches that much of
+    its memory while others compute, which may end at any time. The prefetched memory stays on flash as
+    well, so that it can be freed at once.
 """
 
 from __future__ import annotations
@@ -44,70 +44,70 @@ from penstock.core.units import MIB, format_bytes
 
 
 class Phase(Enum):
-    """Where a job is. What is between two states is charged for both."""
+    """Phase of a job. In a transition it is charged for both phases."""
 
     WAITING = "waiting"
-    """Has not begun: there is no process."""
+    """The job has not started: there is no process."""
     STARTING = "starting"
-    """Its process has begun, and cannot be put to sleep yet."""
+    """The process has started, and cannot be put to sleep yet."""
     AWAKE = "awake"
     SUSPENDING = "suspending"
-    """Was told to sleep; its step, or its write, is under way."""
+    """The job was told to sleep; its step, or its write, has not ended."""
     ASLEEP = "asleep"
     WAKING = "waking"
     OVER = "over"
-    """There is no process any more."""
+    """The process has ended."""
 
 
 ALIVE: Final = (Phase.STARTING, Phase.AWAKE, Phase.SUSPENDING, Phase.ASLEEP, Phase.WAKING)
 UP: Final = (Phase.STARTING, Phase.AWAKE, Phase.WAKING)
-"""Holds, or is about to hold, all that it needs."""
+"""Phases in which a job holds, or is about to hold, all that it needs."""
 BETWEEN: Final = (Phase.STARTING, Phase.SUSPENDING, Phase.WAKING)
 
 
 LEAST_SLICE_S: Final = 2.0
 LEAST_PATIENCE_S: Final = 60.0
 PATIENT_ROUNDS: Final = 10
-"""So many turns of each job are waited for. See [Note: nobody starves]."""
+"""Patience in turns of each job. See [Note: nobody starves]."""
 MOVING_SHARE: Final = 0.05
-"""What moving may take of the time. See [Note: slices]."""
-_LEAST_FETCH_BYTES: Final = 64 * MIB
+"""Maximum fraction of the time for transfers. See [Note: slices]."""
+_MIN_PREFETCH_BYTES: Final = 64 * MIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A job as the policy sees it."""
+    """A job as input of the policy."""
 
     name: str
     phase: Phase
     need_bytes: int
-    """DRAM when it is awake."""
+    """DRAM needed while awake."""
     held_bytes: int = 0
-    """DRAM now, measured."""
+    """DRAM held now, measured."""
     rest_bytes: int = 0
-    """DRAM when it sleeps: measured, or expected."""
+    """DRAM held while asleep: measured, or expected."""
     fetch_bytes: int = 0
-    """Of its memory so much is allowed to be back already, while it sleeps."""
+    """Bytes that it may have prefetched while asleep."""
     device_bytes: int = 0
-    """Memory of the device when it is awake."""
+    """Device memory needed while awake."""
     move_s: float = 0.0
-    """What it takes to go to sleep and to come back, together: measured, or expected."""
+    """Time of suspending and resuming together: measured, or expected."""
     weight: float = 1.0
     priority: int = 0
     virtual_s: float = 0.0
-    """Seconds awake, divided by the weight."""
+    """Time awake in seconds, divided by the weight."""
     waited_s: float = 0.0
-    """Since it was awake, or came."""
+    """Time since it was awake or was added."""
     held_back: bool = False
-    """Somebody wants it to sleep."""
+    """True if a user has suspended it."""
     urgent: bool = False
-    """It is to be awake before all others: to be stopped."""
+    """True if it must be awake before all others, because it is to be stopped."""
     fixed: bool = False
-    """It cannot sleep now, and said why."""
+    """True if it cannot sleep now."""
 
     @property
     def charge_bytes(self) -> int:
-        """What of the DRAM it is charged for."""
+        """Charged bytes of DRAM."""
         if self.phase in (Phase.WAITING, Phase.OVER):
             return self.held_bytes
         if self.phase is Phase.ASLEEP:
@@ -116,70 +116,70 @@ class Entry:
 
     @property
     def device_charge_bytes(self) -> int:
-        """What of the device's memory it is charged for."""
+        """Charged bytes of device memory."""
         return self.device_bytes if self.phase in (*UP, Phase.SUSPENDING) else 0
 
     @property
     def runnable(self) -> bool:
-        """Whether it should have turns."""
+        """True if it should have turns."""
         return self.phase is not Phase.OVER and (not self.held_back or self.urgent)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What all of them share."""
+    """Limits of all jobs together."""
 
     memory_bytes: int
     slice_s: float | None
-    """How long a turn lasts; None: see [Note: slices]."""
+    """Duration of a turn; None for an automatic one, see [Note: slices]."""
     patience_s: float | None
-    """How long anybody waits at most; None: see [Note: nobody starves]."""
+    """Maximum waiting time; None for an automatic one, see [Note: nobody starves]."""
     device_bytes: int | None = None
     flash_bytes: int | None = None
-    """For memory of those who sleep; None: none of them can, and who has begun goes on to its end."""
+    """Capacity for the memory of sleeping jobs; None: no job can sleep, and each runs to its end."""
     spare_bytes: int = 16 * MIB
-    """Of memory, not lent: what is measured is never to the byte what was expected."""
+    """Memory that is not lent for prefetching, as a margin for estimates."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """Those whose turn it is."""
+    """The jobs of a turn."""
 
     chosen: frozenset[str] = frozenset()
     aged: frozenset[str] = frozenset()
-    """Of them, who was chosen because he had waited too long."""
+    """Chosen jobs that had waited too long."""
     spent_s: float = 0.0
-    """How long all of them have been awake."""
+    """Time during which all of them have been awake."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What to do now; more will follow when that is done."""
+    """Actions to take now; later decisions bring further ones."""
 
     turn: Turn
     sleep: tuple[str, ...] = ()
     wake: tuple[str, ...] = ()
-    """These fit now."""
+    """Jobs to wake, which fit now."""
     notes: Mapping[str, str]
-    """Why who waits does."""
+    """Reason of each waiting job."""
 
 
 def decide(entries: Sequence[Entry], turn: Turn, limits: Limits) -> Decision:
-    """Say who is to sleep and who is to wake.
+    """Decide which jobs sleep and which wake.
 
     Args:
-        entries: All jobs; names differ.
-        turn: What the last decision has returned, with the time that it has lasted.
-        limits: The machine.
+        entries: All jobs, with unique names.
+        turn: Turn of the last decision, with the time that it has lasted.
+        limits: Limits of the machine.
     """
     ranked = rank(entries, limits)
     begun, notes = _may_begin(ranked, limits)
     able = [each for each in ranked if each.runnable and each.name in begun]
     fresh = _choose(able, Turn(), entries, limits)
-    if not _goes_on(able, fresh, turn, slice_s(entries, turn, limits)):
+    if not _continues(able, fresh, turn, slice_s(entries, turn, limits)):
         turn = Turn()
     chosen = _choose(able, turn, entries, limits)
-    # who has waited too long and is among the first now keeps his turn to its end
+    # a job that has waited too long and is chosen now keeps its turn to the end
     patient_s = patience_s(entries, limits)
     aged = turn.aged | {each.name for each in able if _is_aged(each, patient_s)}
     turn = replace(turn, chosen=frozenset(chosen), aged=aged & frozenset(chosen))
@@ -196,14 +196,14 @@ def decide(entries: Sequence[Entry], turn: Turn, limits: Limits) -> Decision:
     wake = _wake_now([each for each in ranked if each.name in chosen], entries, limits)
     for each in able:
         if each.name not in chosen or each.phase in (Phase.WAITING, Phase.ASLEEP):
-            notes.setdefault(each.name, _why(each, entries, wake, limits))
+            notes.setdefault(each.name, _reason(each, entries, wake, limits))
     for name in wake:
         notes.pop(name, None)
     return Decision(turn=turn, sleep=sleep, wake=wake, notes=notes)
 
 
 def slice_s(entries: Iterable[Entry], turn: Turn, limits: Limits) -> float:
-    """How long this turn lasts once all of those are awake whose turn it is. See [Note: slices]."""
+    """Return the duration of a turn, counted while all its jobs are awake. See [Note: slices]."""
     if limits.slice_s is not None:
         return limits.slice_s
     moving_s = sum(each.move_s for each in entries if each.name in turn.chosen)
@@ -211,7 +211,7 @@ def slice_s(entries: Iterable[Entry], turn: Turn, limits: Limits) -> float:
 
 
 def patience_s(entries: Sequence[Entry], limits: Limits) -> float:
-    """Who has waited for longer than this goes first. See [Note: nobody starves]."""
+    """Return the waiting time after which a job goes first. See [Note: nobody starves]."""
     if limits.patience_s is not None:
         return limits.patience_s
     alone = [Turn(chosen=frozenset({each.name})) for each in entries if each.runnable]
@@ -220,7 +220,7 @@ def patience_s(entries: Sequence[Entry], limits: Limits) -> float:
 
 
 def rank(entries: Sequence[Entry], limits: Limits) -> list[Entry]:
-    """All jobs, who comes first first."""
+    """Return all jobs in scheduling order."""
     patient_s = patience_s(entries, limits)
 
     def key(each: Entry) -> tuple[object, ...]:
@@ -233,8 +233,8 @@ def rank(entries: Sequence[Entry], limits: Limits) -> list[Entry]:
     return sorted(entries, key=key)
 
 
-def following(entries: Sequence[Entry], turn: Turn, limits: Limits) -> Entry | None:
-    """Who sleeps and will be woken first when this turn is over, as far as can be told."""
+def next_to_wake(entries: Sequence[Entry], turn: Turn, limits: Limits) -> Entry | None:
+    """Return the sleeping job that will probably be woken first after this turn."""
     whole_s = slice_s(entries, turn, limits)
     left_s = max(whole_s - turn.spent_s, 0.0)
     later = [
@@ -255,32 +255,32 @@ def following(entries: Sequence[Entry], turn: Turn, limits: Limits) -> Entry | N
     )
 
 
-def ahead(
+def prefetch_allowance(
     entries: Sequence[Entry], turn: Turn, limits: Limits, rests: Mapping[str, int]
 ) -> tuple[str, int] | None:
-    """Whose memory is to be back ahead of his turn, and how much of it. See [Note: ahead of its turn].
+    """Return the job that may prefetch memory, and how many bytes. See [Note: ahead of its turn].
 
     Args:
         entries: All jobs.
-        turn: Which lasts.
-        limits: The machine.
-        rests: What each has on flash, in bytes.
+        turn: Present turn.
+        limits: Limits of the machine.
+        rests: Bytes of each job on flash.
     """
-    following_one = following(entries, turn, limits)
-    if following_one is None or following_one.name in turn.chosen:
+    next_one = next_to_wake(entries, turn, limits)
+    if next_one is None or next_one.name in turn.chosen:
         return None
-    if following_one.fetch_bytes:
-        return following_one.name, following_one.fetch_bytes
+    if next_one.fetch_bytes:
+        return next_one.name, next_one.fetch_bytes
     free = limits.memory_bytes - sum(each.charge_bytes for each in entries) - limits.spare_bytes
-    nbytes = min(free, rests[following_one.name])
-    return (following_one.name, nbytes) if nbytes >= _LEAST_FETCH_BYTES else None
+    nbytes = min(free, rests[next_one.name])
+    return (next_one.name, nbytes) if nbytes >= _MIN_PREFETCH_BYTES else None
 
 
 def virtual_start(entries: Iterable[Entry]) -> float:
-    """Virtual time of who comes, or comes back: he has no claim to what was before.
+    """Return the virtual time of a new or returning job, which has no claim to past time.
 
     Args:
-        entries: All others.
+        entries: All other jobs.
     """
     running = [each for each in entries if each.phase in ALIVE and each.runnable]
     return min((each.virtual_s for each in running), default=0.0)
@@ -294,8 +294,10 @@ def _is_aged(each: Entry, patient_s: float) -> bool:
     )
 
 
-def _goes_on(able: Sequence[Entry], fresh: Mapping[str, Entry], turn: Turn, whole_s: float) -> bool:
-    """Whether this turn is not over: its time, or because of who would be chosen in a new one."""
+def _continues(
+    able: Sequence[Entry], fresh: Mapping[str, Entry], turn: Turn, whole_s: float
+) -> bool:
+    """Return whether the turn continues: it has time left, and no job of a new turn takes precedence."""
     mine = [each for each in able if each.name in turn.chosen]
     others = [each for each in fresh.values() if each.name not in turn.chosen]
     if not mine or any(each.urgent for each in others):
@@ -309,7 +311,7 @@ def _goes_on(able: Sequence[Entry], fresh: Mapping[str, Entry], turn: Turn, whol
 def _choose(
     able: Sequence[Entry], turn: Turn, entries: Sequence[Entry], limits: Limits
 ) -> dict[str, Entry]:
-    """Down the ranking, each that fits beside those before it; who has the turn first."""
+    """Choose, in scheduling order, each job that fits; jobs of the present turn come first."""
     rests = {each.name: _rest_bytes(each) for each in entries}
     free = limits.memory_bytes - sum(rests.values())
     device = limits.device_bytes
@@ -332,18 +334,18 @@ def _choose(
 
 
 def _stays_up(each: Entry, limits: Limits) -> bool:
-    """Whether it is up, and cannot be put to sleep."""
+    """Return whether it is up and cannot be put to sleep."""
     cannot = each.fixed or limits.flash_bytes is None or each.phase is Phase.STARTING
     return each.phase in UP and cannot
 
 
 def _rest_bytes(each: Entry) -> int:
-    """What it holds when it is not chosen."""
+    """Return the bytes that it holds if it is not chosen."""
     return each.held_bytes if each.phase in (Phase.WAITING, Phase.OVER) else each.rest_bytes
 
 
 def _is_crowded(chosen: Mapping[str, Entry], entries: Sequence[Entry], limits: Limits) -> bool:
-    """Whether somebody whose turn it is waits for memory, or there is more than may be."""
+    """Return whether a chosen job waits for memory, or the budget is exceeded."""
     if any(each.phase not in UP for each in chosen.values()):
         return True
     return sum(each.charge_bytes for each in entries) > limits.memory_bytes
@@ -360,7 +362,7 @@ def _wake_now(wanted: Sequence[Entry], entries: Sequence[Entry], limits: Limits)
             continue
         more = max(each.need_bytes - each.charge_bytes, 0)
         if more > free or (device is not None and each.device_bytes > device):
-            break  # those who come later must not take what this one waits for
+            break  # later ones must not take the memory that this one waits for
         made.append(each.name)
         free -= more
         device = None if device is None else device - each.device_bytes
@@ -368,7 +370,7 @@ def _wake_now(wanted: Sequence[Entry], entries: Sequence[Entry], limits: Limits)
 
 
 def _may_begin(ranked: Sequence[Entry], limits: Limits) -> tuple[set[str], dict[str, str]]:
-    """Those that have begun or may; and why others may not. See [Note: who may begin]."""
+    """Return the jobs that have started or may, and reasons for others. See [Note: who may begin]."""
     begun = [each for each in ranked if each.phase in ALIVE]
     notes: dict[str, str] = {}
     for each in ranked:
@@ -385,7 +387,7 @@ def _may_begin(ranked: Sequence[Entry], limits: Limits) -> tuple[set[str], dict[
 
 
 def _obstacle(together: Sequence[Entry], limits: Limits) -> str | None:
-    """Why these cannot all have begun."""
+    """Return the reason why these jobs cannot all be started, or None."""
     if limits.flash_bytes is None:
         memory = sum(max(each.need_bytes, each.held_bytes) for each in together)
         device = sum(each.device_bytes for each in together)
@@ -394,28 +396,28 @@ def _obstacle(together: Sequence[Entry], limits: Limits) -> str | None:
         ):
             return None
         return (
-            f"{format_bytes(memory)} of {format_bytes(limits.memory_bytes)} would be needed, and no"
-            " flash is named for others to sleep on: it begins when others are over"
+            f"{format_bytes(memory)} of {format_bytes(limits.memory_bytes)} would be needed, and jobs"
+            " cannot sleep without flash: it starts when others have ended"
         )
     flash = sum(each.need_bytes for each in together)
     if flash > limits.flash_bytes:
         return (
-            f"{format_bytes(flash)} of memory might have to sleep, and flash has"
-            f" {format_bytes(limits.flash_bytes)} for it: it begins when others are over"
+            f"up to {format_bytes(flash)} of memory would go to flash, which has"
+            f" {format_bytes(limits.flash_bytes)} for it: it starts when others have ended"
         )
     rests = sum(each.rest_bytes for each in together)
     for each in together:
         least = rests - each.rest_bytes + each.need_bytes
         if least > limits.memory_bytes:
             return (
-                f"job {each.name!r} would not fit any more: with the processes of {len(together) - 1}"
-                f" that sleep it takes {format_bytes(least)} of {format_bytes(limits.memory_bytes)}:"
-                " it begins when others are over"
+                f"job {each.name!r} would no longer fit: with the processes of {len(together) - 1}"
+                f" sleeping jobs it needs {format_bytes(least)} of {format_bytes(limits.memory_bytes)}:"
+                " it starts when others have ended"
             )
     return None
 
 
-def _why(each: Entry, entries: Sequence[Entry], wake: Sequence[str], limits: Limits) -> str:
+def _reason(each: Entry, entries: Sequence[Entry], wake: Sequence[str], limits: Limits) -> str:
     up = [
         one
         for one in entries

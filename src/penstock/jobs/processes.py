@@ -1,8 +1,8 @@
-"""Processes of jobs as seen from outside: begun, found again, measured, ended.
+"""Processes of jobs: starting, finding, measuring and ending them.
 
-A process that this one has begun is waited for, and its exit code known. One that an earlier manager has
-begun is somebody else's child: it is known by its number and the moment of its start, together, and held
-by a descriptor (``pidfd``), so that no signal reaches another that has got the number since.
+A child of this process is waited for, and its exit code is known. A process that an earlier manager has
+started is not a child: it is identified by its number and start time together, and held by a descriptor
+(``pidfd``), so that no signal reaches another process with the same number.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from penstock.core.errors import JobError
 from penstock.swap.channel import start_ticks
 
 _SHELLS: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-"""Names of variables that every shell hands on; others it may leave out."""
+"""Names of variables that every shell passes on; it may drop others."""
 _OWN: Final = ("RssAnon", "RssShmem")
-"""What a process does not share with a file: it cannot be dropped by the kernel."""
+"""Fields of memory that is not backed by a file, which the kernel cannot drop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A process, and no other that gets its number later."""
+    """Identity of a process, which a later process with its number does not have."""
 
     pid: int
     start_ticks: int
 
     def lives(self) -> bool:
-        """Whether it is there and has not ended."""
+        """Return whether the process exists and has not ended."""
         return self.pid > 0 and start_ticks(self.pid) == self.start_ticks
 
 
@@ -42,17 +42,17 @@ class Process:
     """A job's process. For one thread.
 
     Attributes:
-        identity: It.
-        code: Its exit code; None: it lives, or nobody knows.
+        identity: Identity of the process.
+        code: Exit code; None while it lives, or if it is not known.
     """
 
     def __init__(self, identity: Identity, child: subprocess.Popen[bytes] | None = None) -> None:
-        """Hold on to one that lives; see ``begin`` and ``find``."""
+        """Open a living process; see ``begin`` and ``find``."""
         self.identity = identity
         self.code: int | None = None
         self._child = child
         self._fd = -1
-        with suppress(OSError, AttributeError):  # an old kernel, or it has ended already
+        with suppress(OSError, AttributeError):  # an old kernel, or it has already ended
             self._fd = os.pidfd_open(identity.pid)
 
     @classmethod
@@ -65,17 +65,17 @@ class Process:
         log: str,
         inherit: int,
     ) -> Self:
-        """Begin one, in a session of its own: what ends the manager's does not end it.
+        """Start a process in its own session, so that the end of the manager's does not end it.
 
         Args:
             command: Program and arguments.
-            cwd: Its directory.
-            env: Its whole environment.
-            log: Where its output goes, to the end of what is there.
-            inherit: A descriptor that it gets.
+            cwd: Working directory.
+            env: Whole environment.
+            log: File to which its output is appended.
+            inherit: Descriptor that it inherits.
 
         Raises:
-            JobError: It cannot be begun.
+            JobError: It cannot be started.
         """
         try:
             with open(log, "ab", buffering=0) as file:
@@ -90,25 +90,25 @@ class Process:
                     pass_fds=(inherit,),
                 )
         except (OSError, ValueError) as error:
-            raise JobError(f"cannot be begun: {error}") from error
+            raise JobError(f"cannot be started: {error}") from error
         return cls(Identity(child.pid, start_ticks(child.pid) or 0), child)
 
     @classmethod
     def find(cls, identity: Identity) -> Self | None:
-        """One that an earlier manager has begun; None: it has ended."""
+        """Open a process that an earlier manager has started; None if it has ended."""
         if not identity.lives():
             return None
         found = cls(identity)
-        if identity.lives():  # still, now that it is held
+        if identity.lives():  # still, now that the descriptor is open
             return found
         found.close()
         return None
 
     def has_ended(self) -> bool:
-        """Whether it has; sets ``code`` where that can be known.
+        """Return whether the process has ended; set ``code`` if that is known.
 
-        What a child has left in its group is ended then: nobody would count what that holds. Where
-        SIGCHLD is ignored the kernel does not keep a child for its parent: its code is not known.
+        The remaining processes of an ended child's group are killed, because their memory would not be
+        counted. If SIGCHLD is ignored, the kernel does not keep the exit code.
         """
         if self._child is None:
             return not self.identity.lives()
@@ -124,7 +124,7 @@ class Process:
         return self.code is not None
 
     def send(self, number: int) -> None:
-        """Send a signal to the process; nothing if it has ended."""
+        """Send a signal to the process, unless it has ended."""
         with suppress(ProcessLookupError, OSError):
             if self._fd >= 0:
                 signal.pidfd_send_signal(self._fd, number)
@@ -132,17 +132,17 @@ class Process:
                 os.kill(self.identity.pid, number)
 
     def kill_all(self) -> None:
-        """End it at once, and all that it has begun in its group."""
+        """Kill the process and all others of its group."""
         with suppress(ProcessLookupError, PermissionError):
             if self.identity.lives():
                 os.killpg(self.identity.pid, signal.SIGKILL)
 
     def held_bytes(self) -> int:
-        """DRAM that it and its children hold, but for what is in files."""
+        """Return the DRAM that it and its children hold, without file-backed memory."""
         return held_bytes(self.identity.pid) if self.identity.lives() else 0
 
     def io_bytes(self) -> int:
-        """What it has read from and written to devices, in all."""
+        """Return the total bytes that it has read from and written to devices."""
         with suppress(OSError, ValueError):
             text = Path(f"/proc/{self.identity.pid}/io").read_text(encoding="ascii")
             values = dict(line.split(": ") for line in text.splitlines())
@@ -150,16 +150,16 @@ class Process:
         return 0
 
     def close(self) -> None:
-        """Let go of it; it goes on."""
+        """Close the descriptor; the process continues."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
         if self._child is not None and self._child.returncode is None:
-            self._child.returncode = -1  # else Python warns that it lives still
+            self._child.returncode = -1  # otherwise Python warns that it still runs
 
 
 def end_holders(path: str) -> None:
-    """End at once all other processes that can write to a file: who inherited it, and nobody else."""
+    """Kill all other processes that can write to a file, which are those that inherited it."""
     with suppress(OSError):
         file = os.stat(path)
         for name in os.listdir("/proc"):
@@ -168,7 +168,7 @@ def end_holders(path: str) -> None:
 
 
 def _end_if(pid: int, still: Callable[[int], bool]) -> None:
-    """End a process, and no other that has got its number since."""
+    """Kill a process, unless another has its number by now."""
     with suppress(OSError):
         fd = os.pidfd_open(pid)
         try:
@@ -191,13 +191,13 @@ def _can_write(pid: str, file: os.stat_result) -> bool:
 
 
 def held_bytes(pid: int) -> int:
-    """DRAM of a process and its descendants, but for what is in files; 0: there is none."""
+    """Return the DRAM of a process and its descendants, without file-backed memory; 0 if it has ended."""
     own = _fields(f"/proc/{pid}/status", _OWN)
     return own + sum(_shared_out(child) for child in _children(pid))
 
 
 def _shared_out(pid: int) -> int:
-    """Of a child: what it shares with its parent counts by its part."""
+    """Return the DRAM of a child and its descendants; shared memory counts proportionally."""
     own = _fields(f"/proc/{pid}/smaps_rollup", ("Pss_Anon", "Pss_Shmem"))
     return own + sum(_shared_out(child) for child in _children(pid))
 
@@ -221,20 +221,20 @@ def _fields(path: str, names: Sequence[str]) -> int:
     return total
 
 
-def past_a_shell(env: Mapping[str, str]) -> list[str]:
-    """What goes before a command that a shell begins, so that it has the variables that those drop."""
+def shell_prefix(env: Mapping[str, str]) -> list[str]:
+    """Return a prefix for a command in a shell, which sets the variables that shells may drop."""
     odd = [f"{name}={value}" for name, value in env.items() if not _SHELLS.fullmatch(name)]
     return ["/usr/bin/env", "--", *odd] if odd else []
 
 
 def describe_end(code: int | None) -> str:
-    """How a process ended, in words."""
+    """Describe how a process ended."""
     if code is None:
-        return "ended; its exit code is not known: its manager was gone, or ignores SIGCHLD"
+        return "ended; its exit code is not known, because no manager was running, or it ignores SIGCHLD"
     if code == 0:
         return "done"
     if code > 0:
         return f"failed with exit code {code}"
     name = signal.Signals(-code).name if -code in {each.value for each in signal.Signals} else code
-    cause = ", perhaps for want of memory (see dmesg)" if code == -signal.SIGKILL else ""
+    cause = ", perhaps out of memory (see dmesg)" if code == -signal.SIGKILL else ""
     return f"killed by {name}{cause}"

@@ -1,14 +1,13 @@
-"""What a manager leaves on disk, so that the next one finds its jobs.
+"""State directory of a manager, from which the next manager finds its jobs.
 
-A directory of mode 0700 with ``record.json``, replaced by one rename when it changes, once its content
-is on the device; ``channels/`` ([Note: channel]); ``logs/``; the socket ``control``; and
-``lock``, held by the manager that lives.
+A directory of mode 0700 with ``record.json``, replaced atomically by a rename once the new content is on
+the device; ``channels/`` ([Note: channel]); ``logs/``; the socket ``control``; and ``lock``, held by the
+living manager.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import stat
@@ -18,18 +17,19 @@ from typing import Any, Final
 
 from penstock.core.errors import ConfigError, JobError
 from penstock.core.files import absolute_path, open_regular, parse_json
+from penstock.core.fs import FileLock, write_durably
 
 SCHEMA: Final = 1
 _RECORD: Final = "record.json"
 _RECORD_S: Final = 5.0
-_MOST_BYTES: Final = 16 * 1024**2
+_MAX_BYTES: Final = 16 * 1024**2
 
 
 def last_known(directory: str) -> str:
-    """How jobs were when their manager recorded them last, in words; empty: nothing is known."""
+    """Describe the last recorded states of jobs; empty if nothing is known."""
     try:
         with open(os.path.join(directory, _RECORD), "rb", opener=open_regular) as file:
-            jobs = parse_json(file.read(_MOST_BYTES))["jobs"]
+            jobs = parse_json(file.read(_MAX_BYTES))["jobs"]
         return ", ".join(
             f"{each['name']} {each['outcome'] if each['phase'] == 'over' else each['phase']}"
             for each in jobs
@@ -39,14 +39,14 @@ def last_known(directory: str) -> str:
 
 
 class StateDirectory:
-    """A manager's directory.
+    """State directory of a manager.
 
     Attributes:
-        path: Its absolute path.
+        path: Absolute path.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Make it if need be, and take it. Raises ConfigError if another manager has it."""
+        """Create the directory if needed, and lock it. Raises ConfigError if another manager has it."""
         self.path = absolute_path(path, "the state directory")
         try:
             os.makedirs(self.path, mode=0o700, exist_ok=True)
@@ -55,12 +55,12 @@ class StateDirectory:
             self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise ConfigError(
-                f"state directory {self.path!r} cannot be made: {error.strerror}"
+                f"state directory {self.path!r} cannot be created: {error.strerror}"
             ) from error
-        self._lock = -1
+        self._lock: FileLock | None = None
         try:
             self._check_ours()
-            self._take()
+            self._lock_directory()
         except BaseException:
             self.close()
             raise
@@ -69,44 +69,41 @@ class StateDirectory:
         found = os.fstat(self._fd)
         if found.st_uid != os.geteuid():
             raise ConfigError(
-                f"state directory {self.path!r} belongs to user {found.st_uid}: name one of your own"
+                f"state directory {self.path!r} belongs to user {found.st_uid}: name one that you own"
             )
         if stat.S_IMODE(found.st_mode) != 0o700:
             os.fchmod(self._fd, 0o700)
 
-    def _take(self) -> None:
+    def _lock_directory(self) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._lock = os.open("lock", flags, 0o600, dir_fd=self._fd)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"state directory {self.path!r} has a manager already: talk to it by `penstock jobs"
-                " status`, or name another directory with --state"
-            ) from None
+        self._lock = FileLock(
+            os.open("lock", flags, 0o600, dir_fd=self._fd),
+            f"state directory {self.path!r}",
+            "see `penstock jobs status`, or name another directory with --state",
+        )
 
     def channel(self, name: str) -> str:
-        """The path of a job's channel."""
+        """Return the path of a job's channel."""
         return os.path.join(self.path, "channels", name)
 
     def log(self, name: str) -> str:
-        """The path of a job's log."""
+        """Return the path of a job's log."""
         return os.path.join(self.path, "logs", f"{name}.log")
 
     def kept(self, name: str) -> str:
-        """The path of what a durable job keeps."""
+        """Return the path of a durable job's state."""
         return os.path.join(self.path, "kept", name)
 
     @property
     def fd(self) -> int:
-        """Of the directory."""
+        """Descriptor of the directory."""
         return self._fd
 
     def read(self) -> dict[str, Any] | None:
-        """What was recorded last; None: nothing. Raises JobError if it makes no sense."""
+        """Return the last record, or None. Raises JobError if it cannot be read."""
         try:
             with open(open_regular(_RECORD, dir_fd=self._fd), "rb") as file:
-                text = file.read(_MOST_BYTES)
+                text = file.read(_MAX_BYTES)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -121,47 +118,40 @@ class StateDirectory:
 
     def _unreadable(self, why: str) -> JobError:
         return JobError(
-            f"{os.path.join(self.path, _RECORD)!r} cannot be read: {why}; see that none of its jobs is"
-            " running, and remove the directory"
+            f"{os.path.join(self.path, _RECORD)!r} cannot be read: {why}; make sure that none of its jobs"
+            " is running, and remove the directory"
         )
 
     def write(self, document: Mapping[str, Any], *, durable: bool) -> None:
         """Replace the record. Raises JobError if it cannot be written; the old one stays."""
         text = json.dumps({"schema": SCHEMA, **document}).encode()
-        new = f".{_RECORD}.new"
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-            with open(os.open(new, flags, 0o600, dir_fd=self._fd), "wb") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())  # always: else its name may outlive its content
-            os.rename(new, _RECORD, src_dir_fd=self._fd, dst_dir_fd=self._fd)
-            if durable:
-                os.fsync(self._fd)
+            write_durably(_RECORD, text, permissions=0o600, dir_fd=self._fd, sync_name=durable)
         except OSError as error:
             advice = (
-                "the directory was deleted: jobs go on, but a manager started later will not find them"
+                "the directory was deleted: jobs continue, but a later manager will not find them"
                 if error.errno == errno.ENOENT
-                else "jobs go on; a manager started later finds them as they were recorded before"
+                else "jobs continue; a later manager finds them as in the previous record"
             )
             raise JobError(
                 f"record in {self.path!r} cannot be written: {error.strerror}; {advice}"
             ) from error
 
     def close(self) -> None:
-        """Let another manager have it. Idempotent."""
-        for fd in (self._lock, self._fd):
-            if fd >= 0:
-                with suppress(OSError):
-                    os.close(fd)
-        self._lock = self._fd = -1
+        """Unlock and close the directory. Idempotent."""
+        if self._lock is not None:
+            self._lock.close()
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with suppress(OSError):
+                os.close(fd)
 
 
 class Recording:
-    """Writes what changes; what cannot be written is told once. For one thread."""
+    """Writer of the record, which reports a failure once. For one thread."""
 
     def __init__(self, state: StateDirectory, tell: Callable[[str], None]) -> None:
-        """Say where to, and whom to tell."""
+        """Remember the directory, and the function that prints a warning."""
         self._state = state
         self._tell = tell
         self._shape: object = None
@@ -169,12 +159,12 @@ class Recording:
         self._has_failed = False
 
     def write(self, document: Mapping[str, Any], now: float, *, durable: bool = True) -> None:
-        """Write it now.
+        """Write the record now.
 
         Args:
             document: The record.
-            now: Seconds.
-            durable: Whether it, and not the one before, is there after a loss of power.
+            now: Time in seconds.
+            durable: Make sure that it, and not the previous one, is found after a loss of power.
         """
         self._then = now
         try:
@@ -186,7 +176,7 @@ class Recording:
             self._has_failed = True
 
     def write_if_changed(self, document: Mapping[str, Any], now: float, *, shape: object) -> None:
-        """Write it if its shape, what another manager must know, is another; else now and then."""
+        """Write the record if its shape, the essential part, has changed, or after some seconds."""
         if shape != self._shape:
             self._shape = shape
             self.write(document, now)

@@ -1,4 +1,4 @@
-"""One job in its manager's hands: from waiting to over."""
+"""One job of a manager, from waiting to its end."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from penstock.jobs.budget import Budget
 from penstock.jobs.description import JobSpec, Machine
 from penstock.jobs.enclosure import Room
 from penstock.jobs.ending import Ending
-from penstock.jobs.logs import last_lines, length_of, no_room, turn_over
+from penstock.jobs.logs import disk_is_full, last_lines, length_of, rotate
 from penstock.jobs.policy import ALIVE, Entry, Phase
 from penstock.jobs.processes import Identity, Process, describe_end, end_holders
 from penstock.jobs.record import StateDirectory
 from penstock.swap.channel import ManagerEnd, Status
 
-_SLACK: Final = 1.05
-"""What is measured is needed, and so much more."""
-_OVER_BYTES: Final = 16 * MIB
-"""So much above what was declared is no matter."""
+_NEED_FACTOR: Final = 1.05
+"""Factor from measured to needed memory."""
+_TOLERANCE_BYTES: Final = 16 * MIB
+"""Excess over the declared memory that is tolerated."""
 _STEPS: Final = 2
-"""After so many, what a job holds is what it needs."""
-_TRY_AGAIN_S: Final = 30.0
-"""For so long a job that could not sleep is not asked again."""
+"""Number of steps after which a job's measured memory is its need."""
+_RETRY_S: Final = 30.0
+"""Time after which a job that could not sleep is asked again."""
 _EXPECTED_BYTES_PER_S: Final = 3e9
-"""Until it has slept: so much of a job is expected to go, and to come back, in a second. Rather too much
-than too little: then it sleeps once too early, and what that takes is known."""
-_DYING_S: Final = 5.0
-"""For so long is waited for processes that have been ended."""
+"""Expected speed of suspending and resuming until it is measured. Rather too high than too low: then the
+job sleeps once too early, and the speed is known."""
+_EXIT_LIMIT_S: Final = 5.0
+"""Time limit for killed processes to disappear."""
 _UNFINISHED: Final = "unfinished"
 
 
@@ -39,18 +39,18 @@ class Task:
     """A job, its process and its history. For one thread.
 
     Attributes:
-        spec: As it was described.
-        phase: Where it is, as last observed.
-        held_bytes: DRAM that it holds, as last measured.
-        virtual_s: See :mod:`.policy`.
-        held_back: Whether somebody wants it to sleep.
-        stopping: Whether it is to end.
-        told: What happened to it last, in words.
-        note: Why it waits, in words.
+        spec: Configuration of the job.
+        phase: Phase at the last poll.
+        held_bytes: DRAM that it holds, by the last measurement.
+        virtual_s: Virtual time; see :mod:`.policy`.
+        held_back: A user has suspended it.
+        stopping: It is to end.
+        told: Message on its last event.
+        note: Reason why it waits.
     """
 
     def __init__(self, spec: JobSpec, machine: Machine, state: StateDirectory) -> None:
-        """Nothing begins. Raises JobError if its channel cannot be made."""
+        """Prepare the job without starting it. Raises JobError if its channel cannot be created."""
         self.spec = spec
         self.phase = Phase.WAITING
         self.held_bytes = 0
@@ -73,25 +73,25 @@ class Task:
         self._fixed_until = 0.0
         self._ending = Ending(machine.grace_s)
 
-    # -- what it is -----------------------------------------------------------------------------------
+    # -- state ----------------------------------------------------------------------------------------
 
     @property
     def status(self) -> Status:
-        """By its own account."""
+        """Status that the job reports."""
         return self.channel.status
 
     @property
     def identity(self) -> Identity | None:
-        """Its process."""
+        """Identity of its process."""
         return None if self._process is None else self._process.identity
 
     @property
     def lives(self) -> bool:
-        """Whether it has a process."""
+        """True if it has a process."""
         return self.phase in ALIVE
 
     def _move_s(self, need_bytes: int) -> float:
-        """What one sleep and the way back took on average; see ``Entry.move_s``."""
+        """Return the average time of one suspend and resume; see ``Entry.move_s``."""
         status = self.status
         if status.sleeps:
             return status.moving_s / status.sleeps
@@ -99,20 +99,20 @@ class Task:
 
     @property
     def is_ending(self) -> bool:
-        """Whether it is to end, and can: it is awake, or about to be."""
+        """True if it is to end and is not asleep."""
         return self.stopping and self.lives and self.phase is not Phase.ASLEEP
 
     @property
     def io_bytes(self) -> int:
-        """What its process has read and written, in all."""
+        """Total bytes that its process has read and written."""
         return 0 if self._process is None else self._process.io_bytes()
 
     def entry(self, now: float, *, free_bytes: int) -> Entry:
-        """As the policy sees it.
+        """Return the job as input of the policy.
 
         Args:
-            now: Seconds.
-            free_bytes: What there is for a job that runs alone; so much one of unknown need is given.
+            now: Time in seconds.
+            free_bytes: Memory for a job that runs alone, which a job of unknown need gets.
         """
         if self._waits_since is None:
             self._waits_since = now
@@ -136,22 +136,22 @@ class Task:
         )
 
     def _needs(self, free_bytes: int) -> int:
-        """What it is to be given; the slack of what was measured only as far as there is room."""
+        """Return the memory that it needs, with slack on measured memory as far as there is room."""
         if self._need_bytes is None:
             return free_bytes
         least = max(self.spec.memory_bytes or 0, self._peak_bytes)
         return max(least, min(self._need_bytes, free_bytes))
 
-    # -- what is done with it -------------------------------------------------------------------------
+    # -- actions --------------------------------------------------------------------------------------
 
     def begin(self, command: Sequence[str], budget: Budget) -> None:
-        """Start its process, as a part of the budget. Raises JobError; it is over then."""
+        """Start its process within the budget. Raises JobError; the job has then ended."""
         lock = None
         try:
             lock = self.channel.lock_for_child()
             if lock is None:
                 raise JobError(
-                    "a process of an earlier run of it lives still, and is not ours to end"
+                    "a process of an earlier run of this job still lives, and belongs to another owner"
                 )
             self.channel.clear()
             self._log_begin = length_of(self.log)
@@ -175,40 +175,40 @@ class Task:
         self.phase = Phase.STARTING
 
     def sleep(self) -> None:
-        """Have it sleep at the end of its step."""
+        """Tell it to sleep at the end of its step."""
         self.channel.want(sleep=True)
         self.phase = Phase.SUSPENDING
 
     def wake(self) -> None:
-        """Have it go on."""
+        """Tell it to wake."""
         self.channel.want(sleep=False)
         self.phase = Phase.WAKING
 
-    def fetch(self, nbytes: int) -> None:
-        """While it sleeps, let so much of its memory be back."""
+    def prefetch(self, nbytes: int) -> None:
+        """Let it prefetch up to ``nbytes`` of its memory while it sleeps."""
         if self.phase is Phase.ASLEEP and self.channel.order.fetch_bytes != nbytes:
             self.channel.want(sleep=True, fetch_bytes=nbytes)
 
     def stop(self) -> None:
-        """End it in order; ``observe`` does what there is to be done."""
+        """Begin to end it properly; ``observe`` does the rest."""
         if self.phase is Phase.WAITING:
-            self._end("stopped before it began")
+            self._end("stopped before it started")
         self.stopping = True
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill its processes."""
         if self._process is not None:
             self._process.kill_all()
 
-    # -- what becomes of it -------------------------------------------------------------------------
+    # -- observation ----------------------------------------------------------------------------------
 
     def observe(self, now: float, *, measure: bool, others_end: bool = False) -> None:
-        """Look how it is.
+        """Poll its state, and act on it.
 
         Args:
-            now: Seconds.
-            measure: Whether its memory is measured too, in any case.
-            others_end: Whether some that are to end are awake, or about to be.
+            now: Time in seconds.
+            measure: Measure its memory in any phase.
+            others_end: Some jobs that are to end are not asleep.
         """
         if self._process is None:
             return
@@ -220,7 +220,7 @@ class Task:
         if before is not self.phase and self.phase in (Phase.ASLEEP, Phase.AWAKE):
             measure = True
         if measure:
-            self._turn_log()
+            self._rotate_log()
         if measure or self.phase is Phase.ASLEEP:
             self._measure()
         if self.phase in (Phase.AWAKE, Phase.SUSPENDING, Phase.STARTING):
@@ -236,8 +236,8 @@ class Task:
             asleep = self.phase in (Phase.ASLEEP, Phase.SUSPENDING, Phase.WAKING)
             self._ending.proceed(self._process, now, asleep=asleep, waits=waits)
 
-    def _turn_log(self) -> None:
-        if turn_over(self.log, most_bytes=self._machine.log_bytes):
+    def _rotate_log(self) -> None:
+        if rotate(self.log, most_bytes=self._machine.log_bytes):
             self._log_begin = 0
 
     def _phase_of(self, status: Status) -> Phase:
@@ -253,61 +253,61 @@ class Task:
     def _measure(self) -> None:
         assert self._process is not None
         self.held_bytes = self._process.held_bytes()
-        if self._room is not None:  # what the kernel holds for it counts too then
+        if self._room is not None:  # then the kernel's memory for it counts too
             self.held_bytes = max(self.held_bytes, self._room.held_bytes())
-            self._look_for_overrun()
+            self._check_overrun()
         status = self.status
         if self.phase is Phase.ASLEEP:
             if not status.fetched_bytes and not self.channel.order.fetch_bytes:
                 self._rest_bytes = self.held_bytes
         elif self.phase is Phase.AWAKE:
             self._peak_bytes = max(self._peak_bytes, self.held_bytes)
-            self._learn()
+            self._update_need()
 
-    def _learn(self) -> None:
-        needed = int(self._peak_bytes * _SLACK)
+    def _update_need(self) -> None:
+        needed = int(self._peak_bytes * _NEED_FACTOR)
         if self._need_bytes is None:
             if self.status.steps >= _STEPS:
                 self._need_bytes = needed
-                self.told = f"holds {format_bytes(self._peak_bytes)}: counted so from now on"
+                self.told = f"holds {format_bytes(self._peak_bytes)}, which is its need from now on"
             return
-        if self._peak_bytes <= self._need_bytes + _OVER_BYTES:
+        if self._peak_bytes <= self._need_bytes + _TOLERANCE_BYTES:
             return
         declared, self._need_bytes = self._need_bytes, needed
         self.told = (
-            f"holds {format_bytes(self._peak_bytes)}, more than the {format_bytes(declared)} that it was"
-            " to need: counted so from now on"
+            f"holds {format_bytes(self._peak_bytes)}, more than its declared {format_bytes(declared)};"
+            " its need is raised to that"
         )
         if self._peak_bytes > self._machine.memory_bytes:
             self.held_back = True
             self.told = (
-                f"holds {format_bytes(self._peak_bytes)}, and [machine] memory is"
-                f" {format_bytes(self._machine.memory_bytes)}: it is put to sleep and stays so; stop it,"
-                " or give the machine more, start the manager again, and resume it"
+                f"holds {format_bytes(self._peak_bytes)}, more than [machine] memory,"
+                f" {format_bytes(self._machine.memory_bytes)}: it is suspended; stop it, or raise"
+                " [machine] memory, start the manager again, and resume it"
             )
 
     def _cannot_sleep(self, why: str, now: float) -> None:
-        self.told = f"could not be suspended, goes on, and others wait: {why}"
-        self._fixed_until = now + _TRY_AGAIN_S
+        self.told = f"could not be suspended and continues, so others wait: {why}"
+        self._fixed_until = now + _RETRY_S
         self.channel.want(sleep=False)
 
-    def _look_for_overrun(self) -> None:
-        """See whether the kernel has ended a process of it."""
+    def _check_overrun(self) -> None:
+        """Check whether the kernel has killed a process of the job."""
         if self._room is None or not self._room.was_overrun():
             return
         need = self.spec.memory_bytes
         declared = "not declared" if need is None else f"declared as {format_bytes(need)}"
         self.told = self._overrun = (
-            f"the kernel has ended a process of it, for it held {format_bytes(self._room.limit_bytes)},"
-            " all that others left it of [machine] memory,"
+            f"the kernel has killed one of its processes at its limit of"
+            f" {format_bytes(self._room.limit_bytes)}, which is what others leave of [machine] memory,"
             f" {format_bytes(self._machine.memory_bytes)}; its need is {declared}: set its `memory` to"
-            " what it holds at most, have it hold less, or give the machine more"
+            " its peak, reduce its memory, or raise [machine] memory"
         )
 
     def _ended(self) -> None:
         assert self._process is not None
         code = self._process.code
-        status = self.channel.look()  # the last that it said
+        status = self.channel.look()  # its last status
         if code is None and status.pid == self._process.identity.pid:
             code = status.code
         if self.channel.has_process():
@@ -315,18 +315,18 @@ class Task:
         self.code = code
         text = describe_end(code)
         lines = [] if code == 0 else last_lines(self.log, begin=self._log_begin)
-        self._look_for_overrun()
+        self._check_overrun()
         if self._overrun:
             text = f"{text.partition(',')[0]}: {self._overrun}"
         elif self.stopping:
             how = text.partition(",")[0]
             if (waited_s := self._ending.killed_after_s) is not None:
-                how += f", for it did not end by itself in {waited_s:g} s"
+                how += f", as it did not end within {waited_s:g} s"
             text = f"stopped ({how})"
         elif lines:
             text += f"; its log ends: {' | '.join(lines)}"
-        if code and not self.stopping and no_room(self.log):
-            text += f"; there is no space left for its log, {self.log!r}"
+        if code and not self.stopping and disk_is_full(self.log):
+            text += f"; the disk of its log, {self.log!r}, is full"
         self._end(text)
 
     def _end(self, text: str) -> None:
@@ -343,10 +343,10 @@ class Task:
         if self._room is not None:
             self._room.end()
 
-    # -- what is kept of it ---------------------------------------------------------------------------
+    # -- record ---------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """For ``adopt``."""
+        """Return the record for ``adopt``."""
         identity = self.identity
         return {
             "name": self.spec.name,
@@ -367,14 +367,14 @@ class Task:
         }
 
     def adopt(self, found: Mapping[str, Any]) -> None:
-        """Take over what an earlier manager has recorded, and the process if it lives."""
+        """Take over the record of an earlier manager, and the process if it lives."""
         self.virtual_s = float(found["virtual_s"])
         self.awake_s = float(found["awake_s"])
         self.held_back = bool(found["held_back"])
         self.stopping = bool(found["stopping"])
         self._rest_bytes = int(found["rest_bytes"])
-        self._log_begin = int(found.get("log_begin", 0))  # which earlier versions did not record
-        self._peak_bytes = int(found.get("peak_bytes", 0))  # nor this
+        self._log_begin = int(found.get("log_begin", 0))  # not recorded by earlier versions
+        self._peak_bytes = int(found.get("peak_bytes", 0))  # likewise
         if self._need_bytes is None and found["need_bytes"] is not None:
             self._need_bytes = int(found["need_bytes"])
         phase = Phase(found["phase"])
@@ -382,63 +382,63 @@ class Task:
             self.phase, self.outcome, self.code = phase, str(found["outcome"]), found["code"]
             self.told = str(found["told"])
             return
-        identity = self._last_begun(Identity(int(found["pid"]), int(found["start_ticks"])))
+        identity = self._last_process(Identity(int(found["pid"]), int(found["start_ticks"])))
         if not identity.pid:
-            return  # it had not begun
+            return  # it had not started
         pid = identity.pid
         self._process = Process.find(identity)
         if self._process is not None:
             self.phase = Phase.STARTING
             self.told = f"found again, process {pid}"
             if self._need_bytes is not None:
-                self._learn()
+                self._update_need()
             return
-        self._end_left_behind()
-        status = self.channel.look()  # once more: it may have ended a moment ago
+        self._kill_orphans()
+        status = self.channel.look()  # again: it may have ended a moment ago
         if status.pid == pid and status.code is not None:
             self.code = status.code
             self._end(describe_end(self.code))
         elif self.spec.durable and not self.stopping:
             self.told = (
-                f"its process {pid} is gone; it is durable, and begins again from what was kept"
+                f"its process {pid} has ended; being durable, it starts again from its saved state"
             )
         else:
             self._end(
-                f"its process {pid} is gone: it was killed, or the machine was started anew, while no"
-                " manager was there"
+                f"its process {pid} was killed, or the machine was restarted, while no manager was"
+                " running"
             )
 
-    def _last_begun(self, recorded: Identity) -> Identity:
-        """The process that was begun last: perhaps that was not recorded any more. Raises JobError."""
-        status = self.channel.look()  # which is cleared before one is begun
+    def _last_process(self, recorded: Identity) -> Identity:
+        """Return its last process, which may not have been recorded. Raises JobError."""
+        status = self.channel.look()  # cleared before each start
         if not status.pid and not recorded.lives() and self.channel.has_process():
-            status = self.channel.who()
+            status = self.channel.wait_for_pid()
         return Identity(status.pid, status.start_ticks) if status.pid else recorded
 
     @property
     def lives_unrecorded(self) -> bool:
-        """Whether an earlier manager has begun it, and could not record that."""
+        """True if an earlier manager has started it but not recorded that."""
         return Identity(self.status.pid, self.status.start_ticks).lives()
 
-    def _end_left_behind(self) -> None:
-        """Its process is gone. End what it has begun: it would be in nobody's budget."""
-        end = time.monotonic() + _DYING_S
+    def _kill_orphans(self) -> None:
+        """Kill the processes that its ended process has left, which no budget would count."""
+        end = time.monotonic() + _EXIT_LIMIT_S
         while self.channel.has_process() and time.monotonic() < end:
             end_holders(self.channel.path)
-            time.sleep(_DYING_S / 200)
+            time.sleep(_EXIT_LIMIT_S / 200)
 
     def found_in(self, budget: Budget) -> None:
-        """An earlier manager has begun it: perhaps where the kernel keeps the budget."""
+        """Find the control group of a job that an earlier manager has started."""
         if self.lives and self.identity is not None:
             self._room = budget.room_of(self.spec.name, self.identity.pid)
 
-    def forget_earlier(self) -> None:
-        """If it has not begun: what an earlier run of it has left in the channel is not its own."""
+    def clear_earlier(self) -> None:
+        """Clear the channel of an earlier run, if the job has not started."""
         if self.phase is Phase.WAITING and not self.channel.has_process():
             self.channel.clear()
 
     def report(self) -> dict[str, Any]:
-        """For people and programs; the manual has the fields."""
+        """Return the job's status, with the fields in the manual."""
         status, identity = self.status, self.identity
         lives = self.lives
         return {
@@ -466,7 +466,7 @@ class Task:
         }
 
     def close(self) -> None:
-        """Let go of it; its process goes on."""
+        """Close its channel and process descriptor; the process continues."""
         if self._process is not None:
             self._process.close()
         self.channel.close()

@@ -1,4 +1,4 @@
-"""For research: simulated SSDs, dry profiles, a zoo of networks, and what checkpoints cost them.
+"""Research code: simulated SSDs, dry profiles, a zoo of networks, and the cost of checkpoints.
 
-Nothing that a run of training needs is here, and nothing outside but the command line imports it.
+A run of training needs none of it, and outside this package only the command line imports it.
 """

@@ -1,8 +1,8 @@
-"""What happened: counters, spans and memory levels, under the same stage names everywhere.
+"""Records of a run: counters, spans and memory levels, under the same stage names everywhere.
 
 Every layer above reports to one :class:`Recorder` per session. Read in this order: ``events`` (the
 names), ``recorder``, ``timeline`` and ``totals`` (the sums), ``log`` and ``records`` (the JSONL
-file), ``summary`` (what ``print(session.summary())`` shows).
+file), ``summary`` (printed by ``print(session.summary())``).
 """
 
 from penstock.observe.clock import Clock, ManualClock, RealClock

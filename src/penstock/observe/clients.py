@@ -1,18 +1,18 @@
-"""The clients of flash, and the session to which those without a tier report what they move.
+"""The clients of flash, and the open session's recorder, to which they report their traffic.
 
-One account has everything that is moved: the flows of the open session's recorder, by stage and tier. The
-session's own tiers report to it directly. Each other client (an optimizer, a checkpoint, a data set) is a
-tier of its own there, and reports to whichever session is open; while none is, nothing is recorded.
+That recorder counts all traffic, by stage and tier. The session's own tiers report to it directly. Each
+other client (an optimizer, a checkpoint, a data set) counts there as a tier of its own, and reports to
+the session that is open; while none is open, nothing is recorded.
 """
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
+from penstock.core.process import call_in_child
 from penstock.observe.recorder import Recorder
 
 OPTIMIZER: Final = "optimizer"
@@ -33,11 +33,10 @@ ON_FLASH: Final[Mapping[str, str]] = MappingProxyType(
         "flash" + _MEASUREMENT: "bandwidth measurement",
     }
 )
-"""Tiers whose bytes wear an SSD, and what is moved to and from each of them."""
+"""Description of the data in each tier whose writes wear an SSD."""
 
 _open: list[weakref.ref[Recorder]] = []
-if hasattr(os, "register_at_fork"):  # a child has no session, and the recorder's lock may be held
-    os.register_at_fork(after_in_child=_open.clear)
+call_in_child(_open.clear)  # a child has no session, and the recorder's lock may be held
 
 
 def measurement_of(tier: str) -> str:
@@ -46,17 +45,17 @@ def measurement_of(tier: str) -> str:
 
 
 def is_once(tier: str) -> bool:
-    """Return whether further steps move no more of it, as of a measurement, or of an index."""
+    """Return whether a tier's traffic happens once, not in each step: measurements, and indexes."""
     return tier == DATA or tier.endswith(_MEASUREMENT)
 
 
 def open_account(recorder: Recorder) -> None:
-    """Have clients report to this recorder from now on."""
+    """Make clients report to this recorder."""
     _open[:] = [weakref.ref(recorder)]
 
 
 def close_account(recorder: Recorder) -> None:
-    """Have clients report to this recorder no more."""
+    """Stop clients from reporting to this recorder."""
     _open[:] = [ref for ref in _open if ref() not in (None, recorder)]
 
 

@@ -1,4 +1,4 @@
-"""Time, injected: the real clock, or one that a test or a replay turns by hand."""
+"""Clocks: the real one, and one that a test or a replay advances by hand."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Something that tells the time."""
+    """A source of the time."""
 
     def now_ns(self) -> int:
-        """Nanoseconds since some fixed moment; never goes back."""
+        """Return nanoseconds since a fixed moment; never goes back."""
 
 
 class RealClock:
-    """``time.perf_counter_ns``."""
+    """The clock of ``time.perf_counter_ns``."""
 
     now_ns = staticmethod(time.perf_counter_ns)
 
@@ -26,7 +26,7 @@ class ManualClock:
         self._now_ns = 0
 
     def now_ns(self) -> int:
-        """The time it was advanced to."""
+        """Return the time to which it was advanced."""
         return self._now_ns
 
     def advance(self, ns: int) -> None:

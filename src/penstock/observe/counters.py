@@ -1,18 +1,18 @@
-"""Names of counters and marks that both who counts and who tells must know."""
+"""Names of counters and marks that both the code that counts and the summary use."""
 
 from __future__ import annotations
 
 from typing import Final
 
 PLANS: Final = "plan"
-"""Plans that were made, below it by the reason: ``first``, ``drift``, ``held``, ``sampled``, ..."""
+"""Plans that were made; the reason follows: ``first``, ``drift``, ``held``, ``sampled``, ..."""
 UNKNOWN: Final = "unknown_slots"
-"""Slots that a given plan does not know."""
+"""Slots that a user plan does not contain."""
 MOVED_EARLIER: Final = "prefetch.moved_earlier"
-"""Places at which reads begin that were moved, because the reads had come late."""
+"""Slots whose reads begin earlier than planned, because they had come late."""
 WINDOW_GROWN: Final = "prefetch.window_grown_bytes"
-"""Bytes by which the window of reads has grown, because it held up reads that came late."""
+"""Bytes by which the read window has grown, because it had delayed reads that came late."""
 REFUSED: Final = "budget.refused"
-"""Tensors for which there was no room in the device budget: each was a BudgetError."""
+"""Tensors that did not fit the device budget: each raised a BudgetError."""
 SESSION: Final = "session"
-"""The mark that a session begins with; its fields are those of ``RunFacts`` that are known then."""
+"""Mark of a session's beginning, with the fields of ``RunFacts`` that are known then."""

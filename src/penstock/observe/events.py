@@ -1,12 +1,12 @@
-"""What is recorded: the names of stages, and the events.
+"""Recorded events, and the names of stages.
 
 The members of :class:`Stage` are the only names a stage has: in comments, variables, columns of the
 log and lanes of the trace. All times are nanoseconds of the recorder's clock.
 
 [Note: raw events]
     The recorder keeps events as plain tuples: a tag (``SPAN``, ``LEVEL``, ``MARK``), then fields.
-    A plain tuple is made six times as fast as a named one, and the garbage collector stops looking
-    at one that holds only strings and integers, which counts when there are many thousands.
+    A plain tuple is created six times as fast as a named one, and the garbage collector stops tracking
+    one that holds only strings and integers, which matters when there are many thousands.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
 FieldValue: TypeAlias = str | int | float | bool | None
-"""What the fields of a mark hold."""
+"""Value of a field of a mark."""
 
 
 class Stage(enum.StrEnum):
-    """One stage of a tensor's trip, or of the training step around it."""
+    """A stage of a tensor's life, or of the training step around it."""
 
     PACK = "pack"
-    """Autograd hands over a tensor that it saves."""
+    """Autograd saves a tensor."""
     UNPACK = "unpack"
-    """Autograd asks for it again."""
+    """Autograd reads a saved tensor."""
     PLAN = "plan"
     """A policy makes a plan."""
     ENCODE = "encode"
@@ -33,15 +33,15 @@ class Stage(enum.StrEnum):
     DECODE = "decode"
     """A codec turns bytes into a tensor."""
     WRITE = "write"
-    """Bytes go to a tier."""
+    """Bytes are written to a tier."""
     READ = "read"
-    """Bytes come from a tier."""
+    """Bytes are read from a tier."""
     COPY_OUT = "copy_out"
-    """From the device to host memory."""
+    """Bytes are copied from the device to host memory."""
     COPY_IN = "copy_in"
-    """From host memory to the device."""
+    """Bytes are copied from host memory to the device."""
     RECOMPUTE = "recompute"
-    """A module is run again in backward."""
+    """A module is recomputed in backward."""
     STALL = "stall"
     """The training thread waits for Penstock; the cause is a :class:`StallCause`."""
     FORWARD = "forward"
@@ -52,24 +52,24 @@ class Stage(enum.StrEnum):
 
 
 class StallCause(enum.StrEnum):
-    """Why the training thread had to wait."""
+    """Cause of a wait of the training thread."""
 
     BUDGET = "budget"
-    """``pack`` waits for room in the budget: writes have not caught up."""
+    """Wait of ``pack`` for memory within the budget, which writes have not freed yet."""
     DEMAND = "demand"
-    """``unpack`` waits for a read that nobody had started."""
+    """Wait of ``unpack`` for a read that had not been started."""
     LATE = "late_prefetch"
-    """``unpack`` waits for a prefetch that had started and was not done."""
+    """Wait of ``unpack`` for a prefetch that has started and not ended."""
     FORWARDING = "forwarding"
-    """``unpack`` waits for a tensor that is still on its way out."""
+    """Wait of ``unpack`` for a tensor that is still being written."""
     SAMPLING = "sampling"
-    """``pack`` measures what codecs make of a storage."""
+    """Measurement of codecs on a storage by ``pack``."""
     COPY = "copy"
-    """A copy between device and host memory is waited for."""
+    """Wait for a copy between device and host memory."""
 
 
 class Span(NamedTuple):
-    """Something that took time."""
+    """An event with a duration."""
 
     stage: str
     start_ns: int
@@ -81,7 +81,7 @@ class Span(NamedTuple):
 
 
 class Level(NamedTuple):
-    """From ``t_ns`` on, ``memory`` holds ``nbytes``."""
+    """A memory's level: ``memory`` holds ``nbytes`` from ``t_ns`` on."""
 
     t_ns: int
     memory: str
@@ -89,7 +89,7 @@ class Level(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Something that happened at one moment."""
+    """An event at one moment."""
 
     t_ns: int
     name: str
@@ -107,5 +107,5 @@ RawEvent: TypeAlias = tuple[Any, ...]
 
 
 def typed(raw: RawEvent) -> Event:
-    """The event that a raw tuple stands for; see [Note: raw events]."""
+    """Return the event that a raw tuple represents; see [Note: raw events]."""
     return _KINDS[raw[0]]._make(raw[1:])

@@ -1,10 +1,10 @@
-"""What a plan was expected to cost, beside what it did: predicted against measured.
+"""The predicted cost of a plan, and its comparison with the measured one.
 
-The runtime replays each plan on the machine's measured speeds when the plan comes into force, and says
-what that gave as a :class:`Foreseen`: to the recorder as a mark, so that an event log has it, and to the
-summary. A :class:`Foreseen` is of one turn through the passes that the profile has. :func:`compare` lays
-the steps that have run under the plan over it, and gives both per optimizer step: of a step that has more
-passes (gradient accumulation) more is predicted.
+When a plan comes into force the runtime replays it with the machine's measured speeds and reports the
+result as a :class:`Foreseen`: to the recorder as a mark, so that an event log contains it, and to the
+summary. A :class:`Foreseen` covers the passes of the profile once. :func:`compare` sets it beside the
+steps that have run under the plan, both per optimizer step: for a step with more passes (gradient
+accumulation) more is predicted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.observe.events import Stage, StallCause
 from penstock.observe.totals import MemoryUse, Stall, StepTotals, Totals
 
 PREDICTION: Final = "prediction"
-"""Name of the mark."""
+"""Name of the mark of a prediction."""
 SECONDS: Final = "s"
 BYTES: Final = "bytes"
 _FORESEEN_STALLS: Final = (StallCause.BUDGET, StallCause.DEMAND, StallCause.LATE)
@@ -28,19 +28,19 @@ _FORESEEN_STALLS: Final = (StallCause.BUDGET, StallCause.DEMAND, StallCause.LATE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Foreseen:
-    """A replay of the plan in force, in plain numbers. Raises ConfigError if ``passes`` is none."""
+    """The replay of the plan in force, in plain numbers. Raises ConfigError if ``passes`` is below 1."""
 
     since_ns: int
-    """When the plan came into force, by the recorder's clock."""
+    """Time at which the plan came into force, on the recorder's clock."""
     machine: str
-    """Name of the machine that it was replayed on."""
+    """Name of the machine description used for the replay."""
     passes: int
-    """How many forwards and backwards the profile has; all figures are of so many."""
+    """Number of forwards and backwards in the profile; all figures are sums over them."""
     compute_ns: int
-    """Forwards and backwards, if nothing moves; as the profiled step took."""
+    """Time of forwards and backwards without transfers, as in the profiled step."""
     recompute_ns: int
     interference_ns: int
-    """By how much computing is slower while bytes move."""
+    """Additional computing time while transfers run."""
     budget_ns: int
     demand_ns: int
     late_ns: int
@@ -52,29 +52,29 @@ class Foreseen:
     flash_written_bytes: int
     flash_read_bytes: int
     saved_bytes: int
-    """What autograd would hold at the most, if everything stayed."""
+    """Peak of the bytes that autograd would hold if everything stayed resident."""
 
     def __post_init__(self) -> None:
         if self.passes < 1:
-            raise ConfigError(f"prediction: passes is {self.passes}, it must be one or more")
+            raise ConfigError(f"prediction: passes is {self.passes}, but must be at least 1")
 
     @property
     def busy_ns(self) -> int:
-        """Forwards and backwards without what is waited for."""
+        """Time of forwards and backwards without stalls."""
         return self.compute_ns + self.recompute_ns + self.interference_ns
 
     @property
     def step_ns(self) -> int:
-        """Forwards and backwards."""
+        """Time of forwards and backwards, with stalls."""
         return self.busy_ns + self.budget_ns + self.demand_ns + self.late_ns
 
     def to_fields(self) -> dict[str, str | int]:
-        """As the fields of a mark."""
+        """Return the values as fields of a mark."""
         return dataclasses.asdict(self)
 
     @staticmethod
     def from_fields(fields: Mapping[str, Any], *, source: str = "") -> Foreseen:
-        """From a mark's fields. Raises ConfigError, naming ``source`` and the field at fault."""
+        """Build from a mark's fields. Raises ConfigError naming ``source`` and the wrong field."""
         where = f"{source}: " if source else ""
         for field in dataclasses.fields(Foreseen):
             kind = str if field.name == "machine" else int
@@ -94,37 +94,37 @@ class ComparedLine:
 
     what: str
     unit: str
-    """``"s"`` or ``"bytes"``."""
+    """Unit: ``"s"`` or ``"bytes"``."""
     predicted: float
     measured: float
     difference: float | None
-    """Predicted over measured, less one; ``None`` where nothing was measured."""
+    """Ratio of predicted to measured, minus one; ``None`` if nothing was measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """What the plan in force was expected to cost, and what it did."""
+    """The predicted and the measured cost of the plan in force."""
 
     machine: str
-    """Replayed on."""
+    """Name of the machine description used for the replay."""
     steps: int
-    """Measured: optimizer steps that began after the plan had come into force."""
+    """Number of measured optimizer steps: those that began under the plan."""
     lines: tuple[ComparedLine, ...]
-    """Per optimizer step, but for peaks; without those that are zero both ways."""
+    """Figures per optimizer step, and peaks; without those that are zero on both sides."""
 
 
 def compare(foreseen: Foreseen, steps: Iterable[StepTotals]) -> Prediction | None:
-    """Lay the steps that ran under the plan over what was foreseen, both per optimizer step.
+    """Compare the prediction with the steps that ran under the plan, both per optimizer step.
 
-    Times and traffic are the median pass's, or the mean pass's where the profile has several kinds of
-    passes, times the passes that a step had on average; peaks are the highest.
+    Times and traffic are those of the median pass, or of the mean pass if the profile has several kinds
+    of passes, times the average number of passes in a step; peaks are the highest.
 
     Args:
-        foreseen: Of the plan in force.
-        steps: Any; those that began before it are left out, and those without a backward.
+        foreseen: Prediction for the plan in force.
+        steps: Measured steps; those that began before the plan or have no backward are ignored.
 
     Returns:
-        ``None`` if no step is left.
+        The comparison, or ``None`` if no step remains.
     """
     mine = [
         step.totals

@@ -1,19 +1,19 @@
 """The event log: one JSON object per line, in files that rotate, written while training runs.
 
-What the lines say is the business of :mod:`penstock.observe.records`.
+The contents of the lines are defined in :mod:`penstock.observe.records`.
 
 [Note: the log never stops training]
-    ``append`` puts a tuple on a queue and is done; one daemon thread turns tuples into text and
-    writes them, in pieces small enough that it never holds the GIL for long. So hot paths wait for
-    no disk. If the queue is full, events are left out and counted. If a write fails, no more is
-    written, and one warning says so at the next ``end_step``, ``flush`` or ``close``. A child that
-    was forked neither writes to the log nor owns it.
+    ``append`` only puts a tuple on a queue; one daemon thread turns tuples into text and writes
+    them, in pieces small enough that it never holds the GIL for long. So hot paths never wait for
+    the disk. If the queue is full, events are dropped and counted. After a failed write nothing
+    more is written, and one warning says so at the next ``end_step``, ``flush`` or ``close``. A
+    forked child neither writes to the log nor owns it.
 
 [Note: rotated logs]
     A full file is renamed to ``NAME.1``, an older ``NAME.1`` to ``NAME.2``, and so on, as
-    ``logging.handlers.RotatingFileHandler`` does; the oldest goes. Each file has the header of the run,
-    with its own number and the marks that describe the run, so that what is left of a log still says
-    what it is of. Times and process in the header tell files of one run from those of an earlier one.
+    ``logging.handlers.RotatingFileHandler`` does; the oldest is removed. Each file has the header of the
+    run, with its own number and the marks that describe the run, so that the remaining files still
+    describe it. Times and process in the header distinguish the files of one run from older ones.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import contextlib
 import os
 import threading
 import warnings
-import weakref
 from collections import deque
 from types import TracebackType
 from typing import Any, Final
 
 from penstock.core.errors import PenstockWarning, TransferError, transfer_error
 from penstock.core.files import open_regular
+from penstock.core.process import release_in_child
 from penstock.core.units import MIB
 from penstock.observe.clock import Clock, RealClock
 from penstock.observe.counters import SESSION
@@ -39,18 +39,18 @@ from penstock.observe.records import LastWords, header_record, line_of, record_o
 from penstock.observe.totals import StepTotals
 
 MAX_PENDING: Final = 100_000
-"""Events that may wait for the disk; about 20 MB."""
+"""Maximum number of events that wait for the disk; about 20 MB."""
 FILE_BYTES: Final = 64 * MIB
-"""Size at which a file is rotated, if not told otherwise."""
+"""Default size at which a file is rotated."""
 FILES: Final = 8
-"""Files of a log, if not told otherwise."""
+"""Default number of files of a log."""
 _STANDING: Final = (SESSION, PREDICTION)
-"""Marks of which the latest is repeated in each file: they describe the run."""
+"""Marks that describe the run: the latest of each is repeated in each file."""
 _BATCH: Final = 64
 """Events per write: 10 KB, and about 0.2 ms of the GIL."""
 _POLL_S: Final = 0.2
 _PATIENCE_S: Final = 10.0
-"""How long ``flush`` and ``close`` wait for the disk."""
+"""Time limit of ``flush`` and ``close`` for the disk."""
 
 _FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
 
@@ -62,12 +62,12 @@ class EventLog:
 
     See [Note: the log never stops training] and [Note: rotated logs].
 
-    Close it, or leave a ``with`` block; one still open when the interpreter exits is closed then.
+    Close it, or use a ``with`` block; a log still open when the interpreter exits is closed then.
     Every method may be called from any thread.
 
     Attributes:
-        path: The file.
-        lost: How many events were left out because the disk did not keep up.
+        path: Path of the file.
+        lost: Number of events dropped because the disk did not keep up.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class EventLog:
         file_bytes: int = FILE_BYTES,
         files: int = FILES,
     ) -> None:
-        """Create the file, or empty it, and start the writer.
+        """Create or truncate the file, and start the writer.
 
         Args:
-            path: The file.
+            path: Path of the file.
             clock: The recorder's clock, for the header; defaults to the real one.
-            file_bytes: Size that a file does not exceed, unless a single write of 64 lines does.
-            files: How many files there are at most, the one that is written to included.
+            file_bytes: Maximum size of a file, unless a single write of 64 lines exceeds it.
+            files: Maximum number of files, including the current one.
 
         Raises:
             TransferError: The file cannot be opened.
@@ -97,7 +97,7 @@ class EventLog:
         self._closed = False
         self._error: OSError | None = None
         self._warned = False
-        self._told_lost = 0
+        self._reported_lost = 0
         self._place = os.path.abspath(self.path)  # the program may change its directory
         self._file_limit_bytes = file_bytes
         self._files = files
@@ -105,7 +105,7 @@ class EventLog:
         self._file_bytes = 0
         self._standing: dict[str, dict[str, Any]] = {}
         self._fd = _open(self.path)
-        _live.add(self)
+        release_in_child(self, EventLog._abandon)
         atexit.register(self.close)
         self._header = header_record(RealClock() if clock is None else clock)
         self._thread = threading.Thread(target=self._run, name="penstock-log", daemon=True)
@@ -113,11 +113,11 @@ class EventLog:
 
     @property
     def failed(self) -> bool:
-        """Whether a write failed, after which nothing more is written."""
+        """True after a failed write, when nothing more is written."""
         return self._error is not None
 
     def append(self, event: RawEvent) -> None:
-        """Log an event soon; returns at once. After ``close``, or a failure, it is dropped."""
+        """Queue an event and return at once. After ``close``, or a failure, it is dropped."""
         if not self._writing:
             return
         if len(self._pending) < MAX_PENDING:
@@ -126,22 +126,22 @@ class EventLog:
             self.lost += 1
 
     def end_step(self, step: StepTotals) -> None:
-        """Log the totals of a step, and write out now what waits; does not wait for it."""
+        """Queue the totals of a step and start writing the queue, without waiting."""
         if self._writing:
             self._pending.append(step)
             self._wake.set()
         self._warn_of_failure()
 
     def conclude(self, last: LastWords) -> None:
-        """Log what a session says of itself at its end. Returns at once."""
+        """Queue a session's summary at its end. Returns at once."""
         if self._writing:
             self._pending.append(last)
 
     def flush(self) -> bool:
-        """Wait, ten seconds at most, until all that was appended is with the operating system.
+        """Wait up to ten seconds until the operating system has all that was appended.
 
         Returns:
-            Whether it is. ``False`` after a failure, or if the disk takes longer.
+            True if it has. ``False`` after a failure, or if the disk takes longer.
         """
         if self._writing:
             reached = threading.Event()
@@ -155,13 +155,12 @@ class EventLog:
         return written
 
     def close(self) -> None:
-        """Write what waits, and close the file. Idempotent; waits ten seconds at most."""
+        """Write the queue and close the file. Idempotent; waits up to ten seconds."""
         if self._closed:
             return
         self._closed = True
         self._writing = False
         atexit.unregister(self.close)
-        _live.discard(self)
         self._wake.set()
         self._thread.join(_PATIENCE_S)
         if self._thread.is_alive() and self._error is None:
@@ -206,9 +205,9 @@ class EventLog:
                     records.append(record_of(entry))
                     if type(entry) is tuple and entry[0] == MARK and entry[2] in _STANDING:
                         self._standing[entry[2]] = records[-1]
-            if self.lost > self._told_lost:
-                records.append({"kind": "lost", "count": self.lost - self._told_lost})
-                self._told_lost = self.lost
+            if self.lost > self._reported_lost:
+                records.append({"kind": "lost", "count": self.lost - self._reported_lost})
+                self._reported_lost = self.lost
             self._write(records)
             for event in reached:
                 event.set()
@@ -232,7 +231,7 @@ class EventLog:
         self._file_bytes += len(data)
 
     def _rotate(self) -> None:
-        """Go on in a new file. Raises OSError, with the file of before still open."""
+        """Continue in a new file. Raises OSError, with the old file still open."""
         names = [self._place, *(f"{self._place}.{n}" for n in range(1, self._files))]
         for older, newer in reversed([*zip(names[1:], names, strict=False)]):
             with contextlib.suppress(FileNotFoundError):
@@ -245,7 +244,7 @@ class EventLog:
         header = self._header | {"file": self._number, "marks": marks}
         self._put(line_of(header).encode())
 
-    # -- inside -----------------------------------------------------------------------------------
+    # -- private ----------------------------------------------------------------------------------
 
     def _warn_of_failure(self) -> None:
         if self._error is None or self._warned:
@@ -253,31 +252,21 @@ class EventLog:
         self._warned = True
         warnings.warn(
             f"the event log {self.path!r} cannot be written ({self._error}); it ends here and"
-            " training goes on. Free some space, or name another file, before the next run",
+            " training continues. Free some space, or name another file, before the next run",
             PenstockWarning,
             stacklevel=3,
         )
 
     def _abandon(self) -> None:
-        """In a forked child: the parent's log is none of our business."""
+        """Close the parent's file in a forked child, without writing to it."""
+        if self._closed:
+            return
         self._writing = False
         self._closed = True
         self._pending.clear()
         atexit.unregister(self.close)
         with contextlib.suppress(OSError):
             os.close(self._fd)
-
-
-_live: weakref.WeakSet[EventLog] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for log in list(_live):
-        log._abandon()
-    _live.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _open(path: str) -> int:

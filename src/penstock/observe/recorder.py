@@ -1,8 +1,8 @@
-"""One recorder per session: every layer reports what it did here, and nobody asks it to wait.
+"""The recorder of a session, to which every layer reports what it did.
 
 ``span``, ``count`` and ``level`` take about a microsecond each and are called from hot paths, also
-under other locks of Penstock: they take the recorder's own lock, never do I/O, never call back, and
-never raise. The latest events are kept for traces, in bounded memory; totals are exact over all.
+under other locks of Penstock: they take only the recorder's own lock, never do I/O, never call back
+and never raise. The latest events are kept for traces, in bounded memory; totals cover all events.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from penstock.observe.totals import Flow, MemoryUse, Stall, StepTotals, Totals, 
 __all__ = ["MAX_STEPS", "Recorder", "Stage", "StallCause"]
 
 MAX_PENDING_LEVELS: Final = 1024
-"""Levels that are put aside before they are settled."""
+"""Maximum number of levels that are queued before they are processed."""
 EVENT_BYTES: Final = 320
-"""Memory that one kept event is reckoned with: a span of a slot takes some 300 bytes, others less."""
+"""Memory counted for one kept event: a span of a slot takes some 300 bytes, others less."""
 MAX_STEPS: Final = 256
-"""Steps whose totals are kept one by one; the oldest go first."""
+"""Number of latest steps whose totals are kept individually."""
 
 
 class _Sum:
@@ -48,7 +48,7 @@ class _Sum:
     __slots__ = ("busy", "count", "name", "nbytes")
 
     def __init__(self, name: str) -> None:
-        self.name = name  # a bare str, no enum member: see [Note: raw events]
+        self.name = name  # a bare str, not an enum member: see [Note: raw events]
         self.count = 0
         self.nbytes = 0
         self.busy = BusyTime()
@@ -58,8 +58,8 @@ class Recorder:
     """Collects spans, counters, memory levels and marks. Thread-safe.
 
     Attributes:
-        clock: The clock that all its times are of; callers take their own times from it.
-        log: The event log that it also writes to, or ``None``.
+        clock: Clock of all recorded times; callers take their own times from it.
+        log: Event log to which events are written as well, or ``None``.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class Recorder:
 
         Args:
             clock: Defaults to the real clock.
-            event_bytes: Memory for the events that are kept; defaults to the knob
+            event_bytes: Memory for kept events; defaults to the knob
                 ``PENSTOCK_EVENT_MEMORY``.
-            log: Where to write every event as well. The recorder does not close it.
+            log: Event log that receives every event as well. The recorder does not close it.
         """
         self.clock: Clock = RealClock() if clock is None else clock
         self.log = log
@@ -107,16 +107,16 @@ class Recorder:
         slot: str = "",
         cause: str = "",
     ) -> None:
-        """Something took from ``start_ns`` to ``end_ns``, both of ``self.clock``.
+        """Record an event from ``start_ns`` to ``end_ns``, both of ``self.clock``.
 
         Args:
-            stage: What it was.
-            start_ns: When it began.
-            end_ns: When it ended.
+            stage: Stage of the event.
+            start_ns: Time of its beginning.
+            end_ns: Time of its end.
             nbytes: Bytes that it moved.
-            tier: The tier that it touched, if any.
-            slot: The slot that it was for, as printed in plans.
-            cause: Why, for a ``Stage.STALL``: a :class:`StallCause`.
+            tier: Tier that it used, if any.
+            slot: Slot that it was for, as printed in plans.
+            cause: Cause of a ``Stage.STALL``: a :class:`StallCause`.
         """
         with self._lock:
             self._add_span(stage, start_ns, end_ns, nbytes, tier, slot, cause)
@@ -127,9 +127,9 @@ class Recorder:
             self._counters[name] = self._counters.get(name, 0) + amount
 
     def level(self, memory: str, nbytes: int) -> None:
-        """From now on ``memory`` (``"device"``, ``"host"``, ``"flash"``, ...) holds ``nbytes``."""
-        # two for every tensor that is saved: put aside without the lock, and settled by the next
-        # other event or reader
+        """Record that ``memory`` (``"device"``, ``"host"``, ``"flash"``, ...) now holds ``nbytes``."""
+        # two for every saved tensor: queued without the lock, and processed by the next other event
+        # or reader
         levels = self._levels
         levels.append((LEVEL, self._now_ns(), memory, nbytes))
         if self.log is not None or len(levels) > MAX_PENDING_LEVELS:
@@ -137,10 +137,10 @@ class Recorder:
                 self._settle_levels()
 
     def mark(self, name: str, /, **fields: object) -> None:
-        """Something happened now: a new plan, a fallback, a warning.
+        """Record an event at this moment: a new plan, a fallback, a warning.
 
-        Fields that are not strings, finite numbers, booleans or ``None`` are turned into strings at
-        once, so that no event keeps a tensor alive, and every event is JSON.
+        Fields that are not strings, finite numbers, booleans or ``None`` are converted to strings at
+        once, so that no event keeps a tensor alive and every event is valid JSON.
         """
         plain = MappingProxyType({key: _plain(value) for key, value in fields.items()})
         with self._lock:
@@ -149,13 +149,13 @@ class Recorder:
     # -- warnings -----------------------------------------------------------------------------
 
     def warn(self, topic: str, message: str) -> bool:
-        """Warn with a :class:`PenstockWarning` when ``topic`` comes for the first time.
+        """Warn with a :class:`PenstockWarning`, once for each ``topic``.
 
-        Any thread may, also in the middle of a transfer. Where warnings are errors, this one is raised
-        by :meth:`raise_warning`: here it would end a thread of ours, or leave a storage half moved.
+        May be called by any thread, also during a transfer. If warnings are errors, this one is raised
+        later by :meth:`raise_warning`: here it would end an internal thread or interrupt a transfer.
 
         Returns:
-            Whether it was the first time.
+            True for the first warning of the topic.
         """
         with self._lock:
             if topic in self._topics:
@@ -168,14 +168,14 @@ class Recorder:
         return True
 
     def raise_warning(self) -> None:
-        """Raise the oldest warning that is an error and was not raised; in the program's thread."""
+        """Raise the oldest pending warning that is an error; called in the program's thread."""
         if self._refused:
             raise self._refused.popleft()
 
     # -- steps --------------------------------------------------------------------------------
 
     def begin_step(self, index: int) -> None:
-        """Training step ``index`` begins now; one that is still open ends first."""
+        """Begin training step ``index``; end an open one first."""
         self.end_step()
         with self._lock:
             self._settle_levels()
@@ -184,10 +184,10 @@ class Recorder:
             self._open_step = index, self._totals(self._now_ns())
 
     def end_step(self) -> StepTotals | None:
-        """The open step ends now: keep its totals, and have the log written.
+        """End the open step: keep its totals, and make the log write them.
 
         Returns:
-            The totals of the step, or ``None`` where none was open.
+            The totals of the step, or ``None`` if none was open.
         """
         with self._lock:
             if self._open_step is None:
@@ -207,24 +207,24 @@ class Recorder:
     # -- reading ------------------------------------------------------------------------------
 
     def snapshot(self) -> Totals:
-        """Totals over everything since the recorder was made."""
+        """Return the totals since the recorder was created."""
         with self._lock:
             self._settle_levels()
             return self._totals(self._now_ns())
 
     def steps(self) -> tuple[StepTotals, ...]:
-        """Totals of each step that has ended, the last :data:`MAX_STEPS` of them."""
+        """Return the totals of each of the last :data:`MAX_STEPS` ended steps."""
         with self._lock:
             return tuple(self._steps)
 
     def events(self) -> list[Event]:
-        """The events that are still kept, in the order in which they were recorded."""
+        """Return the kept events in the order of recording."""
         with self._lock:
             self._settle_levels()
             raw = list(self._events)
         return [typed(event) for event in raw]
 
-    # -- inside, under the lock ---------------------------------------------------------------
+    # -- private, under the lock --------------------------------------------------------------
 
     def _settle_levels(self) -> None:
         levels, meters, log = self._levels, self._meters, self.log

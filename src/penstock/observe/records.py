@@ -1,6 +1,6 @@
-"""The lines of an event log: their schema, and events to lines and back.
+"""The lines of an event log: their schema, and the conversion from and to events.
 
-A log that was rotated is read from its oldest file on (see [Note: rotated logs]).
+A rotated log is read from its oldest file on (see [Note: rotated logs]).
 
 Every line has a ``kind``; times are nanoseconds of the recorder's clock, sizes are bytes:
 
@@ -10,14 +10,14 @@ Every line has a ``kind``; times are nanoseconds of the recorder's clock, sizes 
 ``header``  ``schema`` (1), ``t_ns`` and ``unix_ns`` (one moment on both clocks), ``pid``, ``file``
             (the number of this file of the log, from 0); from the second file on ``marks``: the
             latest lines of kind ``mark`` that describe the run
-``span``    ``stage``, ``t_ns`` (its begin), ``dur_ns``, ``nbytes``, ``tier``, ``slot``, ``cause``
+``span``    ``stage``, ``t_ns`` (its start), ``dur_ns``, ``nbytes``, ``tier``, ``slot``, ``cause``
 ``level``   ``t_ns``, ``memory``, ``nbytes``
 ``mark``    ``t_ns``, ``name``, ``fields`` (an object)
 ``step``    ``index``, and the totals of the step: ``t_ns``, ``dur_ns``, ``flows``, ``stalls``,
             ``counters``, ``memory`` (see ``Totals.to_json``)
-``lost``    ``count``: events left out here because the disk did not keep up
-``summary`` ``summary``: what the session says of itself at its end (see ``Summary.to_json``)
-``end``     nothing: the log was closed in an orderly way
+``lost``    ``count``: events dropped here because the disk did not keep up
+``summary`` ``summary``: the session's summary at its end (see ``Summary.to_json``)
+``end``     none: the log was closed properly
 =========== ===================================================================================
 """
 
@@ -38,33 +38,33 @@ from penstock.observe.totals import StepTotals, step_from_json
 
 SCHEMA: Final = 1
 MOST_HEADER_BYTES: Final = 1 << 16
-"""The longest first line that is looked at for a header."""
+"""Maximum length of a first line that is read as a header."""
 _SAME_RUN: Final = ("t_ns", "unix_ns", "pid")
 """Fields of the header that all files of a run share."""
 
 
 @dataclass(frozen=True, slots=True)
 class LastWords:
-    """What a session says of itself at its end, for the log."""
+    """A session's summary at its end, for the log."""
 
     summary: Mapping[str, Any]
 
 
 def read_log(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The records of a log, in order, without the torn last line that a killed process leaves.
+    """Yield the records of a log in order, without an incomplete last line of a killed process.
 
-    Of a log that was rotated, the files that are left are read as one; the header is the oldest one's.
+    The remaining files of a rotated log are read as one; the header is that of the oldest file.
 
     Raises:
-        ConfigError: The file cannot be read, is no event log of a known schema, or a line within it is
-            damaged.
+        ConfigError: The file cannot be read, is not an event log of a known schema, or has a damaged
+            line.
     """
     for _, record in placed_records(path):
         yield record
 
 
 def placed_records(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """As ``read_log``, each record with its place, as ``"ev.jsonl:7"``."""
+    """Yield the records as ``read_log`` does, each with its place, such as ``"ev.jsonl:7"``."""
     for place, name in enumerate(log_files(path)):
         for number, line in enumerate(_lines(name), start=1):
             if not line.endswith("\n"):
@@ -72,7 +72,7 @@ def placed_records(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str
             record = _parse(line, where=f"{name}:{number}")
             if number == 1:
                 if not _is_header(record):
-                    raise ConfigError(f"{name} is no event log of schema {SCHEMA}: {line!r}")
+                    raise ConfigError(f"{name} is not an event log of schema {SCHEMA}: {line!r}")
                 if place:
                     continue
             yield f"{name}:{number}", record
@@ -87,9 +87,9 @@ def _lines(path: str) -> Iterator[str]:
 
 
 def log_files(path: str | os.PathLike[str]) -> list[str]:
-    """The files of a log that are left, the oldest first: ``path`` is the last.
+    """Return the remaining files of a log, the oldest first; ``path`` is the last.
 
-    A ``path.1`` that does not go before, such as one of an earlier run, is not of this log.
+    A ``path.1`` that does not directly precede, such as one of an earlier run, is not part of this log.
     """
     base = os.fspath(path)
     files, header = [base], _header_of(base)
@@ -119,7 +119,7 @@ def _is_header(record: Mapping[str, Any]) -> bool:
 
 
 def read_events(path: str | os.PathLike[str]) -> list[Event]:
-    """The spans, levels and marks of a log, as ``Recorder.events`` gives them."""
+    """Return the spans, levels and marks of a log, as ``Recorder.events`` does."""
     events = []
     for number, record in enumerate(read_log(path), start=1):
         try:
@@ -134,7 +134,7 @@ def read_events(path: str | os.PathLike[str]) -> list[Event]:
 
 
 def step_of(record: Mapping[str, Any], *, where: str) -> StepTotals:
-    """The totals of a line of kind ``step``. Raises ConfigError naming ``where`` if it is damaged."""
+    """Return the totals of a ``step`` record. Raises ConfigError naming ``where`` if it is damaged."""
     try:
         return step_from_json(record)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -144,7 +144,7 @@ def step_of(record: Mapping[str, Any], *, where: str) -> StepTotals:
 
 
 def header_record(clock: Clock) -> dict[str, Any]:
-    """The first line: what the file is, and one moment on both clocks."""
+    """Return the first record: the schema, and one moment on both clocks."""
     return {
         "kind": "header",
         "schema": SCHEMA,
@@ -156,7 +156,7 @@ def header_record(clock: Clock) -> dict[str, Any]:
 
 
 def record_of(entry: RawEvent | StepTotals | LastWords) -> dict[str, Any]:
-    """The line of one event, of the totals of a step, or of the summary."""
+    """Return the record of one event, of the totals of a step, or of the summary."""
     if isinstance(entry, LastWords):
         return {"kind": "summary", "summary": dict(entry.summary)}
     if isinstance(entry, StepTotals):
@@ -192,7 +192,7 @@ def _event(record: dict[str, Any]) -> Event | None:
 
 
 def line_of(record: dict[str, Any]) -> str:
-    """A record as strict JSON, newline included."""
+    """Return a record as strict JSON, with the newline."""
     return json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n"
 
 

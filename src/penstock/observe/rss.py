@@ -1,4 +1,4 @@
-"""The resident set size of this process, sampled beside what Penstock itself accounts for."""
+"""The sampled resident set size of this process, in addition to Penstock's own accounts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STATM: Final = Path("/proc/self/statm")
 
 
 def rss_bytes() -> int:
-    """Resident set size now; -1 where the system does not tell."""
+    """Return the present resident set size, or -1 if the system does not report it."""
     try:
         return int(_STATM.read_bytes().split()[1]) * _PAGE
     except (OSError, IndexError, ValueError):
@@ -22,7 +22,7 @@ def rss_bytes() -> int:
 
 
 class RssSampler:
-    """Records the level ``"rss"`` at an interval, in a daemon thread, until it is stopped."""
+    """Daemon thread that records the level ``"rss"`` at an interval until it is stopped."""
 
     def __init__(self, recorder: Recorder, *, interval_s: float = 0.01) -> None:
         """Begin to sample."""

@@ -1,4 +1,4 @@
-"""Device budgets that a run without one could do with, and what they would cost: predicted, as data."""
+"""Possible device budgets for a run without one, with their predicted costs."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SuggestedBudget:
-    """One budget."""
+    """A device budget with its predicted cost."""
 
     device_bytes: int
     slowdown: float
-    """Time of forward and backward in a replay, over the same without a budget."""
+    """Ratio of the time of forward and backward in a replay to that without a budget."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suggestion:
-    """Budgets for the passes that were profiled, by a replay on the measured machine."""
+    """Budgets for the profiled passes, from a replay on the measured machine."""
 
     budgets: tuple[SuggestedBudget, ...]
-    """The largest first; a half, a quarter and an eighth of what is saved, and the least that does."""
+    """Half, a quarter and an eighth of the saved bytes, and the minimum budget; the largest first."""
     least_bytes: int | None
-    """The least device budget that does for a whole step as profiled; ``None``: none is known."""
+    """Minimum device budget for a whole step as profiled; ``None`` if it is not known."""

@@ -1,6 +1,6 @@
-"""What a session did, as one frozen value: print it, or take ``to_json()``.
+"""The summary of a session, as one frozen value: print it, or call ``to_json()``.
 
-1. The runtime fills :class:`RunFacts`: what only it knows (plan, budgets, slots, warnings).
+1. The runtime fills :class:`RunFacts` with what only it knows (plan, budgets, slots, warnings).
 2. :func:`summarize` joins them with the recorder's :class:`~penstock.observe.totals.Totals`.
 3. ``str(summary)`` is plain text; ``rich.print(summary)`` is the same with colours.
 """
@@ -36,13 +36,13 @@ from penstock.observe.totals import StepTotals, Totals
 
 SCHEMA: Final = 1
 MISSES: Final = "prefetch.missed"
-"""The counter of tensors that were needed before anybody had begun to bring them back."""
+"""Counter of tensors that were needed before a prefetch of them had begun."""
 FALLBACKS: Final = ("fallback", "spill.full", "spill.failed")
-"""Counters, with those below them, of tensors that a tier did not take, tier by tier."""
+"""Prefixes of the counters, by tier, of tensors that a tier did not accept."""
 ENCODED_SOURCE: Final = "encoded.source_bytes"
-"""The counter, below it by codec, of bytes that were encoded on their way to a tier."""
+"""Prefix of the counters, by codec, of bytes that were encoded for a tier."""
 ENCODED_FRAME: Final = "encoded.frame_bytes"
-"""The same after encoding."""
+"""Prefix of the counters, by codec, of the bytes after encoding."""
 _MOVING: Final = (
     Stage.ENCODE,
     Stage.COPY_OUT,
@@ -55,66 +55,66 @@ _MOVING: Final = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotFact:
-    """What became of one slot of the plan."""
+    """The outcome of one slot of the plan."""
 
     module: str
     """Path of the module that saved it; ``""`` is the root."""
     ordinal: int
-    """The how-manieth tensor that the module saved."""
+    """0-based index among the tensors that the module saved."""
     nbytes: int
     action: str
-    """``"keep"``, ``"offload"``, ..., as in the plan."""
+    """Action of the plan: ``"keep"``, ``"offload"``, ..."""
     tier: str = ""
-    """Where it went; ``""`` for what stayed."""
+    """Tier that holds it; ``""`` for a resident slot."""
     reason: str = ""
-    """Why. Slots of equal reason are added up, without what follows a semicolon."""
+    """Reason of the action. Slots are grouped by the part before a semicolon."""
     times_missed: int = 0
-    """How often it was needed before anybody had begun to bring it back, if that is known."""
+    """Number of times that it was needed before a prefetch had begun, if known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
-    """What the runtime knows of a run, and the recorder does not."""
+    """Facts about a run that only the runtime knows."""
 
     policy: str
     """Name of the plan's policy."""
     device: str
-    """``"cpu"``, ``"cuda:0"``, ..."""
+    """Name of the device: ``"cpu"``, ``"cuda:0"``, ..."""
     rank: int | None = None
-    """The rank of the process; ``None``: it is the only one."""
+    """Rank of the process; ``None`` if it is the only one."""
     budget_bytes: int | None
-    """Limit of the memory called ``"device"``; ``None``: none."""
+    """Limit of the memory named ``"device"``; ``None`` if there is none."""
     other_budgets: tuple[tuple[str, int | None], ...] = ()
-    """The same of further devices, by what their memory is called, as ``"device cuda:1"``."""
+    """Limits of further devices' memories, by names such as ``"device cuda:1"``."""
     host_budget_bytes: int | None = None
-    """Limit of the memory called ``"host"``; ``None``: there is no such tier."""
+    """Limit of the memory named ``"host"``; ``None`` if there is no such tier."""
     steps: int = 0
-    """Optimizer steps that have ended: calls of an optimizer's ``step``, or of the session's."""
+    """Number of ended optimizer steps: calls of an optimizer's ``step``, or of the session's."""
     slots: tuple[SlotFact, ...] = ()
     """The plan's slots, in the order of saving."""
     saved_peak_bytes: int = 0
-    """The most that autograd would have held at once, without Penstock."""
+    """Peak of the bytes that autograd would have held without Penstock."""
     tbw_bytes: int | None = None
-    """What the SSD is rated to have written to it in its life (its TBW), if stated."""
+    """Rated endurance of the SSD in bytes written (its TBW), if stated."""
     foreseen: Foreseen | None = None
-    """What the plan in force was expected to cost, if that is known."""
+    """Predicted cost of the plan in force, if known."""
     loaders_bytes_per_s: float = 0.0
-    """What data loaders that share its flash need."""
+    """Flash bandwidth that data loaders on the same flash need."""
     loaders_planned_bytes_per_s: float = 0.0
-    """What the plan in force leaves to them."""
+    """Flash bandwidth that the plan in force leaves to data loaders."""
     suggestion: Suggestion | None = None
-    """Of device budgets, for a run that has none."""
+    """Suggested device budgets, for a run that has none."""
     notes: tuple[str, ...] = ()
-    """Sentences for the user that call for nothing to be done."""
+    """Informative sentences for the user, which need no action."""
     warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary(SummaryValues):
-    """What a session did: its values as text and as JSON."""
+    """The summary of a session, which converts to text and JSON."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values under the names of the fields, and ``schema`` (1)."""
+        """Return plain values under the names of the fields, and ``schema`` (1)."""
         return {"schema": SCHEMA, **dataclasses.asdict(self)}
 
     def __str__(self) -> str:
@@ -125,12 +125,12 @@ class Summary(SummaryValues):
 
 
 def summarize(totals: Totals, facts: RunFacts, steps: Iterable[StepTotals] = ()) -> Summary:
-    """Join what was recorded with what the runtime knows.
+    """Combine the recorded totals with the runtime's facts.
 
     Args:
-        totals: Of the run.
-        facts: What the recorder does not know.
-        steps: Those whose totals are kept one by one; for what was foreseen of a step.
+        totals: Totals of the run.
+        facts: Facts that the recorder does not have.
+        steps: Totals of individual steps, for the comparison with the prediction.
 
     Raises:
         ConfigError: The stated TBW is not positive.

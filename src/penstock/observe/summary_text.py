@@ -1,6 +1,6 @@
-"""The text of a summary: tables that fit the terminal, with colours only where there are any.
+"""The text of a summary: tables that fit the terminal, with colours if it supports them.
 
-Everything here asks a summary for its fields and computes nothing but percentages.
+This module only reads the fields of a summary and computes nothing but percentages.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 NARROWEST: Final = 60
 WIDEST: Final = 110
 TOP_REASONS: Final = 6
-"""Lines of what stayed and what went; the rest is added up in one."""
+"""Number of lines about placed tensors; the rest is added up in one line."""
 PER_STEP: Final = "per optimizer step"
 _TB: Final = 10**12
-_TOLD: Final = (
+_IN_TABLES: Final = (
     "encoded.source_bytes.",
     "encoded.frame_bytes.",
     f"{PLANS}.",
@@ -39,11 +39,11 @@ _TOLD: Final = (
 
 
 def to_text(renderable: RenderableType, *, width: int | None = None) -> str:
-    """Plain text, without colour codes or trailing blanks.
+    """Return plain text without colour codes or trailing blanks.
 
     Args:
         renderable: Anything that rich can print.
-        width: Columns; defaults to the terminal's, within 60 to 110.
+        width: Number of columns; defaults to the terminal's, between 60 and 110.
     """
     if width is None:
         width = min(max(shutil.get_terminal_size((WIDEST, 24)).columns, NARROWEST), WIDEST)
@@ -60,7 +60,7 @@ def to_text(renderable: RenderableType, *, width: int | None = None) -> str:
 
 
 def render(summary: SummaryValues) -> RenderableType:
-    """The summary as something that rich can print; parts with nothing to say are left out."""
+    """Return the summary as an object that rich can print; empty parts are omitted."""
     parts: list[RenderableType] = [_head(summary)]
     for part in (
         _memory(summary),
@@ -79,7 +79,7 @@ def render(summary: SummaryValues) -> RenderableType:
 
 
 def grid(title: str, columns: Sequence[str], *, first: int = 1) -> Table:
-    """An empty table in the house style: ``first`` columns of names, the others of numbers."""
+    """Return an empty table: the ``first`` columns are names, the others numbers."""
     table = Table(
         title=title,
         title_justify="left",
@@ -97,12 +97,12 @@ def grid(title: str, columns: Sequence[str], *, first: int = 1) -> Table:
 
 
 def add_row(table: Table, *cells: str | Text) -> None:
-    """Add a row literally: a bracket in a module's path is no markup."""
+    """Add a row literally: a bracket in a module's path is not markup."""
     table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
 
 
 def percent(share: float) -> str:
-    """``0.1234`` -> ``"12.3 %"``; what would round to nothing is written out."""
+    """Format a share: ``0.1234`` as ``"12.3 %"``, and a tiny one with two digits."""
     if 0 < share < 0.001:
         return f"{share * 100:.2g} %"
     return f"{share * 100:.1f} %"
@@ -131,11 +131,11 @@ def _against_budget(summary: SummaryValues) -> str:
         return ""
     ratio = summary.saved_peak_bytes / peak_bytes
     less = f", {ratio:.1f} times less" if ratio >= 1.05 else ""  # 1.0 times less is not less
-    return f"; it was done in {format_bytes(peak_bytes)}{less}"
+    return f"; it ran in {format_bytes(peak_bytes)}{less}"
 
 
 def _devices(summary: SummaryValues) -> list[MemoryLine]:
-    """The memories of devices: the session's own, and "device cuda:1" and the like."""
+    """Return the lines of device memories: the session's own, and those of further devices."""
     return [line for line in summary.memory if line.memory.split()[0] == "device"]
 
 
@@ -245,10 +245,10 @@ def _suggestion(summary: SummaryValues) -> Table | None:
     found = summary.suggestion
     if found is None or not found.budgets:
         return None
-    title = "What a budget would cost, by a replay of these passes on this machine"
+    title = "Predicted cost of a device budget, by a replay of these passes on this machine"
     table = grid(title, ("device_memory", "", "forward and backward take about"), first=2)
     for each in found.budgets:
-        least = "the least that does" if each.device_bytes == found.least_bytes else ""
+        least = "the minimum" if each.device_bytes == found.least_bytes else ""
         add_row(table, f"'{each.device_bytes // MIB}MiB'", least, f"{each.slowdown:.2f}x")
     return table
 
@@ -271,7 +271,7 @@ def _written(summary: SummaryValues) -> Table | None:
 def _places(summary: SummaryValues) -> Table | None:
     if not summary.places:
         return None
-    table = grid("What went and what stayed", ("", "why", "tensors", "bytes"), first=2)
+    table = grid("Offloaded and resident tensors", ("", "why", "tensors", "bytes"), first=2)
     shown, rest = summary.places[:TOP_REASONS], summary.places[TOP_REASONS:]
     for line in shown:
         add_row(
@@ -319,7 +319,7 @@ def _plans(summary: SummaryValues) -> str:
             f"{_plural(sum(line.count for line in summary.replans), 'plan')} made ({made})"
         )
     if summary.triggers_moved:
-        parts.append(f"{_plural(summary.triggers_moved, 'read')} moved earlier, as they came late")
+        parts.append(f"{_plural(summary.triggers_moved, 'late read')} moved to begin earlier")
     if summary.window_grown_bytes:
         parts.append(f"the read window grew by {format_bytes(summary.window_grown_bytes)}")
     return "; ".join(parts)
@@ -328,14 +328,14 @@ def _plans(summary: SummaryValues) -> str:
 def _recomputed(summary: SummaryValues) -> str:
     line = summary.recomputed
     return (
-        f"{_plural(line.count, 'module')} run again in backward:"
-        f" {format_bytes(line.nbytes)} made again in {format_duration(line.busy_s)}"
+        f"{_plural(line.count, 'module')} recomputed in backward:"
+        f" {format_bytes(line.nbytes)} in {format_duration(line.busy_s)}"
     )
 
 
 def _in_table(counter: str) -> bool:
-    """Whether a table or a line of its own tells it."""
-    return counter.startswith(_TOLD)
+    """Return whether the text has a table or line for this counter."""
+    return counter.startswith(_IN_TABLES)
 
 
 def _wear(summary: SummaryValues) -> str:

@@ -1,7 +1,7 @@
-"""Sums over time that stay exact in bounded memory: busy time, and the level of a memory.
+"""Exact sums over time in bounded memory: busy time, and the level of a memory.
 
-Both use integers only (nanoseconds, bytes, byte-nanoseconds), so that no rounding builds up over a
-run of days. Neither is thread-safe: the recorder holds its lock around them.
+Both use integers only (nanoseconds, bytes, byte-nanoseconds), so that no rounding errors accumulate
+over a run of days. Neither is thread-safe: the recorder holds its lock around them.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from bisect import bisect_left, bisect_right
 from typing import Final
 
 MAX_BURSTS: Final = 1024
-"""Bursts that one :class:`BusyTime` remembers individually."""
+"""Maximum number of bursts that one :class:`BusyTime` keeps individually."""
 
 
 class BusyTime:
-    """The length of the union of intervals that arrive in any order.
+    """Length of the union of intervals that arrive in any order.
 
-    Overlapping transfers share a device, so bandwidth is bytes over the time in which *any* of them
-    was under way, and that time is this union.
+    Overlapping transfers share a device, so bandwidth is bytes divided by the time during which *any*
+    of them was running, which is this union.
 
     Disjoint bursts are kept as two sorted lists. Beyond :data:`MAX_BURSTS` the older half is folded
-    into the total; an interval that still reaches back beyond what was folded counts from there on.
-    As intervals are recorded when they end, that would take one as old as 512 idle periods.
+    into the total; a later interval that reaches back into the folded time counts only after it. As
+    intervals are recorded when they end, such an interval would have to span 512 idle periods.
     """
 
     __slots__ = ("_ends", "_folded_until_ns", "_starts", "total_ns")
@@ -79,15 +79,15 @@ class BusyTime:
 
 
 class LevelMeter:
-    """How full one memory is: now, at most, and on average over time.
+    """Level of one memory: present, peak, and average over time.
 
     Attributes:
-        current_bytes: The last sample; it holds until the next one.
-        peak_bytes: The largest sample.
-        window_peak_bytes: The largest level since ``open_window``.
-        area_byte_ns: The integral of the level over time, up to ``last_ns``.
-        first_ns: When the first sample came.
-        last_ns: When the latest sample came.
+        current_bytes: Latest sample.
+        peak_bytes: Largest sample.
+        window_peak_bytes: Largest level since ``open_window``.
+        area_byte_ns: Integral of the level over time, up to ``last_ns``.
+        first_ns: Time of the first sample.
+        last_ns: Time of the latest sample.
     """
 
     __slots__ = (
@@ -108,7 +108,7 @@ class LevelMeter:
         self.last_ns = now_ns
 
     def sample(self, now_ns: int, nbytes: int) -> None:
-        """From ``now_ns`` on the level is ``nbytes``; ``now_ns`` never goes back."""
+        """Set the level to ``nbytes`` from ``now_ns`` on; ``now_ns`` never goes back."""
         self.area_byte_ns += self.current_bytes * (now_ns - self.last_ns)
         self.last_ns = now_ns
         self.current_bytes = nbytes
@@ -117,7 +117,7 @@ class LevelMeter:
             self.peak_bytes = max(self.peak_bytes, nbytes)
 
     def area_until(self, now_ns: int) -> int:
-        """The integral of the level, in byte-nanoseconds, from the first sample to ``now_ns``."""
+        """Return the integral of the level, in byte-nanoseconds, from the first sample to ``now_ns``."""
         return self.area_byte_ns + self.current_bytes * (now_ns - self.last_ns)
 
     def open_window(self) -> None:

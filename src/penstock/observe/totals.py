@@ -1,4 +1,4 @@
-"""Totals over a run or over one step: frozen values, exact however few events are kept."""
+"""Totals over a run or one step: frozen values that cover all events, also those no longer kept."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ class Flow:
     count: int = 0
     nbytes: int = 0
     busy_ns: int = 0
-    """Time in which at least one of them was under way: the union of the spans, not their sum."""
+    """Time during which at least one span was running: their union, not their sum."""
 
     @property
     def bytes_per_s(self) -> float:
-        """``nbytes`` over the busy time; 0 where nothing was busy."""
+        """Ratio of ``nbytes`` to the busy time; 0 without busy time."""
         return self.nbytes * 1e9 / self.busy_ns if self.busy_ns else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stall:
-    """All waits of one cause."""
+    """All waits for one cause."""
 
     count: int = 0
     total_ns: int = 0
-    """Time in which at least one thread waited for this cause."""
+    """Time during which at least one thread waited for this cause."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryUse:
-    """The level of one memory over some time."""
+    """Level of one memory over a period."""
 
     current_bytes: int = 0
-    """At the end of that time."""
+    """Level at the end of the period."""
     peak_bytes: int = 0
     area_byte_ns: int = 0
-    """The integral of the level over ``observed_ns``."""
+    """Integral of the level over ``observed_ns``."""
     observed_ns: int = 0
-    """From the first sample, or the begin of the step, to the end."""
+    """Time from the first sample, or the beginning of the step, to the end."""
 
     @property
     def average_bytes(self) -> int:
-        """The time-weighted average, rounded down; the present level where no time has passed."""
+        """Time-weighted average, rounded down; the present level if no time has passed."""
         if not self.observed_ns:
             return self.current_bytes
         return self.area_byte_ns // self.observed_ns
@@ -56,33 +56,33 @@ class MemoryUse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
-    """Sums over everything that was recorded in some time, also of events no longer kept."""
+    """Sums over all events of a period, including events that are no longer kept."""
 
     start_ns: int
     end_ns: int
     flows: Mapping[tuple[Stage, str], Flow]
-    """By stage and tier; the tier of what touches none is ``""``."""
+    """Flows by stage and tier; the tier is ``""`` for a stage without one."""
     stalls: Mapping[str, Stall]
-    """By cause: the spans of ``Stage.STALL`` once more."""
+    """Stalls by cause: the spans of ``Stage.STALL``."""
     counters: Mapping[str, int]
     memory: Mapping[str, MemoryUse]
 
     @property
     def elapsed_ns(self) -> int:
-        """How long this was."""
+        """Length of the period."""
         return self.end_ns - self.start_ns
 
     @property
     def stall_ns(self) -> int:
-        """Waits of all causes."""
+        """Total time of all stalls."""
         return sum(stall.total_ns for stall in self.stalls.values())
 
     def flow(self, stage: Stage, tier: str = "") -> Flow:
-        """What one stage did in one tier; zeros where it did nothing."""
+        """Return the flow of one stage and tier; zeros if there was none."""
         return self.flows.get((stage, tier), Flow())
 
     def counted(self, prefix: str) -> int:
-        """The sum of the counter ``prefix`` and of all below it, as ``a.b`` is below ``a``."""
+        """Return the sum of the counter ``prefix`` and of all below it, as ``a.b`` is below ``a``."""
         below = prefix + "."
         return sum(
             amount
@@ -91,7 +91,7 @@ class Totals:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as plain values; units are in the names."""
+        """Return all fields as plain values; units are in the names."""
         return {
             "t_ns": self.start_ns,
             "dur_ns": self.elapsed_ns,
@@ -123,18 +123,20 @@ class Totals:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTotals:
-    """One training step. A span belongs to the step in which it ended."""
+    """Totals of one training step. A span belongs to the step in which it ended."""
 
     index: int
     totals: Totals
-    """Of this step alone, ``peak_bytes`` and ``average_bytes`` too."""
+    """Totals of this step alone, including ``peak_bytes`` and ``average_bytes``."""
 
 
 def step_from_json(record: Mapping[str, Any]) -> StepTotals:
-    """``index``, and what ``Totals.to_json`` gave. Averages are as exact as they were written.
+    """Build from a record with ``index`` and the result of ``Totals.to_json``.
+
+    Averages are as exact as they were written.
 
     Raises:
-        KeyError, TypeError, ValueError: It is not that.
+        KeyError, TypeError, ValueError: The record is not of this form.
     """
     start_ns, took_ns = int(record["t_ns"]), int(record["dur_ns"])
     totals = Totals(
@@ -171,10 +173,10 @@ def step_from_json(record: Mapping[str, Any]) -> StepTotals:
 
 
 def summed(steps: Sequence[StepTotals]) -> Totals:
-    """The totals of steps in their order, as if nothing had been in between.
+    """Add up the totals of steps, given in order, as if nothing had been in between.
 
     Raises:
-        ValueError: There is no step.
+        ValueError: ``steps`` is empty.
     """
     if not steps:
         raise ValueError("no step to sum up")
@@ -210,18 +212,18 @@ _Summable = TypeVar("_Summable", Flow, Stall, MemoryUse)
 
 
 def _added(one: _Summable, other: _Summable) -> _Summable:
-    """Field by field."""
+    """Add two values field by field."""
     names = (field.name for field in fields(one))
     return replace(one, **{name: getattr(one, name) + getattr(other, name) for name in names})
 
 
 def between(start: Totals, end: Totals, peaks: Mapping[str, int]) -> Totals:
-    """What ``end`` has more than ``start``, two totals of one recorder.
+    """Return the difference of two totals of one recorder.
 
     Args:
-        start: The earlier.
-        end: The later.
-        peaks: The highest level of each memory in between, which two totals cannot tell.
+        start: The earlier totals.
+        end: The later totals.
+        peaks: Highest level of each memory in between, which the totals do not contain.
     """
     return Totals(
         start_ns=start.end_ns,

@@ -23,11 +23,11 @@ from penstock.core.locks import defer
 from penstock.tier.base import Ticket, Tier
 
 _OVERWRITE: Final = (torch.ops.aten.copy_.default, torch.ops.aten.zero_.default)
-"""What the first argument holds does not matter to these."""
+"""Operators for which the old contents of their first argument do not matter."""
 
 
 class Rest:
-    """Where the values of one gradient are. The keeper's lock guards what changes.
+    """Place of the values of one gradient. The keeper's lock guards what changes.
 
     Attributes:
         param: Number of its parameter.
@@ -70,7 +70,7 @@ class InVain:
         self._times: dict[int, int] = {}
 
     def __contains__(self, param: int) -> bool:
-        """Whether a parameter's gradient has left in vain in two steps, one after the other."""
+        """Return whether a parameter's gradient has left in vain in two steps, one after the other."""
         return self._times.get(param, 0) > 1
 
     def leaves(self, param: int) -> None:
@@ -88,7 +88,7 @@ class InVain:
 
 
 class Keeper(Protocol):
-    """Who knows where gradients rest."""
+    """Source of gradients that are on flash or in memory."""
 
     def bring(self, rest: Rest, *, values: bool = True) -> Tensor:
         """The values, read if they are not in memory, in the parameter's shape, on its device.
@@ -119,7 +119,7 @@ class Away(Tensor):
 
     @property
     def keeper(self) -> Keeper:
-        """Who knows where it rests. Raises ClosedError if that is gone."""
+        """Source of the gradient's values. Raises ClosedError if it is gone."""
         found = self._keeper()
         if found is None:
             raise ClosedError(
@@ -177,7 +177,7 @@ def discard_all(tier: Tier, tickets: list[Ticket]) -> None:
 
 
 def _is_norm(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether it is the 2-norm of one gradient."""
+    """Return whether it is the 2-norm of one gradient."""
     return (
         func is torch.ops.aten.linalg_vector_norm.default
         and isinstance(args[0], Away)
@@ -187,7 +187,7 @@ def _is_norm(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _gives_views(func: Any) -> bool:
-    """Whether what it returns shares memory with an argument that it does not write to."""
+    """Return whether what it returns shares memory with an argument that it does not write to."""
     infos = [each.alias_info for each in func._schema.returns]
     return any(info is not None and not info.is_write for info in infos)
 

@@ -19,7 +19,7 @@ _STATES: Final = ("exp_avg", "exp_avg_sq")
 
 
 def is_for(cls: type[torch.optim.Optimizer], form: Form) -> bool:
-    """Whether steps of a class on records of a form can be made by ``step``."""
+    """Return whether steps of a class on records of a form can be made by ``step``."""
     return (
         cls in _CLASSES
         and form.master == "low"
@@ -28,7 +28,7 @@ def is_for(cls: type[torch.optim.Optimizer], form: Form) -> bool:
 
 
 def numbers_of(options: Mapping[str, Any], count: int) -> NDArray[np.float32]:
-    """What step number ``count`` (from 1) with a group's options multiplies and adds; float32[9]."""
+    """Factors and addends of step number ``count`` (from 1) with a group's options; float32[9]."""
     lr, eps = float(options["lr"]), float(options["eps"])
     decay = float(options["weight_decay"])
     beta1, beta2 = (float(beta) for beta in options["betas"])

@@ -1,4 +1,4 @@
-"""What ``step`` sets going: a pass now, or the rest of one that backward began; then a commit."""
+"""Run ``step``: a whole pass, or the rest of one that backward began; then a commit."""
 
 from __future__ import annotations
 

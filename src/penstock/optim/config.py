@@ -21,7 +21,7 @@ those that are shorter, so that as many bytes are under way in every format."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatesConfig:
-    """Where states rest, in which form, and when they are updated."""
+    """Settings of states on flash: directories, format, and when they are updated."""
 
     flash: str | Path | tuple[str | Path, ...] = ()
     """Directories, best on different SSDs; each record is spread over all of them."""
@@ -39,18 +39,18 @@ class StatesConfig:
     of ``FORMATS``."""
 
     master: bool | None = None
-    """Whether 16-bit parameters have a float32 master. ``None``: as the optimizer is made for."""
+    """True if 16-bit parameters have a float32 master. ``None``: as the optimizer is made for."""
 
     durable: bool = False
-    """Whether each step is on flash, weights and all, before ``step`` returns, so that a run that was
+    """True if each step is on flash, weights and all, before ``step`` returns, so that a run that was
     killed can go on after it. Otherwise states are scratch: they are gone when the process is."""
 
     overlap: bool = False
-    """Whether tiles are updated while backward goes on, as gradients become final. Gradients must then
+    """True if tiles are updated while backward goes on, as gradients become final. Gradients must then
     not be changed between backward and ``step``."""
 
     squeeze: bool | None = None
-    """Whether records are made shorter, without loss, on their way to flash; ``None``: where it pays,
+    """True if records are made shorter, without loss, on their way to flash; ``None``: where it pays,
     which is measured, and not with ``overlap``."""
 
     accumulation: int = 1

@@ -22,7 +22,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -36,14 +35,14 @@ from torch import Tensor
 
 from penstock.core.errors import ChecksumError, ConfigError, TransferError, transfer_error
 from penstock.core.files import open_regular, parse_json
-from penstock.io.files import DirectFile
+from penstock.core.fs import FileLock, sync_directory
 from penstock.io.reporting import written
 from penstock.observe.clients import OPTIMIZER
 from penstock.optim import packing
 from penstock.optim.formats import MASTER
 from penstock.optim.params import Param
 from penstock.optim.states import FlashStates
-from penstock.optim.store import Sum, sync_directory
+from penstock.optim.store import Sum
 from penstock.staging import copy_across, ready_event
 
 _NAME: Final = "penstock-states"
@@ -53,7 +52,7 @@ _VERSION: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the record of a tile is, and what."""
+    """Place and kind of a tile's record."""
 
     slot: int
     checksum: Sum | None
@@ -62,7 +61,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a journal says."""
+    """Contents of a journal."""
 
     step: int
     layout: str
@@ -89,7 +88,7 @@ class Journal:
             TransferError: Something cannot be opened or read.
         """
         self._directory = directories[0]
-        self._locks: list[DirectFile] = []
+        self._locks: list[FileLock] = []
         self._paths = _paths(self._directory)
         try:
             for directory in directories:
@@ -166,15 +165,16 @@ class Journal:
 
     def _lock(self, directory: str) -> None:
         path = os.path.join(directory, f"{_NAME}.lock")
-        lock = DirectFile(self._open(path), path, 0)
-        self._locks.append(lock)
+        fd = self._open(path)
         try:
-            fcntl.flock(lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = FileLock(
+                fd,
+                f"directory {directory!r}, which holds an optimizer's durable states,",
+                "close that optimizer, or name another directory",
+            )
         except OSError as error:
-            raise ConfigError(
-                f"directory {directory!r} holds the durable states of an optimizer in another process,"
-                " or of another one in this; close that, or name another directory"
-            ) from error
+            raise _failed("lock", path, 0, error) from error
+        self._locks.append(lock)
 
     def _open(self, path: str) -> int:
         try:

@@ -72,7 +72,7 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What the record of a tile of any length is made of."""
+    """Parts of a tile's record, for any length of the tile."""
 
     format: str
     param_dtype: torch.dtype
@@ -80,7 +80,7 @@ class Form:
     master: Packing | None
     """How the master is kept; None: the weight is the master."""
     master_dtype: torch.dtype = torch.float32
-    """What is stepped on: float32, or the parameters' own dtype where the master is a copy of them."""
+    """Dtype of the values updated: float32, or the parameters' own where the master is a copy of them."""
 
     def arrays(self, elements: int) -> tuple[Array, ...]:
         """The arrays of a record of so many elements, a multiple of ``UNIT``, one after another."""
@@ -99,7 +99,7 @@ class Form:
 
     @property
     def bytes_per_parameter(self) -> float:
-        """What a parameter's states take on flash, without padding."""
+        """Bytes of one parameter's states on flash, without padding."""
         elements = 1 << 20
         return sum(
             packed_bytes(packing, dtype, elements) for _, packing, dtype in self._parts()
@@ -159,7 +159,7 @@ def form_of(
 
 
 def stepped_dtype(param_dtype: torch.dtype, *, with_master: bool) -> torch.dtype:
-    """What the optimizer steps on: the parameters, or float32 masters of those of 16 bits."""
+    """Return the dtype that is updated: the parameters', or float32 for masters of 16-bit ones."""
     return torch.float32 if with_master and param_dtype in _HALVES else param_dtype
 
 
@@ -180,7 +180,7 @@ def _check_packable(
 
 
 def packed_bytes(packing: Packing, dtype: torch.dtype, elements: int) -> int:
-    """What ``elements`` take, a multiple of ``UNIT`` of them."""
+    """Return the bytes that ``elements``, a multiple of ``UNIT``, take."""
     match packing:
         case "bfloat16" | "low":
             return 2 * elements

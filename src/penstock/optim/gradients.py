@@ -119,7 +119,7 @@ class Gradients:
 
     @property
     def held_bytes(self) -> int:
-        """What waits in memory, and is not about to leave it."""
+        """Bytes that wait in memory and are not being written."""
         return sum(_bytes_in_memory(param.tensor.grad) for param in self._params)
 
     def rest(self) -> None:
@@ -127,11 +127,11 @@ class Gradients:
         self._shelf.trim()
 
     def engine_changed(self) -> None:
-        """What leaves from now on is moved by the present engine, if nothing is on flash."""
+        """Use the present engine from now on, if nothing is on flash."""
         self._shelf.reopen()
 
     def close(self) -> None:
-        """What is on flash is gone. Idempotent."""
+        """Discard what is on flash. Idempotent."""
         for handle in self._listening.values():
             handle.remove()
         self._listening.clear()
@@ -296,7 +296,7 @@ class Gradients:
 
     @contextmanager
     def of_tile(self, tile: Tile, grads: Mapping[int, Tensor]) -> Iterator[dict[int, Share]]:
-        """What a tile needs, by parameter; for as long as the ``with`` block. Raises as ``bring``."""
+        """Yield a tile's gradients by parameter, valid inside the ``with`` block. Raises as ``bring``."""
         with self._lock:
             readings = self._begun.pop(tile.index, None)
             if readings is None:

@@ -34,7 +34,7 @@ class Laid:
 
 
 class Groups:
-    """What is kept for the groups of one optimizer.
+    """States kept for the groups of one optimizer.
 
     Attributes:
         params: All parameters, by number.
@@ -93,7 +93,7 @@ class Groups:
         return Laid(new, tiles, forms, kept, initial, group["format"])
 
     def add(self, laid: Laid) -> None:
-        """What was laid is a group from now on."""
+        """Add a group whose records have been laid out."""
         self.params += laid.params
         self.tiles += laid.tiles
         self.forms.append(laid.forms)
@@ -101,11 +101,11 @@ class Groups:
         self._seen.append(_decisive(self._source.optimizer.param_groups[len(self._seen)]))
 
     def kept(self, param: Param) -> Kept:
-        """What the optimizer keeps for a parameter."""
+        """Return the states that the optimizer keeps for a parameter."""
         return self._laid[param.group].kept[param.tensor.dtype]
 
     def kept_in(self, tile: Tile) -> Kept:
-        """What the optimizer keeps for the parameters in a tile."""
+        """Return the states that the optimizer keeps for the parameters in a tile."""
         return self._laid[tile.group].kept[tile.form.param_dtype]
 
     def initial_in(self, tile: Tile) -> Mapping[str, Any]:
@@ -152,7 +152,7 @@ class Groups:
     def _options(
         self, number: int, group: Mapping[str, Any], where: str
     ) -> Iterator[tuple[tuple[State, ...], tuple[State, ...]]]:
-        """What is kept of each kind of parameter in a group, and what would be with other options."""
+        """Yield the states kept for each kind of parameter in a group, and those with other options."""
         laid = self._laid[number]
         if group.get("format") != laid.format:
             raise ConfigError(
@@ -191,7 +191,7 @@ def _other_states(where: str, kept: Sequence[State], now: Sequence[State]) -> Co
 
 
 def _decisive(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What may decide which states are kept: which options are on, and the format."""
+    """Return the options, and the format, that may decide which states are kept."""
     switches = {
         key: bool(value)
         for key, value in options_of(group).items()

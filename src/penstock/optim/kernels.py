@@ -204,7 +204,7 @@ def _unsigned_codes(source: Any, codes: Any, base: Any, key: Any, first: Any) ->
 
 @njit(nogil=True, cache=True)
 def from_float8(codes: Any, exponents: Any, out: Any, is_signed: bool) -> None:
-    """What ``to_float8`` made, to float32 bits, uint32[n]."""
+    """Decode the output of ``to_float8`` to float32 bits, uint32[n]."""
     for block in range(exponents.size):
         start = block * _BLOCK
         part = codes[start : start + _BLOCK]

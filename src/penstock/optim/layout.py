@@ -25,7 +25,7 @@ class Piece:
     stop: int
     """Elements of the parameter, laid flat."""
     at: int
-    """Where in the tile it begins; this and ``start`` are multiples of ``UNIT``."""
+    """Offset in the tile; this and ``start`` are multiples of ``UNIT``."""
 
     def cut(self, elements: int) -> Iterator[Piece]:
         """Itself in parts of at most so many elements, a multiple of ``UNIT``."""
@@ -36,7 +36,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What is read, updated and written together."""
+    """Elements that are read, updated and written together."""
 
     index: int
     group: int

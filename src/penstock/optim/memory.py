@@ -1,4 +1,4 @@
-"""What an optimizer on flash costs in memory, beside what torch's takes."""
+"""Memory of an optimizer on flash, beside the memory of torch's."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _FIELDS = frozenset(field.name for field in fields(StatesConfig))
 
 
 class OnFlash(torch.optim.Optimizer):
-    """What a class of torch gets put before it. Not used alone."""
+    """Mixin placed before an optimizer class of torch. Not used alone."""
 
     torch_class: ClassVar[type[torch.optim.Optimizer]]
     """The class whose step it is."""
@@ -183,7 +183,7 @@ class OnFlash(torch.optim.Optimizer):
         return done
 
     def wear(self) -> Wear:
-        """What a step writes, and how long the SSD lasts at that."""
+        """Estimate what a step writes, and how long the SSD lasts at that rate."""
         return wear_of(self._penstock.states)
 
     def close(self) -> None:

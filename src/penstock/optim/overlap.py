@@ -71,7 +71,7 @@ class Overlap:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether backward has begun a pass that ``step`` has not ended."""
+        """Return whether backward has begun a pass that ``step`` has not ended."""
         return self._step is not None
 
     def listen(self) -> None:
@@ -181,7 +181,7 @@ class Overlap:
         return self._states.config.clip_norm is None or self._states.last_norm is not None
 
     def _is_used_now(self, param: Param) -> bool:
-        """Whether what autograd is about to tell of is a gradient's last accumulation."""
+        """Return whether what autograd is about to tell of is a gradient's last accumulation."""
         times = self._times.get(param.index, 0) + 1
         return times >= self._states.config.accumulation and self._knows_norm
 

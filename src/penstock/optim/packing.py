@@ -21,7 +21,7 @@ def load_kernels() -> Any:
 
 
 def random_key(seed: int, step: int, param: int, state: int) -> int:
-    """What decides how one state of one parameter is rounded in one step; 32 bits."""
+    """Return the 32-bit key of the rounding of one state of one parameter in one step."""
     return xxhash.xxh32_intdigest(struct.pack("<4q", seed, step, param, state))
 
 

@@ -90,7 +90,7 @@ class Param:
 
     @property
     def was_set(self) -> bool:
-        """Whether anything else may have changed it since the last ``note``."""
+        """Return whether anything else may have changed it since the last ``note``."""
         return self._seen not in (None, (self.tensor._version, self.tensor.data_ptr()))
 
     def flat(self) -> Tensor:
@@ -150,7 +150,7 @@ def fresh_scalars(scalars: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill a range of memory, in whichever order."""
+    """Return whether the elements fill a range of memory, in whichever order."""
     if not tensor.numel():
         return True
     expected = 1

@@ -80,7 +80,7 @@ class Pipeline:
 
     @property
     def memory_bytes(self) -> int:
-        """What the buffers take when all are in use."""
+        """Bytes of the buffers when all are in use."""
         return len(self._ring) * self._ring.buffer_bytes
 
     @property
@@ -155,11 +155,11 @@ class Pipeline:
         self._launch()
 
     def record_bytes(self, tile: Tile) -> int:
-        """What was last written of a tile, in bytes; all of it if nothing was."""
+        """Return the bytes last written of a tile; its full length if none were."""
         return self.store.record_bytes(tile, self._slots.of(tile))
 
     def is_filled(self, tile: Tile) -> bool:
-        """Whether the tile has a record."""
+        """Return whether the tile has a record."""
         return tile.index in self._slots.filled
 
     def forget_all(self) -> None:
@@ -189,12 +189,12 @@ class Pipeline:
             raise error
 
     def commit(self) -> None:
-        """What was written last is what a journal knows now. See ``Slots.commit``."""
+        """Take the last writes as committed to a journal. See ``Slots.commit``."""
         with self._wake:
             self._slots.commit()
 
     def restore(self, slots: Mapping[int, int]) -> None:
-        """What a journal says: which tiles have a record, and in which slot."""
+        """Restore from a journal which tiles have a record, and in which slot."""
         self.forget_all()
         with self._wake:
             self._slots.restore(slots)

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for a parameter, and whether it treats each element alone: found by trial.
+"""Find by trial the states of an optimizer, and whether it treats each element alone.
 
 A few steps are made on two small tensors, once whole and once in pieces. If the results differ by a
 bit, an element's update depends on more than its own gradient and state (a norm, a row, a
@@ -41,11 +41,11 @@ class Source:
     """States that exist before a first step, given a group's options: a number where each element has
     it, a tensor where the parameter has one."""
     prefers_master: bool
-    """Whether 16-bit parameters have a float32 master, unless the config says."""
+    """True if 16-bit parameters have a float32 master, unless the config says."""
 
     @property
     def with_master(self) -> bool:
-        """Whether they have one."""
+        """Return whether they have one."""
         master = self.config.master
         return self.prefers_master if master is None else master
 
@@ -57,7 +57,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What an optimizer keeps for each parameter of a group."""
+    """States that an optimizer keeps for each parameter of a group."""
 
     states: tuple[State, ...]
     """A value for each element."""
@@ -153,7 +153,7 @@ class _Trial:
     grads: Sequence[Tensor]
 
     def run(self, start: Tensor, cuts: Sequence[int]) -> tuple[Tensor, Mapping[str, Any]]:
-        """What becomes of a tensor that is cut so, and the states of the first piece."""
+        """Update a tensor cut at ``cuts``; return the result, and the states of the first piece."""
         horse = workhorse(self.source)
         values = start.clone()
         flat = values.view(-1)
@@ -182,7 +182,7 @@ class _Trial:
 
 
 def _numbers(horse: torch.optim.Optimizer) -> set[tuple[str, float]]:
-    """What an optimizer may count in, outside of its states."""
+    """Return numbers outside its states in which an optimizer may count."""
     owners = (horse.param_groups[0], horse.__dict__)
     return {
         (repr(name), float(value))

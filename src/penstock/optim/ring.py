@@ -19,7 +19,7 @@ from penstock.optim.layout import Tile
 
 
 class Phase(enum.Enum):
-    """What a buffer holds."""
+    """Contents of a buffer."""
 
     FREE = "nothing"
     READING = "a record on its way in"
@@ -70,12 +70,12 @@ class Buffer:
 
     @property
     def rests(self) -> bool:
-        """Whether it holds a record that nobody changes."""
+        """Return whether it holds a record that nobody changes."""
         return self.phase in (Phase.CLEAN, Phase.DIRTY, Phase.WRITING)
 
     @property
     def is_moving(self) -> bool:
-        """Whether its record is on its way in or out."""
+        """Return whether its record is on its way in or out."""
         return self.phase in (Phase.READING, Phase.WRITING)
 
 

@@ -1,4 +1,4 @@
-"""Where gradients rest on flash, and the memory that they come back to."""
+"""Storage of gradients on flash, and the memory that they return to."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Shelf:
 
     @property
     def held_bytes(self) -> int:
-        """What is on flash, or on its way there."""
+        """Bytes on flash, or on their way there."""
         return 0 if self._tier is None else self._tier.held_bytes
 
     def lay(self) -> None:
@@ -183,7 +183,7 @@ class Shelf:
                 self._tier = None
 
     def close(self) -> None:
-        """What is on flash is gone. Idempotent."""
+        """Discard what is on flash. Idempotent."""
         if self._tier is not None:
             self._tier.close()
         if self._arena is not None:

@@ -1,4 +1,4 @@
-"""Where each tile's newest record is. It outlives the buffers that records pass through."""
+"""Slot of each tile's newest record. It outlives the buffers that records pass through."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Slots:
         return 1 - self._committed.get(tile.index, 1)
 
     def commit(self) -> None:
-        """What was written last is what a journal knows now: it is not overwritten next."""
+        """Take the last writes as committed to a journal, so that the next do not overwrite them."""
         self._committed = dict(self.newest)
 
     def keep(self, slots: Mapping[int, int]) -> None:
-        """What a journal knows, though nobody wants to read it: it is not overwritten next."""
+        """Protect records that a journal knows, though nobody reads them, from the next writes."""
         self._committed = dict(slots)
 
     def restore(self, slots: Mapping[int, int]) -> None:
-        """What a journal says: which tiles have a record, and in which slot."""
+        """Restore from a journal which tiles have a record, and in which slot."""
         self.newest, self._committed = dict(slots), dict(slots)
         self.filled = set(slots)

@@ -49,7 +49,7 @@ class Stretch:
 
 @functools.lru_cache(maxsize=256)
 def stretches(arrays: tuple[Array, ...], record_bytes: int) -> tuple[Stretch, ...]:
-    """What a record is made of, from its beginning to its end."""
+    """Return the parts of a record, from its beginning to its end."""
     found: list[Stretch] = []
     place = 0
     for array in arrays:
@@ -64,7 +64,7 @@ def stretches(arrays: tuple[Array, ...], record_bytes: int) -> tuple[Stretch, ..
 
 
 def _floats(array: Array) -> tuple[int, int]:
-    """Where the floats of an array begin in the record, and their width."""
+    """Return the offset of an array's floats in the record, and their width."""
     if array.packing == "plain" and array.dtype == torch.float32:
         return array.offset_bytes, 2
     if array.packing == "bfloat16" or (array.packing == "plain" and array.dtype == torch.bfloat16):
@@ -85,12 +85,12 @@ def _slack_bytes(arrays: tuple[Array, ...], record_bytes: int) -> int:
 
 
 def slack_bytes(tile: Tile) -> int:
-    """What a buffer has beyond a tile's record; 0: there is nothing to squeeze in it."""
+    """Return a buffer's bytes beyond a tile's record; 0: there is nothing to compress in it."""
     return _slack_bytes(tile.arrays, tile.record_bytes)
 
 
 def extent(tile: Tile, squeezed_bytes: int) -> tuple[int, int]:
-    """Where in its buffer a record lies, and how long that is, in multiples of ``RECORD_BYTES``.
+    """Return a record's offset and length in its buffer, in multiples of ``RECORD_BYTES``.
 
     Args:
         tile: The tile.

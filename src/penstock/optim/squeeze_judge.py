@@ -1,4 +1,4 @@
-"""Whether records are squeezed in the next pass: a hint from who waits, and a trial by time.
+"""Decision whether the next pass compresses records: a hint from what waits, and a trial by time.
 
 [Note: when squeezing pays]
     Threads that update tiles wait for flash, or they do not. If they wait longer than it takes to squeeze

@@ -48,7 +48,7 @@ MOST: Final = 255
 _PLANE: Final = 64
 _PLANES: Final = 3 * _PLANE
 _BODY: Final = 64
-"""Where a block's body begins in scratch: its halves are then aligned."""
+"""Offset of a block's body in scratch, so that its halves are aligned."""
 _SCRATCH: Final = 4096
 _U8, _U16, _U64, _AT = np.uint8, np.uint16, np.uint64, np.uintp
 _SIGN: Final = np.uint16(0x8000)

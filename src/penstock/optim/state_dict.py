@@ -272,7 +272,7 @@ def _on_host(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _is_copy(array: Array, param: Param) -> bool:
-    """Whether an array repeats what the parameter holds."""
+    """Return whether an array repeats what the parameter holds."""
     tensor = param.tensor
     return (
         array.name == MASTER

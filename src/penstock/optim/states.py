@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.errors import ClosedError, ConfigError, PenstockWarning
+from penstock.core.process import fork_guard
 from penstock.io.engine import Engine
 from penstock.optim.config import RING, RING_BYTES
 from penstock.optim.crew import make_pool, wait_for_all
@@ -68,7 +68,7 @@ class FlashStates:
         self._torn: str | None = None
         self._held: str | None = None
         self._closed = False
-        self._pid = os.getpid()
+        self._guard = fork_guard()
         self._updater = Updater(source, self.params)
         self._engine = engine_for_records()
         self.store = Store(
@@ -224,11 +224,8 @@ class FlashStates:
 
     def check_usable(self) -> None:
         """Raise ClosedError if the states are not there."""
-        if os.getpid() != self._pid:
-            raise ClosedError(
-                f"this optimizer's states belong to process {self._pid}, from which this one was"
-                " forked; make an optimizer here"
-            )
+        if self._guard.in_child:
+            raise self._guard.error("this optimizer", "make one here")
         if self._closed:
             raise ClosedError("this optimizer's states were closed, and are gone")
         if self._torn is not None:
@@ -242,14 +239,14 @@ class FlashStates:
                 param.note()
 
     def _clip(self, grads: list[Tensor]) -> Tensor | None:
-        """What ``torch.nn.utils.clip_grad_norm_`` would multiply gradients with."""
+        """Return the factor by which ``torch.nn.utils.clip_grad_norm_`` would multiply gradients."""
         if not grads:
             return None
         self.last_norm = torch.nn.utils.get_total_norm(grads)
         return self.factor_of(self.last_norm)
 
     def factor_of(self, norm: Tensor | None) -> Tensor:
-        """What clips gradients of this norm, as ``torch.nn.utils.clip_grads_with_norm_`` does."""
+        """Return the factor that clips gradients of this norm, as ``clip_grads_with_norm_`` does."""
         assert self.config.clip_norm is not None
         assert norm is not None
         return torch.clamp(self.config.clip_norm / (norm.cpu() + 1e-6), max=1.0)
@@ -372,7 +369,7 @@ class FlashStates:
         if self._closed:
             return
         self._closed = True
-        if os.getpid() != self._pid:
+        if self._guard.in_child:
             return  # threads and transfers are the parent's
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)

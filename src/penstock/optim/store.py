@@ -1,4 +1,4 @@
-"""Where tiles' records lie: files preallocated and overwritten in place, on one or several directories.
+"""Files of tiles' records: preallocated, overwritten in place, in one or several directories.
 
 [Note: records]
     A record has one place, or two where steps are durable. With several directories it is cut into as
@@ -19,17 +19,14 @@ from typing import Literal
 from penstock.core import knobs
 from penstock.core.errors import (
     ChecksumError,
-    ConfigError,
-    NoSpaceError,
     TransferError,
-    free_space_bytes,
     transfer_error,
 )
-from penstock.core.files import absolute_path
-from penstock.core.units import format_bytes, round_up
+from penstock.core.fs import check_directories, check_space, sync_directory
+from penstock.core.units import round_up
 from penstock.io.aio import PIECES_TOGETHER
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
-from penstock.io.files import DirectFile, filesystem_of, open_path, open_unlinked
+from penstock.io.files import DirectFile, open_path, open_unlinked
 from penstock.io.reporting import reported
 from penstock.io.threads import ThreadEngine
 from penstock.observe.clients import OPTIMIZER
@@ -71,15 +68,6 @@ def named_file(directory: str, number: int) -> DirectFile:
     return file
 
 
-def sync_directory(directory: str) -> None:
-    """Have the names in a directory survive a loss of power. Raises OSError."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 class Store:
     """The records of an optimizer's tiles. Reads and writes are one at a time for each tile.
 
@@ -106,7 +94,9 @@ class Store:
         Raises:
             ConfigError: A directory is missing, named twice, not writable, or in memory.
         """
-        self.directories = _check_directories(directories, allow_memory_filesystem)
+        self.directories = check_directories(
+            directories, "flash directory", allow_memory_filesystem=allow_memory_filesystem
+        )
         self.slots = slots
         self.engine = engine
         self.written = 0
@@ -305,32 +295,18 @@ class Store:
         return self._share(tile.record_bytes)
 
     def _share(self, nbytes: int) -> int:
-        """What each directory has of so many bytes, at most."""
+        """Return the most that each directory holds of ``nbytes``."""
         return round_up(-(-nbytes // len(self.directories)), RECORD_BYTES)
 
     def _check_space(
         self, each_bytes: int, files: Sequence[DirectFile], tiles: Sequence[Tile]
     ) -> None:
-        devices: dict[int, dict[str, int]] = {}
-        for path, file in zip(self.directories, files, strict=True):
-            facts = os.fstat(file.fd)
-            missing = max(
-                0, each_bytes - 512 * facts.st_blocks
-            )  # durable ones may be there already
-            devices.setdefault(facts.st_dev, {})[path] = missing
-        for missing_bytes in devices.values():
-            paths, needed = list(missing_bytes), sum(missing_bytes.values())
-            free = free_space_bytes(paths[0])
-            if 0 <= free < needed:
-                raise NoSpaceError(
-                    errno=errno.ENOSPC,
-                    op="allocate",
-                    path=", ".join(paths),
-                    offset_bytes=0,
-                    nbytes=needed,
-                    free_bytes=free,
-                    advice=_advice(needed, free, tiles),
-                )
+        there = [512 * os.fstat(file.fd).st_blocks for file in files]  # of durable ones, all may be
+        missing = [max(0, each_bytes - nbytes) for nbytes in there]
+        check_space(
+            zip(self.directories, missing, strict=True),
+            lambda needed, free: _advice(needed, free, tiles),
+        )
 
 
 def _advice(needed: int, free: int, tiles: Sequence[Tile]) -> str:
@@ -338,32 +314,8 @@ def _advice(needed: int, free: int, tiles: Sequence[Tile]) -> str:
     fit = int(elements * free / needed)
     each = needed / elements
     return (
-        f"the states of {elements} parameters need {format_bytes(needed)} there ({each:.2f} bytes a"
-        f" parameter) and {format_bytes(free)} are free, which would do for {fit} parameters, or for"
-        f" {free / elements:.2f} bytes a parameter: free some space, name more directories, or use a"
-        " smaller format (exact 8 or 12, split 10.1, bf16 4 or 6, int8 2 or 4 bytes a parameter)"
+        f"the states of {elements} parameters take {each:.2f} bytes each, and what is free would do for"
+        f" {fit} parameters, or for {free / elements:.2f} bytes each: free some space, name more"
+        " directories, or use a smaller format (exact 8 or 12, split 10.1, bf16 4 or 6, int8 2 or 4 bytes"
+        " a parameter)"
     )
-
-
-def _check_directories(
-    directories: Sequence[str | os.PathLike[str]], allow_memory_filesystem: bool
-) -> tuple[str, ...]:
-    paths = tuple(absolute_path(each, "flash") for each in directories)
-    if not paths:
-        raise ConfigError("an optimizer on flash needs a directory; none was named: flash=...")
-    for path in paths:
-        if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK):
-            raise ConfigError(
-                f"flash directory {path!r} is missing, not a directory or not writable; create it,"
-                " change its mode, or name another"
-            )
-        system = filesystem_of(path)
-        if system.is_memory and not allow_memory_filesystem:
-            raise ConfigError(
-                f"flash directory {path!r} is on {system.kind}: its files are in memory, and states"
-                " there would save none; name a directory on a disk"
-            )
-    real = [os.path.realpath(path) for path in paths]
-    if len(set(real)) < len(real):
-        raise ConfigError(f"a flash directory is named twice: {', '.join(paths)}")
-    return paths

@@ -67,7 +67,7 @@ class Turns:
         return done[:wanted]
 
     def to_give_up(self) -> Buffer | None:
-        """Who makes room at once for a visitor that waits: on flash as it is, or meaning nothing."""
+        """Return a buffer that can be reused at once: its record is on flash as it is, or not needed."""
         spare = [
             each
             for each in self._ring
@@ -76,7 +76,7 @@ class Turns:
         return max(spare, key=lambda b: (b.is_done, b.is_early, self._next_use(b)), default=None)
 
     def to_write(self) -> Buffer | None:
-        """Who is to be written for a visitor that waits."""
+        """Return the changed buffer to write back for a tile that waits."""
         dirty = [each for each in self._ring if each.phase is Phase.DIRTY]
         return max(dirty, key=lambda b: (b.is_done, self._next_use(b)), default=None)
 

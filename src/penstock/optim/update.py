@@ -60,7 +60,7 @@ _BROUGHT: Final = "brought"
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What all tiles of one step have in common."""
+    """Values that all tiles of one step share."""
 
     number: int
     """Of the step; with the seed it decides the random rounding."""
@@ -69,7 +69,7 @@ class Pass:
     grads: dict[int, Tensor]
     """By the parameter's number: its gradient, laid flat. Those without one are left alone."""
     factor: Tensor | None
-    """What gradients are multiplied with, if anything."""
+    """Factor by which gradients are multiplied; None: they are not."""
     scalars: dict[int, dict[str, Any]]
     """By the parameter's number: what the step makes of its scalars; written by the threads."""
     ready: dict[int, Any]
@@ -85,7 +85,7 @@ class _Item:
     piece: Piece
     param: Param
     weight: Tensor
-    """What the optimizer steps on."""
+    """Values that the optimizer updates."""
     states: dict[str, Any]
     words: NDArray[np.uint32] | None
     """The bits of ``weight``, where that is a scratch master."""
@@ -309,7 +309,7 @@ class Updater:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What the update of one tile needs all along."""
+    """Values that the update of one tile needs throughout."""
 
     tile: Tile
     memory: NDArray[np.uint8]
@@ -346,7 +346,7 @@ def _chunks(
 
 
 def _is_copy(master: Array, weight: Tensor) -> bool:
-    """Whether the record's master merely repeats the weight, which is the master."""
+    """Return whether the record's master merely repeats the weight, which is the master."""
     return (
         master.packing == "plain" and weight.dtype == master.dtype and weight.device.type == "cpu"
     )

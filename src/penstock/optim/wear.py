@@ -1,4 +1,4 @@
-"""What the states of an optimizer, and gradients beyond their budget, cost the SSD that they are on."""
+"""Wear of the SSD by an optimizer's states, and by gradients beyond their budget."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from penstock.optim.states import FlashStates
 
 @dataclass(frozen=True, slots=True)
 class Wear:
-    """What steps write."""
+    """Bytes written by steps."""
 
     state_bytes_per_step: int
     """Of states, when every parameter has a gradient and records are as long as last time."""
     gradient_bytes_per_step: int
     """Of gradients, in the last step; before the first one, if every parameter has one, once."""
     tbw_bytes: int | None
-    """What the SSD is rated for."""
+    """Bytes that the SSD is rated to endure."""
     planned_steps: int | None
 
     @property
@@ -35,7 +35,7 @@ class Wear:
 
     @property
     def is_beyond(self) -> bool:
-        """Whether the planned steps write more than that."""
+        """Return whether the planned steps write more than that."""
         steps = self.steps_until_tbw
         return steps is not None and self.planned_steps is not None and self.planned_steps > steps
 
@@ -53,7 +53,7 @@ class Wear:
 
 
 def wear_of(states: FlashStates) -> Wear:
-    """What a step writes: every record but those that stay in memory; with durable steps, every one.
+    """Estimate the bytes of a step: every record except those in memory; with durable steps, every one.
 
     A record that was not written yet counts as if it was not squeezed. Gradients count as they were
     written in the last step.
@@ -76,7 +76,7 @@ def _of_gradients(states: FlashStates) -> int:
 
 
 def _beyond_budget(states: FlashStates, budget_bytes: int) -> int:
-    """What a backward writes that meets the last parameter first, as most do."""
+    """Return the bytes written by a backward that reaches the last parameter first, as most do."""
     held = beyond = 0
     for param in reversed(states.params):
         nbytes = param.count * param.tensor.element_size()

@@ -1,6 +1,6 @@
-"""Files and tables made from what was observed: a trace, a plot of memory, side-by-side tables.
+"""Reports made from observations: traces, plots of memory, and side-by-side tables.
 
-``trace`` writes what Perfetto opens, ``memory_plot`` draws memory over time (it needs matplotlib,
-``pip install 'penstock[plot]'``), ``plan_plot`` one step of a plan;
-``table`` lays two runs side by side in a terminal, ``plan_table`` the plans of policies.
+``trace`` writes a file for Perfetto, ``memory_plot`` draws memory over time (it needs matplotlib,
+``pip install 'penstock[plot]'``), and ``plan_plot`` one step of a plan. ``table`` compares runs in a
+terminal, ``plan_table`` the plans of policies.
 """

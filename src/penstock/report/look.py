@@ -1,4 +1,4 @@
-"""What Penstock's pictures have in common: colours, axes, units, and thinning of long curves."""
+"""Common style of Penstock's plots: colours, axes, units, and thinning of long curves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_POINTS: Final = 4000
-"""Points drawn of one curve: more than there are pixels."""
+"""Approximate maximum number of points of a curve: more than there are pixels."""
 COLOURS: Final = ("#0b6e99", "#d9730d", "#4d6461", "#ad1a72", "#6940a5")
 BUDGET_COLOUR: Final = "#c4342d"
 INK: Final = "#2b2f33"
@@ -25,10 +25,10 @@ STYLE: Final = {"font.family": "DejaVu Sans", "font.size": 10, "svg.hashsalt": "
 
 
 def matplotlib() -> tuple[Any, ...]:
-    """Its modules ``figure``, ``style`` and ``patheffects``. Without pyplot: no global state, no display.
+    """Import matplotlib's ``figure``, ``style`` and ``patheffects``, without pyplot's global state.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: matplotlib is not installed.
     """
     names = ("figure", "style", "patheffects")
     try:
@@ -48,11 +48,11 @@ def save(figure: Any, path: str | os.PathLike[str]) -> None:
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"the picture {str(path)!r} cannot be written: {error}") from error
+        raise ConfigError(f"the plot {str(path)!r} cannot be written: {error}") from error
 
 
 def unit_of(top_bytes: int) -> tuple[int, str]:
-    """The unit for an axis that ends at ``top_bytes``: how many bytes it is, and its name."""
+    """Return the unit for an axis that ends at ``top_bytes``: its size in bytes, and its name."""
     for scale, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if top_bytes >= scale:
             return scale, unit
@@ -60,7 +60,7 @@ def unit_of(top_bytes: int) -> tuple[int, str]:
 
 
 def dress(axis: Axes, title: str, label: str, *, grid: str = "y") -> None:
-    """Title, label, faint grid lines behind the data, and no frame but left and below."""
+    """Give an axis its title, label, faint grid lines, and a frame at the left and bottom only."""
     axis.set_title(title, loc="left", fontsize=10, color=INK)
     axis.set_ylabel(label, color=INK)
     axis.grid(axis=grid, color="#d8dde1", linewidth=0.6)  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def dress(axis: Axes, title: str, label: str, *, grid: str = "y") -> None:
 def thinned(
     times: npt.NDArray[np.float64], levels: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """A curve of not many more than ``MAX_POINTS`` points, with every peak and dip."""
+    """Return a curve of about ``MAX_POINTS`` points at most, with all its peaks and dips."""
     if len(levels) <= MAX_POINTS:
         return times, levels
     chosen: set[int] = {0, len(levels) - 1}

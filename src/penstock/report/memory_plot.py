@@ -1,6 +1,6 @@
-"""Memory over time as a picture: what a run held, its budget, and its steps.
+"""Plot of memory over time: the memory of a run, its budget, and its steps.
 
-Runs go one below the other on the same axes, so that heights and times compare at a glance; with
+Runs are drawn one below the other on equal axes, so that sizes and times can be compared; with
 ``overlay=True`` they share one panel. Needs matplotlib: ``pip install 'penstock[plot]'``.
 """
 
@@ -34,37 +34,37 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_SHADED_STEPS: Final = 60
-"""More steps than this are not shaded: stripes finer than a few pixels are noise."""
+"""Maximum number of steps that are shaded: finer stripes would be noise."""
 _SHADE: Final = "#e8ecf0"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySeries:
-    """The level of one memory in one run. A level holds until the next sample."""
+    """Samples of one memory's level in one run. A level holds until the next sample."""
 
     run: str
-    """Which run: curves of one run share a panel and its steps."""
+    """Name of the run: curves of one run share a panel and its steps."""
     memory: str
-    """``"device"``, ``"rss"``, ...: the label in the legend."""
+    """Name of the memory in the legend: ``"device"``, ``"rss"``, ..."""
     t_ns: Sequence[int]
-    """When each sample was taken; must not go back."""
+    """Time of each sample; must not decrease."""
     nbytes: Sequence[int]
     steps_ns: Sequence[tuple[int, int]] = ()
-    """Begin and end of each step, on the same clock."""
+    """Beginning and end of each step, on the same clock."""
 
     def __post_init__(self) -> None:
         if len(self.t_ns) != len(self.nbytes) or not self.t_ns:
             raise ConfigError(
                 f"series {self.run!r}, {self.memory!r}: {len(self.t_ns)} times and"
-                f" {len(self.nbytes)} levels; needed are as many of each, and at least one"
+                f" {len(self.nbytes)} levels; the numbers must be equal and not 0"
             )
 
     @classmethod
     def of(cls, source: Recorder | Iterable[Event], memory: str, *, run: str) -> MemorySeries:
-        """The samples of ``memory`` that a recorder, or a log, still has.
+        """Build from the samples of ``memory`` that a recorder, or a log, has kept.
 
         Raises:
-            ConfigError: There are none.
+            ConfigError: There are no such samples.
         """
         events = source.events() if isinstance(source, Recorder) else list(source)
         levels = [e for e in events if isinstance(e, Level) and e.memory == memory]
@@ -94,18 +94,18 @@ def plot_memory(
     """Draw the series into a file; its suffix (``.png``, ``.svg``, ``.pdf``) decides the format.
 
     Args:
-        series: At least one. Those of equal ``run`` share a panel.
-        path: The file.
-        budget_bytes: Drawn as a line across all panels.
-        title: Above all.
-        overlay: All runs in one panel, each from its own time 0, without steps.
+        series: One or more series. Those with the same ``run`` share a panel.
+        path: Path of the file.
+        budget_bytes: Budget, drawn as a line across all panels.
+        title: Title of the plot.
+        overlay: Draw all runs in one panel, each from its own time 0, without steps.
 
     Raises:
-        ConfigError: No series, or matplotlib is not installed.
+        ConfigError: There is no series, or matplotlib is not installed.
         OSError: The file cannot be written.
     """
     if not series:
-        raise ConfigError("plot_memory: there is no series to draw")
+        raise ConfigError("plot_memory: series is empty; pass at least one")
     figure_module, style, effects = matplotlib()
     halo = effects.withStroke(linewidth=3, foreground="white")
     look = _Look.of(series, budget_bytes, overlay=overlay, halo=halo)
@@ -128,7 +128,7 @@ def plot_memory(
 
 @dataclass(frozen=True, kw_only=True)
 class _Look:
-    """What all panels agree on."""
+    """Settings that all panels share."""
 
     overlay: bool
     top_bytes: int
@@ -136,11 +136,11 @@ class _Look:
     """Bytes per unit of the axis."""
     unit: str
     spans: dict[str, tuple[int, int]]
-    """By run: when its first series begins and its last one ends."""
+    """Beginning of the first series and end of the last one, by run."""
     colours: dict[tuple[str, str], str]
-    """By run and memory."""
+    """Colours by run and memory."""
     halo: Any
-    """Keeps text readable where it crosses a curve."""
+    """Path effect that keeps text readable over a curve."""
 
     @classmethod
     def of(
@@ -164,11 +164,11 @@ class _Look:
         )
 
     def seconds(self, run: str, t_ns: int) -> float:
-        """Time since the run began."""
+        """Return the time since the run began."""
         return (t_ns - self.spans[run][0]) / 1e9
 
     def length_s(self, run: str) -> float:
-        """How long a run is."""
+        """Return the length of a run."""
         return self.seconds(run, self.spans[run][1])
 
 
@@ -236,7 +236,7 @@ def _draw_budget(axis: Axes, budget_bytes: int | None, scale: int) -> None:
 
 
 def _legend(figure: Figure, axes: Sequence[Axes], title: str) -> None:
-    """One legend, below and outside the axes, so that it never covers data or the title."""
+    """Draw one legend below the axes, so that it never covers data or the title."""
     entries: dict[str, Any] = {}
     for axis in axes:
         handles, labels = axis.get_legend_handles_labels()
@@ -255,7 +255,7 @@ def _legend(figure: Figure, axes: Sequence[Axes], title: str) -> None:
 def _curve(
     one: MemorySeries, look: _Look
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Times in seconds and levels in bytes, thinned where there are many."""
+    """Return times in seconds and levels in bytes, thinned if there are many."""
     start_ns, end_ns = look.spans[one.run]
     t_s = (np.append(np.asarray(one.t_ns, dtype=np.int64), end_ns) - start_ns) / 1e9
     levels = np.append(np.asarray(one.nbytes, dtype=np.float64), one.nbytes[-1])
@@ -263,7 +263,7 @@ def _curve(
 
 
 def _colours(series: Sequence[MemorySeries], *, overlay: bool) -> dict[tuple[str, str], str]:
-    """In an overlay every curve has its own colour; else a memory has the same in every panel."""
+    """Assign colours: to every curve in an overlay, otherwise to every memory in all panels."""
     keys = [(one.run, one.memory) for one in series]
     names = list(dict.fromkeys(key if overlay else key[1] for key in keys))
     return {key: COLOURS[names.index(key if overlay else key[1]) % len(COLOURS)] for key in keys}

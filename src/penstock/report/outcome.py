@@ -1,4 +1,4 @@
-"""What a policy comes to on a profile, before a step is run: its plan, replayed, and whether it fits."""
+"""The predicted outcome of a policy on a profile: its plan, the replay, and whether it fits."""
 
 from __future__ import annotations
 
@@ -18,53 +18,53 @@ from penstock.plan.replay.result import Level
 
 @dataclass(frozen=True)
 class Outcome:
-    """One policy's plan, and what it will cost."""
+    """One policy's plan and its predicted cost."""
 
     plan: Plan
     replayed: Replayed
-    """With its trace."""
+    """Result of the replay."""
     trace: Trace
     least_bytes: int | None
-    """The least device memory that is known to do for this policy, with these tiers; None if none is."""
+    """Minimum known device budget for this policy with these tiers; None if it fits or none is known."""
 
     @property
     def policy(self) -> str:
-        """The policy's name."""
+        """Name of the policy."""
         return self.plan.policy
 
     @property
     def fits(self) -> bool:
-        """Whether the device budget and the tiers' capacities are kept."""
+        """True if the device budget and the tiers' capacities are kept."""
         return self.plan.feasible and self.replayed.feasible
 
     @cached_property
     def first_fit(self) -> AddressUse:
-        """The address space for slots that are placed first fit."""
+        """Address space used if slots are placed first fit."""
         return first_fit(self.trace.residences)
 
     @cached_property
     def two_ended(self) -> AddressUse:
-        """The same, with what is kept at one end and what comes and goes at the other."""
+        """Address space used with kept slots at one end and the other slots at the other end."""
         return two_ended(self.trace.residences)
 
     def average_bytes(self, memory: str) -> int:
-        """The mean over the step of what ``"device"``, ``"host"`` or ``"flash"`` holds."""
+        """Return the mean over the step of the bytes in ``"device"``, ``"host"`` or ``"flash"``."""
         if memory == "device":
             return self.replayed.average_bytes
         return _mean(self.trace.memory[memory], self.replayed.step_ns)
 
     @property
     def moved_bytes(self) -> int:
-        """Written to and read from both tiers in one step."""
+        """Bytes written to and read from both tiers in one step."""
         tiers = (self.replayed.host, self.replayed.flash)
         return sum(tier.written_bytes + tier.read_bytes for tier in tiers)
 
 
 def outcome(policy: str, profile: Profile, machine: Machine, budgets: Budgets) -> Outcome:
-    """Plan and replay.
+    """Make a plan and replay it.
 
     Raises:
-        ConfigError: There is no such policy.
+        ConfigError: The policy does not exist.
     """
     plan = policies.get(policy)(profile, machine, budgets)
     replayed = replay(profile, plan, machine, trace=True)
@@ -75,7 +75,7 @@ def outcome(policy: str, profile: Profile, machine: Machine, budgets: Budgets) -
 
 
 def best_first(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """Those that fit by step time, then the bytes that they move; then the others by what they need."""
+    """Sort outcomes: those that fit by step time and traffic, then the others by needed memory."""
     return sorted(outcomes, key=_rank)
 
 

@@ -1,4 +1,4 @@
-"""One step of a plan as a picture: memory over time, tier by tier, and what is busy when.
+"""Plot of one step of a plan: memory over time, by tier, and the busy times of each channel.
 
 Needs matplotlib: ``pip install 'penstock[plot]'``.
 """
@@ -38,10 +38,10 @@ _CHANNELS: Final = {
     "flash_read": ("flash, read", COLOURS[0]),
     "codec": ("codecs", COLOURS[3]),
 }
-"""From the top down: label and colour."""
+"""Label and colour of each channel, from the top down."""
 
 _Held: TypeAlias = tuple[str, Sequence[Level], int]
-"""(memory, its levels, its budget)."""
+"""Tuple of a memory, its levels, and its budget."""
 
 
 def plot_plan(one: Outcome, path: str | os.PathLike[str], *, title: str) -> None:
@@ -49,8 +49,8 @@ def plot_plan(one: Outcome, path: str | os.PathLike[str], *, title: str) -> None
 
     Args:
         one: The plan and its replay.
-        path: The file.
-        title: Above all.
+        path: Path of the file.
+        title: Title of the plot.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -77,7 +77,7 @@ def plot_plan(one: Outcome, path: str | os.PathLike[str], *, title: str) -> None
 
 
 def _held(one: Outcome) -> Iterator[_Held]:
-    """Of the device, and of the tiers that are used."""
+    """Yield the memory of the device, and of the tiers in use."""
     budgets = one.plan.budgets
     sizes = (budgets.device_bytes, budgets.host_bytes, budgets.flash_bytes)
     for name, budget in zip(_MEMORIES, sizes, strict=True):
@@ -98,10 +98,10 @@ def _draw_memory(
     times, heights = thinned(whens * per_ns, sizes / scale)
     axis.step(times, heights, where="post", color=colour, linewidth=1.3)
     axis.fill_between(times, heights, step="post", color=colour, alpha=0.12, linewidth=0)
-    told = (
+    text = (
         f"{name} memory: peak {format_bytes(peak)}, average {format_bytes(one.average_bytes(name))}"
     )
-    dress(axis, f"{told}, budget {format_bytes(budget)}", unit)
+    dress(axis, f"{text}, budget {format_bytes(budget)}", unit)
     if near and budget:
         axis.axhline(budget / scale, color=BUDGET_COLOUR, linewidth=1.2, linestyle=(0, (5, 3)))
         axis.annotate(

@@ -1,4 +1,4 @@
-"""A plan before it is run, as tables: one policy in detail, or all of them side by side."""
+"""Tables of predicted plans: one policy in detail, or all policies side by side."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.report.look import unit_of
 from penstock.report.outcome import Outcome
 
 TOP_REASONS: Final = 8
-"""Lines of what goes and what stays; the rest is added up in one."""
+"""Number of lines about slots; the rest is added up in one line."""
 _TB: Final = 10**12
 _CHANNELS: Final = {
     "link_out": "link, out",
@@ -35,9 +35,9 @@ class Largest:
     """The largest batch that fits."""
 
     batch_size: int
-    """0: not even one does."""
+    """Size of the batch; 0 if not even a batch of one fits."""
     bounded: bool = True
-    """False: it is the largest that was tried; a larger one may fit."""
+    """False if it is the largest that was tried, so that a larger one may fit."""
 
     def __str__(self) -> str:
         if not self.batch_size:
@@ -48,7 +48,7 @@ class Largest:
 def one_policy(
     one: Outcome, *, largest: Largest | None, tbw_bytes: int | None, verbose: bool
 ) -> RenderableType:
-    """Everything about one policy; with ``verbose`` a line for every slot."""
+    """Return everything about one policy; with ``verbose`` also a line for every slot."""
     parts: list[RenderableType] = [_verdict(one, largest), _step(one), _memory(one)]
     if one.moved_bytes:
         parts.append(_traffic(one, tbw_bytes))
@@ -58,7 +58,7 @@ def one_policy(
 
 
 def all_policies(outcomes: Sequence[Outcome], *, largest: Mapping[str, Largest]) -> RenderableType:
-    """A line for each policy, in the order given. All sizes in one unit."""
+    """Return a table with a line for each policy, in the given order. All sizes have one unit."""
     needs = [one.least_bytes or one.replayed.peak_bytes for one in outcomes]
     scale, unit = unit_of(max(needs, default=0))
     names = ["policy", "fits", "largest\nbatch", "step", "vs oracle", "device peak"]
@@ -92,7 +92,7 @@ def _fits(one: Outcome, scale: int) -> Text:
         return Text("yes", style="green")
     if one.least_bytes is None:
         return Text("no", style="bold red")
-    least = math.ceil(one.least_bytes / scale * 100) / 100  # what is told must do
+    least = math.ceil(one.least_bytes / scale * 100) / 100  # the printed value must suffice
     return Text(f"from {least:.2f}", style="bold red")
 
 
@@ -104,7 +104,7 @@ def _verdict(one: Outcome, largest: Largest | None) -> Text:
         text.append("it does not fit", style="bold red")
         if one.least_bytes is not None:
             text.append(
-                f"; {format_bytes(one.least_bytes)} ({one.least_bytes} bytes) of device memory would do",
+                f"; it needs {format_bytes(one.least_bytes)} ({one.least_bytes} bytes) of device memory",
                 style="not bold",
             )
     if largest is not None:
@@ -117,13 +117,13 @@ def _step(one: Outcome) -> Table:
     title = "One step" if one.fits else "One step, if memory were enough at its peak"
     table = grid(title, ("", "time", "vs oracle"))
     parts = {
-        "with memory without end (the oracle)": found.ideal_ns,
+        "with unlimited memory (the oracle)": found.ideal_ns,
         "convolutions with less workspace": found.lean_ns,
-        "computed again": found.recompute_ns,
+        "recomputation": found.recompute_ns,
         "slowed down by transfers": found.interference_ns,
-        "waits for room": found.budget_ns,
-        "waits for reads not begun": found.demand_ns,
-        "waits for reads under way": found.late_ns,
+        "waits for memory": found.budget_ns,
+        "waits for demand reads": found.demand_ns,
+        "waits for late prefetches": found.late_ns,
     }
     for name, took_ns in parts.items():
         if took_ns:
@@ -181,7 +181,7 @@ def _traffic(one: Outcome, tbw_bytes: int | None) -> RenderableType:
 
 
 def wear(written_bytes: int, tbw_bytes: int | None) -> str:
-    """What a step's writes do to an SSD, in a line."""
+    """Return a line on how much a step's writes wear an SSD."""
     text = f"{format_bytes(written_bytes)} written to the SSD in each step"
     if not tbw_bytes or not written_bytes:
         return text
@@ -192,7 +192,7 @@ def wear(written_bytes: int, tbw_bytes: int | None) -> str:
 
 
 def _places(one: Outcome) -> Table:
-    table = grid("What goes and what stays", ("", "why", "slots", "bytes"), first=2)
+    table = grid("Offloaded and resident slots", ("", "why", "slots", "bytes"), first=2)
     sums: dict[tuple[str, str], tuple[int, int]] = {}
     for decision in one.plan.decisions:
         place = (verdict(decision), decision.reason.partition(";")[0])
@@ -212,13 +212,13 @@ def _slots(one: Outcome) -> Table:
     for decision in one.plan.decisions:
         reason = decision.reason
         if decision.prefetch_at is not None:
-            reason += f"; read no sooner than need {decision.prefetch_at}"
+            reason += f"; read no earlier than need {decision.prefetch_at}"
         add_row(table, str(decision.key), verdict(decision), reason)
     return table
 
 
 def verdict(decision: Decision) -> str:
-    """What becomes of a slot: ``"keep"``, ``"offload → flash, csr"``, ``"recompute"``."""
+    """Format a decision: ``"keep"``, ``"offload → flash, csr"``, ``"recompute"``."""
     if decision.action is not Action.OFFLOAD:
         return str(decision.action)
     return f"offload → {decision.tier}{', ' * bool(decision.codec)}{decision.codec}"
@@ -226,14 +226,14 @@ def verdict(decision: Decision) -> str:
 
 def _notes(one: Outcome) -> Iterator[Text]:
     if one.plan.recomputed:
-        yield Text(f"run again in backward: {_named(one.plan.recomputed)}")
+        yield Text(f"recomputed in backward: {_named(one.plan.recomputed)}")
     if one.plan.lean_convolutions:
         yield Text(f"convolutions with less workspace: {_named(one.plan.lean_convolutions)}")
     yield from (Text(f"note: {note}", style="yellow") for note in one.plan.notes)
 
 
 def _named(paths: Iterable[str]) -> str:
-    """A few by name."""
+    """Name the first few paths, and count the others."""
     first, *rest = paths
     some = [first, *rest[:3]]
     more = f" and {len(rest) - 3} more" if len(rest) > 3 else ""

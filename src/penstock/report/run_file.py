@@ -1,7 +1,7 @@
-"""A run that is over, read again from what it wrote: an event log, or its summary as JSON.
+"""A finished run, read from the file that it wrote: an event log, or its summary as JSON.
 
-An orderly log ends with the summary. One of a killed process has none: then the totals of the steps that
-had ended are summed up, and what only the session knew (slots, plans, warnings) is left out.
+A complete log ends with the summary. The log of a killed process has none: then the totals of the ended
+steps are added up, and facts that only the session had (slots, plans, warnings) are missing.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ _WANTED: Final = (
 )
 _GZIP: Final = b"\x1f\x8b"
 _HEADER_BYTES: Final = 64 << 10
-"""The longest first line of an event log."""
+"""Maximum length of the first line of an event log."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a file tells of a run."""
+    """The contents of a run's file."""
 
     kind: str
-    """``"event log"`` or ``"summary"``."""
+    """Kind of file: ``"event log"`` or ``"summary"``."""
     summary: Summary
     complete: bool = True
-    """False: the log ends before the session did, and the summary is of the steps that it has."""
+    """False if the log ends before the session did, so that the summary covers only its steps."""
     lost_events: int = 0
-    """Events that the log left out because the disk did not keep up."""
+    """Number of events that the log dropped because the disk did not keep up."""
     missing_files: int = 0
-    """Files at the beginning of the log that are gone, because it was rotated."""
+    """Number of files missing at the beginning of a rotated log."""
     missing_steps: int = 0
-    """Steps that had ended in them."""
+    """Number of steps in the missing files."""
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Read it.
+    """Read a run's file.
 
     Raises:
-        ConfigError: The file cannot be read, is neither, is of another version, is damaged, or has no
-            step. The message names the file, and the line or the field.
+        ConfigError: The file cannot be read, is neither kind, is of another version, is damaged, or has
+            no step. The message names the file, and the line or the field.
     """
     where = os.fspath(path)
     try:
@@ -72,14 +72,14 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     except OSError as error:
         raise ConfigError(f"{where} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{where} is no text; {_WANTED}") from error
+        raise ConfigError(f"{where} is not a text file; {_WANTED}") from error
     except ValueError as error:
         raise ConfigError(f"{where} cannot be read: {error}") from error
     return Run(SUMMARY, _from_document(where, text))
 
 
 def _header(line: bytes) -> dict[str, Any] | None:
-    """The first line, if it is that of an event log."""
+    """Parse the first line; return None if it is not the header of an event log."""
     try:
         found = parse_json(line)
     except ValueError:
@@ -92,7 +92,7 @@ def _header(line: bytes) -> dict[str, Any] | None:
 
 @dataclass
 class _Gathered:
-    """What of a log is looked at."""
+    """The parts of a log that a report needs."""
 
     missing_files: int = 0
     steps: list[StepTotals] = field(default_factory=list)
@@ -106,8 +106,8 @@ class _Gathered:
 def _from_log(where: str, header: dict[str, Any]) -> Run:
     if header.get("schema") != records.SCHEMA:
         raise ConfigError(
-            f"{where} is an event log of schema {header.get('schema')!r}, this Penstock reads"
-            f" {records.SCHEMA}; use the version that wrote it"
+            f"{where} is an event log of schema {header.get('schema')!r}, but this version of Penstock"
+            f" reads schema {records.SCHEMA}; use the version that wrote it"
         )
     found = _Gathered()
     for place, record in placed_records(where):
@@ -119,7 +119,7 @@ def _from_log(where: str, header: dict[str, Any]) -> Run:
         return run(found.summary, found.ended, missing_steps=missing)
     if first_step is None:
         raise ConfigError(
-            f"{where} ends before any step did, and without a summary: there is nothing to report"
+            f"{where} contains no ended step and no summary: there is nothing to report"
         )
     return run(_pieced_together(found, where), False, missing_steps=first_step)
 
@@ -151,7 +151,7 @@ def _whole(value: Any, name: str, where: str) -> int:
 
 
 def _marks(header: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """The marks that a header repeats of files before it."""
+    """Return the marks that a header repeats from earlier files."""
     marks = header.get("marks", [])
     if not isinstance(marks, list) or not all(
         isinstance(mark, dict) and mark.get("kind") == "mark" for mark in marks
@@ -195,7 +195,7 @@ def _from_document(where: str, text: str) -> Summary:
         data = parse_json(text)
     except ValueError as error:
         raise ConfigError(
-            f"{where} is no event log, and no whole JSON document ({error}); {_WANTED}"
+            f"{where} is neither an event log nor a complete JSON document ({error}); {_WANTED}"
         ) from error
     if isinstance(data, dict) and "traceEvents" in data:
         raise ConfigError(f"{where} is a trace for Perfetto, which has no totals; {_WANTED}")
@@ -221,13 +221,13 @@ def _summary(data: dict[str, Any], where: str) -> Summary:
 def _check_schema(data: dict[str, Any], schema: int, where: str) -> None:
     if data.get("schema") != schema:
         raise ConfigError(
-            f"{where}: field 'schema' is {data.get('schema')!r}, this Penstock reads {schema}; use the"
-            " version that wrote it"
+            f"{where}: field 'schema' is {data.get('schema')!r}, but this version of Penstock reads"
+            f" {schema}; use the version that wrote it"
         )
 
 
 def _decode(cls: type[T], data: dict[str, Any], where: str) -> T:
-    """A frozen dataclass from what ``dataclasses.asdict`` made of it; fields with defaults may lack."""
+    """Rebuild a dataclass from ``dataclasses.asdict``; fields with defaults may be missing."""
     hints = get_type_hints(cls)
     values = {}
     for each in dataclasses.fields(cls):  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Two or more runs side by side in a terminal: what the demo and the benchmarks print.
+"""Table of two or more runs side by side, as printed by the demo and the benchmarks.
 
 >>> rows = [
 ...     Row.of_bits("loss of step 1", 2.25, 2.25),
@@ -33,47 +33,47 @@ DIFFERENT = "DIFFERENT"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line: a label, the text of each run, and what comparing them gives."""
+    """One line: a label, the text of each run, and the result of their comparison."""
 
     label: str
     values: tuple[str, ...]
     verdict: str = ""
     good: bool | None = None
-    """Colours the verdict where there are colours: green, red, or (``None``) none."""
+    """Colour of the verdict: green if true, red if false, none if ``None``."""
 
     @classmethod
     def of_bits(cls, label: str, *values: float) -> Row:
-        """Floats that must agree to the last bit; NaNs agree if their bits do."""
+        """Compare floats bit for bit, NaNs too."""
         same = len({struct.pack("<d", value) for value in values}) <= 1
         texts = tuple(repr(value) for value in values)
         return cls(label, texts, SAME if same else DIFFERENT, same)
 
     @classmethod
     def of_bytes(cls, label: str, *values: float) -> Row:
-        """Sizes in bytes, less being better."""
+        """Compare sizes in bytes; less is better."""
         return cls(label, _texts(values, format_bytes), _times(values, "less", "more"))
 
     @classmethod
     def of_seconds(cls, label: str, *values: float) -> Row:
-        """Durations in seconds, the first being the reference."""
+        """Compare durations in seconds; the first is the reference."""
         return cls(label, _texts(values, format_duration), _ratio(values))
 
     @classmethod
     def of_bandwidth(cls, label: str, *values: float) -> Row:
-        """Bandwidths in bytes per second, the first being the reference."""
+        """Compare bandwidths in bytes per second; the first is the reference."""
         return cls(label, _texts(values, format_bandwidth), _ratio(values))
 
 
 def side_by_side(
     title: str, columns: Sequence[str], rows: Iterable[Row], *, caption: str = ""
 ) -> Table:
-    """A table with a column per run and a verdict, where any row has one.
+    """Return a table with a column for each run, and one for verdicts if a row has one.
 
     Args:
-        title: What is compared.
-        columns: One name per run, the reference first.
-        rows: Each with as many values as there are columns.
-        caption: A line below.
+        title: Title of the table.
+        columns: Name of each run, the reference first.
+        rows: Rows, each with as many values as there are columns.
+        caption: Line below the table.
 
     Raises:
         ConfigError: A row has more or fewer values than there are columns.
@@ -102,7 +102,7 @@ def _texts(values: Sequence[float], text_of: Callable[[float], str]) -> tuple[st
 
 
 def _ratio(values: Sequence[float]) -> str:
-    """The last over the first: 1.00 is the same."""
+    """Format the ratio of the last value to the first."""
     if len(values) < 2 or values[0] <= 0:
         return ""
     return f"{values[-1] / values[0]:.3f} x"

@@ -1,10 +1,10 @@
-"""A trace for Perfetto (https://ui.perfetto.dev) or ``chrome://tracing``, from a recorder's events.
+"""Trace of a recorder's events for Perfetto (https://ui.perfetto.dev) or ``chrome://tracing``.
 
-Three processes, so that the viewer groups what belongs together:
+The viewer groups events by process, so there are three:
 
-- ``training``: what the training thread did, one lane per stage, named as in :class:`Stage`.
-- ``tiers``: what moved, one lane per tier and stage. Transfers of one lane may overlap, but slices
-  of one thread must nest, so a lane has as many threads as it had transfers under way at once.
+- ``training``: the training thread, one lane per stage, named as in :class:`Stage`.
+- ``tiers``: the transfers, one lane per tier and stage. Transfers of a lane may overlap, but slices
+  of one thread must nest, so a lane has as many threads as it had simultaneous transfers.
 - ``memory``: one counter per memory, in bytes.
 
 Marks are instants across all lanes. Times are microseconds from the earliest event.
@@ -50,12 +50,12 @@ def write_trace(
     *,
     about: Mapping[str, object] | None = None,
 ) -> None:
-    """Write the events that are still kept; older ones have been let go (``PENSTOCK_EVENT_MEMORY``).
+    """Write the kept events; older ones have been dropped (``PENSTOCK_EVENT_MEMORY``).
 
     Args:
-        source: A recorder, or events as :func:`penstock.observe.read_events` gives them.
-        path: The file, replaced at once when the whole trace is written; compressed if it ends
-            in ``.gz``, which Perfetto opens too.
+        source: A recorder, or events as :func:`penstock.observe.read_events` returns them.
+        path: Path of the file, replaced atomically when the whole trace is written; compressed if it
+            ends in ``.gz``, which Perfetto opens too.
         about: Facts for the trace's ``otherData``: policy, budget, versions.
 
     Raises:
@@ -76,7 +76,7 @@ def write_trace(
 
 
 def trace_events(events: Iterable[Event]) -> Iterator[TraceEvent]:
-    """The ``traceEvents``: metadata first, then slices lane by lane, counters and instants."""
+    """Yield the ``traceEvents``: metadata and slices lane by lane, then counters and instants."""
     known = list(events)
     origin_ns = min((_start_ns(event) for event in known), default=0)
     spans = [event for event in known if isinstance(event, Span)]
@@ -105,7 +105,7 @@ def _threads(spans: Sequence[Span]) -> Iterator[tuple[_Lane, int, list[Span]]]:
 
 
 def _without_overlap(spans: Iterable[Span]) -> list[list[Span]]:
-    """Spread spans over as few threads as keep those of one thread apart."""
+    """Distribute spans over as few threads as possible, so that spans of a thread do not overlap."""
     threads: list[list[Span]] = []
     free: list[tuple[int, int]] = []  # (end of its last span, thread)
     for span in sorted(spans, key=lambda span: (span.start_ns, span.end_ns)):
@@ -190,7 +190,7 @@ def _start_ns(event: Event) -> int:
 
 
 def _write_json(file: IO[str], events: Iterable[TraceEvent], about: Mapping[str, object]) -> None:
-    """One event per line, one at a time: a trace of 200 000 events never is one string."""
+    """Write one event per line, without building the whole trace in memory."""
     other = {key: str(value) for key, value in about.items()}
     file.write(f'{{"displayTimeUnit":"ms","otherData":{json.dumps(other)},"traceEvents":[')
     for number, event in enumerate(events):

@@ -22,7 +22,7 @@ MAX_OBSERVED_PASSES: Final = 32
 
 
 class Attention:
-    """What is still to be looked at. Used under the planner's lock.
+    """Passes that are still to be profiled. Used under the planner's lock.
 
     Attributes:
         full_passes: Of so many of the next passes all slots are recorded.
@@ -53,7 +53,7 @@ class Attention:
             self.full_passes = FULL_PASSES
 
     def would_tell(self, plan: Plan, kinds: Sequence[Pass]) -> bool:
-        """Whether a better plan may be made if the next pass is observed; ``kinds`` are known."""
+        """Return whether a better plan may be made if the next pass is observed; ``kinds`` are known."""
         if self._observed_passes >= MAX_OBSERVED_PASSES:
             return False
         unseen = self._recompute and not all(known.observed for known in kinds)

@@ -5,8 +5,8 @@
     bytes as they are, and codecs are to be chosen, the next pass is sampled: what lossless codecs make
     of each storage is measured, and the plan is made again with that. Else they would win nothing, and
     Numba, which they need, takes memory, and time to compile. It is sampled once more when codecs no
-    longer make of the bytes what the plan was made for: sparsity changes during training. What goes raw
-    tells nothing of that, so one such slot is looked at every few passes (:mod:`.second_looks`).
+    longer make of the bytes what the plan was made for: sparsity changes during training. Sparsity that
+    appears only in what goes raw is not noticed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from penstock.plan.slots import SlotKey
 from penstock.runtime.in_force import InForce
 from penstock.runtime.known_passes import was_sampled
 from penstock.runtime.passes import Pass
-from penstock.runtime.second_looks import SecondLooks
 from penstock.runtime.shortage import Shortage
 from penstock.runtime.stores import LEAST_CODEC_BUDGET_BYTES
 
@@ -61,7 +60,6 @@ class CodecUse:
         self._forced = "" if codec in ("auto", "none") else codec
         self._prepare = prepare
         self._recorder = recorder
-        self._looks = SecondLooks()
         self._sampled_passes = 0
         self._sample_again = False
 
@@ -125,8 +123,7 @@ class CodecUse:
         return replace(decision, codec=self._forced)
 
     def follow(self, plan: Plan, profile: Profile) -> None:
-        """What goes raw under ``plan``, made from ``profile``, is looked at again from now on."""
-        self._looks.begin(profile, plan)
+        """Follow ``plan``, made from ``profile``, from now on."""
         self.shortage.follow(plan, profile)
 
     def note(
@@ -147,34 +144,21 @@ class CodecUse:
             self._sampled_passes += 1
         if sampled:
             self._sample_again = False
-        elif (
-            self.shortage.active
-            or _ratios_drifted(finished, decided)
-            or self._looks.found(finished.records)
-        ):
+        elif self.shortage.active or _ratios_drifted(finished, decided):
             self._sample_again = True
         return sampled
 
     def want_samples(self, in_force: InForce, kinds: Sequence[Pass]) -> bool:
-        """Whether a better plan may be made if the next pass is sampled; ``kinds`` are known."""
+        """Return whether a better plan may be made if the next pass is sampled; ``kinds`` are known."""
         plan = in_force.plan
         return (
             plan is not None
             and plan.offloaded_bytes > 0
-            and self._may_look(in_force)
+            and self.chosen
+            and self._sampled_passes < MAX_SAMPLED_PASSES
+            and in_force.codecs_pay
             and (self._sample_again or not all(was_sampled(known) for known in kinds))
         )
-
-    def next_look(self, in_force: InForce) -> SlotKey | None:
-        """Which slot the next pass, if it is not sampled, is to sample. Called once a pass.
-
-        None, most often, and where no plan would be made of what that tells.
-        """
-        look = self._may_look(in_force) and not self._sample_again
-        return self._looks.next() if look else None
-
-    def _may_look(self, in_force: InForce) -> bool:
-        return self.chosen and self._sampled_passes < MAX_SAMPLED_PASSES and in_force.codecs_pay
 
 
 def _ratios_drifted(finished: Pass, decided: Mapping[SlotKey, Decision | None]) -> bool:

@@ -33,7 +33,7 @@ sequence_number: Final[Callable[[], int]] = torch.autograd._get_sequence_nr  # t
 
 
 class Completion(threading.local):
-    """What this thread does when the running operator has returned. See [Note: complete storages].
+    """Actions of this thread when the running operator has returned. See [Note: complete storages].
 
     Attributes:
         waiting: Actions, in the order of saving. Each is told whether this is its last call, and returns

@@ -71,7 +71,7 @@ class Devices:
 
     @property
     def observing(self) -> bool:
-        """Whether the passes that run now are observed on any device."""
+        """Return whether the passes that run now are observed on any device."""
         return any(executor.planner.observing for executor in tuple(self.all.values()))
 
     def _of(self, device: torch.device) -> Executor:

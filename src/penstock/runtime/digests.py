@@ -66,7 +66,7 @@ def digest_of_storage(storage: torch.UntypedStorage) -> Digest | None:
 
 
 class Comparison:
-    """Whether two digests are of the same bits. The device's answer is asked for only when needed."""
+    """Comparison of two digests. The device's answer is asked for only when needed."""
 
     __slots__ = ("_answer", "_first", "_second", "_stream")
 
@@ -87,7 +87,7 @@ class Comparison:
 
     @property
     def at_hand(self) -> bool:
-        """Whether the answer is known without waiting for a device."""
+        """Return whether the answer is known without waiting for a device."""
         return isinstance(self._answer, bool)
 
     def differ(self) -> bool:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.codec import registry
-from penstock.core import process
 from penstock.core.budget import Budget
 from penstock.core.errors import ClosedError, RestoreError
+from penstock.core.process import fork_guard
 from penstock.observe.recorder import Recorder, Stage, StallCause
 from penstock.plan.operators import Operator
 from penstock.plan.plan import Action, Decision
@@ -116,7 +116,7 @@ class Executor:
         self.completion = Completion() if completion is None else completion
         self._make_sampler = make_sampler
         self._sampler: CodecSampler | None = None
-        self._pid = process.this.pid
+        self._guard = fork_guard()
         self._pass = self._new_pass(0)
         self._pass.end_ns = self._pass.start_ns  # the first one begins with the first save
 
@@ -169,7 +169,7 @@ class Executor:
         return saved
 
     def free_early(self, storage: torch.UntypedStorage) -> None:
-        """What is saved is not held until backward; see ``Mover.free_early``."""
+        """Note that a saved storage is not held until backward; see ``Mover.free_early``."""
         self._mover.free_early(storage)
 
     def here(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
@@ -268,7 +268,7 @@ class Executor:
     ) -> Decision:
         """Return what the plan says of a storage that has been saved; sample it, if that is wanted."""
         planner, record = self.planner, saved.record
-        if planner.wants_samples or planner.second_look == record.key:
+        if planner.wants_samples:
             start_ns = self._recorder.clock.now_ns()
             waiting = self.time.wait_begins()
             if self._sampler is None:
@@ -395,7 +395,7 @@ class Executor:
             BudgetError: There can be no room for them.
             ClosedError: The session is closed, and they were on a tier.
         """
-        if process.this.pid != self._pid:
+        if self._guard.in_child:
             return self._in_child(saved)
         with self._lock:
             storage = self._note_need(saved)
@@ -425,12 +425,12 @@ class Executor:
         return storage
 
     def _in_child(self, saved: SavedStorage) -> torch.UntypedStorage:
-        """What a forked child inherited; without the lock, whose holder did not come along."""
+        """Return what a forked child inherited; without the lock, whose holder does not exist here."""
         storage = in_memory(saved)
         if storage is None:
             raise RestoreError(
-                f"cannot restore {saved.label} in this process ({process.this.pid}): it was spilled by"
-                f" process {self._pid}, before that forked this one; only that can read it"
+                f"cannot restore {saved.label} in this process: it was spilled by process"
+                f" {self._guard.pid}, from which this one was forked, and only that one can read it"
             )
         return storage
 
@@ -458,7 +458,7 @@ class Executor:
 
     def release(self, saved: SavedStorage, unpacked: bool) -> None:
         """A handle has died. Call it through ``locks.defer``: it takes locks, it never waits."""
-        if process.this.pid != self._pid:  # a forked child: who holds the locks did not come along
+        if self._guard.in_child:  # a forked child: who holds the locks did not come along
             return
         with self._lock:
             saved.handles -= 1
@@ -548,7 +548,7 @@ class Executor:
 
     def close(self) -> None:
         """Save nothing more. A graph that is still alive keeps what of it is in memory."""
-        if process.this.pid != self._pid:
+        if self._guard.in_child:
             return
         with self._lock:
             self._traffic.closed = True

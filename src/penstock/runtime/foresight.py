@@ -1,4 +1,4 @@
-"""What a plan will cost on this machine, told before it has run: a replay, in plain numbers."""
+"""Cost of a plan on this machine, before it has run: a replay, in plain numbers."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from penstock.plan.plan import Plan
 from penstock.plan.slots import SlotKey
 
 SUFFIX: Final = ".json"
-"""What the name of a plan's file ends with; names of policies do not."""
+"""Suffix of the name of a plan's file; names of policies do not have it."""
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -44,7 +44,7 @@ def check_tiers(plan: Plan, budgets: Budgets) -> None:
 
 
 def note_on_budget(plan: Plan, budgets: Budgets) -> tuple[str, ...]:
-    """What to tell if the plan was made for more device memory than there is: room will be made."""
+    """Return a note if the plan was made for more device memory than there is."""
     needed, there = plan.budgets.device_bytes, budgets.device_bytes
     if needed <= there:
         return ()

@@ -1,4 +1,4 @@
-"""What becomes of a slot that no plan knows: in the first pass, all of them.
+"""Decisions for slots that no plan knows: in the first pass, all of them.
 
 [Note: guesses]
     The first pass has no plan, and nobody knows what it will save. Under ``all``, or once half of the
@@ -47,7 +47,7 @@ class Guesses:
         self.crowded = False
 
     def decide(self, key: SlotKey, codecs: Sequence[CodecSample]) -> Decision:
-        """What to do with a slot.
+        """Decide what to do with a slot.
 
         Args:
             key: Its name.
@@ -69,7 +69,7 @@ class Guesses:
 
 
 def shortest(codecs: Sequence[CodecSample]) -> CodecSample | None:
-    """What leaves the fewest bytes, whether signs are enough or not; None: the bytes as they are."""
+    """Return the codec that leaves the fewest bytes; None: none makes them fewer."""
     return min(
         (sample for sample in codecs if sample.codec != POSITIVE and sample.ratio <= SHORTER),
         key=lambda sample: (sample.ratio, sample.codec),

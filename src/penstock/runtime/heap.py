@@ -28,15 +28,16 @@ from penstock.core import knobs
 from penstock.core.budget import Budget
 from penstock.core.errors import ClosedError, ConfigError
 from penstock.core.locks import Lock, defer
+from penstock.core.process import fork_guard
 from penstock.core.units import GIB, round_up
 from penstock.io.mapping import PAGE_BYTES
 
 _KEEPS: Final = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
-"""What glibc reads when the process starts."""
+"""Environment variables that glibc reads when the process starts."""
 
 
 def heap_is_better() -> bool:
-    """Whether what comes back is to go into the heap: as ``PENSTOCK_RESTORE_INTO`` says, or see above."""
+    """Return whether to restore into the heap: as ``PENSTOCK_RESTORE_INTO`` says, or see above."""
     choice = knobs.restore_into()
     if choice != "auto":
         return choice == "heap"
@@ -114,21 +115,21 @@ class Heap:
         self._owner = owner
         self._lock = Lock()
         self._used_bytes = 0
-        self._pid = os.getpid()
+        self._guard = fork_guard()
 
     @property
     def used_bytes(self) -> int:
-        """What blocks hold, and are charged for, now."""
+        """Bytes that blocks hold, and are charged for, now."""
         return self._used_bytes
 
     @property
     def touched_bytes(self) -> int:
-        """What is resident, and charged to the budget, now."""
+        """Bytes resident, and charged to the budget, now."""
         return self._used_bytes
 
     @staticmethod
     def charge_bytes(nbytes: int) -> int:
-        """What a block takes from the budget: a page more, since it begins where a page does."""
+        """Return a block's charge to the budget: a page more, since it begins at a page."""
         return nbytes + PAGE_BYTES
 
     def allocate(self, nbytes: int) -> HeapBlock | None:
@@ -141,10 +142,8 @@ class Heap:
         """
         if nbytes <= 0:
             raise ConfigError(f"a block of {nbytes} bytes cannot be allocated")
-        if os.getpid() != self._pid:
-            raise ClosedError(
-                f"this memory belongs to process {self._pid}; a fork must open its own"
-            )
+        if self._guard.in_child:
+            raise self._guard.error("this memory", "open a session here")
         charge = self.charge_bytes(nbytes)
         if not self._budget.try_take(charge, self._owner):
             return None
@@ -165,7 +164,7 @@ class Heap:
         """Each block goes when it is freed; nothing else is held."""
 
     def _give_back(self, nbytes: int) -> None:
-        if os.getpid() != self._pid:
+        if self._guard.in_child:
             return  # the account is the parent's, and another thread may have held its lock
         charge = self.charge_bytes(nbytes)
         with self._lock:

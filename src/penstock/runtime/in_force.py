@@ -15,7 +15,7 @@ from penstock.plan.slots import MatchKey, SlotKey
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """What a plan says, by what is asked. Without arguments: that there is no plan yet."""
+    """Index of a plan's answers. Without arguments: there is no plan yet."""
 
     plan: Plan | None = None
     ranks: dict[MatchKey, int] = field(default_factory=dict)
@@ -27,9 +27,9 @@ class InForce:
     first_ranks: dict[str, int] = field(default_factory=dict)
     """By path of a module that is run again: when backward first asks for anything in it."""
     codecs_pay: bool = False
-    """Whether codecs could win something: a channel is as busy as the network, or tiers are too small."""
+    """True if codecs could win something: a channel is as busy as the network, or tiers are too small."""
     moves_nothing: bool = False
-    """Whether nothing is moved, and there is no budget, or no tier, to depart from the plan for."""
+    """True if nothing is moved, and there is no budget, or no tier, to depart from the plan for."""
     _by_module: dict[tuple[str, int], Decision] = field(default_factory=dict)
 
     @classmethod
@@ -75,7 +75,7 @@ class InForce:
         )
 
     def decision_for(self, key: SlotKey) -> Decision | None:
-        """What to do with a slot that is saved, or with its likes in the same module; None: unknown."""
+        """Return the decision for a saved slot, or for its likes in the same module; None: unknown."""
         if self.plan is None:
             return None
         known = self.plan.lookup(key) or self._by_module.get((key.module, key.bucket))
@@ -85,13 +85,13 @@ class InForce:
 
 
 def _placed(profile: Profile, plan: Plan) -> list[tuple[Group, str]]:
-    """What the plan offloads, and to which tier."""
+    """Return the groups that the plan offloads, and to which tier."""
     decisions = ((group, plan.lookup(group.key)) for group in groups_of(profile))
     return [(group, decision.tier) for group, decision in decisions if decision and decision.tier]
 
 
 def _is_tight(profile: Profile, plan: Plan, budgets: Budgets) -> bool:
-    """Whether the tiers have too little room for bytes as they are, and more of it would do good."""
+    """Return whether the tiers are too small for bytes as they are, and more room would help."""
     lacking = profile.saved_bytes > budgets.host_bytes + budgets.flash_bytes
     counted_on = any(decision.codec for decision in plan.decisions)
     return lacking and (plan.policy == "all" or not plan.feasible or counted_on)

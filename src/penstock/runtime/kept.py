@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.core import process
+from penstock.core.process import fork_guard
 from penstock.plan.slots import SlotKey
 from penstock.runtime.residency import Origin, SavedStorage, SlotRecord, View
 from penstock.runtime.weak import TensorRef
@@ -53,7 +53,7 @@ class KeptStorage:
     complete: bool = True
     """As in ``SavedStorage``."""
     promoted: SavedStorage | None = None
-    """What it has become."""
+    """Storage that it has become, once it can be spilled."""
 
     @property
     def key(self) -> SlotKey:
@@ -62,7 +62,7 @@ class KeptStorage:
 
     @property
     def label(self) -> str:
-        """What to call it in errors."""
+        """Name in errors."""
         return str(self.key)
 
 
@@ -101,7 +101,7 @@ class KeptStorages:
         self._current_pass = current_pass
         self._release_promoted = release_promoted
         self._passes: dict[Pass, None] = {}
-        self._pid = process.this.pid
+        self._guard = fork_guard()
 
     def keep(  # noqa: PLR0912, PLR0917  (hot: calls and keywords cost)
         self,
@@ -190,7 +190,7 @@ class KeptStorages:
 
     def release(self, kept: KeptStorage, unpacked: bool) -> None:
         """A handle has died. Call it through ``locks.defer``."""
-        if process.this.pid != self._pid:
+        if self._guard.in_child:
             return
         with self._lock.bare:
             promoted = kept.promoted

@@ -88,12 +88,12 @@ class KnownPasses:
 
 
 def is_known(record: SlotRecord, in_force: InForce) -> bool:
-    """Whether the plan says what becomes of a slot."""
+    """Return whether the plan says what becomes of a slot."""
     key = record.key
     return record.planned or (key.module, key.ordinal) in in_force.made_again
 
 
 def was_sampled(known: Pass) -> bool:
-    """Whether codecs were measured on all but a few of its bytes."""
+    """Return whether codecs were measured on all but a few of its bytes."""
     missing = sum(record.key.nbytes for record in known.records if not record.codecs)
     return missing <= DRIFT * sum(record.key.nbytes for record in known.records)

@@ -24,7 +24,7 @@ class Reads(Protocol):
 
     @property
     def read_demand_bytes_per_s(self) -> float:
-        """What it reads from flash, or will have to read; 0 if that is not known yet."""
+        """Bytes per second that it reads, or will have to read, from flash; 0: not known yet."""
 
     def rest(self) -> None:
         """Give its memory back until it is asked for the next batch."""
@@ -57,15 +57,15 @@ class Loaders:
 
     @property
     def demand_bytes_per_s(self) -> float:
-        """What all of them need now."""
+        """Bytes per second that all of them need now."""
         return sum(each.read_demand_bytes_per_s for each in list(self._sources))
 
     def moved(self, machine: Machine) -> bool:
-        """Whether they need another share of this machine's flash than the plan leaves to them."""
+        """Return whether they need another share of this machine's flash than the plan leaves to them."""
         change = abs(self.demand_bytes_per_s - self.planned_bytes_per_s)
         return change > MOVED_SHARE * machine.flash_read_bytes_per_s
 
     def left_of(self, machine: Machine) -> Machine:
-        """What a plan has of the machine from now on."""
+        """Return the machine that is left for a plan from now on."""
         self.planned_bytes_per_s = self.demand_bytes_per_s
         return machine.less_read(self.planned_bytes_per_s) if self.planned_bytes_per_s else machine

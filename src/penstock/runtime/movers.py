@@ -44,7 +44,7 @@ HEAP_SLACK_BYTES: Final = 512 * KIB
 
 
 def page_slack_bytes(device_bytes: int) -> int:
-    """What a plan for host memory must leave of the budget for what restored storages take beside theirs.
+    """Return the part of the budget that restored storages take beside their own bytes.
 
     In an arena they take whole pages. They are taken and given back in order, so that but the first and
     the last page of what is there are full. From the heap they take the few granules that their ends lie
@@ -69,7 +69,7 @@ class Mover(ABC):
 
     device: torch.device
     runs_behind: ClassVar[bool] = False
-    """Whether the device runs behind the interpreter, so that ``use`` says something."""
+    """True if the device runs behind the interpreter, so that ``use`` says something."""
 
     @abstractmethod
     def write(
@@ -85,7 +85,7 @@ class Mover(ABC):
         """
 
     def frees(self, storage: torch.UntypedStorage) -> bool:
-        """Whether memory comes free for others when ``storage`` dies."""
+        """Return whether memory comes free for others when ``storage`` dies."""
         return True
 
     @abstractmethod
@@ -145,15 +145,15 @@ class Mover(ABC):
         """Take it again. Waits."""
 
     def retouch_ns(self, nbytes: int) -> float:
-        """What it would take to have ``nbytes`` again that ``trim`` has given back."""
+        """Return the time to have ``nbytes`` again after ``trim`` has freed them."""
         return 0.0
 
     @abstractmethod
     def target_bytes(self, ticket: Any) -> int:
-        """What ``allocate`` would charge at most."""
+        """Return the most that ``allocate`` would charge."""
 
     def charge_bytes(self, ticket: Any) -> int:
-        """What ``allocate`` may have to take from the budget for it."""
+        """Return what ``allocate`` may have to take from the budget."""
         return self.target_bytes(ticket)
 
     @abstractmethod
@@ -171,7 +171,7 @@ class BlockTarget:
 
     block: Block | HeapBlock
     lead: int
-    """Where in the block the tier's window begins."""
+    """Offset of the tier's window in the block."""
     skew: int
     nbytes: int
 
@@ -261,7 +261,7 @@ class CpuMover(Mover):
         return int(ticket.window.nbytes + ticket.window.address % CACHE_LINE_BYTES)
 
     def charge_bytes(self, ticket: Any) -> int:
-        """That in whole pages of an arena, or beginning at a page of the heap."""
+        """Return ``target_bytes``, rounded up to the allocator's page."""
         return self.memory.charge_bytes(self.target_bytes(ticket))
 
     def used_bytes(self) -> int:

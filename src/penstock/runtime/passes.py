@@ -32,7 +32,7 @@ _slot_key = lru_cache(maxsize=65536)(SlotKey)
 
 
 class Pass:
-    """What is saved between two backwards. Guarded by the runtime's lock.
+    """Storages saved between two backwards. Guarded by the runtime's lock.
 
     Attributes:
         index: Number of the pass in its session, from 1.
@@ -129,7 +129,7 @@ class Pass:
         self._need = None  # saved during backward: the order of need changes
 
     def promote(self, saved: SavedStorage) -> None:
-        """What was only kept, and has been added as that, can be spilled from now on."""
+        """Note that a storage added as only kept can be spilled from now on."""
         self._live[saved.index] = saved
         self.promoted = True
 
@@ -139,7 +139,7 @@ class Pass:
 
     @property
     def abandoned(self) -> bool:
-        """Whether its graph was dropped without a backward (TRAPS rule 7), or never stops growing."""
+        """Return whether its graph was dropped without backward (TRAPS rule 7), or grows without end."""
         if self.backward_start_ns is not None:
             return False
         if self.kept or self._live:
@@ -216,5 +216,5 @@ def _index(saved: SavedStorage | KeptStorage) -> int:
 
 
 def in_tier_only(saved: SavedStorage) -> bool:
-    """Whether no live copy of its bytes is left, in whosever hands."""
+    """Return whether no live copy of its bytes is left, in whosever hands."""
     return saved.source() is None and (saved.restored is None or saved.restored() is None)

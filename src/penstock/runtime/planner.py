@@ -72,7 +72,6 @@ class Planner:
         replans: Plans made so far.
         wants_samples: Whether what is saved now is to be sampled.
         crowded: Whether the rest of this pass should be sampled, for a tier is filling up.
-        second_look: The one slot that is to be sampled in this pass, if any is.
         triggers: When, by match key, reading a slot back may begin, as a place in the order of need.
         unrepeatable: Paths of the modules that are known not to be fit for being run again.
         observing: Whether the pass that begins next is observed; see [Note: observed passes].
@@ -124,7 +123,6 @@ class Planner:
         self.unrepeatable: set[str] = set()
         self.sure: AbstractSet[tuple[str, int, int]] = frozenset()
         self.moves_nothing = self.wants_samples = self.crowded = False
-        self.second_look: SlotKey | None = None
         self.observing = plan is None
         self._given = plan
         self._met_given = False
@@ -166,7 +164,7 @@ class Planner:
         self._set_aside(self._codecs.begin(self._budget, planned=planned))
 
     def _set_aside(self, scratch_bytes: int) -> None:
-        """What codecs work in is no longer the plan's to use."""
+        """Reserve the codecs' scratch memory, which a plan cannot use."""
         device_bytes = self._budgets.device_bytes
         if device_bytes < UNLIMITED:
             self._budgets = replace(self._budgets, device_bytes=device_bytes - scratch_bytes)
@@ -192,7 +190,7 @@ class Planner:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of the plan in force."""
+        """Notes for the user on the plan in force."""
         about = () if self._given is None else note_on_budget(self._given, self._budgets)
         return about if self.plan is None else (*about, *self.plan.notes)
 
@@ -235,13 +233,13 @@ class Planner:
 
     @property
     def window_bytes(self) -> int | None:
-        """What prefetching may hold; ``None`` (as much as the budget) while there is no plan."""
+        """Bytes that prefetching may hold; ``None`` (as much as the budget) while there is no plan."""
         return None if self.plan is None else self.plan.window_bytes
 
     # -- while a pass runs ------------------------------------------------------------------------
 
     def decide(self, record: SlotRecord) -> Decision:
-        """What to do with a slot that has just been saved; notes in ``record`` if the plan knows it."""
+        """Decide on a slot that has just been saved; note in ``record`` whether the plan knows it."""
         key = record.key
         decided = self._decided  # belongs to one plan: a new plan brings a new one
         try:
@@ -264,17 +262,17 @@ class Planner:
         return None if known is None else self._codecs.apply(known)
 
     def decide_input(self, record: SlotRecord) -> Decision:
-        """What to do with the input of a module that is run again, now that it has its name."""
+        """Decide on the input of a recomputed module, now that it has its name."""
         if record.key.module.endswith(INPUT):
             return self.guess(record)
         return self.decide(record)
 
     def recomputes(self, module: str, ordinal: int) -> bool:
-        """Whether the plan has a slot made again, of whatever size."""
+        """Return whether the plan has a slot made again, of whatever size."""
         return (module, ordinal) in self._in_force.made_again
 
     def too_early(self, key: SlotKey, place: int) -> bool:
-        """Whether reading a slot back must wait until backward has come further than ``place``."""
+        """Return whether reading a slot back must wait until backward has come further than ``place``."""
         return bool(self.triggers) and self.triggers.get(key.match_key, -1) > place
 
     def place_of(self, path: str) -> int | None:
@@ -282,7 +280,7 @@ class Planner:
         return self._in_force.first_ranks.get(path)
 
     def guess(self, record: SlotRecord) -> Decision:
-        """What to do with a slot that the plan says nothing of, or nothing that can be done."""
+        """Decide on a slot for which the plan has no decision, or none that can be carried out."""
         guesses, use = self._guesses, self._codecs
         codecs = record.codecs if use.has_scratch and use.chosen else ()
         decision = guesses.decide(record.key, codecs)
@@ -394,11 +392,11 @@ class Planner:
         return "observed" if like is not None and not like.observed else ""
 
     def _crowded_out(self) -> bool:
-        """Whether the plan in force leaves data loaders too little of flash, or too much."""
+        """Return whether the plan in force leaves data loaders too little of flash, or too much."""
         return self.plan is not None and not self.moves_nothing and self._loaders.moved(self._whole)
 
     def _tells_all(self, finished: Pass) -> bool:
-        """Whether a plan could be made of a pass: nothing was dropped, or it was observed."""
+        """Return whether a plan could be made of a pass: nothing was dropped, or it was observed."""
         return finished.observed or not (self.plan and self.plan.recomputed)
 
     def _replan(self, finished: Pass, reason: str) -> None:
@@ -464,11 +462,10 @@ class Planner:
             self._recorder.mark(PREDICTION, **self.foreseen.to_fields())
 
     def _want_closer_look(self, index: int) -> None:
-        """Whether pass ``index`` is sampled, or observed: only if a plan may be made of it."""
+        """Choose whether pass ``index`` is sampled or observed: only if a plan may be made of it."""
         codecs, plan, kinds = self._codecs, self.plan, self._known.kinds
         may_plan = index >= self._next_replan
         self.wants_samples = may_plan and codecs.want_samples(self._in_force, kinds)
-        self.second_look = None if self.wants_samples else codecs.next_look(self._in_force)
         self.observing = (
             plan is None
             or self.wants_samples
@@ -476,7 +473,7 @@ class Planner:
         )
 
     def _want_records(self) -> None:
-        """Whether records of all slots are wanted; inputs of what is run again are named by theirs."""
+        """Choose whether all slots are recorded; inputs of recomputed modules are named by records."""
         if len(self._decided) > MOST_DECIDED:
             self._decided, self._kept_keys = {}, set()
         plan = self.plan

@@ -56,7 +56,7 @@ class Maker(Protocol):
         ...
 
     def is_making(self, storage: torch.UntypedStorage) -> bool:
-        """Whether it will be known when the call ends that is under way in this thread."""
+        """Return whether it will be known when the call ends that is under way in this thread."""
         ...
 
 

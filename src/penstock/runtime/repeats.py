@@ -1,4 +1,4 @@
-"""What the executor has to know of modules that are run again: names, drops, room, and place in backward.
+"""Executor's part in recomputed modules: names, drops, memory, and place in backward.
 
 [Note: names of slots within a module that is run again]
     A slot has the same name whether its module is run again or not, or the plan would not know it. So
@@ -39,7 +39,7 @@ class Repeats:
         return executor is self._executor
 
     def drops(self, module: str, nbytes: int) -> bool:
-        """Whether the next storage that ``module`` saves is to be made again; then it counts as saved."""
+        """Return whether the next storage that ``module`` saves is recomputed; it counts as saved."""
         executor = self._executor
         with executor._lock:
             current = executor._current_pass()
@@ -78,7 +78,7 @@ class Repeats:
             self._executor._mover.made(storage)
 
     def free_early(self, storage: torch.UntypedStorage) -> None:
-        """What a module saves is dropped, to be made again; see ``Mover.free_early``."""
+        """Drop what a module saves, to be recomputed; see ``Mover.free_early``."""
         if self._is_behind(storage):
             self._executor._mover.free_early(storage)
 

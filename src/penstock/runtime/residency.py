@@ -1,4 +1,4 @@
-"""Where the bytes of a saved storage are, as an explicit state machine.
+"""State machine of the place of a saved storage's bytes.
 
 ::
 
@@ -50,7 +50,7 @@ class Residency(enum.Enum):
 
 
 class Origin(NamedTuple):
-    """Who saved a storage."""
+    """Module and thread that saved a storage."""
 
     module: str
     """Path of the innermost running module."""
@@ -66,9 +66,9 @@ class View(Protocol):
     view: torch.Tensor | None
     """That; ``None`` once it is stripped."""
     unpacked: bool
-    """Whether it has been asked for."""
+    """True if it has been asked for."""
     saved: SavedStorage | KeptStorage | None
-    """What it is a view of."""
+    """Storage of which it is a view."""
 
     def strip(self) -> None:
         """Let go of the storage, remembering the view."""
@@ -76,7 +76,7 @@ class View(Protocol):
 
 @dataclass(slots=True)
 class SlotRecord:
-    """What one pass learnt about one slot: the profile's raw material. Times are compute time."""
+    """Facts that one pass learnt about one slot, for the profile. Times are compute time."""
 
     key: SlotKey
     origin: Origin
@@ -90,11 +90,11 @@ class SlotRecord:
     sign_only_handles: int = 0
     """Those of which backward is proven to ask only which elements are above zero."""
     codecs: tuple[CodecSample, ...] = ()
-    """What codecs made of a sample of it, if one was taken."""
+    """Results of codecs on a sample of it, if one was taken."""
     frame_bytes: int | None = None
-    """What it took in a tier, if it was encoded."""
+    """Bytes that it took in a tier, if it was encoded."""
     planned: bool = False
-    """Whether the plan of then knew it."""
+    """True if the plan of then knew it."""
     waited_ns: int = 0
     """How long backward waited for it to be read."""
     producer: str | None = None
@@ -102,7 +102,7 @@ class SlotRecord:
     recipe: tuple[str, ...] = ()
     """As in ``SlotProfile``; known in an observed pass."""
     source: SlotRecord | None = None
-    """What the recipe is called with."""
+    """Record of the recipe's input."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -137,7 +137,7 @@ class SavedStorage:
     """Claim on the bytes in ``tier``; kept until DEAD, because a graph may be walked again."""
     tier: Any = None
     writing: bool = False
-    """Whether a write is under way, also after it was needed or has died: its charge stays."""
+    """True if a write is under way, also after it was needed or has died: its charge stays."""
     target: Any = None
     """Device memory being filled, while READING."""
     read: Any = None
@@ -161,7 +161,7 @@ class SavedStorage:
     awaits_maker: bool = False
     """It is to be dropped when the call ends that makes it. RESIDENT meanwhile."""
     refused_at_bytes: int = -1
-    """What tiers held when they had no room for it: once it is less, it is not ``stuck`` any more."""
+    """Bytes that tiers held when they had no room for it: once they hold less, it is not ``stuck``."""
 
     @property
     def key(self) -> SlotKey:
@@ -170,5 +170,5 @@ class SavedStorage:
 
     @property
     def label(self) -> str:
-        """What to call it in errors, logs and traces."""
+        """Name in errors, logs and traces."""
         return str(self.record.key)

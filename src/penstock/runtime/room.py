@@ -36,7 +36,7 @@ from penstock.runtime.traffic import (
 )
 
 _COMPILED: Final = "OptimizedModule"
-"""What `torch.compile(model)` is called, and so what it saves."""
+"""Class name of `torch.compile(model)`, and so the name of what it saves."""
 _BLOCKS: Final = (
     "; torch.compile took the model as a whole, so that it saves everything when forward is over and"
     " needs much of it at once: compile its blocks, as with `for block in blocks: block.compile()`"

@@ -1,4 +1,4 @@
-"""What codecs make of a saved storage, measured on a sample of it: ratios are never assumed.
+"""Ratios of codecs on a saved storage, measured on a sample of it: they are never assumed.
 
 Some stretches of the live storage are encoded and decoded in the calling thread, so a sample costs tens
 of microseconds. It is taken only in passes that the planner asks for it.

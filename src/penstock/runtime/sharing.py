@@ -1,4 +1,4 @@
-"""Whether a storage that was saved once serves another handle, and what that handle then holds."""
+"""Sharing of a storage that was saved once with another handle, and what that handle then holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.runtime.sampling import POSITIVE
 
 
 def is_enough(saved: SavedStorage, origin: Origin, sign_only: bool) -> bool:
-    """Whether what is kept of a storage is enough for another handle.
+    """Return whether what is kept of a storage is enough for another handle.
 
     Args:
         saved: The storage.
@@ -28,7 +28,7 @@ def is_enough(saved: SavedStorage, origin: Origin, sign_only: bool) -> bool:
 
 
 def keeps_signs(saved: SavedStorage) -> bool:
-    """Whether no more is kept of it, or will be, than which elements are above zero."""
+    """Return whether no more is kept of it, or will be, than which elements are above zero."""
     return saved.encoding is not None and saved.encoding.codec == POSITIVE
 
 

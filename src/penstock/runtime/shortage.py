@@ -21,7 +21,7 @@ from penstock.runtime.guesses import shortest
 
 
 class Shortage:
-    """Whether there is one, and what may be done. Changed under the planner's lock, but for ``active``.
+    """State of a shortage, and the remedies. Changed under the planner's lock, except ``active``.
 
     Attributes:
         active: Whether there is one in this pass. Set in whichever thread sees it.
@@ -44,14 +44,14 @@ class Shortage:
         self._tight = frozenset(tier for tier, left in rooms.items() if left < 0)
 
     def shown_by(self, decision: Decision, frame_bytes: int) -> bool:
-        """Whether a slot's frames are longer than its tier has room for, as the plan has counted."""
+        """Return whether a slot's frames are longer than the plan has counted for its tier."""
         counted_on = (decision.ratio + SPACE_MARGIN) * decision.key.nbytes
         return decision.tier in self._tight and bool(decision.codec) and frame_bytes > counted_on
 
     def way_out(
         self, key: SlotKey, dtype: str, codecs: Sequence[CodecSample]
     ) -> CodecSample | None:
-        """What makes a slot shorter than it is; ``codecs`` were tried on it in this pass, if any were."""
+        """Return a codec that makes a slot shorter; ``codecs`` are those tried on it in this pass."""
         found = shortest(codecs) or self._shortest.get(key.match_key)
         if found is None or not registry.get(found.codec).accepts(dtype):
             return None

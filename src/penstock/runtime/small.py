@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from penstock.core import process
 from penstock.core.budget import Budget
 from penstock.core.locks import Lock
+from penstock.core.process import fork_guard
 from penstock.core.units import KIB, round_up
 from penstock.runtime.traffic import SMALL
 from penstock.runtime.weak import TensorRef
@@ -60,7 +60,7 @@ class SmallStorages:
         self._room = room
         self._lock = lock
         self._current_pass = current_pass
-        self._pid = process.this.pid
+        self._guard = fork_guard()
 
     def save(self, storage: torch.UntypedStorage) -> SmallStorage:
         """Count a storage that stays; once, however many handles it gets.
@@ -99,7 +99,7 @@ class SmallStorages:
 
     def release(self, small: SmallStorage) -> None:
         """A handle has died. Call it through ``locks.defer``."""
-        if process.this.pid != self._pid:
+        if self._guard.in_child:
             return
         with self._lock:
             small.handles -= 1

@@ -106,7 +106,7 @@ class Stores:
 
     @property
     def engine(self) -> Engine | None:
-        """What moves bytes of the flash tier; None: there is none, or it is for device memory."""
+        """Engine of the flash tier; None: there is none, or it is for device memory."""
         engine = self._engine
         return None if engine is None or engine.spec.gpu_direct else engine
 
@@ -156,13 +156,13 @@ class Stores:
         return scratch_bytes
 
     def slack_bytes(self, device_bytes: int) -> int:
-        """What plans should leave of a device budget; see ``page_slack_bytes``."""
+        """Return what plans should leave of a device budget; see ``page_slack_bytes``."""
         if not isinstance(self.mover, CpuMover) or device_bytes >= UNLIMITED:
             return 0
         return page_slack_bytes(device_bytes)
 
     def capacity_bytes(self, name: str) -> int:
-        """What a tier can hold; 0 if there is none of this name."""
+        """Return the bytes that a tier can hold; 0 if there is none of this name."""
         tier = self.tiers.get(name)
         return 0 if tier is None else tier.spec.capacity_bytes
 
@@ -241,7 +241,7 @@ def check_device_codec(name: str, device: torch.device) -> None:
 
 
 def _runs_behind(device: torch.device) -> bool:
-    """Whether the device runs behind the interpreter, with memory of its own. Raises ConfigError."""
+    """Return whether the device runs behind the interpreter, with its own memory. Raises ConfigError."""
     if device.type in ("cpu", "cuda"):
         return device.type == "cuda"
     if device.type == "mps":

@@ -214,12 +214,12 @@ class Traffic:
         self._try(saved, others)
 
     def may_go(self, saved: SavedStorage) -> bool:
-        """Whether a RESIDENT storage can be spilled, as far as is known. Under the lock."""
+        """Return whether a RESIDENT storage can be spilled, as far as is known. Under the lock."""
         return not saved.stuck or self.held_bytes < saved.refused_at_bytes
 
     @property
     def held_bytes(self) -> int:
-        """What tiers hold."""
+        """Bytes that tiers hold."""
         return sum(tier.held_bytes for tier in self.tiers.values())
 
     def fill(self) -> str:

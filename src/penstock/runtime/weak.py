@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 _KNOWS: Final = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 11)
-"""Whether torch itself sees who gets its objects."""
+"""True if torch itself sees who gets its objects."""
 
 
 class Telling(weakref.ref[Any]):

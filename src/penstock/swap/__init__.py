@@ -1,11 +1,11 @@
-"""One job's memory, to flash and back, in its process: suspended between two steps, and resumed.
+"""Suspending a job between two steps, by moving its memory to flash, and resuming it.
 
-``suspend`` is the entrance, ``swap_out`` and ``swap_in`` do it; ``recall`` takes from a checkpoint what
-that has. ``signals`` and ``channel`` are how a script that knows nothing of it is told, and
-``resume_record`` is what outlives its process.
+``suspend`` is the entry point, ``swap_out`` and ``swap_in`` do the work; ``recall`` restores memory from
+a checkpoint. ``signals`` and ``channel`` suspend a script without changes to it, and ``resume_record`` is
+the state that outlives its process.
 """
 
 from typing import Final
 
 RECORD_FILE: Final = "run.json"
-"""What a state directory of ``penstock run --state`` has; see :mod:`.resume_record`."""
+"""Name of the record in a state directory of ``penstock run --state``; see :mod:`.resume_record`."""

@@ -1,22 +1,21 @@
-"""What a manager and a job tell each other: a small file, which both survive.
+"""Channel between a manager and a job: a small file that outlives both.
 
 [Note: channel]
-    The file has two halves of a page each, one per writer: what the manager wants, and how the job is.
-    A half is one JSON object after its length and checksum, written over the one before; who reads a
-    half that is being written sees that by the checksum, and looks again later. The job looks between
-    two steps and while it sleeps, so it needs neither a thread nor signals, and goes on in the state
-    that it is in when its manager dies. The next manager reads the same file.
+    The file has two halves of one page each, one per writer: the manager's order, and the job's status.
+    A half is one JSON object after its length and checksum, and overwrites the previous one; a reader of
+    a half that is being written sees a wrong checksum and reads again later. The job polls between two
+    steps and while it sleeps, so it needs neither a thread nor signals, and keeps its present state when
+    its manager dies. The next manager reads the same file.
 
-    The space of the file is reserved when it is made, so that a disk that is full later takes nothing
-    from those who live. What could not be written all the same is written at the next look.
+    The space of the file is reserved when it is created, so that writes succeed even if the disk is full
+    later. A failed write is repeated at the next poll.
 
-    The manager holds a lock on the file in a descriptor that the job inherits: as long as any process
-    of the job lives, nobody else gets that lock. A process number alone may be another's by then.
+    The manager holds a lock on the file in a descriptor that the job inherits: while any process of the
+    job lives, no other process gets that lock. A process number alone may have been reused.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import struct
@@ -28,52 +27,53 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 from penstock.core.errors import JobError
+from penstock.core.fs import try_lock
 
 _HALF_BYTES: Final = 4096
 _HEAD: Final = struct.Struct("<II")
-_MOST_BYTES: Final = _HALF_BYTES - _HEAD.size
-_SAYS_WHO_S: Final = 20.0
-"""For so long is waited for a process that an earlier manager has just begun."""
-_REFUSED_LETTERS: Final = 600
-"""Of a reason. In ASCII, with what JSON escapes, it fits."""
+_MAX_BYTES: Final = _HALF_BYTES - _HEAD.size
+_REPORT_LIMIT_S: Final = 20.0
+"""Time limit for a process that an earlier manager has just started to report its number."""
+_MAX_REASON_LETTERS: Final = 600
+"""Maximum length of a reason. In ASCII, with JSON's escapes, it fits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """What the manager wants."""
+    """Order of the manager."""
 
     number: int = 0
-    """Counts orders."""
+    """Number of the order."""
     sleep: bool = False
     fetch_bytes: int = 0
-    """While it sleeps, so much may be back in memory."""
+    """Bytes that may be resident again while it sleeps."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Status:
-    """How a job is, by its own account."""
+    """Status of a job, as it reports it."""
 
     pid: int = 0
     start_ticks: int = 0
-    """When it began, as the kernel counts; with ``pid`` it is nobody else."""
+    """Start time in the kernel's ticks; with ``pid`` it identifies the process."""
     state: str = "starting"
-    """``starting``, ``awake``, ``suspending``, ``asleep``, ``waking``, ``over``."""
+    """State: ``starting``, ``awake``, ``suspending``, ``asleep``, ``waking`` or ``over``."""
     order: int = 0
-    """Number of the last order that it has followed, or refused."""
+    """Number of the last order that it has followed or refused."""
     refused: str = ""
-    """Why it does not sleep as it was told."""
+    """Reason why it refused the order to sleep."""
     steps: int = 0
     flash_bytes: int = 0
-    """What of it is on flash."""
+    """Bytes of its memory that are on flash."""
     fetched_bytes: int = 0
-    """What of that is back already."""
+    """Bytes of those that are resident again."""
     moved_bytes: int = 0
-    """To and from flash, for sleeping, in all."""
+    """Total bytes moved to and from flash by suspending and resuming."""
     moving_s: float = 0.0
-    """How long that has taken."""
+    """Total time of those transfers."""
     sleeps: int = 0
     code: int | None = None
-    """Its exit code, once that is known."""
+    """Exit code, once it is known."""
 
 
 class _Half:
@@ -86,19 +86,19 @@ class _Half:
 
     def write(self, document: Mapping[str, Any]) -> None:
         text = json.dumps(document, separators=(",", ":")).encode()
-        assert len(text) <= _MOST_BYTES
+        assert len(text) <= _MAX_BYTES
         self._unwritten = _HEAD.pack(len(text), zlib.crc32(text)) + text
-        self.write_again()
+        self.retry_write()
 
-    def write_again(self) -> None:
-        """Write what could not be written, if there is any: a failure here must end neither side."""
+    def retry_write(self) -> None:
+        """Repeat a failed write, if there is one. Errors are ignored, as they must end neither side."""
         if self._unwritten:
             with suppress(OSError):
                 os.pwrite(self._fd, self._unwritten, self._offset)
                 self._unwritten = b""
 
     def read(self) -> dict[str, Any] | None:
-        """What was written since the last call; None: nothing, or it is not whole."""
+        """Return what was written since the last call; None if there is nothing new or complete."""
         try:
             return self._read()
         except OSError:
@@ -109,7 +109,7 @@ class _Half:
         if head == self._head or len(head) < _HEAD.size:
             return None
         nbytes, checksum = _HEAD.unpack(head)
-        if not 0 < nbytes <= _MOST_BYTES:
+        if not 0 < nbytes <= _MAX_BYTES:
             return None
         text = os.pread(self._fd, nbytes, self._offset + _HEAD.size)
         if zlib.crc32(text) != checksum:
@@ -123,20 +123,20 @@ class _Half:
 
 
 class JobEnd:
-    """The job's end. For one thread, but that ``status`` may be read by any.
+    """The job's end. For one thread, but any thread may read ``status``.
 
     Attributes:
-        status: Change it, and call ``tell``.
-        order: What the manager wanted when it was last looked.
+        status: Status of the job; call ``tell`` after changes.
+        order: Latest order that was read.
     """
 
     def __init__(self, path: str) -> None:
-        """Open the file that the manager has made. Raises JobError."""
+        """Open the file that the manager has created. Raises JobError."""
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
             raise JobError(
-                f"channel {path!r} cannot be opened: {error.strerror}; a manager makes it"
+                f"channel {path!r} cannot be opened: {error.strerror}; it is created by a manager"
             ) from error
         self._orders = _Half(self._fd, 0)
         self._mine = _Half(self._fd, 1)
@@ -145,19 +145,19 @@ class JobEnd:
         self.tell()
 
     def look(self) -> Order:
-        """What the manager wants now."""
-        self._mine.write_again()
+        """Read and return the manager's present order."""
+        self._mine.retry_write()
         found = self._orders.read()
         if found is not None:
-            self.order = _made(Order, found) or self.order
+            self.order = _decoded(Order, found) or self.order
         return self.order
 
     def tell(self, **changes: Any) -> None:
-        """Change the status, and let the manager see it."""
+        """Change the status and write it for the manager."""
         for name, value in changes.items():
             setattr(self.status, name, value)
         document = asdict(self.status)
-        document["refused"] = _short(self.status.refused)
+        document["refused"] = _shortened(self.status.refused)
         self._mine.write(document)
 
 
@@ -165,95 +165,92 @@ class ManagerEnd:
     """The manager's end.
 
     Attributes:
-        status: What the job last told.
-        order: What it was last told.
-        lock_fd: Holds the lock; to be inherited by the job, and closed here once it was.
+        status: Latest status that was read.
+        order: Latest order that was written.
     """
 
     def __init__(self, path: str) -> None:
-        """Open the file, which is made if need be; what is in it stays. Raises JobError."""
+        """Open the file, or create it; existing content stays. Raises JobError."""
         self.path = path
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            raise self._unmade(error) from error
+            raise self._not_created(error) from error
         try:
             os.posix_fallocate(self._fd, 0, 2 * _HALF_BYTES)
         except OSError as error:
             os.close(self._fd)
-            raise self._unmade(error) from error
+            raise self._not_created(error) from error
         self._mine = _Half(self._fd, 0)
         self._job = _Half(self._fd, 1)
         self.status = Status()
         found = self._mine.read()
-        self.order = (None if found is None else _made(Order, found)) or Order()
+        self.order = (None if found is None else _decoded(Order, found)) or Order()
         self.look()
 
     def clear(self) -> None:
-        """Forget what an earlier job has told. Only when no process of it lives. Raises JobError."""
+        """Erase the file, when no process of an earlier job lives. Raises JobError."""
         try:
             os.pwrite(self._fd, bytes(2 * _HALF_BYTES), 0)
         except OSError as error:
-            raise self._unmade(error) from error
+            raise self._not_created(error) from error
         self.status = Status()
         self.order = Order()
 
-    def _unmade(self, error: OSError) -> JobError:
-        return JobError(f"channel {self.path!r} cannot be made: {error.strerror}")
+    def _not_created(self, error: OSError) -> JobError:
+        return JobError(f"channel {self.path!r} cannot be created: {error.strerror}")
 
     def look(self) -> Status:
-        """How the job is."""
-        self._mine.write_again()
+        """Read and return the job's present status."""
+        self._mine.retry_write()
         found = self._job.read()
         if found is not None:
-            self.status = _made(Status, found) or self.status
+            self.status = _decoded(Status, found) or self.status
         return self.status
 
     def want(self, *, sleep: bool, fetch_bytes: int = 0) -> None:
-        """Tell the job what to do."""
+        """Write an order to the job."""
         self.order = Order(number=self.order.number + 1, sleep=sleep, fetch_bytes=fetch_bytes)
         self._mine.write(asdict(self.order))
 
     def lock_for_child(self) -> int | None:
-        """A descriptor that holds the lock, to be inherited; None: a process of the job lives."""
+        """Return a descriptor with the lock, for inheritance; None if a process of the job lives."""
         fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return None
-        return fd
+        if try_lock(fd):
+            return fd
+        os.close(fd)
+        return None
 
     def has_process(self) -> bool:
-        """Whether any process of the job lives."""
+        """Return whether any process of the job lives."""
         try:
             fd = self.lock_for_child()
-        except OSError:  # the file was deleted: its open copy says nothing
+        except OSError:  # the file was deleted
             return False
         if fd is None:
             return True
         os.close(fd)
         return False
 
-    def who(self) -> Status:
-        """How the job is, as soon as it has said who it is. Raises JobError if it does not."""
-        end = time.monotonic() + _SAYS_WHO_S
+    def wait_for_pid(self) -> Status:
+        """Wait until the job has reported its process number; return the status. Raises JobError."""
+        end = time.monotonic() + _REPORT_LIMIT_S
         while not self.look().pid and self.has_process():
             if time.monotonic() > end:
                 raise JobError(
-                    f"a process holds {self.path!r} and does not say which it is: end it, and remove"
-                    " that file"
+                    f"a process has locked {self.path!r} but does not report its number: end the process"
+                    " and remove that file"
                 )
-            time.sleep(_SAYS_WHO_S / 1000)
+            time.sleep(_REPORT_LIMIT_S / 1000)
         return self.status
 
     def close(self) -> None:
-        """Close the file; the job keeps its own."""
+        """Close the file; the job has its own descriptor."""
         os.close(self._fd)
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process began, in the kernel's ticks since the machine did; None: there is no such."""
+    """Return the start time of a process in the kernel's ticks since boot; None if there is none."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             after_name = file.read().rpartition(")")[2].split()
@@ -262,8 +259,8 @@ def start_ticks(pid: int) -> int | None:
     return None if after_name[0] in "ZX" else int(after_name[19])
 
 
-def _made(kind: type[Any], found: Mapping[str, Any]) -> Any:
-    """A value of what the other side wrote; None if it is of another version."""
+def _decoded(kind: type[Any], found: Mapping[str, Any]) -> Any:
+    """Decode a value that the other side wrote; return None if it is of another version."""
     known = {each.name: each for each in fields(kind)}
     plain = kind()
     for name, value in found.items():
@@ -275,6 +272,6 @@ def _made(kind: type[Any], found: Mapping[str, Any]) -> Any:
     return kind(**found)
 
 
-def _short(text: str) -> str:
+def _shortened(text: str) -> str:
     plain = text.encode("ascii", "replace").decode()
-    return plain if len(plain) <= _REFUSED_LETTERS else plain[: _REFUSED_LETTERS - 3] + "..."
+    return plain if len(plain) <= _MAX_REASON_LETTERS else plain[: _MAX_REASON_LETTERS - 3] + "..."

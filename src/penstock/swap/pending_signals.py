@@ -1,24 +1,26 @@
-"""Signals to a run before its session is open.
+"""Signals that arrive before a run's session is open.
 
-SIGUSR1 and SIGUSR2 would end it then, and are remembered. Those by which a manager ends it must reach it.
+SIGUSR1 and SIGUSR2 would end the process then, so they are remembered. The signals by which a manager
+ends it must take effect.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 from types import FrameType
 from typing import Final
+
+from penstock.core.process import fork_guard
 
 SLEEP: Final = signal.SIGUSR1
 WAKE: Final = signal.SIGUSR2
 
 
 def listen_to_manager() -> None:
-    """Make SIGINT and SIGTERM end this process in order, even if its parent ignored or blocked them.
+    """Let SIGINT and SIGTERM end this process properly, even if its parent ignored or blocked them.
 
-    A process inherits both: a shell that is not interactive makes its background jobs ignore SIGINT.
-    Call it in the main thread.
+    A process inherits both settings: a non-interactive shell makes its background jobs ignore SIGINT.
+    Call this in the main thread.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -28,24 +30,24 @@ def listen_to_manager() -> None:
 
 
 class PendingSignals:
-    """Remembers what was asked for last. Make it in the main thread.
+    """Remembers the latest request. Create it in the main thread.
 
     Attributes:
-        asked: Whether the run is to sleep as soon as it can.
+        asked: The run is to sleep as soon as it can.
     """
 
     def __init__(self) -> None:
-        """Listen to those of the signals that nobody listens to."""
+        """Handle those of the signals that have no handler."""
         self.asked = False
-        self._pid = os.getpid()
+        self._guard = fork_guard()
         for number in (SLEEP, WAKE):
             if signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, self._heard)
+                signal.signal(number, self._handle)
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() == self._pid:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self._guard.in_child:
             self.asked = number == SLEEP
 
-    def listens_to(self, number: int) -> bool:
-        """Whether a signal comes here: the script may listen to it itself by now."""
-        return signal.getsignal(number) == self._heard
+    def handles(self, number: int) -> bool:
+        """Return whether this handles a signal: the script may have set a handler since."""
+        return signal.getsignal(number) == self._handle

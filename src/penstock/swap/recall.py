@@ -1,9 +1,9 @@
-"""Memory that a checkpoint has, byte for byte: it goes without being written, and comes from there.
+"""Restoring memory from a checkpoint that contains the same bytes, so that it need not be written.
 
-Checkpoints are cheap on flash, so spend them to save DRAM: that is the policy of "How to Exploit Flash
-Memory for DNN Training", and a suspend right after a checkpoint is nearly free by it. What of a state is
-still the same is told by the checkpoint's own checksums, without reading the files. They are kept open,
-so that it can be brought back even if the checkpoint is removed meanwhile.
+Checkpoints are cheap on flash, so use them to save DRAM: that is the policy of "How to Exploit Flash
+Memory for DNN Training". It makes suspending right after a checkpoint nearly free. The checkpoint's
+checksums show which part of a state is unchanged, without reading the files. They are kept open, so that
+the memory can be restored even if the checkpoint is removed meanwhile.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from penstock.swap.state import Held
 
 
 class Recall:
-    """What a checkpoint has of a job's memory.
+    """The part of a job's memory that a checkpoint contains.
 
     Attributes:
-        held: Those storages.
+        held: The storages that it can restore.
     """
 
     def __init__(self, path: str | os.PathLike[str], state: object, held: Sequence[Held]) -> None:
-        """Find out, and keep the files open.
+        """Compare a checkpoint with the memory, and keep its files open.
 
         Args:
-            path: The checkpoint.
-            state: What ``penstock.checkpoint.save`` was given for it.
-            held: What is to go.
+            path: Path of the checkpoint.
+            state: State that ``penstock.checkpoint.save`` received for it.
+            held: Storages to suspend.
 
         Raises:
-            CheckpointError: There is none, or it is damaged.
+            CheckpointError: There is no such checkpoint, or it is damaged.
             TransferError: It cannot be read.
         """
         self._places: dict[Held, tuple[int, int]] = {}
@@ -71,19 +71,19 @@ class Recall:
 
     @property
     def held(self) -> frozenset[Held]:
-        """The storages that it can bring back."""
+        """The storages that it can restore."""
         return frozenset(self._places)
 
     def place_of(self, held: Held) -> tuple[int, int]:
-        """The number of its file, and where in it its pages begin, or the frames that they are in."""
+        """Return the number of the file, and the offset in it of the pages, or of their frames."""
         return self._places[held]
 
-    def bring_back(self, held: Held) -> None:
-        """Fill its pages, which are open. What could not be read can be tried again.
+    def restore(self, held: Held) -> None:
+        """Fill the storage's pages, which are open. It may be called again after an error.
 
         Raises:
-            DamagedError: A block of the checkpoint is not what was written.
-            TransferError: The device refuses.
+            DamagedError: A block of the checkpoint is damaged.
+            TransferError: The read failed.
         """
         assert held.pages is not None
         number, offset = self._places[held]
@@ -99,22 +99,22 @@ class Recall:
 
 
 class _Range(Region):
-    """A tensor's bytes, of which only those in some pages are set."""
+    """A tensor's bytes, of which only those in some pages are written."""
 
     def __init__(self, pages: Pages, nbytes: int, begin: int = 0) -> None:
-        """Touch nothing.
+        """Describe the range.
 
         Args:
-            pages: What is set.
-            nbytes: Of the tensor.
-            begin: Where in the tensor the pages begin.
+            pages: Pages that are written.
+            nbytes: Size of the tensor.
+            begin: Offset of the pages in the tensor.
         """
         self.nbytes = nbytes
         self._pages = pages
         self._begin = begin
 
     def copy_out(self, start: int, stop: int, address: int) -> None:
-        raise AssertionError("what is brought back is not read from")
+        raise AssertionError("a restored range is never read")
 
     def copy_in(self, start: int, stop: int, address: int) -> None:
         low = max(start, self._begin)
@@ -125,7 +125,7 @@ class _Range(Region):
 
 
 def _covers(tensor: torch.Tensor, pages: Pages) -> bool:
-    """Whether the pages lie within what the tensor is, in the order of its file."""
+    """Return whether the pages lie within the tensor, and its bytes are in the order of the file."""
     end = tensor.data_ptr() + tensor.nbytes
     within = tensor.data_ptr() <= pages.address and pages.address + pages.nbytes <= end
     return within and tensor.is_contiguous()

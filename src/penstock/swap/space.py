@@ -1,4 +1,4 @@
-"""Where a suspended job's memory rests."""
+"""Space on flash for the memory of a suspended job."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from penstock.tier.slabs import UNIT_BYTES
 
 
 class Space:
-    """Files without names, kept while the job lives.
+    """Unnamed files, kept while the job lives.
 
-    To overwrite what a file system has given once is about twice as quick as to write anew.
+    Overwriting allocated space of a file system is about twice as fast as writing to new space.
 
     Attributes:
-        tier: Checks every byte, for it holds the only copy.
+        tier: Tier that checks every byte, since it holds the only copy.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Space:
         """Check the directories and their free space.
 
         Raises:
-            NoSpaceError: The file systems have not the space; the figures are in it.
+            NoSpaceError: The file systems do not have the space; the message has the figures.
             ConfigError: A directory cannot be used.
         """
         self._flash = flash
@@ -60,17 +60,17 @@ class Space:
 
     @staticmethod
     def needed_bytes(held: Sequence[Held], flash: StrPath | Sequence[StrPath]) -> int:
-        """The capacity that so much takes."""
+        """Return the capacity that some storages need."""
         directories = 1 if isinstance(flash, (str, os.PathLike)) else len(flash)
         loose = sum(each.pages is None for each in held)  # these may begin within a unit
         units = sum(-(-each.nbytes // UNIT_BYTES) for each in held)
         return (units + loose + directories) * UNIT_BYTES
 
     def serves(self, flash: StrPath | Sequence[StrPath], capacity_bytes: int) -> bool:
-        """Whether it is in these directories, large enough, and empty: after Ctrl-C it may not be."""
+        """Return whether it has these directories and this size, and is empty (not after Ctrl-C)."""
         enough = self.tier.spec.capacity_bytes >= capacity_bytes
         return self._flash == flash and enough and not self.tier.held_bytes
 
     def close(self) -> None:
-        """Give the files back. Idempotent."""
+        """Close the files, which discards them. Idempotent."""
         self._closing.close()

@@ -1,4 +1,4 @@
-"""What a job holds between two steps: parameters, gradients, buffers, states of optimizers."""
+"""Memory of a job between two steps: parameters, gradients, buffers, states of optimizers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.io.mapping import PAGE_BYTES
 from penstock.io.pages import Pages, PrivateMemory, whole_pages
 
 LEAST_BYTES: Final = 16 * PAGE_BYTES
-"""A storage with less of whole pages stays: to move it would cost more than it holds."""
+"""Minimum size of a storage, in whole pages, that is moved: less is not worth the cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -20,14 +20,14 @@ class Held:
     """A storage that can be suspended."""
 
     name: str
-    """Of the first tensor that was found to be in it, as ``"layer.weight"``."""
-    storage: torch.UntypedStorage = field(repr=False)  # which reads it, and it may be closed
+    """Name of the first tensor found in it, such as ``"layer.weight"``."""
+    storage: torch.UntypedStorage = field(repr=False)  # repr would read closed pages
     pages: Pages | None
-    """Its whole pages; None: it is in the memory of a device, and goes as a whole."""
+    """Whole pages of the storage; None for one in device memory, which is moved as a whole."""
 
     @property
     def nbytes(self) -> int:
-        """How much of it goes."""
+        """Bytes that are moved."""
         return self.storage.nbytes() if self.pages is None else self.pages.nbytes
 
 
@@ -35,11 +35,11 @@ def tensors_of(
     modules: Iterable[tuple[str, torch.nn.Module]],
     optimizers: Iterable[torch.optim.Optimizer],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors that a step leaves behind, by name. One may come more than once.
+    """Yield all tensors that persist between steps, with names. Some may be repeated.
 
     Args:
-        modules: By a name for each.
-        optimizers: Their parameters and what ``state`` holds of them, however it is nested.
+        modules: Modules with their names.
+        optimizers: Optimizers, whose parameters and nested ``state`` are included.
     """
     for prefix, module in modules:
         for name, parameter in module.named_parameters(prefix):
@@ -61,7 +61,7 @@ def _with_gradient(name: str, parameter: torch.Tensor) -> Iterator[tuple[str, to
 
 
 def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """It, or what a sparse one is made of, which is what has memory."""
+    """Yield the dense tensors that back ``tensor``."""
     if tensor.layout is torch.sparse_coo:
         yield f"{name}.indices", tensor._indices()
         yield f"{name}.values", tensor._values()
@@ -83,9 +83,9 @@ def _nested(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def storages_of(
     tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> tuple[list[Held], dict[str, str]]:
-    """The storages that can be suspended, each once; and of the tensors that stay, why.
+    """Return the storages that can be suspended, and the reasons for tensors that cannot, by name.
 
-    Storages that are small stay and are not named.
+    Small storages stay resident and are not named.
     """
     private = PrivateMemory()
     held: dict[int, Held] = {}

@@ -1,17 +1,17 @@
-"""A job between two steps, with its memory on flash: suspended, and resumed in the same process.
+"""Suspending a job between two steps, with its memory on flash, and resuming it in the same process.
 
-1. Everything that can go is written (:mod:`.state` says what that is): straight from the tensors' own
-   huge pages, and from small ones by way of a few buffers, by the engine that spills activations, to
-   files that have no name.
-2. When all of it is written, and not before, the pages are given back ([Note: swapped pages]), and
-   what Penstock and the C library hold in reserve. A write that fails leaves the job as it was. The
-   files stay, to be overwritten when it is suspended again, and vanish with the session.
-3. To resume, each page is read to where it was. Storages, views and addresses are the same as before,
-   and every byte is checked. A read that fails can be tried again; until then its tensor stays closed.
+1. All memory that can be moved (see :mod:`.state`) is written to unnamed files: directly from the
+   tensors' huge pages, and from small pages through a few buffers, by the engine that offloads
+   activations.
+2. Only when all of it is written are the pages freed ([Note: swapped pages]), and with them the memory
+   that Penstock and the C library hold in reserve. A failed write leaves the job as it was. The files
+   stay, to be overwritten at the next suspend, and are discarded with the session.
+3. To resume, each page is read to its old address. Storages, views and addresses are the same as before,
+   and every byte is checked. A failed read can be repeated; until then its tensor stays inaccessible.
 
-On a GPU a storage gives its memory back as a whole, through a buffer in host memory, and has another
-address afterwards: what was captured in a CUDA graph is not valid any more. Pinned memory of the host is
-unpinned and given back, too; it is pinned again, at the same addresses, when all is there.
+On a GPU a storage is freed as a whole, through a buffer in host memory, and gets another address
+afterwards: captured CUDA graphs become invalid. Pinned host memory is unpinned and freed, too; it is
+pinned again, at the same addresses, when all is restored.
 """
 
 from __future__ import annotations
@@ -45,45 +45,45 @@ _asleep: weakref.WeakSet[Suspended] = weakref.WeakSet()
 
 
 class Job(Protocol):
-    """What can be suspended; a :class:`penstock.Session` can."""
+    """A job that can be suspended, such as a :class:`penstock.Session`."""
 
     suspended: Suspended | None
-    """While it is."""
+    """Suspended memory; None while the job runs."""
     space: Space | None
-    """Where it rested last."""
+    """Space that the last suspend used."""
     recorder: Recorder
     wrap_tier: Callable[[Tier], Tier] | None
-    """Applied to each tier that is opened for it."""
+    """Wrapper applied to each tier that is opened for it."""
 
     @property
     def directories(self) -> tuple[str, ...]:
-        """Where it spills to."""
+        """The directories to which it offloads."""
 
     @property
     def modules(self) -> list[tuple[str, torch.nn.Module]]:
-        """Those that it knows, outermost ones, by name."""
+        """The known outermost modules, each with its name."""
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that it knows."""
+        """The known optimizers."""
 
-    def rest(self) -> None:
-        """Give back to the system what it holds in reserve; it moves nothing until ``wake``."""
+    def free_idle(self) -> None:
+        """Free memory held in reserve; the job moves nothing until ``reacquire``."""
 
-    def wake(self) -> None:
-        """Take again what ``rest`` gave back, as far as that is not taken when it is needed."""
+    def reacquire(self) -> None:
+        """Allocate again what ``free_idle`` freed, unless that happens on demand."""
 
 
 class Suspended:
-    """A job whose memory is on flash. ``resume`` brings it back; until then nobody may use it.
+    """A job whose memory is on flash. It must not be used until ``resume`` has restored it.
 
-    Not thread-safe: whoever suspends a job resumes it. While it lasts, reading or writing one of its
+    Not thread-safe: the thread that suspends a job resumes it. Until then, reading or writing one of its
     tensors ends the process by SIGSEGV ([Note: swapped pages]). A forked child must not resume it.
 
     Attributes:
-        nbytes: What is on flash; so much memory has been given back.
-        written_bytes: What of it had to be written, because no checkpoint has it.
-        stayed: Tensors that could not go, with the reason.
+        nbytes: Bytes on flash, which is also the size of the freed memory.
+        written_bytes: Bytes of those that had to be written, because no checkpoint has them.
+        stayed: Reasons, by name, for tensors that stayed resident.
     """
 
     def __init__(
@@ -93,119 +93,121 @@ class Suspended:
         tier: Tier,
         stayed: dict[str, str],
         recall: Recall | None = None,
-        meanwhile: Callable[[], None],
+        while_writing: Callable[[], None],
     ) -> None:
-        """Write what no checkpoint has, then give the memory back.
+        """Write what no checkpoint has, then free the memory.
 
         Args:
-            held: What is to go.
-            tier: Where to. It must not be closed before everything is back.
-            stayed: What stays.
-            recall: What a checkpoint has of it; closed when that is back, or if this fails.
-            meanwhile: Called while the device is writing.
+            held: Storages to suspend.
+            tier: Target tier. It must stay open until everything is restored.
+            stayed: Reasons for tensors that stay resident.
+            recall: Checkpoint with a part of the memory; closed when all is restored, or on failure.
+            while_writing: Function called while the device is writing.
 
         Raises:
-            TransferError: Something could not be written; nothing has changed.
+            TransferError: A write failed; nothing has changed.
         """
         self.nbytes = sum(each.nbytes for each in held)
         self.stayed = stayed
         self._tier = tier
         self._recall = recall
         known = frozenset[Held]() if recall is None else recall.held
-        self._away = [SwappedStorage(each, recalled=each in known) for each in held]
-        leaving = [each for each in self._away if not each.recalled]
-        self.written_bytes = sum(each.held.nbytes for each in leaving)
-        departure = SwapOut(tier)
-        self._parcels = departure.parcels
+        self._storages = [SwappedStorage(each, recalled=each in known) for each in held]
+        outgoing = [each for each in self._storages if not each.recalled]
+        self.written_bytes = sum(each.held.nbytes for each in outgoing)
+        swap_out = SwapOut(tier)
+        self._batches = swap_out.batches
         try:
-            departure.run(leaving, meanwhile)
+            swap_out.run(outgoing, while_writing)
         except BaseException:
             self._discard_all()
-            for parcel in self._parcels:  # until then their space is taken
+            for batch in self._batches:  # until then their space is taken
                 with suppress(Exception):
-                    parcel.ticket.written.wait()
+                    batch.ticket.written.wait()
             raise
         _asleep.add(self)
         try:
-            self._give_back()
-        except BaseException:  # Ctrl-C, say
+            self._free_all()
+        except BaseException:  # such as Ctrl-C
             self.resume()
             raise
 
     @property
-    def is_back(self) -> bool:
-        """Whether everything has been brought back."""
-        return all(each.back for each in self._away)
+    def is_restored(self) -> bool:
+        """True if everything has been restored."""
+        return all(each.restored for each in self._storages)
 
     @without_collection()
     def resume(self) -> None:
-        """Have every tensor as it was, at the same place. Idempotent.
+        """Restore every tensor at its old address. Idempotent.
 
         Raises:
-            SuspendError: Some could not be read. They are named, and closed still; all others are back.
-                Call it again to try once more.
+            SuspendError: Some could not be read. They are named, and stay inaccessible; all others are
+                restored. Call it again to repeat the reads.
         """
-        for each in self._away:
-            if each.ahead:
+        for each in self._storages:
+            if each.prefetched:
                 assert each.held.pages is not None
                 memory.unprotect(each.held.pages)
-                each.ahead, each.back = False, True
-        failed = self._bring_back([each for each in self._away if each.gone and not each.back])
+                each.prefetched, each.restored = False, True
+        failed = self._swap_in(
+            [each for each in self._storages if each.freed and not each.restored]
+        )
         if failed:
             name, error = next(iter(failed.items()))
             raise SuspendError(
-                f"{len(failed)} of {len(self._away)} tensors could not be brought back from flash, the"
+                f"{len(failed)} of {len(self._storages)} tensors could not be restored from flash, the"
                 f" first is {name}: {error}; they stay suspended: call resume() again once the cause is"
-                " removed, or go back to a checkpoint"
+                " removed, or load a checkpoint"
             ) from error
         self._discard_all()
         _asleep.discard(self)
 
     @without_collection()
-    def fetch(self, nbytes: int) -> int:
-        """Have as much as this in memory ahead of ``resume``; what there is more goes again.
+    def prefetch(self, nbytes: int) -> int:
+        """Prefetch up to ``nbytes`` into memory before ``resume``; free what exceeds that.
 
-        Until ``resume`` it is closed as the rest. What cannot be read now is left to ``resume`` to tell.
-        Memory of devices and what a checkpoint has does not come ahead.
+        Until ``resume`` the memory stays inaccessible. Failed reads are ignored; ``resume`` repeats and
+        reports them. Device memory and memory in a checkpoint is not prefetched.
 
         Returns:
-            How many bytes are there.
+            The number of prefetched bytes.
         """
-        there = sum(each.held.nbytes for each in self._away if each.ahead)
-        for each in self._away:
-            if each.ahead and there > nbytes and each.held.pages is not None:
+        there = sum(each.held.nbytes for each in self._storages if each.prefetched)
+        for each in self._storages:
+            if each.prefetched and there > nbytes and each.held.pages is not None:
                 memory.free_pages(each.held.pages)
-                each.ahead = False
+                each.prefetched = False
                 there -= each.held.nbytes
         wanted = list[SwappedStorage]()
-        for each in self._away:
-            if each.back or each.ahead or each.held.pages is None or each.recalled:
+        for each in self._storages:
+            if each.restored or each.prefetched or each.held.pages is None or each.recalled:
                 continue
             if there + each.held.nbytes > nbytes:
                 break
             wanted.append(each)
             there += each.held.nbytes
-        self._bring_back(wanted)
+        self._swap_in(wanted)
         for each in wanted:
-            each.ahead, each.back = each.back, False
-            if each.ahead and each.held.pages is not None:
+            each.prefetched, each.restored = each.restored, False
+            if each.prefetched and each.held.pages is not None:
                 memory.protect([each.held.pages])
-        return sum(each.held.nbytes for each in self._away if each.ahead)
+        return sum(each.held.nbytes for each in self._storages if each.prefetched)
 
     # -- out --------------------------------------------------------------------------------------
 
     def _discard_all(self) -> None:
-        """Nothing of it on flash is needed any more."""
-        for parcel in self._parcels:
-            self._tier.discard(parcel.ticket)
+        """Discard all its bytes on flash."""
+        for batch in self._batches:
+            self._tier.discard(batch.ticket)
         if self._recall is not None:
             self._recall.close()
 
-    def _give_back(self) -> None:
+    def _free_all(self) -> None:
         devices = set()
-        for each in self._away:
+        for each in self._storages:
             pages, storage = each.held.pages, each.held.storage
-            each.gone = True  # first, so that it is brought back should this be interrupted
+            each.freed = True  # first, so that it is restored if this is interrupted
             if pages is None:
                 devices.add(storage.device.type)
                 storage.resize_(0)
@@ -215,22 +217,22 @@ class Suspended:
             except PenstockError as error:  # locked memory, or too many mappings
                 self.stayed[each.held.name] = str(error)
                 self.nbytes -= each.held.nbytes
-                each.back = True
+                each.restored = True
         if "cuda" in devices:
             torch.cuda.empty_cache()
 
-    # -- back -------------------------------------------------------------------------------------
+    # -- in ---------------------------------------------------------------------------------------
 
-    def _bring_back(self, wanted: Sequence[SwappedStorage]) -> dict[str, BaseException]:
-        """Have them filled and open; why some could not be, by name."""
-        coming = SwapIn(wanted, self._parcels, tier=self._tier, recall=self._recall)
-        coming.run()
-        return coming.failed
+    def _swap_in(self, wanted: Sequence[SwappedStorage]) -> dict[str, BaseException]:
+        """Restore and open storages; return the errors of those that failed, by name."""
+        swap_in = SwapIn(wanted, self._batches, tier=self._tier, recall=self._recall)
+        swap_in.run()
+        return swap_in.failed
 
     def open_for_exit(self) -> None:
-        """The process ends: what cleans up behind it may touch what is left, which is zeros."""
-        for each in self._away:
-            if each.gone and not each.back and each.held.pages is not None:
+        """Open all remaining pages, which read as zeros, because clean-up at exit may touch them."""
+        for each in self._storages:
+            if each.freed and not each.restored and each.held.pages is not None:
                 memory.unprotect(each.held.pages)
 
 
@@ -243,36 +245,37 @@ def suspend(
     checkpoint: StrPath | None = None,
     state: object = None,
 ) -> Suspended:
-    """Move all memory of a job to flash, between two steps; the process lives on.
+    """Move all memory of a job to flash between two steps; the process continues to exist.
 
-    Parameters, gradients, buffers and states of the optimizers that the session knows go: those of its
-    model, and of each optimizer that was given or has stepped. Storages, views and addresses stay valid,
-    but nobody may touch them until ``resume``: see [Note: swapped pages]. Not thread-safe.
+    This moves the parameters, gradients, buffers and optimizer states that the session knows: those of
+    its model, and of each optimizer that was passed or has stepped. Storages, views and addresses stay
+    valid, but must not be accessed until ``resume``: see [Note: swapped pages]. Not thread-safe.
 
     Args:
         job: An open :class:`penstock.Session`.
-        flash: A directory, or several; without, those of the session.
-        also: More tensors that are to go, as copies of weights, or data that is held in memory.
-        checkpoint: The path of one that was saved of this job. What it has, byte for byte, is not written
-            once more; it need not be there any more when the job is resumed.
-        state: What that was saved from: ``penstock.checkpoint.save(checkpoint, state)``.
+        flash: A directory, or several; by default those of the session.
+        also: Further tensors to move, such as copies of weights, or data in memory.
+        checkpoint: Path of a checkpoint of this job. Memory with the same bytes is not written again; the
+            checkpoint may be removed before the job is resumed.
+        state: State from which it was saved: ``penstock.checkpoint.save(checkpoint, state)``.
 
     Raises:
-        SuspendError: A backward is under way; or this is no session.
-        ClosedError: The job is suspended already.
-        NoSpaceError: The file systems have not the space. Nothing has changed; so of the next ones.
-        ConfigError: There is no directory, or one cannot be used; or a checkpoint without its state.
-        TransferError: Something could not be written.
+        SuspendError: A backward is running, or ``job`` is not a session. After this and all the
+            following errors nothing has changed.
+        ClosedError: The job is already suspended.
+        NoSpaceError: The file systems do not have the space.
+        ConfigError: There is no usable directory, or a checkpoint without its state.
+        TransferError: A write failed.
         CheckpointError: There is no such checkpoint, or it is damaged.
     """
     _check_is_job(job)
     if torch._C._current_graph_task_id() != -1:
-        raise SuspendError("suspend: a backward is under way; call it between two steps")
+        raise SuspendError("suspend: a backward is running; call suspend between two steps")
     if job.suspended is not None:
-        raise ClosedError("suspend: this job is suspended already; resume it first")
+        raise ClosedError("suspend: this job is already suspended; resume it first")
     if (checkpoint is None) != (state is None):
         raise ConfigError(
-            "suspend: checkpoint=... and state=... belong together: the path, and what was saved to it"
+            "suspend: pass both checkpoint=... (the path) and state=... (the saved state), or neither"
         )
     directories = job.directories if flash is None else flash
     if not directories:
@@ -280,9 +283,9 @@ def suspend(
             "suspend: there is no directory to write to; name one with flash=..., or --flash of"
             " `penstock run`"
         )
-    let_all_change()  # saves on their way read the tensors themselves
+    let_all_change()  # running saves read the tensors themselves
     for optimizer in job.optimizers:
-        rest = getattr(optimizer, "rest", None)  # its states are on flash already
+        rest = getattr(optimizer, "rest", None)  # its states are already on flash
         if rest is not None:
             rest()
     named = [(f"also.{place}", tensor) for place, tensor in enumerate(also)]
@@ -296,18 +299,18 @@ def suspend(
             recall.close()
         raise
 
-    def give_back_idle() -> None:
-        gc.collect(1)  # what the last steps left behind need not stay in memory
-        job.rest()
-        staging.give_back_idle()
+    def free_idle_memory() -> None:
+        gc.collect(1)  # free garbage of the last steps
+        job.free_idle()
+        staging.free_idle()
         memory.trim_heap()
 
     try:
         job.suspended = Suspended(
-            held, tier=tier, stayed=stayed, recall=recall, meanwhile=give_back_idle
+            held, tier=tier, stayed=stayed, recall=recall, while_writing=free_idle_memory
         )
     except BaseException:
-        job.wake()
+        job.reacquire()
         raise
     if any(each.pages is None for each in held):  # it went through the heap
         memory.trim_heap()
@@ -317,7 +320,7 @@ def suspend(
 def _check_is_job(job: object) -> None:
     if not hasattr(job, "suspended"):
         raise SuspendError(
-            f"there is no job to suspend or resume of a {type(job).__name__}; give the session, as of"
+            f"a {type(job).__name__} cannot be suspended or resumed; pass the session, as in"
             " `with penstock.offload(model, optimizer, flash=...) as session`"
         )
 
@@ -328,7 +331,7 @@ def _space_for(
     recall: Recall | None,
     directories: StrPath | Sequence[StrPath],
 ) -> Space:
-    """The job's, or a larger one."""
+    """Return the job's space, or a new one if that is too small."""
     known = frozenset[Held]() if recall is None else recall.held
     needed = Space.needed_bytes([each for each in held if each not in known], directories)
     if job.space is not None and not job.space.serves(directories, needed):
@@ -342,16 +345,16 @@ def _space_for(
 
 
 def resume(job: Job) -> None:
-    """Bring a job's memory back. Does nothing if it is not suspended.
+    """Restore a job's memory. Does nothing if it is not suspended.
 
     Raises:
-        SuspendError: Some could not be read; see ``Suspended.resume``.
+        SuspendError: Some tensors could not be read; see ``Suspended.resume``.
     """
     _check_is_job(job)
     if job.suspended is not None:
         job.suspended.resume()
         job.suspended = None
-        job.wake()
+        job.reacquire()
 
 
 @atexit.register

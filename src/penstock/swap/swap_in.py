@@ -1,4 +1,4 @@
-"""How a suspended job's memory comes back: opened, supplied by the system, filled, proven."""
+"""Restoring a suspended job's memory: pages are opened, supplied by the system, filled and checked."""
 
 from __future__ import annotations
 
@@ -33,41 +33,41 @@ _NO_PAGES: Final = Pages(0, 0)
 
 
 class _Read(NamedTuple):
-    parcel: WriteBatch
+    batch: WriteBatch
     wanted: Sequence[Part]
     transfer: Transfer
     block: Block | None = None
-    """From which small pages are filled."""
+    """Buffer from which small pages are filled."""
     staged: torch.Tensor | None = None
     """Host memory from which a device's storage is filled."""
 
 
 class SwapIn:
-    """Brings some storages back to where they were. Not thread-safe; serves once.
+    """Restores storages at their old addresses. Not thread-safe; for a single use.
 
     Attributes:
-        failed: Why some are not back, by name.
+        failed: Errors of storages that could not be restored, by name.
     """
 
     def __init__(
         self,
         wanted: Sequence[SwappedStorage],
-        parcels: Sequence[WriteBatch],
+        batches: Sequence[WriteBatch],
         *,
         tier: Tier,
         recall: Recall | None,
     ) -> None:
-        """Touch nothing yet.
+        """Read nothing yet.
 
         Args:
-            wanted: What is to come; their pages are closed.
-            parcels: In which the tier has them; of others they may have parts too.
-            tier: Has all that no checkpoint has.
-            recall: Has all others; None: there are none.
+            wanted: Storages to restore; their pages are closed.
+            batches: Batches in which the tier has them; they may contain parts of others too.
+            tier: Tier with all storages that no checkpoint has.
+            recall: Checkpoint with all others; None if there are none.
         """
         self.failed: dict[str, BaseException] = {}
         self._wanted = wanted
-        self._parcels = parcels
+        self._batches = batches
         self._tier = tier
         self._recall = recall
         self._arena = Arena(BUFFERS * BUFFER_BYTES, owner="resume")
@@ -76,11 +76,11 @@ class SwapIn:
         self._to_come = Counter[SwappedStorage]()
 
     def run(self) -> None:
-        """Fill them. What is ``back`` then is open, all else is closed, and nothing is on its way."""
+        """Restore the storages. Then those with ``restored`` set are open, and no transfer is running."""
         opened = list[SwappedStorage]()
         try:
             for each in self._in_order():
-                opened.append(each)  # first, so that it is closed again should this be interrupted
+                opened.append(each)  # first, so that it is closed again if this is interrupted
                 if each.held.pages is not None and not self._open(each, each.held.pages):
                     opened.pop()
             numbers = {each: number for number, each in enumerate(opened)}
@@ -92,9 +92,9 @@ class SwapIn:
                     if each.recalled:
                         supply.wait_for(number)
                         self._recall_one(each)
-                for last, parcel, parts in self._coming(numbers):
+                for last, batch, parts in self._wanted_batches(numbers):
                     supply.wait_for(last)
-                    self._begin(parcel, parts)
+                    self._begin(batch, parts)
                 while self._reads:
                     self._end()
         finally:
@@ -104,77 +104,77 @@ class SwapIn:
                     read.transfer.wait()
                 if read.block is not None:
                     read.block.free()
-            lost = [each.held.pages for each in opened if not each.back]
+            lost = [each.held.pages for each in opened if not each.restored]
             memory.protect_and_free(each for each in lost if each is not None)
 
     def _in_order(self) -> Sequence[SwappedStorage]:
-        """What a checkpoint has comes first, in the order of its files."""
+        """Return the wanted storages, those in a checkpoint first, in the order of its files."""
         ordered = [each for each in self._wanted if each.recalled]
         if self._recall is not None:
             place_of = self._recall.place_of
             ordered.sort(key=lambda each: place_of(each.held))
         return ordered + [each for each in self._wanted if not each.recalled]
 
-    def _coming(
+    def _wanted_batches(
         self, numbers: Mapping[SwappedStorage, int]
     ) -> list[tuple[int, WriteBatch, list[Part]]]:
-        """Parcels with parts that are wanted, in the order in which the last of those is supplied."""
-        coming = []
-        for parcel in self._parcels:
-            if parts := [each for each in parcel.parts if each.away in numbers]:
-                self._to_come.update(each.away for each in parts)
-                coming.append((max(numbers[each.away] for each in parts), parcel, parts))
-        return sorted(coming, key=lambda one: one[0])
+        """Return batches with their wanted parts, in the order in which their last part is supplied."""
+        found = []
+        for batch in self._batches:
+            if parts := [each for each in batch.parts if each.swapped in numbers]:
+                self._to_come.update(each.swapped for each in parts)
+                found.append((max(numbers[each.swapped] for each in parts), batch, parts))
+        return sorted(found, key=lambda one: one[0])
 
-    def _open(self, away: SwappedStorage, pages: Pages) -> bool:
+    def _open(self, swapped: SwappedStorage, pages: Pages) -> bool:
         try:
             memory.unprotect_for_refill(pages)
         except PenstockError as refused:
-            self.failed[away.held.name] = refused
+            self.failed[swapped.held.name] = refused
             return False
         return True
 
-    def _recall_one(self, away: SwappedStorage) -> None:
+    def _recall_one(self, swapped: SwappedStorage) -> None:
         assert self._recall is not None
         try:
-            self._recall.bring_back(away.held)
+            self._recall.restore(swapped.held)
         except (PenstockError, OSError) as error:
-            self.failed[away.held.name] = error
+            self.failed[swapped.held.name] = error
         else:
-            away.back = True
+            swapped.restored = True
 
-    def _begin(self, parcel: WriteBatch, wanted: Sequence[Part]) -> None:
+    def _begin(self, batch: WriteBatch, wanted: Sequence[Part]) -> None:
         try:
-            self._reads.append(self._read(parcel, wanted))
+            self._reads.append(self._read(batch, wanted))
         except (PenstockError, OSError) as error:
             self._fail(wanted, error)
         while self._staged_bytes > STAGED_BYTES:
             self._end()
 
-    def _read(self, parcel: WriteBatch, wanted: Sequence[Part]) -> _Read:
-        ticket, (away, pages, _) = parcel.ticket, parcel.parts[0]
-        if len(parcel.parts) > 1:
+    def _read(self, batch: WriteBatch, wanted: Sequence[Part]) -> _Read:
+        ticket, (swapped, pages, _) = batch.ticket, batch.parts[0]
+        if len(batch.parts) > 1:
             while (block := self._arena.allocate(BUFFER_BYTES)) is None:
                 self._end()
             try:
                 transfer = self._tier.read(ticket, block.address, keep_alive=block)
-            except Exception:  # after Ctrl-C it may have begun: the block stays taken
+            except Exception:  # after Ctrl-C the transfer may have begun: the block stays in use
                 block.free()
                 raise
-            return _Read(parcel, wanted, transfer, block=block)
+            return _Read(batch, wanted, transfer, block=block)
         if pages is not None:
-            transfer = self._tier.read(ticket, pages.address, keep_alive=away.held.storage)
-            return _Read(parcel, wanted, transfer)
+            transfer = self._tier.read(ticket, pages.address, keep_alive=swapped.held.storage)
+            return _Read(batch, wanted, transfer)
         granule = self._tier.spec.granule_bytes
         buffer = torch.empty(ticket.window.nbytes + granule, dtype=torch.uint8)
         start = round_up(buffer.data_ptr(), granule) - buffer.data_ptr()
         target = buffer[start : start + ticket.window.nbytes]
         transfer = self._tier.read(ticket, target.data_ptr(), keep_alive=target)
         self._staged_bytes += target.nbytes
-        return _Read(parcel, wanted, transfer, staged=target)
+        return _Read(batch, wanted, transfer, staged=target)
 
     def _end(self) -> None:
-        """Wait for the first of the reads."""
+        """Wait for the oldest read."""
         read = self._reads[0]
         try:
             read.transfer.wait()
@@ -192,19 +192,19 @@ class SwapIn:
             self._staged_bytes -= read.staged.nbytes
 
     def _deliver(self, read: _Read) -> None:
-        ticket, storage = read.parcel.ticket, read.wanted[0].away.held.storage
+        ticket, storage = read.batch.ticket, read.wanted[0].swapped.held.storage
         if read.staged is not None:
             skew = ticket.window.skew
             storage.resize_(ticket.nbytes)
             staged = read.staged[skew : skew + ticket.nbytes]
             copy_across(staged, bytes_of(storage), ready_event(storage.device))
-        for away, pages, offset in read.wanted:
+        for swapped, pages, offset in read.wanted:
             if read.block is not None:
                 assert pages is not None
                 ctypes.memmove(pages.address, read.block.address + offset, pages.nbytes)
-            self._to_come[away] -= 1
-            away.back = not self._to_come[away]
+            self._to_come[swapped] -= 1
+            swapped.restored = not self._to_come[swapped]
 
     def _fail(self, wanted: Sequence[Part], error: BaseException) -> None:
         for part in wanted:
-            self.failed[part.away.held.name] = error
+            self.failed[part.swapped.held.name] = error

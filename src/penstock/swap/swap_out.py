@@ -1,11 +1,11 @@
-"""How a job's memory is written to flash: huge pages from where they lie, small ones gathered.
+"""Writing a job's memory to flash: huge pages directly, small pages gathered in buffers.
 
 [Note: small pages]
-    A direct transfer hands a list of pages to the device. Where those are of 4 KiB, as in a virtual
-    machine, it may take half as long again as with pages of 2 MiB, and every transfer has a price of its
-    own. The memory of a tensor seldom begins and ends at a huge page, so its head and tail, and a small
-    one as a whole, lie in small pages. These are copied to buffers of huge pages, many in one write, by
-    the thread that would but wait for the device; what lies in huge pages is on its way before.
+    A direct transfer hands a list of pages to the device. With pages of 4 KiB, as in a virtual machine,
+    it may take 1.5 times as long as with pages of 2 MiB, and every transfer has a fixed cost. The memory
+    of a tensor seldom begins and ends at a huge page, so its head and tail, and all of a small tensor,
+    are in small pages. These are copied to buffers of huge pages, many in one write, by the thread that
+    would otherwise wait for the device, which already writes the huge pages.
 """
 
 from __future__ import annotations
@@ -34,45 +34,44 @@ from penstock.tier.base import Ticket, Tier
 
 
 class SwapOut:
-    """Writes some storages to a tier. Not thread-safe; serves once.
+    """Writes storages to a tier. Not thread-safe; for a single use.
 
     Attributes:
-        parcels: What was handed over so far; whoever has no use for it discards their tickets.
+        batches: Batches that were submitted so far; after an error the caller discards their tickets.
     """
 
     def __init__(self, tier: Tier) -> None:
         """Write nothing yet."""
-        self.parcels: list[WriteBatch] = []
+        self.batches: list[WriteBatch] = []
         self._tier = tier
 
-    def run(self, leaving: Sequence[SwappedStorage], meanwhile: Callable[[], None]) -> None:
-        """Write them; returns when all is written.
+    def run(self, outgoing: Sequence[SwappedStorage], while_writing: Callable[[], None]) -> None:
+        """Write storages; return when all are written.
 
         Args:
-            leaving: They are read only, and may not change before this returns.
-            meanwhile: Called when much is on its way.
+            outgoing: Storages to write; they must not change before this returns.
+            while_writing: Function called while most of the writes are running.
 
         Raises:
-            TransferError: Something could not be written. What is on its way still reads their memory
-                until its ticket has settled.
+            TransferError: A write failed. Running writes read the memory until their tickets settle.
         """
-        self._send_devices([each for each in leaving if each.held.pages is None])
+        self._send_devices([each for each in outgoing if each.held.pages is None])
         small = list[tuple[SwappedStorage, Pages]]()
-        for each in leaving:
+        for each in outgoing:
             if each.held.pages is not None:
                 whole = huge_pages_within(each.held.pages)
                 if whole.nbytes:
                     self._send((Part(each, whole),), *whole, keep_alive=each.held.storage)
                 small += ((each, rest) for rest in around(whole, each.held.pages))
-        meanwhile()
+        while_writing()
         with closing(Arena(BUFFERS * BUFFER_BYTES, owner="suspend")) as arena:
             sent = deque[Ticket]()
             for parts in packed(small):
                 while (block := arena.allocate(BUFFER_BYTES)) is None:
                     sent.popleft().written.wait()
                 sent.append(self._send_gathered(parts, block))
-        for parcel in self.parcels:
-            parcel.ticket.written.wait()
+        for batch in self.batches:
+            batch.ticket.written.wait()
 
     def _send_gathered(self, parts: tuple[Part, ...], block: Block) -> Ticket:
         try:
@@ -80,7 +79,7 @@ class SwapOut:
                 assert pages is not None
                 ctypes.memmove(block.address + offset, *pages)
                 nbytes = offset + pages.nbytes
-            # Before what waits already: that is in nobody's way, and this holds a buffer.
+            # Ahead of the queued writes: those block nothing, but this one holds a buffer.
             ticket = self._send(
                 parts, block.address, nbytes, keep_alive=block, priority=Priority.PREFETCH
             )
@@ -90,10 +89,10 @@ class SwapOut:
         ticket.written.add_done_callback(lambda _: block.free())
         return ticket
 
-    def _send_devices(self, leaving: Sequence[SwappedStorage]) -> None:
-        """Through host memory, of which there is no more than so much at once."""
+    def _send_devices(self, outgoing: Sequence[SwappedStorage]) -> None:
+        """Write storages of devices through host memory, within ``STAGED_BYTES``."""
         staged = deque[Ticket]()
-        for each in leaving:
+        for each in outgoing:
             storage = each.held.storage
             source = torch.empty(storage.nbytes(), dtype=torch.uint8)
             copy_across(bytes_of(storage), source, ready_event(storage.device))
@@ -112,10 +111,10 @@ class SwapOut:
         keep_alive: object,
         priority: Priority = Priority.WRITE_BEHIND,
     ) -> Ticket:
-        first, last = parts[0].away.held.name, parts[-1].away.held.name
+        first, last = parts[0].swapped.held.name, parts[-1].swapped.held.name
         label = first if first == last else f"{first} to {last}"
         ticket = self._tier.write(
             address, nbytes, keep_alive=keep_alive, label=label, priority=priority
         )
-        self.parcels.append(WriteBatch(parts, ticket))
+        self.batches.append(WriteBatch(parts, ticket))
         return ticket

@@ -1,4 +1,4 @@
-"""What of a job is on flash, and in which writes it went there."""
+"""Storages of a job that are on flash, and the batches in which they were written."""
 
 from __future__ import annotations
 
@@ -12,52 +12,52 @@ from penstock.swap.state import Held
 from penstock.tier.base import Ticket
 
 STAGED_BYTES: Final = 256 * MIB
-"""How much of a device's memory waits in host memory to be written, or has been read for it."""
+"""Maximum device memory that is staged in host memory at once, for writing or after reading."""
 BUFFER_BYTES: Final = 2 * MIB
 BUFFERS: Final = 8
-"""Small pages go and come through so many. See [Note: small pages]."""
+"""Number of buffers for small pages; see [Note: small pages]."""
 
 
 @dataclass(slots=True, eq=False)
 class SwappedStorage:
-    """A storage on flash."""
+    """A storage whose bytes are on flash."""
 
     held: Held
     recalled: bool = False
-    """Whether a checkpoint has it; else parcels have."""
-    gone: bool = False
-    """Whether its memory may have been given back."""
-    ahead: bool = False
-    """Whether its bytes are there again, closed still, and on flash as well."""
-    back: bool = False
-    """Whether it is there again, or still."""
+    """True if a checkpoint has it, and not write batches."""
+    freed: bool = False
+    """True if its memory may have been freed."""
+    prefetched: bool = False
+    """True if its bytes are prefetched: resident, not accessible, and still on flash."""
+    restored: bool = False
+    """True if it has been restored, or was never freed."""
 
 
 class Part(NamedTuple):
-    """Bytes of a storage in a parcel."""
+    """Bytes of a storage in a write batch."""
 
-    away: SwappedStorage
+    swapped: SwappedStorage
     pages: Pages | None
-    """Where they belong; None: to the whole of a device's storage."""
+    """Target pages; None for the whole of a device's storage."""
     offset: int = 0
-    """Where in the parcel they begin."""
+    """Offset in the batch."""
 
 
 class WriteBatch(NamedTuple):
-    """What went in one write: pages as they lay, or many small ones that were gathered."""
+    """Contents of one write: pages in place, or many small pages that were gathered."""
 
     parts: tuple[Part, ...]
     ticket: Ticket
 
 
 def packed(parts: Iterable[tuple[SwappedStorage, Pages]]) -> Iterator[tuple[Part, ...]]:
-    """Cut them such that they fill buffers, one after the other; the last may not be full."""
+    """Cut pages so that the parts fill one buffer after the other; the last may not be full."""
     buffer, filled = list[Part](), 0
-    for away, pages in parts:
+    for swapped, pages in parts:
         done = 0
         while done < pages.nbytes:
             length = min(pages.nbytes - done, BUFFER_BYTES - filled)
-            buffer.append(Part(away, Pages(pages.address + done, length), filled))
+            buffer.append(Part(swapped, Pages(pages.address + done, length), filled))
             done, filled = done + length, filled + length
             if filled == BUFFER_BYTES:
                 yield tuple(buffer)

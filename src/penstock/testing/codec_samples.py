@@ -1,4 +1,4 @@
-"""What the suite of codecs feeds them, and how it judges what they give back."""
+"""Inputs for the conformance suite of codecs, and checks of its results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _UNSIGNED: Final[dict[int, Any]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: 
 
 
 class Guarded:
-    """Memory between guard bytes; ``check`` finds out whether any of them was written to.
+    """Memory between guard bytes; ``check`` fails if any of them was written to.
 
     Attributes:
         memory: The bytes between, filled with the guard's value as well.
@@ -49,12 +49,12 @@ class Guarded:
 
 
 def untouched(memory: Bytes) -> bool:
-    """Whether no byte of (a part of) guarded memory was written to."""
+    """Return whether no byte of guarded memory, or a part of it, was written to."""
     return bool((memory == _GUARD).all())
 
 
 def placed(content: bytes | Bytes, *, skew: int = 0) -> Bytes:
-    """A copy of ``content`` in memory that begins ``skew`` bytes behind a multiple of 64."""
+    """Return a copy of ``content`` at an address ``skew`` bytes above a multiple of 64."""
     memory = Guarded(len(content), skew=skew).memory
     memory[:] = np.frombuffer(content, np.uint8)
     return memory
@@ -64,7 +64,7 @@ def placed(content: bytes | Bytes, *, skew: int = 0) -> Bytes:
 
 
 def sources(dtype: str, nbytes: int, *, seed: int = 0) -> Iterator[tuple[str, Bytes]]:
-    """Named contents of ``nbytes`` bytes: what networks save, and what they had better not."""
+    """Yield named contents of ``nbytes`` bytes: typical of networks, and extreme ones."""
     random = np.random.default_rng(seed)
     size = ITEMSIZE[dtype]
     count = nbytes // size
@@ -83,7 +83,7 @@ def sources(dtype: str, nbytes: int, *, seed: int = 0) -> Iterator[tuple[str, By
 
 
 def with_zeros(dtype: str, nbytes: int, share: float, random: np.random.Generator) -> Bytes:
-    """Values such as activations have, of which about ``share`` are zero."""
+    """Return values like those of activations, of which about ``share`` are zero."""
     count, tail = divmod(nbytes, ITEMSIZE[dtype])
     if dtype in _EXPONENT_BITS:
         values = random.standard_normal(count)
@@ -97,7 +97,7 @@ def with_zeros(dtype: str, nbytes: int, share: float, random: np.random.Generato
 
 
 def special_words(dtype: str) -> Numbers:
-    """The words of a type that are easily got wrong, as unsigned integers."""
+    """Return the error-prone words of a type, as unsigned integers."""
     bits = 8 * ITEMSIZE[dtype]
     top = 1 << (bits - 1)
     words = {0, 1, 2, 0x7F, 0x80, 0xFF, top, top - 1, top + 1, 2 * top - 1, 2 * top - 2}
@@ -111,11 +111,11 @@ def special_words(dtype: str) -> Numbers:
     return np.array(sorted(words), _UNSIGNED[bits // 8])
 
 
-# -- judging --------------------------------------------------------------------------------------
+# -- checks ---------------------------------------------------------------------------------------
 
 
 def numbers(memory: Bytes, dtype: str) -> Numbers:
-    """The whole elements in ``memory``; bfloat16 as the float32 of the same value."""
+    """Return the whole elements in ``memory``; bfloat16 as the float32 of the same value."""
     whole = memory[: memory.size - memory.size % ITEMSIZE[dtype]].tobytes()
     if dtype == "bfloat16":
         return (np.frombuffer(whole, np.uint16).astype(np.uint32) << 16).view(np.float32)
@@ -128,7 +128,7 @@ def check_decoded(codec: Codec, dtype: str, source: Bytes, decoded: Bytes) -> No
         assert decoded.tobytes() == source.tobytes()
         return
     whole = source.size - source.size % ITEMSIZE[dtype]
-    assert decoded[whole:].tobytes() == source[whole:].tobytes()  # a tail stays as it was
+    assert decoded[whole:].tobytes() == source[whole:].tobytes()  # a tail is unchanged
     wanted, found = numbers(source, dtype), numbers(decoded, dtype)
     if codec.fidelity is Fidelity.POSITIVE:
         with np.errstate(invalid="ignore"):  # signalling NaNs
@@ -144,7 +144,7 @@ def check_decoded(codec: Codec, dtype: str, source: Bytes, decoded: Bytes) -> No
 def _check_bound(bound: ErrorBound, wanted: Numbers, found: Numbers) -> None:
     finite = np.isfinite(wanted)
     assert np.array_equal(np.isnan(found), np.isnan(wanted)), (
-        "NaN stays NaN, and nothing becomes it"
+        "NaN stays NaN, and nothing else becomes NaN"
     )
     infinite = np.isinf(wanted)
     assert np.array_equal(found[infinite], wanted[infinite]), "infinities stay"
@@ -162,7 +162,7 @@ def _check_bound(bound: ErrorBound, wanted: Numbers, found: Numbers) -> None:
 
 
 def _block_largest(magnitude: Numbers, block: int) -> Numbers:
-    """For every element the largest magnitude in its block."""
+    """Return, for every element, the largest magnitude in its block."""
     if block == 1 or not magnitude.size:
         return magnitude
     starts = np.arange(0, magnitude.size, block)

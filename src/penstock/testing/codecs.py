@@ -1,4 +1,4 @@
-"""What every codec must do. A subclass says only how to build one, and where its golden files are.
+"""Conformance suite of codecs. A subclass defines how to build one, and the folder of golden files.
 
 ::
 
@@ -8,7 +8,7 @@
         def make_codec(self):
             return MyCodec()
 
-Golden files are made once, by ``python -m penstock.testing.golden`` or ``golden.write_golden``.
+Golden files are written once, by ``python -m penstock.testing.golden`` or ``golden.write_golden``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PLAY = settings(
 
 
 def encode(codec: Codec, source: Bytes, dtype: str, *, skew: int = 0, spare: int = 40) -> Bytes:
-    """The frame of ``source``, after checking that only what may be written was written."""
+    """Return the frame of ``source``, and check that nothing else was written."""
     before = source.tobytes()
     spec = codec.spec(dtype, source.size)
     out = Guarded(spec.bound_bytes + spare, skew=skew)
@@ -55,7 +55,7 @@ def encode(codec: Codec, source: Bytes, dtype: str, *, skew: int = 0, spare: int
 
 
 def decode(codec: Codec, frame: Bytes, nbytes: int, *, skew: int = 0) -> Bytes:
-    """What ``frame`` decodes to; nothing beside it is written, also where it cannot be decoded."""
+    """Return the decoded ``frame``, and check that nothing else is written, even after an error."""
     before = frame.tobytes()
     out = Guarded(nbytes, skew=skew)
     try:
@@ -67,7 +67,7 @@ def decode(codec: Codec, frame: Bytes, nbytes: int, *, skew: int = 0) -> Bytes:
 
 
 def roundtrip(codec: Codec, source: Bytes, dtype: str) -> Bytes:
-    """Encode, decode, and check what comes back; returns the frame."""
+    """Encode, decode, and check the result; return the frame."""
     frame = encode(codec, source, dtype)
     check_decoded(codec, dtype, source, decode(codec, frame, source.size))
     return frame
@@ -88,7 +88,7 @@ class CodecTests:
         """The codec."""
         return self.make_codec()
 
-    # -- what goes in comes out -------------------------------------------------------------------
+    # -- roundtrips -------------------------------------------------------------------------------
 
     def test_it_says_what_it_is(self, codec: Codec) -> None:
         """Capabilities are data."""
@@ -104,7 +104,7 @@ class CodecTests:
             assert (spec.error_bound is not None) == (codec.fidelity is Fidelity.BOUNDED)
 
     def test_every_length_near_a_border(self, codec: Codec) -> None:
-        """None, one, around blocks; and storages that are no whole number of elements."""
+        """Roundtrips of no element, of one, around blocks, and of incomplete last elements."""
         for dtype in sorted(codec.dtypes):
             size = ITEMSIZE[dtype]
             for count in _COUNTS:
@@ -113,7 +113,7 @@ class CodecTests:
                         roundtrip(codec, source, dtype)
 
     def test_a_mebibyte(self, codec: Codec) -> None:
-        """Of every kind of content, and an odd number of elements."""
+        """Roundtrips of every kind of content, with an odd number of elements."""
         for dtype in sorted(codec.dtypes):
             for _, source in sources(dtype, MIB - 7 * ITEMSIZE[dtype]):
                 roundtrip(codec, source, dtype)
@@ -132,7 +132,7 @@ class CodecTests:
         roundtrip(codec, source, dtype)
 
     def test_the_same_bytes_every_time(self, codec: Codec) -> None:
-        """Whatever was in ``out`` before, wherever it lies, and by another instance."""
+        """The frame does not depend on the content or place of ``out``, or on the instance."""
         for dtype in sorted(codec.dtypes):
             for _, source in sources(dtype, 999 * ITEMSIZE[dtype] + ITEMSIZE[dtype] - 1):
                 frame = encode(codec, source, dtype).tobytes()
@@ -142,7 +142,7 @@ class CodecTests:
                 assert encode(codec, source, dtype, skew=1).tobytes() == frame
 
     def test_it_allocates_no_more_than_it_says(self, codec: Codec) -> None:
-        """What NumPy allocates while a mebibyte goes each way stays within ``scratch_bytes``."""
+        """NumPy's allocations for a mebibyte in each direction stay within ``scratch_bytes``."""
         for dtype in sorted(codec.dtypes):
             for _, source in sources(dtype, MIB):
                 frame, back = roundtrip(codec, source, dtype), np.empty_like(source)
@@ -160,7 +160,7 @@ class CodecTests:
                     tracemalloc.stop()
 
     def test_threads_share_one_instance(self, codec: Codec) -> None:
-        """Each gets its own data back."""
+        """Each thread gets its own data back."""
 
         def work(seed: int) -> int:
             done = 0
@@ -190,7 +190,7 @@ class CodecTests:
                     )
 
     def test_bytes_behind_a_frame_are_ignored(self, codec: Codec) -> None:
-        """A tier may hand back more than the frame."""
+        """A tier may return more bytes than the frame."""
         for dtype in sorted(codec.dtypes):
             for _, source in sources(dtype, 100 * ITEMSIZE[dtype]):
                 frame = encode(codec, source, dtype)
@@ -198,7 +198,7 @@ class CodecTests:
                 check_decoded(codec, dtype, source, decode(codec, longer, source.size))
 
     def test_buffers_that_cannot_be(self, codec: Codec) -> None:
-        """A wrong type or shape, strides, a misaligned or short or read-only one."""
+        """Buffers of a wrong type, shape, stride, alignment or length, or read-only, are refused."""
         dtype = max(codec.dtypes, key=lambda each: (ITEMSIZE[each], each))
         size, source = ITEMSIZE[dtype], placed(bytes(800))
         out = placed(bytes(codec.spec(dtype, 800).bound_bytes))
@@ -224,11 +224,11 @@ class CodecTests:
                 codec.encode(placed(bytes(800), skew=1), out, dtype=dtype)
             with pytest.raises(ConfigError, match=dtype):
                 codec.decode(frame, placed(bytes(800), skew=1), dtype=dtype)
-            with pytest.raises(CodecError, match=dtype):  # nobody says that the frame is right
+            with pytest.raises(CodecError, match=dtype):  # the frame may be damaged
                 codec.decode(frame, placed(bytes(800), skew=1))
 
     def test_dtypes_that_it_does_not_encode(self, codec: Codec) -> None:
-        """Are refused before anything is done, with the list of those that it does."""
+        """Other dtypes are refused before anything is done; the error lists the supported ones."""
         memory = placed(bytes(1000))
         for dtype in {*DTYPES, "complex64", ""} - codec.dtypes:
             assert not codec.accepts(dtype)
@@ -242,7 +242,7 @@ class CodecTests:
     # -- damage -----------------------------------------------------------------------------------
 
     def test_a_frame_for_memory_of_another_length(self, codec: Codec) -> None:
-        """Nothing is padded or cut off."""
+        """A frame for memory of another length is refused."""
         dtype = min(codec.dtypes)
         frame = encode(codec, placed(bytes(64)), dtype)
         for nbytes in (0, 56, 72):
@@ -250,7 +250,7 @@ class CodecTests:
                 decode(codec, frame, nbytes)
 
     def test_truncation_at_every_length(self, codec: Codec) -> None:
-        """Is found; and where the header tells of the shorter payload, nothing outside is touched."""
+        """Truncation is found; if the header has the shorter length, nothing outside is touched."""
         for dtype in sorted(codec.dtypes):
             for _, source in sources(dtype, 75 * ITEMSIZE[dtype] + ITEMSIZE[dtype] - 1):
                 frame = encode(codec, source, dtype)
@@ -263,7 +263,7 @@ class CodecTests:
                     _decode_if_it_can(codec, shorter, source.size)
 
     def test_every_byte_of_the_header_flipped(self, codec: Codec) -> None:
-        """What identifies the frame, its length and padding are checked; the rest does no harm."""
+        """Identification, length and padding are checked; changes of other fields are harmless."""
         harmless = {6, 7, *range(16, 24)}  # dtype, flags, length of the payload
         for dtype in sorted(codec.dtypes):
             for _, source in sources(dtype, 75 * ITEMSIZE[dtype]):
@@ -296,7 +296,7 @@ class CodecTests:
     @_PLAY
     @given(data=st.data())
     def test_a_made_up_payload(self, codec: Codec, data: st.DataObject) -> None:
-        """A header that is in order, in front of anything at all."""
+        """A valid header before arbitrary bytes causes no other error than CodecError."""
         dtype = data.draw(st.sampled_from(sorted(codec.dtypes)))
         nbytes = data.draw(st.integers(0, 200)) * ITEMSIZE[dtype]
         header = encode(codec, placed(bytes(nbytes)), dtype)[:HEADER_BYTES]
@@ -308,12 +308,12 @@ class CodecTests:
     # -- versions ---------------------------------------------------------------------------------
 
     def test_golden_files(self, codec: Codec) -> None:
-        """What an earlier Penstock encoded decodes to the same bytes."""
+        """Frames of earlier versions decode to the same bytes."""
         check_golden(codec, self.golden)
 
 
 def _decode_if_it_can(codec: Codec, frame: Bytes, nbytes: int, *, skew: int = 0) -> bool:
-    """Whether a damaged frame decodes to something; anything but CodecError is a failure."""
+    """Return whether a damaged frame can be decoded; any error but CodecError is a failure."""
     try:
         decode(codec, frame, nbytes, skew=skew)
     except CodecError:

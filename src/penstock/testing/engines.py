@@ -1,4 +1,4 @@
-"""What every engine must do. A subclass says only how to build one.
+"""Conformance suite of engines. A subclass defines how to build one.
 
 ::
 
@@ -9,7 +9,7 @@
         def make_file(self, directory):
             return open_unlinked(directory)
 
-        takes_syscalls = False  # the tests that inject faults are then left out
+        takes_syscalls = False  # skips the tests that inject faults
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ __all__ = ["PATIENCE_S", "PIECE_BYTES", "Bytes", "EngineTests", "aligned", "move
 
 
 class Build(Protocol):
-    """The ``build`` fixture."""
+    """Type of the ``build`` fixture."""
 
     def __call__(
         self, *, threads: int = 2, piece_bytes: int = PIECE_BYTES, syscalls: Syscalls | None = None
@@ -67,7 +67,7 @@ class Build(Protocol):
 
 @contextmanager
 def _no_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Within, the system starts no thread."""
+    """Let the system refuse to start threads inside the block."""
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -81,7 +81,7 @@ class EngineTests:
     """Roundtrips, order, cancelling, faults at every index, closing, forking."""
 
     takes_syscalls = True
-    """Whether ``make_engine`` heeds ``syscalls``."""
+    """True if ``make_engine`` uses ``syscalls``."""
 
     def make_engine(self, *, threads: int, piece_bytes: int, syscalls: Syscalls | None) -> Engine:
         """Build an engine. To be overridden."""
@@ -111,7 +111,7 @@ class EngineTests:
             return engine
 
         yield build
-        for gate in gates:  # a test that failed may have left it closed
+        for gate in gates:  # a failed test may have left it closed
             gate.open()
         for engine in engines:
             engine.close()
@@ -198,7 +198,7 @@ class EngineTests:
         assert gate is None or seen == [None]
 
     def test_callbacks_run_before_waiters_wake(self, build: Build, file: File) -> None:
-        """Also those that are added by a callback; one that comes late runs at once."""
+        """Callbacks added by a callback run too; one that is added after the end runs at once."""
         gate = GatedSyscalls()
         transfer = move(build(syscalls=gate), "write", file, 0, aligned(PIECE_BYTES, seed=0))
         seen: list[str] = []
@@ -219,7 +219,7 @@ class EngineTests:
 
     @pytest.mark.parametrize("field", ["offset_bytes", "address", "nbytes"])
     def test_misaligned_requests_are_refused(self, build: Build, file: File, field: str) -> None:
-        """At once, naming the field; nothing is moved."""
+        """The error is raised at once and names the field; nothing is moved."""
         buffer, granule = aligned(2 * PIECE_BYTES), file.granule_bytes
         good = request("read", file, 0, buffer)
         bad = [-granule] if field == "offset_bytes" else [-granule, 0]
@@ -231,7 +231,7 @@ class EngineTests:
                 engine.submit(replace(good, **changed))
 
     def test_reading_past_the_end_fails(self, build: Build, file: File) -> None:
-        """Never fewer bytes than asked for without an error."""
+        """A read of fewer bytes than requested raises an error."""
         engine = build()
         move(engine, "write", file, 0, aligned(PIECE_BYTES, seed=0)).wait(PATIENCE_S)
         for offset in (0, PIECE_BYTES, 5 * PIECE_BYTES):
@@ -242,7 +242,7 @@ class EngineTests:
     # -- order ------------------------------------------------------------------------------------
 
     def test_priorities_go_first_and_equals_in_order(self, build: Build, file: File) -> None:
-        """Demand, prefetch, write-behind, read-ahead; first in, first out within each."""
+        """The order is demand, prefetch, write-behind, read-ahead, and first in, first out in each."""
         gate, order = GatedSyscalls(), [*range(10)]
         engine = build(threads=1, syscalls=gate)
         blocker = move(engine, "write", file, 0, aligned(PIECE_BYTES))
@@ -324,7 +324,7 @@ class EngineTests:
         assert [call.offset_bytes for call in gate.calls] == [0, PIECE_BYTES]
 
     def test_none_is_lost_in_a_crowd(self, build: Build, file: File) -> None:
-        """However transfers are cancelled and promoted, each settles once, in one way."""
+        """Each transfer settles exactly once, in any mix of cancelling and promoting."""
         engine, count = build(threads=4), 300
         rng = np.random.default_rng(0)
         settled: list[Transfer] = []
@@ -350,7 +350,7 @@ class EngineTests:
         assert len(settled) == len(set(map(id, settled))) == count
 
     def test_a_demand_read_is_served_before_queued_writes(self, build: Build, file: File) -> None:
-        """Though it was asked for later."""
+        """The read is served first even if it is submitted later."""
         gate = GatedSyscalls()
         engine = build(threads=1, syscalls=gate)
         first = move(engine, "write", file, 0, aligned(PIECE_BYTES, seed=1))
@@ -377,7 +377,7 @@ class EngineTests:
     def test_an_errno_at_every_index(
         self, build: Build, file: File, op: Op, index: int, errno: int
     ) -> None:
-        """It surfaces with all there is to know, and the engine goes on."""
+        """The error has all details, and the engine continues to work."""
         self._fill(build, file, 5)
         engine = build(syscalls=FaultySyscalls({index: Fail(errno)}))
         with pytest.raises(TransferError) as caught:
@@ -407,7 +407,7 @@ class EngineTests:
     def test_a_short_or_interrupted_call_is_continued(
         self, build: Build, file: File, op: Op, index: int, fault: Fault
     ) -> None:
-        """At every index, and from a granule where the file is direct."""
+        """The call is continued at every index, and from a granule for a direct file."""
         content = self._fill(build, file, 5)
         syscalls = FaultySyscalls({index: fault})
         engine = build(syscalls=syscalls)
@@ -424,14 +424,14 @@ class EngineTests:
     def test_a_call_that_moves_nothing_fails(
         self, build: Build, file: File, op: Op, index: int
     ) -> None:
-        """Zero bytes are never taken for success, nor asked for for ever."""
+        """Zero bytes do not count as success, and are not requested for ever."""
         self._fill(build, file, 3)
         engine = build(syscalls=FaultySyscalls({index: Short(0)}))
         with pytest.raises(ShortTransferError):
             move(engine, op, file, 0, aligned(3 * PIECE_BYTES)).wait(PATIENCE_S)
 
     def test_always_short_still_arrives(self, build: Build, file: File) -> None:
-        """However little each call moves, as long as it moves something."""
+        """A transfer succeeds if each call moves something, however little."""
         engine = build(syscalls=FaultySyscalls(every=Short(file.granule_bytes + 1000)))
         roundtrip(engine, file, 0, 3 * PIECE_BYTES)
 
@@ -444,9 +444,9 @@ class EngineTests:
         roundtrip(engine, file, 0, 3 * PIECE_BYTES)
 
     def test_a_failure_settles_when_no_piece_is_running(self, build: Build, file: File) -> None:
-        """Memory is not touched after the waiter was told; pieces after a failure never begin.
+        """Memory is not touched after the transfer settles; pieces after a failure never begin.
 
-        The first failure is the one that is told.
+        The first failure is reported.
         """
         failing = FaultySyscalls({0: Fail(errnos.EIO), 1: Fail(errnos.ENOSPC)})
         gate = GatedSyscalls(inner=failing)
@@ -465,7 +465,7 @@ class EngineTests:
     # -- the end ----------------------------------------------------------------------------------
 
     def test_close_finishes_what_began_and_cancels_the_rest(self, build: Build, file: File) -> None:
-        """Idempotent; afterwards nothing can be submitted."""
+        """Closing is idempotent; afterwards nothing can be submitted."""
         gate = GatedSyscalls()
         engine = build(threads=1, syscalls=gate)
         began = move(engine, "write", file, 0, aligned(2 * PIECE_BYTES))
@@ -484,14 +484,14 @@ class EngineTests:
             move(engine, "read", file, 0, aligned(PIECE_BYTES))
 
     def test_close_without_any_transfer(self, build: Build, file: File) -> None:
-        """Nothing was started, so there is nothing to stop; nothing can be submitted either."""
+        """Closing works before any transfer has started; afterwards nothing can be submitted."""
         engine = build()
         engine.close()
         with pytest.raises(ClosedError):
             move(engine, "read", file, 0, aligned(PIECE_BYTES))
 
     def test_an_engine_that_is_dropped_stops_its_threads(self, tmp_path: Path) -> None:
-        """Without ``close``."""
+        """Garbage collection stops the threads without ``close``."""
         file = self.make_file(tmp_path)
         before = threading.active_count()
         engine = self.make_engine(threads=2, piece_bytes=PIECE_BYTES, syscalls=None)
@@ -506,7 +506,7 @@ class EngineTests:
     def test_no_thread_to_be_had_loses_no_request(
         self, build: Build, file: File, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Its waiter is told, and the next one is served."""
+        """The request fails if no thread can be started, and the next one is served."""
         engine = build()
         with _no_threads(monkeypatch):
             transfer = move(engine, "write", file, 0, aligned(PIECE_BYTES))
@@ -517,7 +517,7 @@ class EngineTests:
     def test_once_started_it_needs_no_other_thread(
         self, build: Build, file: File, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """As when the program ends, and no thread can be started any more."""
+        """A started engine works when no thread can be started any more, as at the end of a program."""
         engine = build()
         with _no_threads(monkeypatch), pytest.raises(RuntimeError, match="new thread"):
             engine.start()
@@ -535,7 +535,7 @@ class EngineTests:
         engine.close()
 
     def test_a_forked_child_is_refused(self, build: Build, file: File) -> None:
-        """TRAPS.md 24. In the child: submit raises, cancel and close return, nothing hangs."""
+        """A child cannot submit, cancel and close return there, and nothing hangs (TRAPS rule 24)."""
         gate = GatedSyscalls()
         engine = build(threads=1, syscalls=gate)
         buffer = aligned(2 * PIECE_BYTES, seed=0)
@@ -548,7 +548,7 @@ class EngineTests:
                 move(engine, "read", file, 0, aligned(PIECE_BYTES))
             except ClosedError:
                 waiting.promote(Priority.DEMAND)
-                assert not waiting.cancel()  # it is the parent's
+                assert not waiting.cancel()  # it belongs to the parent
                 engine.close()
                 return
             raise AssertionError("the child could submit")
@@ -559,7 +559,7 @@ class EngineTests:
             assert mine.wait(PATIENCE_S) == len(buffer)
 
     def test_an_idle_engine_costs_nothing(self, build: Build, file: File) -> None:
-        """Workers wait; they do not look."""
+        """Idle workers block and do not poll."""
         engine = build(threads=4)
         roundtrip(engine, file, 0, 8 * PIECE_BYTES)
 

@@ -1,4 +1,4 @@
-"""System calls that fail, stop short or wait when a test says so."""
+"""System calls that fail, move too little or wait, as a test wants."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Short:
-    """The call says that it moved at most ``nbytes``; 0 as at the end of a file.
+    """The call reports that it moved at most ``nbytes``; 0 as at the end of a file.
 
-    What it really moves is that much rounded down to the file's granule: a direct transfer must be
-    taken up again from there, and an engine that does not will be found out.
+    It really moves that rounded down to the file's granule: a direct transfer must be continued from
+    there, which detects engines that do not do so.
     """
 
     nbytes: int
@@ -40,14 +40,14 @@ class Crash:
 
 
 MAX_AT_GATE = 256
-"""More calls than any test keeps waiting."""
+"""Number above that of waiting calls in any test."""
 
 Fault = Fail | Short | Crash
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One read or write that reached the operating system, or would have."""
+    """A read or write that reached the operating system, or would have without a fault."""
 
     op: Op
     offset_bytes: int
@@ -55,10 +55,10 @@ class Call:
 
 
 class FaultySyscalls(Syscalls):
-    """Passes calls on, but for chosen ones; remembers all. Thread-safe.
+    """System calls with faults at chosen calls, which also records all calls. Thread-safe.
 
     Attributes:
-        calls: Every read and write so far, in the order in which they began.
+        calls: All reads and writes so far, in the order in which they began.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class FaultySyscalls(Syscalls):
         """Choose the faults.
 
         Args:
-            faults: By the index of the read or write, from 0, over the life of this object.
-            every: What befalls all calls that ``faults`` does not name.
-            drop_faults: Indices of ``drop`` calls, counted apart, that fail with EIO.
-            inner: Who does the work; the operating system if None.
+            faults: Faults by the 0-based index of the read or write.
+            every: Fault of all calls that are not in ``faults``.
+            drop_faults: Indices of failing ``drop`` calls, counted separately; they fail with EIO.
+            inner: Implementation of the calls; the operating system if None.
         """
         self._faults = dict(faults or {})
         self._every = every
@@ -86,7 +86,7 @@ class FaultySyscalls(Syscalls):
         self.calls: list[Call] = []
 
     def prepare(self, owner: object) -> None:
-        """Pass it on."""
+        """Forward the call."""
         self._inner.prepare(owner)
 
     def read(self, file: File, address: int, nbytes: int, offset_bytes: int) -> int:
@@ -116,7 +116,7 @@ class FaultySyscalls(Syscalls):
         self._inner.drop(file, nbytes, offset_bytes, written=written)
 
     def _next(self, call: Call) -> int:
-        """Count a call; how many bytes it may move."""
+        """Record a call and return the number of bytes that it may move."""
         with self._lock:
             fault = self._faults.get(len(self.calls), self._every)
             self.calls.append(call)
@@ -131,17 +131,17 @@ class FaultySyscalls(Syscalls):
 
 
 class GatedSyscalls(FaultySyscalls):
-    """Calls wait until they are let through, so that a test can look at what is in flight."""
+    """System calls that wait at a gate, so that a test can inspect the state during a transfer."""
 
     def __init__(self, *, inner: Syscalls | None = None) -> None:
-        """Make a closed gate."""
+        """Create a closed gate."""
         super().__init__(inner=inner)
         self._arrived = threading.Semaphore(0)
         self._tokens = threading.Semaphore(0)
         self._open = threading.Event()
 
     def wait_for_call(self, timeout_s: float = 10) -> None:
-        """Wait until one more call stands at the gate, or has passed it."""
+        """Wait until one more call has arrived at the gate."""
         if not self._arrived.acquire(timeout=timeout_s):
             raise TimeoutError(f"no call came within {timeout_s} s")
 

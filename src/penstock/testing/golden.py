@@ -1,8 +1,8 @@
-"""Golden frames: written once for each version of a format, decoded forever.
+"""Golden frames, which are written once for each version of a format and must always be decodable.
 
-A folder holds pairs ``<dtype>.frame`` and ``<dtype>.decoded``. An encoder may come to make other frames
-of the same version; those that are here MUST decode to the bytes they gave on the day they were made.
-Frames of a later version stand beside them: ``<dtype>-<version>.frame``, with what they decode to.
+A folder has pairs ``<dtype>.frame`` and ``<dtype>.decoded``. An encoder may later make other frames of
+the same version, but the golden ones MUST decode to the bytes of the day on which they were written.
+Frames of a later version are added as ``<dtype>-<version>.frame``, with their decoded bytes.
 
     python -m penstock.testing.golden NAME FOLDER
 """
@@ -22,15 +22,17 @@ from penstock.testing.codec_samples import check_decoded, placed, special_words,
 
 
 def write_golden(codec: Codec, folder: Path) -> None:
-    """Write a codec's golden files, of the version that it encodes now.
+    """Write a codec's golden files for the version that it encodes now.
 
     Raises:
-        ConfigError: There are some already.
+        ConfigError: There already are golden files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     names = {dtype: _name(codec, dtype) for dtype in codec.dtypes}
     if any((folder / f"{name}.frame").exists() for name in names.values()):
-        raise ConfigError(f"{folder} has golden files; they are written once: use another folder")
+        raise ConfigError(
+            f"{folder} already has golden files, which are written only once; use another folder"
+        )
     for dtype in sorted(codec.dtypes):
         source = _source(dtype)
         out = placed(bytes(codec.spec(dtype, source.size).bound_bytes))
@@ -43,13 +45,13 @@ def write_golden(codec: Codec, folder: Path) -> None:
 
 
 def check_golden(codec: Codec, folder: Path) -> None:
-    """Decode all that is in ``folder``; fail if a dtype is missing or a byte differs.
+    """Decode all frames in ``folder``; fail if a dtype is missing or a byte differs.
 
-    Of the version that is encoded now there must be one for each dtype.
+    There must be a frame of the present version for each dtype.
     """
     frames = {path.stem: path for path in sorted(folder.glob("*.frame"))}
     assert {_name(codec, dtype) for dtype in codec.dtypes} <= frames.keys(), (
-        f"{folder} lacks golden files of {codec.name}; make them once, and keep them:"
+        f"{folder} lacks golden files of {codec.name}; write them once and keep them:"
         f" python -m penstock.testing.golden {codec.name} {folder}"
     )
     for path in frames.values():
@@ -57,7 +59,7 @@ def check_golden(codec: Codec, folder: Path) -> None:
         wanted = path.with_suffix(".decoded").read_bytes()
         out = placed(bytes(read_header(frame).source_bytes))
         codec.decode(frame, out)
-        assert out.tobytes() == wanted, f"{path} decodes to other bytes than it used to"
+        assert out.tobytes() == wanted, f"{path} decodes to different bytes than before"
 
 
 def _name(codec: Codec, dtype: str) -> str:
@@ -66,7 +68,7 @@ def _name(codec: Codec, dtype: str) -> str:
 
 
 def _source(dtype: str) -> Bytes:
-    """A few hundred elements: half of them zero, a run of zeros, special values, and a tail."""
+    """Return a few hundred elements: half of them zero, a run of zeros, special values, and a tail."""
     return placed(b"".join(_parts(dtype)))
 
 

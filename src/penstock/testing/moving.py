@@ -1,4 +1,4 @@
-"""What conformance suites move bytes with: aligned buffers, whole-buffer transfers, forks."""
+"""Helpers of conformance suites: aligned buffers, whole-buffer transfers, forks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 from penstock.io.engine import Engine, File, Op, Priority, Request, Transfer
 
 PIECE_BYTES: Final = 8192
-"""What the suites cut transfers into: small, so that many pieces are quick."""
+"""Size of pieces in the suites: small, so that many pieces are fast."""
 PATIENCE_S: Final = 60.0
-"""More than any single transfer takes on a busy machine."""
+"""Time limit of a single transfer on a busy machine."""
 
 Bytes = NDArray[np.uint8]
 
 
 def aligned(nbytes: int, *, seed: int | None = None) -> Bytes:
-    """Memory at a multiple of 4096: zeroes, or random bytes."""
+    """Return memory at a multiple of 4096 with zeros or random bytes."""
     room = np.zeros(nbytes + 4096, np.uint8)
     skew = -room.ctypes.data % 4096
     memory = room[skew : skew + nbytes]
@@ -50,14 +50,16 @@ def move(
 def run_in_fork(action: Callable[[], object]) -> None:
     """Run ``action`` in a forked child; fail if it raises there or does not end."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: the point
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # about forking a process with threads, which is intended
         pid = os.fork()
     if not pid:
         code = 1
         try:
             action()
             code = 0
-        except BaseException:  # noqa: BLE001  (nothing of pytest's may run in the child)
+        except BaseException:  # noqa: BLE001  (no code of pytest may run in the child)
             traceback.print_exc()
         finally:
             os._exit(code)
@@ -82,7 +84,7 @@ def request(
     keep_alive: object = None,
     priority: Priority = Priority.WRITE_BEHIND,
 ) -> Request:
-    """The transfer of a whole buffer, which is kept alive unless there is another owner."""
+    """Return a request for a whole buffer, which is kept alive unless there is another owner."""
     return Request(
         op=op,
         file=file,
@@ -105,7 +107,7 @@ def roundtrip(engine: Engine, file: File, offset: int, nbytes: int) -> None:
 def move_from_threads(
     engine: Engine, op: Op, file: File, buffers: list[Bytes], *, count: int = 4
 ) -> list[Transfer]:
-    """Move buffers of one length to or from consecutive places; several threads submit."""
+    """Move buffers of one length to or from consecutive offsets, submitted by several threads."""
     transfers: list[Transfer] = []
 
     def submit(which: int) -> None:

@@ -1,21 +1,22 @@
-"""Judge the order of every access to device memory and to the host memory that copies use.
+"""Checker of the order of all accesses to device memory and to the host memory used for copies.
 
-A device runs behind the interpreter, so a program with a missing wait is often right by luck. This
-checker judges order, not luck: each stream and each thread has a *vector clock*, joined where one waits
-for the other (Mattern 1989; for CUDA: ``torch.cuda._sanitizer``). Two accesses to the same bytes, one of
-which writes, must be ordered by what the program waits for, or it is told. So must whatever a stream does
-with memory and the reuse of that memory by the stream that it was allocated on, once it is freed.
+A device runs asynchronously, so a program with a missing wait often gives right results by luck. This
+checker verifies the order itself: each stream and each thread has a *vector clock*, and clocks are
+joined where one waits for the other (Mattern 1989; for CUDA: ``torch.cuda._sanitizer``). Two accesses to
+the same bytes, one of which is a write, must be ordered by the program's waits, or they are reported. So
+must be an access by a stream and the reuse of the memory, once freed, by the stream on which it was
+allocated.
 
-Whoever runs operators says so (``enqueued``); events, waits and allocations are told by torch's own
-callbacks (``watch``). It differs from torch's sanitizer in four ways: operators of every thread count;
-ranges of bytes, not addresses of tensors; host memory too; and freed memory is judged when its stream is
-next given memory, whether or not it is the same.
+The code that runs operators reports them (``enqueued``); torch's own callbacks report events, waits and
+allocations (``watch``). It differs from torch's sanitizer in four ways: it covers operators of every
+thread; ranges of bytes, not addresses of tensors; host memory too; and freed memory is checked at the
+next allocation on its stream, even of other memory.
 
 [Note: threads]
     All threads of the program are one *actor*, because torch and the interpreter order them. Each thread
-    of Penstock is an actor of its own, and learns of others' waits only where the design hands something
-    over, which ``hand_over`` and ``take_over`` tell: a lock that two threads happen to have taken one
-    after the other excuses nothing.
+    of Penstock is a separate actor, and learns of others' waits only through explicit hand-overs, which
+    ``hand_over`` and ``take_over`` report: two threads that happen to take a lock one after the other
+    do not count as ordered.
 """
 
 from __future__ import annotations
@@ -34,30 +35,30 @@ from torch.utils import checkpoint
 from penstock.hooks import recompute
 
 Actor: TypeAlias = tuple[object, ...]
-"""``(device index, stream handle)``, or ``(thread,)``."""
+"""Stream or thread: ``(device index, stream handle)``, or ``(thread,)``."""
 Clock: TypeAlias = dict[Actor, int]
 Span: TypeAlias = tuple[int, int, bool]
-"""Where a range of bytes begins, how many there are, and whether they are a device's."""
+"""Range of bytes: address, length, and whether it is device memory."""
 
 PROGRAM: Final[Actor] = ("the program",)
 OWN_THREADS: Final = "penstock"
-"""How the names of threads begin that are actors of their own."""
+"""Prefix of the names of threads that are separate actors."""
 
 
 @dataclass(slots=True, frozen=True)
 class Access:
-    """Something that was done with a range of bytes."""
+    """An access to a range of bytes."""
 
     start: int
     end: int
     actor: Actor
     tick: int
-    """The actor's own time."""
+    """Time on the actor's own clock."""
     writes: bool
     what: str
 
     def covers(self, other: Access) -> bool:
-        """Whether nothing that conflicts with ``other`` does not conflict with this."""
+        """Return whether everything that conflicts with ``other`` conflicts with this, too."""
         if other.start < self.start or other.end > self.end:
             return False
         return self.writes or (not other.writes and other.actor == self.actor)
@@ -65,30 +66,30 @@ class Access:
 
 @dataclass(slots=True)
 class Block:
-    """Memory between its allocation and its release."""
+    """Allocated memory."""
 
     stream: Actor | None
-    """That it was allocated on; ``None`` for host memory."""
+    """Stream on which it was allocated; ``None`` for host memory."""
     nbytes: int | None = None
-    """If that is known: torch does not tell it of device memory."""
+    """Size, if known: torch does not report it for device memory."""
     accesses: list[Access] = field(default_factory=list)
     kept: set[Actor] = field(default_factory=set)
-    """Streams that torch's allocator waits for before the memory is used again."""
+    """Streams for which torch's allocator waits before it reuses the memory."""
 
 
 @dataclass(slots=True)
 class Freed:
-    """Memory that may still be in use when it is freed."""
+    """Freed memory that may still be in use."""
 
     thread: int
-    """Which has freed it."""
+    """Thread that has freed it."""
     using: list[Access]
     waited_for: Clock = field(default_factory=dict)
-    """What torch's allocator waits for before the memory is used again."""
+    """Clock of the events for which torch's allocator waits before it reuses the memory."""
 
 
 class _Blocks:
-    """Blocks by where they begin."""
+    """Blocks by address."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -106,7 +107,7 @@ class _Blocks:
         return block
 
     def at(self, address: int) -> Block | None:
-        """The one that an address is in; None if it was given out before this checker was told."""
+        """Return the block that contains an address; None if it was allocated before checking began."""
         index = bisect_right(self._starts, address) - 1
         if index < 0:
             return None
@@ -116,18 +117,18 @@ class _Blocks:
 
 
 class Order:
-    """The clocks, and what has been complained of. Thread-safe."""
+    """Clocks of all actors, and complaints. Thread-safe."""
 
     def __init__(self, recorded_at_free: Callable[[int], set[int]] | None = None) -> None:
-        """Know of nothing yet.
+        """Start without accesses.
 
         Args:
-            recorded_at_free: Given a thread's identifier, handles of the streams on which torch's
-                allocator has recorded an event since the last call because that thread has freed
-                something: blocks are kept by torch's own C++ code, too, of which there is no callback.
+            recorded_at_free: Function of a thread's identifier that returns the handles of the streams
+                on which torch's allocator has recorded an event since the last call because that thread
+                freed memory: torch's C++ code also keeps blocks, for which there is no callback.
         """
         self.checked = 0
-        """How many accesses were judged."""
+        """Number of checked accesses."""
         self._recorded_at_free = recorded_at_free
         self._lock = threading.RLock()
         self._busy = False
@@ -138,21 +139,21 @@ class Order:
         self._device = _Blocks()
         self._late: list[Callable[[], None]] = []
         self._freed: dict[Actor, list[Freed]] = {}
-        """By the stream that it is freed to: memory that may still be in use."""
+        """Freed memory that may still be in use, by the stream to which it was freed."""
         self._complaints: dict[str, None] = {}
 
     @property
     def complaints(self) -> list[str]:
-        """What is wrong, each once, in the order of its discovery."""
+        """Distinct complaints in the order of their discovery."""
         with self._lock:
             return list(self._complaints)
 
-    # -- what streams do --------------------------------------------------------------------------
+    # -- streams ----------------------------------------------------------------------------------
 
     def enqueued(
         self, stream: Actor, reads: Iterable[Span], writes: Iterable[Span], what: str
     ) -> None:
-        """The calling thread has told a stream to read and write."""
+        """Record that the calling thread has enqueued reads and writes on a stream."""
         with self._lock:
             self._begin(stream)
             where = f"{what} on {_name(stream)}"
@@ -161,36 +162,36 @@ class Order:
                     self._judge(span, stream, writing, where)
 
     def recorded(self, event: int, stream: Actor) -> None:
-        """An event was recorded on a stream."""
+        """Record that an event was recorded on a stream."""
         with self._lock:
             self._events[event] = dict(self._begin(stream))
 
     def waits(self, stream: Actor, event: int) -> None:
-        """A stream waits for an event as it is now."""
+        """Record that a stream waits for the present state of an event."""
         with self._lock:
             _join(self._begin(stream), self._events.get(event))
 
-    # -- what threads see -------------------------------------------------------------------------
+    # -- threads ----------------------------------------------------------------------------------
 
     def saw(self, event: int) -> None:
-        """The calling thread knows that an event has been reached."""
+        """Record that the calling thread knows that an event has been reached."""
         with self._lock:
             _join(self._clock(_here()), self._events.get(event))
 
     def saw_stream(self, stream: Actor) -> None:
-        """The calling thread knows that all that a stream was told is done."""
+        """Record that the calling thread knows that all work of a stream has ended."""
         with self._lock:
             _join(self._clock(_here()), self._clocks.get(stream))
 
     def saw_device(self, device: int) -> None:
-        """The calling thread knows that a device is idle."""
+        """Record that the calling thread knows that a device is idle."""
         with self._lock:
             for actor, clock in tuple(self._clocks.items()):
                 if actor[0] == device:
                     _join(self._clock(_here()), clock)
 
     def accessed(self, span: Span, *, writes: bool, what: str) -> None:
-        """The calling thread itself reads or writes memory, or has the system do so."""
+        """Record that the calling thread itself, or the system on its behalf, accesses memory."""
         with self._lock:
             actor = _here()
             clock = self._clock(actor)
@@ -198,7 +199,7 @@ class Order:
             self._judge(span, actor, writes, f"{what} in {actor[0]}")
 
     def hand_over(self, key: Hashable) -> None:
-        """What the calling thread knows now, whoever takes ``key`` over will know."""
+        """Pass the calling thread's knowledge to any thread that takes over ``key``."""
         with self._lock:
             actor = _here()
             clock = self._clock(actor)
@@ -206,26 +207,26 @@ class Order:
             _join(self._handed.setdefault(key, {}), clock)
 
     def take_over(self, key: Hashable) -> None:
-        """The calling thread knows what was handed over under ``key``."""
+        """Add the knowledge that was handed over under ``key`` to the calling thread's."""
         with self._lock:
             _join(self._clock(_here()), self._handed.get(key))
 
-    def let_go(self, start: int) -> None:
-        """The calling thread will not hold a storage any more: whoever frees it comes after that."""
+    def released(self, start: int) -> None:
+        """Record that the calling thread drops a storage, which precedes its being freed."""
         self.hand_over(("storage", start))
 
     def forget(self, key: Hashable) -> None:
-        """Nobody will take ``key`` over any more."""
+        """Drop the knowledge handed over under ``key``."""
         with self._lock:
             self._handed.pop(key, None)
 
     # -- memory -----------------------------------------------------------------------------------
 
     def allocated(self, start: int, stream: Actor) -> None:
-        """Device memory was given out, for use on a stream: what was freed to it may be used again.
+        """Record an allocation of device memory on a stream, which may reuse memory freed to it.
 
-        What that stream has done so far may have been with the same memory, so any other user comes
-        after it, as after an access to all of the block.
+        Earlier work of the stream may have used the same memory, so other users must come after it, as
+        after an access to the whole block.
         """
         with self._lock:
             clock = self._begin(stream)
@@ -241,20 +242,20 @@ class Order:
             self._device.add(start, Block(stream, accesses=[before]))
 
     def kept(self, start: int, stream: Actor) -> None:
-        """When the block is freed, it is not used again before a stream has done what it then has."""
+        """Record that a block, when freed, is not reused before the work of a stream has ended."""
         with self._lock:
             block = self._device.at(start)
             if block is not None:
                 block.kept.add(stream)
 
     def freed(self, start: int) -> None:
-        """The calling thread is about to free the block that begins at ``start``.
+        """Record that the calling thread is about to free the block at ``start``.
 
-        Whatever still uses it then, and is not known to be over, must be waited for by the stream that
-        it was allocated on before that stream is given memory again, or by torch's allocator.
+        Uses that are not known to have ended must be waited for, by the stream on which the block was
+        allocated before the next allocation there, or by torch's allocator.
         """
         with self._lock:
-            if self._busy:  # a finalizer, in the midst of something else of this thread
+            if self._busy:  # a finalizer during another call of this thread
                 self._late.append(lambda: self.freed(start))
                 return
             block = self._device.remove(start)
@@ -268,16 +269,16 @@ class Order:
             using = [each for each in using if each.actor != block.stream]
             if using:
                 thread = threading.get_ident()
-                self._note_recorded(thread)  # of what was freed before
+                self._note_recorded(thread)  # for memory freed earlier
                 self._freed.setdefault(block.stream, []).append(Freed(thread, using))
 
-    def taken(self, start: int, nbytes: int) -> None:
-        """Host memory for copies was given out; of other host memory accesses are not judged."""
+    def host_allocated(self, start: int, nbytes: int) -> None:
+        """Record an allocation of host memory for copies; other host memory is not checked."""
         with self._lock:
             self._host.add(start, Block(None, nbytes))
 
-    def given_back(self, start: int) -> None:
-        """The calling thread gives it back; it must know that nothing uses it any more."""
+    def host_freed(self, start: int) -> None:
+        """Record that the calling thread frees host memory, for which it must know of no more use."""
         with self._lock:
             block = self._host.remove(start)
             known = self._clock(_here())
@@ -285,13 +286,13 @@ class Order:
                 if each.tick > known.get(each.actor, 0):
                     self._complaints[
                         f"{each.what} {'writes' if each.writes else 'reads'} host memory that is"
-                        f" given back in {_here()[0]}, which has not waited for it"
+                        f" freed in {_here()[0]}, which has not waited for it"
                     ] = None
 
-    # -- inside; under the lock -------------------------------------------------------------------
+    # -- private; under the lock ------------------------------------------------------------------
 
     def _begin(self, stream: Actor) -> Clock:
-        """A stream's clock, which knows now what the calling thread knows, one tick later."""
+        """Advance a stream's clock, joined with the calling thread's, and return it."""
         clock = self._clock(stream)
         _join(clock, self._clock(_here()))
         clock[stream] = clock.get(stream, 0) + 1
@@ -318,7 +319,7 @@ class Order:
             self._late.pop(0)()
 
     def _compared(self, known: list[Access], access: Access, clock: Clock) -> list[Access]:
-        """What is known of some memory after an access, which is compared with all before."""
+        """Compare an access with all earlier ones; return those that must be remembered."""
         remaining = []
         for each in known:
             if (
@@ -351,7 +352,7 @@ class Order:
         self._freed.pop(stream, None)
 
     def _note_recorded(self, thread: int) -> None:
-        """What a thread has freed waits for the streams of which the allocator has just taken note."""
+        """Record the streams for which the allocator now waits because of a thread's frees."""
         if self._recorded_at_free is None:
             return
         handles = self._recorded_at_free(thread)
@@ -367,7 +368,7 @@ def _name(stream: Actor) -> str:
 
 
 def _here() -> Actor:
-    """The calling thread as an actor."""
+    """Return the calling thread as an actor."""
     thread = threading.current_thread()
     return (thread.name, thread.ident) if thread.name.startswith(OWN_THREADS) else PROGRAM
 
@@ -382,16 +383,16 @@ def _join(clock: Clock, other: Clock | None) -> None:
 # -- torch's callbacks --------------------------------------------------------------------------------
 
 _watching: list[Order] = []
-"""The one that is told, if any: callbacks cannot be taken back."""
+"""Active checker, if there is one: callbacks cannot be unregistered."""
 _registered = False
-_to_the_end: Final = ExitStack()
-"""Which ends with the process: checkpoints of torch are run to their end."""
+_until_exit: Final = ExitStack()
+"""Contexts that stay open until the process ends."""
 
 
 def watch(order: Order | None) -> None:
-    """From now on tell ``order`` of events, waits, allocations and releases; ``None``: nobody.
+    """Report events, waits, allocations and frees of the process to ``order``; ``None`` stops that.
 
-    Of the whole process. Torch's callbacks are kept until its end, and cost some microseconds each.
+    Torch's callbacks stay registered until the process ends, and cost some microseconds each.
     """
     global _registered  # noqa: PLW0603
     if not _registered and order is not None:
@@ -401,7 +402,7 @@ def watch(order: Order | None) -> None:
 
 
 def stream_here(handle: int) -> Actor:
-    """The stream of a handle on the calling thread's device: default streams have all the same."""
+    """Return the stream of a handle on the current device: default streams share one handle."""
     return (torch.cuda.current_device(), handle)
 
 
@@ -409,11 +410,11 @@ def _register() -> None:
     trace: Any = __import__("torch.cuda._gpu_trace", fromlist=["_"])
     torch._C._activate_gpu_trace()
     # A Python error that passes through an operator of torch while memory is freed is lost in a callback
-    # ("SystemError: error return without exception set"). So nothing is ended by one in a hook: neither
-    # what we run again nor, by torch that cannot be told for each (before 2.10), what torch does.
+    # ("SystemError: error return without exception set"). So no hook may end a recomputation by an error:
+    # neither Penstock's nor torch's, which before 2.10 cannot be told so for each checkpoint.
     recompute.stop_early = lambda: None
-    _to_the_end.enter_context(checkpoint.set_checkpoint_early_stop(False))
-    tell: dict[str, Callable[..., None]] = {
+    _until_exit.enter_context(checkpoint.set_checkpoint_early_stop(False))
+    callbacks: dict[str, Callable[..., None]] = {
         "event_record": lambda order, event, handle: order.recorded(event, stream_here(handle)),
         "event_wait": lambda order, event, handle: order.waits(stream_here(handle), event),
         "event_synchronization": lambda order, event: order.saw(event),
@@ -424,8 +425,8 @@ def _register() -> None:
         ),
         "memory_deallocation": lambda order, start: order.freed(start),
     }
-    for name, method in tell.items():
-        getattr(trace, f"register_callback_for_{name}")(_teller(method))
+    for name, method in callbacks.items():
+        getattr(trace, f"register_callback_for_{name}")(_reporter(method))
     _wrap(
         torch.cuda.Event, "query", lambda order, event, done: done and order.saw(event.cuda_event)
     )
@@ -445,22 +446,22 @@ def _register() -> None:
     )
 
 
-def _teller(method: Callable[..., None]) -> Callable[..., None]:
-    def tell(*arguments: int) -> None:
+def _reporter(method: Callable[..., None]) -> Callable[..., None]:
+    def report(*arguments: int) -> None:
         for order in _watching:
             method(order, *arguments)
 
-    return tell
+    return report
 
 
-def _wrap(kind: Any, name: str, told: Callable[..., object]) -> None:
-    """Have a method tell of its calls: ``told(order, self, result, *arguments)``."""
+def _wrap(kind: Any, name: str, report: Callable[..., object]) -> None:
+    """Make a method report its calls to ``report(order, self, result, *arguments)``."""
     method = getattr(kind, name)
 
     def wrapper(self: Any, *arguments: Any, **named: Any) -> Any:
         result = method(self, *arguments, **named)
         for order in _watching:
-            told(order, self, result, *arguments)
+            report(order, self, result, *arguments)
         return result
 
     setattr(kind, name, wrapper)

@@ -1,21 +1,20 @@
-"""A disk whose power fails: what may be left of all that was written below a directory.
+"""Simulated loss of power: the possible states of the files below a directory.
 
-1. ``Disk(directory)``; in ``with recording(disk):`` whatever is to be tried. All of it is done, and each
-   change is noted, with the moments at which its system call began and ended.
-2. ``disk.volatile(at)``: the changes that nobody can rely on at a moment.
-3. ``disk.lose_power(at, into, fates)``: what is left then, in another directory; ``disk.kill(at, into)``:
-   what the next process finds where only the process has died, and the power may fail later.
+1. ``Disk(directory)``; the code under test runs in ``with recording(disk):``. It is executed, and each
+   change is recorded, with the moments at which its system call began and ended.
+2. ``disk.volatile(at)`` returns the changes that are not durable at a moment.
+3. ``disk.lose_power(at, into, fates)`` writes the remaining state to another directory;
+   ``disk.kill(at, into)`` writes the state after only the process has died, before a later loss of power.
 
 [Note: what a loss of power leaves]
-    A change of a file is safe when ``fsync`` or ``fdatasync`` of that file has returned, if it was called
-    after the change had returned; a name is safe by ``fsync`` of its directory. If that call fails, no
-    later one makes the change safe: Linux takes what it could not write for written. O_DIRECT makes no
-    change safe, for it may be in the device's own cache. Every other change may be there, or not, or be
-    torn between sectors, and they may have come in any order. What a torn write has made longer may be
-    zeros.
-    What one call changes in a directory is there as a whole or not at all: any call may be missing, but
-    those that are not came in their order. A file may have several names; a directory has one, the last
-    that it got of those that are left.
+    A change of a file is safe when a later ``fsync`` or ``fdatasync`` of that file has returned; a name
+    is safe by ``fsync`` of its directory. If that call fails, no later one makes the change safe: Linux
+    marks pages as written although it could not write them. O_DIRECT makes no change safe, since it may
+    be in the device's own cache. Every other change may be present, or absent, or torn between sectors,
+    and changes may be applied in any order. A torn write that has extended the file may leave zeros.
+    A call's change of a directory is present as a whole or absent: any call may be missing, but the
+    others are applied in their order. A file may have several names; a directory has one, the last one
+    of those that remain.
 """
 
 from __future__ import annotations
@@ -31,33 +30,33 @@ from typing import Any, Final, Literal
 from penstock.core.locks import Lock
 
 Content = bytearray | dict[str, int]
-"""Of a file, or of a directory: which node has which name."""
+"""Content of a file, or of a directory: node numbers by name."""
 
 LOST: Final = 0
 KEPT: Final = 1
-"""What becomes of a change; any higher number: it is torn, in one of so many ways."""
+"""Fates of a change; any higher number is the seed of a torn one."""
 
 _ROOT: Final = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Change:
-    """What one system call has changed in one file or directory."""
+    """Change of one file or directory by one system call."""
 
     node: int
     """Number of the file or directory."""
     begun: int
     ended: int
-    """Moments."""
+    """Moment of the end."""
     what: Literal["write", "truncate", "extend", "names"]
     offset_bytes: int = 0
-    """Where was written; or the length that the file has got, or has at least."""
+    """Offset of a write, or the new length, or the new minimum length."""
     data: bytes = b""
     names: Mapping[str, int | None] = field(default_factory=dict)
-    """The node that a name leads to; None: there is no such name any more."""
+    """New node of each name; None for a removed name."""
 
     def apply(self, contents: Mapping[int, Content]) -> None:
-        """Make it."""
+        """Apply the change."""
         content = contents[self.node]
         if isinstance(content, dict):
             made = {name: node for name, node in self.names.items() if node is not None}
@@ -75,7 +74,7 @@ class Change:
             del content[self.offset_bytes :]
 
     def left(self, fate: int, sector_bytes: int) -> Iterator[Change]:
-        """What is left of it."""
+        """Yield the parts that remain."""
         if fate == KEPT or (fate != LOST and self.what != "write"):
             yield self
         elif fate != LOST:
@@ -93,7 +92,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Sync:
-    """A call that waited for a file or directory."""
+    """A call that synchronized a file or directory."""
 
     node: int
     begun: int
@@ -102,18 +101,17 @@ class Sync:
 
 
 class Disk:
-    """Everything below a directory, and how it came there. Thread-safe.
+    """Content of a directory with the history of its changes. Thread-safe.
 
-    Changes by other means than the calls of :mod:`penstock.testing.power_calls` are not seen: see
-    ``missed``.
+    Only changes by the calls in :mod:`penstock.testing.power_calls` are seen; see ``missed``.
 
     Attributes:
         root: The directory.
-        now: The present moment; the end of each call that is noted is one of its own.
+        now: Present moment; the end of each recorded call is a new moment.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Take what is there as safe."""
+        """Read the present content, which counts as safe."""
         self.now = 0
         self.root = Path(directory)
         self._contents: dict[int, Content] = {}
@@ -125,7 +123,7 @@ class Disk:
         self._take(self.root)
 
     def volatile(self, at: int) -> list[Change]:
-        """What was begun by then and is not safe. See [Note: what a loss of power leaves]."""
+        """Return the changes begun by a moment and not safe. See [Note: what a loss of power leaves]."""
         return [each for each in self._changes if each.begun <= at and not self._is_safe(each, at)]
 
     def lose_power(
@@ -137,19 +135,19 @@ class Disk:
         order: Random | None = None,
         sector_bytes: int = 512,
     ) -> Disk:
-        """Make what a loss of power has left.
+        """Write the state after a loss of power.
 
         Args:
-            at: The moment.
+            at: Moment of the loss.
             into: An empty directory.
-            fates: ``LOST``, ``KEPT`` or a way of being torn, for each of ``volatile(at)``.
-            order: Shuffles what is left of files; None: as it was written.
-            sector_bytes: What is never torn.
+            fates: ``LOST``, ``KEPT`` or the seed of a torn change, for each of ``volatile(at)``.
+            order: Random order of the remaining changes of files; None for the order of writing.
+            sector_bytes: Size of a sector, which is never torn.
         """
         settled = [each for each in self._changes if self._is_safe(each, at)]
         left: list[Change] = []
         for change, fate in zip(self.volatile(at), fates, strict=True):
-            # beneath what has come, and was waited for, since it was given up
+            # before later synchronized changes, if the system has given it up
             was_given_up = self._waited(change, at) is not None
             (settled if was_given_up else left).extend(change.left(fate, sector_bytes))
         settled.sort(key=lambda change: change.ended)
@@ -160,9 +158,9 @@ class Disk:
         return Disk(into)
 
     def kill(self, at: int, into: str | os.PathLike[str]) -> Disk:
-        """Make what there is when the process has died; its changes become safe no sooner for that.
+        """Write the state after the process has died, which does not make its changes safe.
 
-        A call that it was in is completed.
+        A running call is completed.
         """
         changes = [
             replace(each, ended=min(each.ended, at)) for each in self._changes if each.begun <= at
@@ -175,7 +173,7 @@ class Disk:
         return made
 
     def missed(self) -> list[str]:
-        """Files and directories that are not as they should be: they were changed unseen."""
+        """Return files and directories that were changed by unrecorded calls."""
         contents = self._contents_after(self._changes)
         wrong = []
         for path, node in self._walk(contents, self.root):
@@ -188,26 +186,26 @@ class Disk:
                 wrong.append(str(path))
         return wrong
 
-    # -- noting -----------------------------------------------------------------------------------
+    # -- recording --------------------------------------------------------------------------------
 
     def note(self, begun: int, node: int, what: Any, offset_bytes: int = 0, **more: Any) -> None:
-        """A call that has changed something has ended."""
+        """Record a change at the end of its call."""
         with self._lock:
             self.now += 1
             self._changes.append(Change(node, begun, self.now, what, offset_bytes, **more))
 
     def note_sync(self, begun: int, node: int, *, failed: bool) -> None:
-        """A call that has waited for something has ended."""
+        """Record a synchronization at the end of its call."""
         with self._lock:
             self.now += 1
             self._syncs.append(Sync(node, begun, self.now, failed))
 
     def node_of(self, file: int | str) -> int | None:
-        """The number of an open file, or of a path; None: it is none of these."""
+        """Return the number of an open file or a path, or None if it is not below the directory."""
         return self._nodes.get(_identity(file))
 
     def add(self, file: int | str) -> int:
-        """Number a file or directory that is new."""
+        """Assign a number to a new file or directory."""
         is_directory = stat.S_ISDIR(os.stat(file).st_mode)
         with self._lock:
             node = self._nodes[_identity(file)] = len(self._contents)
@@ -215,12 +213,12 @@ class Disk:
         return node
 
     def hold(self, path: str) -> None:
-        """Have the system give nothing new the identity of what loses its name."""
+        """Hold a file open whose name is removed, so that its inode number is not reused."""
         with self._lock:
             self._held.append(os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC))
 
-    def let_go(self) -> None:
-        """Close what was held open so that no inode number came back."""
+    def close_held(self) -> None:
+        """Close the files that ``hold`` keeps open."""
         while self._held:
             held = self._held.pop()
             if os.fstat(held).st_nlink == 0:
@@ -234,7 +232,7 @@ class Disk:
         return sync is not None and not sync.failed
 
     def _waited(self, change: Change, at: int) -> Sync | None:
-        """The call that has waited for a change by then."""
+        """Return the first call that has synchronized a change by a moment, or None."""
         for each in self._syncs:
             if each.node == change.node and change.ended <= each.begun and each.ended <= at:
                 return each
@@ -262,7 +260,7 @@ class Disk:
     def _make(
         self, contents: Mapping[int, Content], into: str | os.PathLike[str]
     ) -> dict[tuple[int, int], int]:
-        """Write out a tree of files; the numbers of what it is made of."""
+        """Write a tree of files; return the numbers of its files and directories."""
         made: dict[int, Path] = {}
         for path, node in self._walk(contents, Path(into)):
             content = contents[node]

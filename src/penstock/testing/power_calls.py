@@ -1,4 +1,4 @@
-"""System calls that change files and directories, for :class:`penstock.testing.power.Disk` to note."""
+"""Wrappers of the system calls whose changes :class:`penstock.testing.power.Disk` records."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _Wrap = Callable[[Disk, _Call], _Call]
 
 
 def _full(path: Any, dir_fd: int | None) -> str:
-    """A path that begins at the root."""
+    """Return a path that begins at the root."""
     start = os.getcwd() if dir_fd is None else f"/proc/self/fd/{dir_fd}"
     return os.path.join(start, os.fsdecode(path))
 
 
 def _parent(disk: Disk, path: str) -> int | None:
-    """The number of the directory that something is in, or is to be in."""
+    """Return the number of the parent directory of a path."""
     directory = os.path.dirname(path)
     return disk.node_of(directory) if os.path.isdir(directory) else None
 
 
-# -- of files -------------------------------------------------------------------------------------
+# -- files ----------------------------------------------------------------------------------------
 
 
 def _open(disk: Disk, call: _Call) -> _Call:
@@ -54,7 +54,7 @@ def _write_at(disk: Disk, call: _Call) -> _Call:
         node = disk.node_of(descriptor)
         if node is None:
             return call(descriptor, data, offset)
-        # the memory may be another's as soon as this returns
+        # the memory may be reused as soon as this returns
         kept = b"".join(map(bytes, data)) if isinstance(data, list) else bytes(data)
         begun = disk.now
         moved = call(descriptor, data, offset)
@@ -104,7 +104,7 @@ def _sync(disk: Disk, call: _Call) -> _Call:
     return noted
 
 
-# -- of names -------------------------------------------------------------------------------------
+# -- names ----------------------------------------------------------------------------------------
 
 
 def _make_directory(disk: Disk, call: _Call) -> _Call:
@@ -163,7 +163,7 @@ def _rename(disk: Disk, call: _Call) -> _Call:
     ) -> None:
         old, new = _full(source, src_dir_fd), _full(target, dst_dir_fd)
         begun, parent, into = disk.now, _parent(disk, old), _parent(disk, new)
-        assert parent == into, f"{old} changes its directory: no loss of power is known for that"
+        assert parent == into, f"{old} moves to another directory, which is not simulated"
         node = None if parent is None else disk.node_of(old)
         call(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
         if parent is not None:
@@ -205,12 +205,12 @@ CALLS: Final[dict[tuple[ModuleType, str], _Wrap]] = {
     (os, "rename"): _rename,
     (checkpoint_disk, "renameat2"): _rename_in,
 }
-"""By where they are called."""
+"""Wrappers by module and name of the function."""
 
 
 @contextmanager
 def recording(disk: Disk) -> Iterator[None]:
-    """Note what is changed; of one disk at a time, by any thread."""
+    """Record changes by any thread inside the block; for one disk at a time."""
     before = {place: getattr(*place) for place in CALLS}
     for place, wrap in CALLS.items():
         setattr(*place, wrap(disk, before[place]))
@@ -219,4 +219,4 @@ def recording(disk: Disk) -> Iterator[None]:
     finally:
         for place, call in before.items():
             setattr(*place, call)
-        disk.let_go()
+        disk.close_held()

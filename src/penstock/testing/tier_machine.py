@@ -1,4 +1,4 @@
-"""A tier beside a dict: hypothesis does what it likes to both, and they must agree."""
+"""State machine for hypothesis, which compares a tier with a dict."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from penstock.testing.engines import Bytes, aligned
 from penstock.tier.base import Ticket, Tier
 
 PATIENCE_S: Final = 60.0
-"""More than any single transfer takes on a busy machine, seconds."""
+"""Time limit of a single transfer on a busy machine, in seconds."""
 
 
 class TierMachine(RuleBasedStateMachine):
-    """A tier beside a dict of what it should hold."""
+    """A tier, and a dict with its expected content."""
 
     def __init__(
         self, build: Callable[[ExitStack], Tier], *, capacity_bytes: int, unit_bytes: int
     ) -> None:
-        """Play with tiers.
+        """Open an empty tier.
 
         Args:
-            build: Builds an empty tier; what it needs is closed by the stack.
-            capacity_bytes: Of each tier.
-            unit_bytes: What a window takes of the capacity is rounded up to this.
+            build: Function that builds an empty tier and registers its resources with the stack.
+            capacity_bytes: Capacity of each tier.
+            unit_bytes: Unit to which the space of a window is rounded up.
         """
         super().__init__()
         self.build = build
@@ -44,15 +44,15 @@ class TierMachine(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        """Begin with an empty tier."""
+        """Open an empty tier."""
         self.tier = self.build(self.stack)
         self.held: dict[Ticket, bytes] = {}
-        self.leaving: list[Ticket] = []
+        self.discarded: list[Ticket] = []
         self.reads: list[tuple[Transfer, Bytes, Ticket, bytes]] = []
 
     @rule(start=st.integers(0, 9000), nbytes=st.integers(1, 1 * MIB - 9000))
     def write(self, start: int, nbytes: int) -> None:
-        """Write; once what was discarded is gone, it is refused only if there is no room."""
+        """Write; after pending discards it may be refused only if the tier is full."""
         try:
             ticket = write(self.tier, self.source, start, nbytes)
         except NoSpaceError:
@@ -67,7 +67,7 @@ class TierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 99))
     def read(self, which: int) -> None:
-        """Begin to read, without waiting for it."""
+        """Begin to read, without waiting."""
         ticket = self.pick(which)
         try:
             ticket.written.wait(PATIENCE_S)
@@ -81,33 +81,33 @@ class TierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 99))
     def discard(self, which: int) -> None:
-        """Discard, whatever is in flight."""
+        """Discard a ticket, also during a transfer."""
         ticket = self.pick(which)
         del self.held[ticket]
         self.tier.discard(ticket)
-        self.leaving.append(ticket)
+        self.discarded.append(ticket)
 
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 99))
     def cancel(self, which: int) -> None:
-        """Cancel a write, if it still can be."""
+        """Cancel a write, if that is still possible."""
         self.pick(which).written.cancel()
 
     @rule()
     def quiesce(self) -> None:
-        """Wait for everything; the data are right and the account is exact."""
-        for ticket in (*self.held, *self.leaving):
+        """Wait for everything, and check the data and the account."""
+        for ticket in (*self.held, *self.discarded):
             settled(ticket.written)
         for transfer, target, ticket, expected in self.reads:
             transfer.wait(PATIENCE_S)
             assert_equal(target, ticket, expected)
-        self.leaving.clear()
+        self.discarded.clear()
         self.reads.clear()
         assert self.tier.held_bytes == sum(ticket.window.nbytes for ticket in self.held)
 
     @rule()
     def reopen(self) -> None:
-        """Close with whatever is in flight, and begin anew."""
+        """Close the tier, also during transfers, and open a new one."""
         self.tier.close()
         for transfer, *_ in self.reads:
             assert transfer.done
@@ -117,11 +117,11 @@ class TierMachine(RuleBasedStateMachine):
 
     @invariant()
     def never_over_capacity(self) -> None:
-        """The capacity is a promise."""
+        """Check that the capacity is never exceeded."""
         assert 0 <= self.tier.held_bytes <= self.capacity_bytes
 
     def teardown(self) -> None:
-        """End in order: nothing is left."""
+        """Close the tier, and check that nothing is left."""
         try:
             self.quiesce()
             for ticket in self.held:
@@ -132,11 +132,11 @@ class TierMachine(RuleBasedStateMachine):
             self.stack.close()
 
     def pick(self, which: int) -> Ticket:
-        """One of the tickets that are held."""
+        """Choose one of the held tickets."""
         return list(self.held)[which % len(self.held)]
 
     def room(self, nbytes: int) -> int:
-        """What a window takes of the capacity."""
+        """Return the space that a window takes of the capacity."""
         return round_up(nbytes, self.unit_bytes)
 
 
@@ -152,7 +152,7 @@ def read(tier: Tier, ticket: Ticket, target: Bytes) -> Transfer:
 
 
 def fill(tier: Tier, source: Bytes, nbytes: int) -> list[Ticket]:
-    """Write the same ``nbytes`` until there is no room, and wait for it."""
+    """Write the same ``nbytes`` until the tier is full, and wait."""
     tickets: list[Ticket] = []
     while True:
         try:
@@ -165,13 +165,13 @@ def fill(tier: Tier, source: Bytes, nbytes: int) -> list[Ticket]:
 
 
 def settled(transfer: Transfer) -> None:
-    """Wait until a transfer is over; to be cancelled is a good end, too."""
+    """Wait until a transfer has ended or was cancelled."""
     with suppress(CancelledError):
         transfer.wait(PATIENCE_S)
 
 
 def assert_equal(target: Bytes, ticket: Ticket, expected: Bytes | bytes) -> None:
-    """The ticket's data, in ``target`` at their skew, are ``expected``."""
+    """Check that the ticket's data, in ``target`` at their skew, are ``expected``."""
     skew = ticket.window.skew
     found = target[skew : skew + ticket.nbytes].tobytes()
     wanted = expected if isinstance(expected, bytes) else expected.tobytes()
@@ -179,7 +179,7 @@ def assert_equal(target: Bytes, ticket: Ticket, expected: Bytes | bytes) -> None
 
 
 def wait_until(condition: Callable[[], Any]) -> None:
-    """Wait, for what another thread is about to do."""
+    """Wait until another thread has made a condition true."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
@@ -187,7 +187,7 @@ def wait_until(condition: Callable[[], Any]) -> None:
 
 
 def check_all_room(tier: Tier) -> None:
-    """An empty tier can be filled to the last byte of its capacity."""
+    """Check that an empty tier can be filled to the last byte of its capacity."""
     nbytes = tier.spec.capacity_bytes
     ticket = write(tier, aligned(nbytes), 0, nbytes)
     ticket.written.wait(PATIENCE_S)

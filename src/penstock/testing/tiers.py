@@ -1,4 +1,4 @@
-"""What every tier must do. A subclass says only how to build one.
+"""Conformance suite of tiers. A subclass defines how to build one.
 
 ::
 
@@ -9,9 +9,9 @@
             return MyTier(directory, capacity_bytes, engine, Recorder())
 
         def corrupt(self, tier, ticket):
-            ...  # change a byte of what is held for this ticket
+            ...  # change a byte of this ticket's data
 
-``test_any_order`` lets hypothesis play with the tier and compares with a dict of bytes.
+``test_any_order`` lets hypothesis choose operations and compares the tier with a dict of bytes.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ from penstock.tier.wrappers import FaultyTier
 
 
 class Owner:
-    """Something that ``keep_alive`` can be, and whose death can be seen."""
+    """Object for ``keep_alive`` whose deletion can be observed."""
 
 
 class TierTests:
     """Roundtrips at every skew, room, discarding and closing at bad moments, threads, forks."""
 
     capacity_bytes: ClassVar[int] = 2 * MIB
-    """A multiple of ``unit_bytes``."""
+    """Capacity of the tiers, a multiple of ``unit_bytes``."""
     unit_bytes: ClassVar[int] = 4 * KIB
-    """What a ticket takes of the capacity is its window, rounded up to this."""
+    """Unit to which the space of a ticket's window is rounded up."""
     long_bytes: ClassVar[int] = 300_001
-    """A size that the tier has to cut up, if it ever does; a fourth of the capacity at most."""
+    """Size that the tier has to split, if it ever does; at most a quarter of the capacity."""
     examples: ClassVar[int] = 40
-    """How often hypothesis begins anew."""
+    """Number of examples of hypothesis."""
 
     def build(self, stack: ExitStack, directory: Path, capacity_bytes: int) -> Tier:
-        """Build a tier; what it needs is closed by ``stack``. To be overridden."""
+        """Build a tier, and register its resources with ``stack``. To be overridden."""
         raise NotImplementedError
 
     def corrupt(self, tier: Tier, ticket: Ticket) -> None:
@@ -80,7 +80,7 @@ class TierTests:
             stack.callback(tier.close)
             yield tier
 
-    # -- what is written is read --------------------------------------------------------------
+    # -- roundtrips ---------------------------------------------------------------------------
 
     def test_the_spec_says_what_it_is(self, tier: Tier) -> None:
         """Capabilities are data."""
@@ -122,7 +122,7 @@ class TierTests:
             tier.discard(ticket)
 
     def test_many_tickets(self, tier: Tier) -> None:
-        """All are in flight at once, and come back in another order than they went."""
+        """Simultaneous transfers are read in another order than written."""
         random = np.random.default_rng(3)
         source = aligned(64 * KIB, seed=3)
         tickets = []
@@ -142,7 +142,7 @@ class TierTests:
         assert tier.held_bytes == 0
 
     def test_the_recorder_hears_of_it(self, tier: Tier) -> None:
-        """Spans carry the bytes that were really moved, which is what wears an SSD."""
+        """Spans have the bytes that were really moved, which wear an SSD."""
         source = aligned(8192, seed=4)
         ticket = write(tier, source, 3, 5000)
         ticket.written.wait(PATIENCE_S)
@@ -153,7 +153,7 @@ class TierTests:
             assert flows[stage, tier.spec.name].nbytes == ticket.window.nbytes
 
     def test_sources_and_targets_are_let_go(self, tier: Tier) -> None:
-        """``keep_alive`` is held until the transfer is settled, and not a moment longer."""
+        """The tier holds ``keep_alive`` until the transfer is settled, and not a moment longer."""
         nbytes = self.long_bytes
         source, target = aligned(nbytes, seed=5), aligned(nbytes + 4096)
         seen: list[object] = []
@@ -177,7 +177,7 @@ class TierTests:
     # -- room -------------------------------------------------------------------------------------
 
     def test_room_is_used_again(self, tier: Tier) -> None:
-        """Full to the last unit, and empty, and full again: nothing leaks."""
+        """A tier can repeatedly be filled to the last unit: nothing leaks."""
         piece = 8 * self.unit_bytes
         source = aligned(piece, seed=6)
         for _ in range(6):
@@ -191,7 +191,7 @@ class TierTests:
             assert tier.held_bytes == 0
 
     def test_scattered_room_suffices(self, tier: Tier) -> None:
-        """What is free is enough, wherever it is."""
+        """Free space suffices even if it is fragmented."""
         piece = 4 * self.unit_bytes
         small, big = aligned(piece, seed=7), aligned(self.capacity_bytes // 2, seed=8)
         tickets = fill(tier, small, piece)
@@ -210,7 +210,7 @@ class TierTests:
             assert_equal(target, other, small)
 
     def test_no_space_says_so_and_costs_nothing(self, tier: Tier) -> None:
-        """It is said at once; the room that there is stays usable."""
+        """The error is raised at once; the remaining space stays usable."""
         source = aligned(self.capacity_bytes + 4096, seed=9)
         for _ in range(3):
             with pytest.raises(NoSpaceError) as caught:
@@ -223,7 +223,7 @@ class TierTests:
     # -- discarding at bad moments ------------------------------------------------------------
 
     def test_discard_during_write(self, tier: Tier) -> None:
-        """Begun or not, the write ends, the source is let go, and the room is free."""
+        """The write ends, begun or not, the source is released, and the space is free."""
         source = aligned(self.long_bytes, seed=10)
         before = source.copy()
         for _ in range(20):
@@ -236,7 +236,7 @@ class TierTests:
         check_all_room(tier)
 
     def test_discard_during_read(self, tier: Tier) -> None:
-        """The read still brings the data, though others may want the room."""
+        """The read still returns the data, even if another write needs the space."""
         source, target = aligned(self.long_bytes, seed=11), aligned(self.long_bytes + 4096)
         other = aligned(self.long_bytes, seed=12)
         for _ in range(10):
@@ -254,7 +254,7 @@ class TierTests:
         check_all_room(tier)
 
     def test_cancelled_writes(self, tier: Tier) -> None:
-        """A cancelled write is settled as such, and its ticket keeps the room until discarded."""
+        """A cancelled write is settled as such, and its ticket holds space until discarded."""
         source = aligned(self.long_bytes, seed=13)
         tickets = [write(tier, source, 0, self.long_bytes // 4) for _ in range(12)]
         for ticket in reversed(tickets):
@@ -284,7 +284,7 @@ class TierTests:
     # -- misuse and damage --------------------------------------------------------------------
 
     def test_misuse_is_refused(self, tier: Tier) -> None:
-        """Empty data, and tickets that cannot be read (any more)."""
+        """Empty data, and tickets that cannot be read or no longer, are refused."""
         source = aligned(8192, seed=15)
         with pytest.raises(ConfigError, match="0 bytes"):
             write(tier, source, 0, 0)
@@ -299,7 +299,7 @@ class TierTests:
         assert tier.held_bytes == 0
 
     def test_reading_what_is_still_written_is_refused(self, tmp_path: Path) -> None:
-        """The data are in memory still: nobody has to read them."""
+        """The data are still in memory, so no read is needed."""
         source = aligned(8192, seed=16)
         with ExitStack() as stack:
             inner = self.build(stack, tmp_path, self.capacity_bytes)
@@ -326,7 +326,7 @@ class TierTests:
     # -- closing, threads, processes --------------------------------------------------------------
 
     def test_close_with_work_in_flight(self, tmp_path: Path) -> None:
-        """Close ends everything: every transfer is settled, as done or as cancelled."""
+        """Closing settles every transfer, as done or as cancelled."""
         source, target = aligned(self.long_bytes, seed=18), aligned(self.long_bytes)
         for _ in range(5):
             with ExitStack() as stack:
@@ -349,7 +349,7 @@ class TierTests:
                     read(tier, first, target)
 
     def test_threads(self, tier: Tier) -> None:
-        """Several threads, each with tickets of its own, in every order."""
+        """Several threads, each with its own tickets, may use a tier in any order."""
         failures: list[BaseException] = []
 
         def work(seed: int) -> None:
@@ -391,7 +391,7 @@ class TierTests:
     # -- against a dict -----------------------------------------------------------------------
 
     def test_any_order(self, tmp_path: Path) -> None:
-        """Whatever is done in whatever order, the tier holds what a dict would."""
+        """The tier holds the same as a dict after any sequence of operations."""
 
         def machine() -> TierMachine:
             return TierMachine(
@@ -401,7 +401,7 @@ class TierTests:
             )
 
         run_state_machine_as_test(
-            cast("type[TierMachine]", machine),  # a factory will do, whatever the annotation says
+            cast("type[TierMachine]", machine),  # a factory works, despite the annotation
             settings=settings(
                 max_examples=self.examples,
                 stateful_step_count=30,
@@ -413,7 +413,7 @@ class TierTests:
 
 
 def _random_walk(tier: Tier, seed: int, *, steps: int, most_bytes: int) -> None:
-    """Write, read back and discard at random; what is read is what was written."""
+    """Write, read back and discard at random, and check the data."""
     random = np.random.default_rng(seed)
     source, target = aligned(most_bytes + 4096, seed=seed), aligned(most_bytes + 8192)
     tickets: list[tuple[Ticket, bytes]] = []

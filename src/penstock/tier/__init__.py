@@ -1,4 +1,4 @@
-"""Where bytes rest. Read :mod:`penstock.tier.base` first, then :mod:`penstock.tier.striping`."""
+"""Tiers that hold bytes. Read :mod:`penstock.tier.base` first, then :mod:`penstock.tier.striping`."""
 
 from penstock.tier.base import Ticket, Tier, TierSpec, Window
 from penstock.tier.flash import FlashTier

@@ -1,4 +1,4 @@
-"""Where bytes rest: the seam between those who spill and the memories that they spill to.
+"""Interface of tiers, between code that offloads and the memories that it offloads to.
 
 1. The runtime calls :meth:`Tier.write` and keeps the :class:`Ticket`. The source must stay alive
    and unmodified until ``ticket.written`` is settled; the tier holds ``keep_alive`` until then. If
@@ -15,7 +15,6 @@ overrides ``_write``, ``_read``, ``_discard`` and ``_close``, and nothing else.
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
@@ -26,6 +25,7 @@ from typing import Any, Literal, TypeAlias
 from penstock.core import knobs
 from penstock.core.errors import ChecksumError, ClosedError, ConfigError, SourceChangedError
 from penstock.core.locks import condition
+from penstock.core.process import fork_guard
 from penstock.core.units import round_down, round_up
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.clients import measurement_of
@@ -33,12 +33,12 @@ from penstock.observe.recorder import Recorder, Stage
 from penstock.tier import checksums
 
 Place: TypeAlias = Any
-"""Where in a tier some bytes are: each tier has its own type, which only itself looks into."""
+"""Place of bytes in a tier: each tier has its own type, which no other code looks into."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierSpec:
-    """What a tier is, asked up front."""
+    """Properties of a tier, asked up front."""
 
     name: str
     """As in plans, logs and traces: ``"flash"``, ``"host"``."""
@@ -50,7 +50,7 @@ class TierSpec:
     where: str
     """For error messages: directories, or what memory."""
     gpu_direct: bool = False
-    """Whether addresses are those of device memory. The host cannot read that, so the tier makes no
+    """True if addresses are those of device memory. The host cannot read that, so the tier makes no
     checksums; whoever writes there makes its own."""
 
 
@@ -61,7 +61,7 @@ class Window:
     address: int
     nbytes: int
     skew: int
-    """Where in the window the data begin."""
+    """Offset of the data in the window."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +69,7 @@ class Ticket:
     """A claim on bytes that a tier holds. Made by ``Tier.write``; fields are for reading only."""
 
     label: str
-    """What the bytes are, for errors and traces."""
+    """Name of the bytes in errors and traces."""
     nbytes: int
     """Length of the data."""
     window: Window
@@ -95,7 +95,7 @@ class Tier(ABC):
         self._reported_as = spec.name
         wanted = checksum or checksums.by_name(knobs.verify())
         self._checksum = None if spec.gpu_direct else wanted
-        self._pid = os.getpid()
+        self._guard = fork_guard()
         self._lock = condition()  # notified when nothing is in flight any more
         self._closed = False
         self._held_bytes = 0
@@ -257,7 +257,7 @@ class Tier(ABC):
         Never waits and takes only Penstock's own locks, so a finalizer may (by ``locks.defer``).
         Does nothing in a forked child: the place is the parent's.
         """
-        if os.getpid() != self._pid:
+        if self._guard.in_child:
             return
         with self._lock:
             if ticket.discarded:
@@ -274,7 +274,7 @@ class Tier(ABC):
 
         Never call it in a done callback of a transfer: that transfer has not ended yet.
         """
-        if os.getpid() != self._pid:
+        if self._guard.in_child:
             return
         with self._lock:
             if self._closed:
@@ -291,11 +291,8 @@ class Tier(ABC):
 
     def _begin(self, ticket: Ticket | None = None) -> None:
         """A transfer is about to be in flight; of ``ticket``, if it is a read."""
-        if os.getpid() != self._pid:  # before the lock, which a thread left behind may hold
-            raise ClosedError(
-                f"tier {self.spec.name} ({self.spec.where}) belongs to process {self._pid};"
-                " a process forked from that one cannot use it and has to make its own"
-            )
+        if self._guard.in_child:  # before the lock, which a thread left behind may hold
+            raise self._guard.error(f"tier {self.spec.name} ({self.spec.where})", "make one here")
         with self._lock:
             if self._closed:
                 raise ClosedError(f"tier {self.spec.name} ({self.spec.where}) is closed")
@@ -305,7 +302,7 @@ class Tier(ABC):
             self._in_flight += 1
 
     def _end(self, transfer: Transfer | None = None) -> None:
-        """What ``_begin`` began is over and whoever waited for it has been told."""
+        """Note that what ``_begin`` began is over, and that whoever waited for it knows."""
         with self._lock:
             if transfer is not None:
                 self._moving.discard(transfer)

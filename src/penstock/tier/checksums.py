@@ -1,4 +1,4 @@
-"""What a tier remembers of bytes that it writes, to know them again when they are read.
+"""Checksums that a tier keeps of the bytes it writes, to check them when they are read.
 
 [Note: sampled checksums]
     A full checksum reads everything that is moved once more on each way, with cores and memory that

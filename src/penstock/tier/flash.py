@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import os
-import weakref
 from collections.abc import Sequence
 from typing import TypeAlias
 
 from penstock.core import knobs
-from penstock.core.errors import ConfigError, NoSpaceError, TransferError, free_space_bytes
-from penstock.core.files import given_paths
+from penstock.core.errors import ConfigError, TransferError
+from penstock.core.fs import check_directories, check_space
+from penstock.core.process import release_in_child
 from penstock.core.units import format_bytes
 from penstock.io.engine import Engine, Op, Priority, Request, Transfer
-from penstock.io.files import filesystem_of, open_unlinked, open_unlinked_buffered
+from penstock.io.files import open_unlinked, open_unlinked_buffered
 from penstock.observe.recorder import Recorder
 from penstock.tier.base import Tier, TierSpec
 from penstock.tier.checksums import Checksum
@@ -63,9 +62,15 @@ class FlashTier(Tier):
                 capacity is too small.
             NoSpaceError: A file system has less free space than the tier could come to need of it.
         """
-        paths = _check_directories(directories, allow_memory_filesystem)
+        paths = check_directories(
+            directories, "flash directory", allow_memory_filesystem=allow_memory_filesystem
+        )
         quotas = _quotas(capacity_bytes, paths)
-        _check_space(paths, quotas)
+        check_space(
+            zip(paths, quotas, strict=True),
+            f"lower its capacity of {format_bytes(sum(quotas))}, free some space, or name another"
+            " directory",
+        )
         slabs = _open_all(paths, quotas, gpu_direct=engine.spec.gpu_direct)
         spec = TierSpec(
             name=name,
@@ -78,16 +83,17 @@ class FlashTier(Tier):
         super().__init__(spec, recorder=recorder, checksum=checksum)
         self._engine = engine
         self._space = StripedSpace(slabs, stripe_bytes=knobs.stripe_bytes())
-        _live.add(self)
+        # a child's descriptors would keep the space taken after this process
+        release_in_child(self._space, StripedSpace.close_files)
 
     @property
     def claimed_bytes(self) -> int:
-        """What the tier's files take of the file systems now."""
+        """Bytes of the file systems that the tier's files take now."""
         return self._space.claimed_bytes
 
     @property
     def taken_bytes(self) -> int:
-        """What is taken of the capacity now: held bytes, each ticket's rounded up to 4 KiB."""
+        """Bytes of the capacity in use: held bytes, each ticket's rounded up to 4 KiB."""
         return self._space.taken_bytes
 
     def _write(
@@ -117,7 +123,6 @@ class FlashTier(Tier):
         self._space.release(place)
 
     def _close(self) -> None:
-        _live.discard(self)
         self._space.close()
 
 
@@ -143,53 +148,6 @@ def _requests(
     return requests
 
 
-_live: weakref.WeakSet[FlashTier] = weakref.WeakSet()
-
-
-def _close_inherited() -> None:
-    """In a forked child: its descriptors would keep the parent's space taken after the parent."""
-    for tier in list(_live):
-        tier._space.close_files()
-    _live.clear()
-
-
-os.register_at_fork(after_in_child=_close_inherited)
-
-
-def _check_directories(
-    directories: StrPath | Sequence[StrPath], allow_memory_filesystem: bool
-) -> list[str]:
-    paths = [os.path.abspath(each) for each in given_paths(directories, "flash")]
-    if not paths:
-        raise ConfigError("a flash tier needs a directory; none was named")
-    for path in paths:
-        _check_directory(path, allow_memory_filesystem)
-    real = [os.path.realpath(path) for path in paths]
-    for path, where in zip(paths, real, strict=True):
-        if real.count(where) > 1:
-            raise ConfigError(f"flash directory {path!r} is named twice; name each one once")
-    return paths
-
-
-def _check_directory(path: str, allow_memory_filesystem: bool) -> None:
-    if not os.path.exists(path):
-        raise ConfigError(f"flash directory {path!r} does not exist; create it or name another")
-    if not os.path.isdir(path):
-        raise ConfigError(f"flash directory {path!r} is not a directory; name one")
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"flash directory {path!r} is not writable for user {os.geteuid()}; change its mode or"
-            " name another"
-        )
-    system = filesystem_of(path)
-    if system.is_memory and not allow_memory_filesystem:
-        raise ConfigError(
-            f"flash directory {path!r} is on {system.kind}, so its files are in memory and spilling"
-            " there would save none; name a directory on a disk (or, for a test, pass"
-            " allow_memory_filesystem=True)"
-        )
-
-
 def _quotas(capacity_bytes: int, paths: Sequence[str]) -> list[int]:
     """Equal parts of the capacity, in whole units; the first ones get what is left over."""
     units, count = capacity_bytes // UNIT_BYTES, len(paths)
@@ -199,28 +157,6 @@ def _quotas(capacity_bytes: int, paths: Sequence[str]) -> list[int]:
             f" of its {count} directories ({', '.join(paths)}); raise its capacity"
         )
     return [(units // count + (index < units % count)) * UNIT_BYTES for index in range(count)]
-
-
-def _check_space(paths: Sequence[str], quotas: Sequence[int]) -> None:
-    """Each file system must have the space for all the directories that lie on it."""
-    together: dict[int, list[int]] = {}
-    for index, path in enumerate(paths):
-        together.setdefault(os.stat(path).st_dev, []).append(index)
-    for indices in together.values():
-        needed = sum(quotas[index] for index in indices)
-        free = free_space_bytes(paths[indices[0]])
-        if 0 <= free < needed:
-            raise NoSpaceError(
-                errno=errno.ENOSPC,
-                op="allocate",
-                path=", ".join(paths[index] for index in indices),
-                offset_bytes=0,
-                nbytes=needed,
-                free_bytes=free,
-                advice=f"a flash tier of {format_bytes(sum(quotas))} would need"
-                f" {format_bytes(needed)} there and {format_bytes(free)} are free: lower its"
-                " capacity, free some space, or name another directory",
-            )
 
 
 def _open_all(

@@ -20,14 +20,14 @@ from penstock.tier.copier import Copier, CopyRange
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostPlace:
-    """Where one ticket's bytes lie."""
+    """Place of one ticket's bytes."""
 
     blocks: tuple[Block, ...]
     """In order; the last may be longer than the data."""
 
     @property
     def nbytes(self) -> int:
-        """What it takes of the tier's capacity."""
+        """Bytes that it takes of the tier's capacity."""
         return sum(block.nbytes for block in self.blocks)
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class HostTier(Tier):
 
     @property
     def taken_bytes(self) -> int:
-        """What is taken of the capacity now: held bytes, each ticket's rounded up to a page."""
+        """Bytes of the capacity in use: held bytes, each ticket's rounded up to a page."""
         return self._taken_bytes
 
     def _write(

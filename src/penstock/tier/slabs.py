@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from penstock.core.errors import NoSpaceError, free_space_bytes
+from penstock.core.fs import check_space
 from penstock.core.units import round_up
 from penstock.io.extents import ExtentAllocator
 from penstock.io.files import MAX_GRANULE_BYTES, DirectFile, open_unlinked
@@ -90,16 +89,16 @@ class SlabDirectory:
 
     @property
     def claimable_bytes(self) -> int:
-        """What it may still claim of the file system."""
+        """Bytes that it may still claim of the file system."""
         return self.quota_bytes - self.claimed_bytes
 
     @property
     def taken_bytes(self) -> int:
-        """What is handed out."""
+        """Bytes handed out."""
         return self.claimed_bytes - self.space.free_bytes
 
     def should_grow_for(self, nbytes: int) -> bool:
-        """Whether another slab may let ``nbytes`` be one extent."""
+        """Return whether another slab may let ``nbytes`` be one extent."""
         return self.space.largest_free_bytes < nbytes and self.claimable_bytes > 0
 
     def claim(self) -> tuple[DirectFile, int]:
@@ -110,17 +109,7 @@ class SlabDirectory:
             TransferError: The file cannot be made.
         """
         nbytes = min(self.slab_bytes, self.claimable_bytes)
-        free = free_space_bytes(self.path)
-        if 0 <= free < nbytes:  # else a failing reservation would take all there is for a moment
-            raise NoSpaceError(
-                errno=errno.ENOSPC,
-                op="allocate",
-                path=self.path,
-                offset_bytes=0,
-                nbytes=nbytes,
-                free_bytes=free,
-                advice="free some space or name another directory",
-            )
+        check_space([(self.path, nbytes)], "free some space or name another directory")
         file = self._next_file or self._open_file(self.path)
         self._next_file = file  # if what follows fails, the next attempt has it
         file.preallocate(nbytes)
@@ -151,7 +140,7 @@ class SlabDirectory:
         self.space.free(*extent)
 
     def pieces(self, extents: Iterable[Extent]) -> Iterator[Piece]:
-        """Where extents lie in files; they are cut where they pass from one slab to the next."""
+        """Locate extents in files; they are cut where they pass from one slab to the next."""
         for start, nbytes in extents:
             offset, end = start, start + nbytes
             while offset < end:

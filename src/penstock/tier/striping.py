@@ -22,12 +22,12 @@ from penstock.tier.slabs import UNIT_BYTES, Extent, Piece, SlabDirectory
 
 @dataclass(frozen=True, slots=True)
 class FlashPlace:
-    """Where one ticket's bytes lie."""
+    """Place of one ticket's bytes."""
 
     pieces: tuple[Piece, ...]
     """In the order of memory; the last may be longer than the data."""
     extents: tuple[tuple[SlabDirectory, Extent], ...]
-    """What has to be given back."""
+    """Extents to return."""
 
     def __str__(self) -> str:
         more = f" and {len(self.pieces) - 1} more" if len(self.pieces) > 1 else ""
@@ -58,13 +58,13 @@ class StripedSpace:
 
     @property
     def claimed_bytes(self) -> int:
-        """What slabs take of the file systems."""
+        """Bytes of the file systems that slabs take."""
         with self._lock:
             return sum(each.claimed_bytes for each in self._directories)
 
     @property
     def taken_bytes(self) -> int:
-        """What is handed out."""
+        """Bytes handed out."""
         with self._lock:
             return sum(each.taken_bytes for each in self._directories)
 

@@ -28,7 +28,7 @@ class Turn:
     waiting: bool = True
     """It has neither begun nor been withdrawn."""
     outer: Transfer = field(init=False)
-    """What the caller sees."""
+    """Future that the caller sees."""
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from penstock.lab.characterize.claims import claims
 from penstock.lab.characterize.energy import Meter
 from penstock.lab.characterize.experiment import document
 from penstock.lab.characterize.networks import NETWORKS
-from penstock.lab.characterize.scratch import PREFIX, check_space, scratch
+from penstock.lab.characterize.scratch import PREFIX, check_free_space, scratch
 from penstock.observe.summary_text import to_text
 
 SCHEMA = json.loads(
@@ -73,7 +73,7 @@ def test_a_smaller_scale_is_a_smaller_network_and_the_same_batch():
         ({"colocate": -1}, "colocate=-1"),
         ({"parallel": "tensor"}, "parallel='tensor' is not none, ddp or pipeline"),
         ({"seconds": 0}, "seconds=0"),
-        ({"directory": "/no/such/place"}, "is missing"),
+        ({"directory": "/no/such/place"}, "does not exist"),
     ],
 )
 def test_senseless_settings_are_refused(wrong, said):
@@ -113,7 +113,7 @@ def test_a_result_keeps_its_schema_in_tables_and_pictures_and_says_its_scale(tmp
     plot(made, tmp_path / "figure.svg")
     drawn = (tmp_path / "figure.svg").read_text(encoding="utf-8")
     assert drawn.startswith("<?xml")
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="cannot write the picture"):
         plot(made, tmp_path / "figure.nothing")
 
 
@@ -128,7 +128,7 @@ def test_results_of_one_network_each_are_put_together():
         merge([first, first])
     with pytest.raises(ConfigError, match=r"scale=0\.25 and scale=0\.5"):
         merge([first, document(Settings(networks=("gpt2",), scale=0.5), MACHINE, [record("gpt2")])])
-    with pytest.raises(ConfigError, match="two machines"):
+    with pytest.raises(ConfigError, match="different machines"):
         merge([first, second | {"machine": MACHINE | {"cores": 4}}])
 
 
@@ -159,5 +159,5 @@ def test_a_killed_runs_directory_is_removed_by_the_next_and_a_living_ones_is_not
 
 
 def test_too_little_space_is_said_before_anything_is_saved(disk_path):
-    with pytest.raises(NoSpaceError, match="take a smaller scale"):
-        check_space(disk_path, 1 << 60)
+    with pytest.raises(NoSpaceError, match="choose a smaller scale"):
+        check_free_space(disk_path, 1 << 60)

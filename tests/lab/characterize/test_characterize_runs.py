@@ -18,9 +18,9 @@ from penstock import WorkerError
 from penstock.cli import main
 from penstock.lab import zoo
 from penstock.lab.characterize import Settings, characterize, saving
-from penstock.lab.characterize.halves import halves, tied, whole_loss
+from penstock.lab.characterize.halves import loss_from_logits, split, tied_weight
 from penstock.lab.characterize.networks import NETWORKS
-from penstock.lab.characterize.teams import hire
+from penstock.lab.characterize.teams import spawn
 from penstock.lab.characterize.training import Training
 
 SMALL = {"scale": 0.05, "epochs": 1, "steps": 1, "seconds": 0.05}
@@ -58,15 +58,15 @@ def test_two_halves_compute_what_the_network_does(name):
     case = NETWORKS[name]
     network = zoo.build(case.zoo, **case.settings(0.05)).eval()
     batch = zoo.example_batch(network, 2)
-    first, second = halves(network)
+    first, second = split(network)
     logits = second(first(batch.inputs))
     assert torch.allclose(logits, network(batch.inputs), atol=1e-5)
-    loss = whole_loss(network)(logits, batch.targets)
+    loss = loss_from_logits(network)(logits, batch.targets)
     assert torch.allclose(loss, network(*batch), atol=1e-5)
     mine = {id(each) for half in (first, second) for each in half.parameters()}
     assert mine <= {id(each) for each in network.parameters()}
     shared = {id(each) for each in first.parameters()} & {id(each) for each in second.parameters()}
-    assert shared == ({id(tied(network))} if case.optimizer == "adam" else set())
+    assert shared == ({id(tied_weight(network))} if case.optimizer == "adam" else set())
 
 
 def test_a_run_from_the_command_line_leaves_its_results_and_nothing_else(disk_path, capsys):
@@ -117,7 +117,7 @@ def test_what_makes_no_sense_is_said_in_a_line(disk_path, capsys):
     for words, said in (
         (["--networks", "resnet99"], "'resnet99' is not one of"),
         (["--scale", "7"], "scale=7.0 is not between"),
-        (["--dir", str(disk_path / "no")], "is missing"),
+        (["--dir", str(disk_path / "no")], "does not exist"),
         (["--merge", str(disk_path / "no.json")], "cannot be read"),
         (["--merge", str(disk_path / "deep.json")], "nested too deep"),
         (["--merge", str(disk_path / "empty.json")], "not all of these are whole results"),
@@ -147,13 +147,13 @@ def test_a_worker_that_is_killed_ends_the_run_and_nothing_is_left(disk_path):
 @pytest.mark.slow
 def test_one_of_two_ranks_that_dies_takes_the_other_along(disk_path):
     facts = FACTS | {"parallel": "ddp", "world": 2}
-    with hire("resnet18", "the job", disk_path, **facts) as team:
-        team.end()
-        team.begin("train", steps=100_000)
+    with spawn("resnet18", "the job", disk_path, **facts) as team:
+        team.receive()
+        team.send("train", steps=100_000)
         os.kill(workers()[1], signal.SIGKILL)
         begun = time.monotonic()
         with pytest.raises(WorkerError, match="killed by signal 9"):
-            team.end()
+            team.receive()
         assert time.monotonic() - begun < 30
     assert not workers()
 
@@ -216,8 +216,8 @@ def test_a_pipeline_computes_the_losses_of_one_process(disk_path):
         own = disk_path / parallel
         own.mkdir()
         facts = FACTS | {"parallel": parallel, "world": world}
-        with hire("gpt-neo", "the job", own, **facts) as team:  # it has no dropout
-            team.end()
+        with spawn("gpt-neo", "the job", own, **facts) as team:  # it has no dropout
+            team.receive()
             told = [team.ask("train", steps=1) for _ in range(3)]
         losses[parallel] = [each[-1]["loss"] for each in told]
     assert losses["pipeline"] == pytest.approx(losses["none"], rel=1e-4)

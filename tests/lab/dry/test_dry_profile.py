@@ -389,7 +389,7 @@ def test_a_module_without_parameters_is_refused():
 def test_a_module_that_cannot_be_copied_is_refused():
     network = nn.Linear(4, 4)
     network.lock = threading.Lock()
-    with pytest.raises(ConfigError, match="this Linear cannot be copied: cannot pickle"):
+    with pytest.raises(ConfigError, match="cannot copy this Linear: cannot pickle"):
         dry(network, torch.empty(4, 4))
 
 
@@ -420,11 +420,11 @@ class Picky(nn.Module):
 
 
 def test_an_operator_that_needs_data_is_refused_by_name_and_place():
-    with pytest.raises(HookError, match=r"aten\.nonzero.* of module 'Picky'.*Measure a real step"):
+    with pytest.raises(HookError, match=r"aten\.nonzero.* of module 'Picky'.*measure a real step"):
         dry(Picky(lambda x: x[(x > 0).nonzero()[:, 0]]), torch.empty(8, 32))
     with pytest.raises(HookError, match=r"_local_scalar_dense.* of module 'Picky'"):
         dry(Picky(lambda x: x * x.max().item()), torch.empty(8, 32))
-    with pytest.raises(HookError, match=r"of module 'Picky'.*Measure a real step"):
+    with pytest.raises(HookError, match=r"of module 'Picky'.*measure a real step"):
         dry(Picky(lambda x: x[x > 0]), torch.empty(8, 32))
 
 
@@ -436,7 +436,7 @@ def test_nonzero_finds_as_many_as_it_is_told():
 
 def test_a_real_tensor_in_the_step_is_refused():
     network = nn.Linear(4, 4)
-    with pytest.raises(ConfigError, match="uses a real tensor: it must use the module"):
+    with pytest.raises(ConfigError, match="uses a real tensor; it must use the module"):
         dry_profile(network, lambda model: network(torch.empty(4, 4)).sum(), machine=GPU)
 
 
@@ -447,9 +447,9 @@ def test_other_errors_of_the_step_come_through():
 
 def test_settings_that_make_no_sense_are_refused():
     network, x = nn.Linear(4, 4), torch.empty(4, 4)
-    with pytest.raises(ConfigError, match="autocast is 'int8'; it is None, 'bfloat16', 'float16'"):
+    with pytest.raises(ConfigError, match="autocast is 'int8'; use None, 'bfloat16', 'float16'"):
         dry(network, x, autocast="int8")
-    with pytest.raises(ConfigError, match="device is 'tpu'; it is 'cpu' or 'cuda'"):
+    with pytest.raises(ConfigError, match="device is 'tpu'; it must be 'cpu' or 'cuda'"):
         dry(network, x, device="tpu")
     with pytest.raises(ConfigError, match="optimizer_state_copies is -1"):
         dry(network, x, optimizer_state_copies=-1)

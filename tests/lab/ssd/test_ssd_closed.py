@@ -319,7 +319,7 @@ def test_half_the_bytes_of_a_state_halve_its_traffic():
         ({"parameters": 0}, "parameters is 0"),
         ({"optimizer": "adamm"}, "did you mean 'adam'"),
         ({"state_bytes": (4, 4)}, "adam has 3 states: weight, momentum, variance"),
-        ({"state_bytes": (4, 4, 3)}, "a value of 3 bytes"),
+        ({"state_bytes": (4, 4, 3)}, "a value has 3 bytes"),
         ({"write_amplification": 0.5}, "at least 1"),
     ],
 )

@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.errors import ConfigError
-from penstock.lab.ssd.element import Element, Rounding, constants, halved, inverse_root, widened
+from penstock.lab.ssd.element import (
+    Element,
+    Rounding,
+    constants,
+    inverse_root,
+    to_bfloat16,
+    to_fp32,
+)
 from penstock.lab.ssd.flips import Check, Flips
 from penstock.lab.ssd.optimizers import OPTIMIZERS, Pass
 
@@ -29,7 +36,7 @@ def run(element, name, given_, *, scale=1.0, **settings):
     for number, gradient in enumerate(given_, 1):
         told = constants(name, number, scale=scale, **settings)
         pages = element.step(name, pages, gradient * np.float32(scale), told)
-    return [widened(page) for page in pages]
+    return [to_fp32(page) for page in pages]
 
 
 TORCH = {
@@ -89,10 +96,10 @@ def test_the_scale_of_gradients_is_folded_into_constants(name):
 @given(st.lists(st.floats(width=32), min_size=1, max_size=40))
 def test_short_states_are_torchs_bfloat16(values):
     page = np.array(values, np.float32)
-    nearest = widened(halved(page, Rounding.NEAREST, np.random.default_rng(1)))
+    nearest = to_fp32(to_bfloat16(page, Rounding.NEAREST, np.random.default_rng(1)))
     expected = torch.from_numpy(page).bfloat16().float().numpy()
     np.testing.assert_array_equal(nearest, expected)
-    toward = widened(halved(page, Rounding.ZERO, np.random.default_rng(1)))
+    toward = to_fp32(to_bfloat16(page, Rounding.ZERO, np.random.default_rng(1)))
     finite = np.isfinite(page)
     assert (np.abs(toward[finite]) <= np.abs(page[finite])).all()
     assert (np.isnan(toward) == np.isnan(page)).all()
@@ -100,7 +107,7 @@ def test_short_states_are_torchs_bfloat16(values):
 
 def test_stochastic_rounding_is_right_on_average():
     page = np.full(200_000, 1 + 0.3 / 128, np.float32)  # 0.3 of the way to the next bfloat16
-    found = widened(halved(page, Rounding.STOCHASTIC, np.random.default_rng(1)))
+    found = to_fp32(to_bfloat16(page, Rounding.STOCHASTIC, np.random.default_rng(1)))
     assert set(found) == {np.float32(1), np.float32(1 + 1 / 128)}
     assert (found > 1).mean() == pytest.approx(0.3, abs=0.005)
 
@@ -114,7 +121,7 @@ def test_a_short_variance_stands_still_unless_it_is_rounded_at_random():
         one = np.ones(COUNT, np.float32)
         for number in range(1, 1501):
             pages = element.step("adam", pages, one, constants("adam", number, rate=0.0))
-        return widened(pages[2]).mean()
+        return to_fp32(pages[2]).mean()
 
     exact = 1 - 0.999**1500
     assert variance(Rounding.STOCHASTIC) == pytest.approx(exact, rel=0.02)
@@ -144,7 +151,7 @@ def test_wrong_bits_meet_a_copy_and_a_check_mends_what_is_no_number():
         (lambda: constants("adam", 0, rate=1.0), "step 0"),
         (lambda: constants("adam", 1, rate=1.0, decay=0.1), "adamw has it in a constant"),
         (lambda: Element(newton_steps=-1), "newton_steps is -1"),
-        (lambda: Element(state_bytes=(4, 1, 1)), "the element knows 4 and 2"),
+        (lambda: Element(state_bytes=(4, 1, 1)), "the element supports 4 and 2"),
         (lambda: Element(state_bytes=(4, 2)).programmed("adam", words()), "adam has 3 states"),
     ],
 )

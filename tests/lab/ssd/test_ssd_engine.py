@@ -363,7 +363,7 @@ def test_events_and_no_time_have_the_same_write_amplification():
     ftl = Ftl(made)
     fill(ftl, ftl.user_pages)
     overwrite(ftl, ftl.user_pages, 4000)
-    ftl.forget_counts()
+    ftl.reset_counts()
     overwrite(ftl, ftl.user_pages, 8000, seed=2)
     assert one.write_amplification == pytest.approx(ftl.write_amplification, rel=0.05)
 
@@ -380,7 +380,7 @@ def test_write_amplification_against_the_closed_form(used):
     ftl = Ftl(made)
     fill(ftl, ftl.user_pages)
     overwrite(ftl, ftl.user_pages, 3 * ftl.user_pages)
-    ftl.forget_counts()
+    ftl.reset_counts()
     overwrite(ftl, ftl.user_pages, 4 * ftl.user_pages, seed=2)
     # one erased block is kept free, and two are being filled, half on average
     physical = (blocks - 2) * 64
@@ -426,10 +426,10 @@ def test_every_allocation_visits_every_plane_in_its_order():
     [
         ({"requests": 0}, "requests is 0"),
         ({"queue_depth": 0}, "queue_depth is 0"),
-        ({"request_bytes": 100}, "no multiple of 512"),
+        ({"request_bytes": 100}, "use a multiple of 512"),
         ({"read_share": 1.5}, "read_share is 1.5"),
-        ({"skip": 10}, "skip is 10, of 10"),
-        ({"working_set": 1e-9}, "holds no request"),
+        ({"skip": 10}, "skip is 10; it must be below the 10"),
+        ({"working_set": 1e-9}, "has no room for a request"),
         ({"align_bytes": 100}, "align_bytes is 100"),
     ],
 )
@@ -439,12 +439,12 @@ def test_workloads_that_make_no_sense_are_refused(workload, says):
 
 
 def test_settings_that_leave_no_room_are_refused():
-    with pytest.raises(ConfigError, match="no room for what is moved"):
+    with pytest.raises(ConfigError, match="moved pages would have no room"):
         Ftl(tiny(ftl__gc_victims=4))
     with pytest.raises(ConfigError, match="no block would be left"):
         Ftl(tiny(ftl__gc_least_blocks=22))
 
 
 def test_a_request_beyond_the_end_is_refused():
-    with pytest.raises(ConfigError, match="beyond the end"):
+    with pytest.raises(ConfigError, match="ends beyond the"):
         serve(tiny(), Request(True, 1 << 40, PAGE))

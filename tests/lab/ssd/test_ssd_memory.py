@@ -295,7 +295,7 @@ def test_engines_of_weight_updates_say_that_they_have_none():
     update = Update(parameters=10**9, optimizer="adam")
     made = load("optimstore")
     host, die = Placement.HOST, Placement.DIE
-    with pytest.raises(ConfigError, match=r"ftl\.map_cache_bytes is 64: .* set it to 0"):
+    with pytest.raises(ConfigError, match=r"ftl\.map_cache_bytes is 64; .* set it to 0"):
         step(with_field(made, "ftl.map_cache_bytes", 64), update, die)
     large, small = (with_field(made, "cache.capacity_bytes", size) for size in (10**9, 10**6))
     with pytest.raises(ConfigError, match=r"cache\.capacity_bytes is 1000000000, more than"):
@@ -308,8 +308,8 @@ def test_engines_of_weight_updates_say_that_they_have_none():
     ("fields", "says"),
     [
         ({"cache__capacity_bytes": 100}, "less than one page"),
-        ({"cache__flush_to": 0.9}, "the first no larger"),
-        ({"cache__bytes_per_s": 0}, "nothing would ever get through"),
+        ({"cache__flush_to": 0.9}, "flush_to must not exceed"),
+        ({"cache__bytes_per_s": 0}, "nothing would ever be transferred"),
         ({"ftl__map_cache_bytes": 2}, "holds no entry"),
         ({"ftl__map_read_bytes": 2}, "less than an entry"),
         ({"ftl__map_read_bytes": 10**6}, "more than a page"),

@@ -401,12 +401,12 @@ def test_files_are_run_and_what_they_say_in_vain_is_named(tmp_path, capsys):
             {"Synthetic_Generator_Type": "BANDWIDTH", "Bandwidth": 10**14},
             "less than one request, or more than one in a nanosecond",
         ),
-        ({}, {"Address_Distribution": "NEAR"}, "known here are RANDOM_UNIFORM, RANDOM_HOTCOLD"),
+        ({}, {"Address_Distribution": "NEAR"}, "it must be one of RANDOM_UNIFORM, RANDOM_HOTCOLD"),
         ({}, {"Address_Distribution": "RANDOM_HOTCOLD"}, "has no Percentage_of_Hot_Region"),
         (
             {},
             {"Synthetic_Generator_Type": "BANDWIDTH", "Bandwidth": 100},
-            "Bandwidth is 100 bytes a second, less than one request",
+            "Bandwidth is 100 bytes a second, which is less than one request",
         ),
         ({}, {"Total_Requests_To_Generate": 0}, "must be 1 or more"),
     ],
@@ -418,7 +418,7 @@ def test_what_makes_no_sense_is_refused(device, work, says, tmp_path):
 
 def test_a_file_that_is_none_is_refused(tmp_path):
     path = tmp_path / "a.xml"
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot read"):
         read_device(path)
     path.write_text("<Other/>")
     with pytest.raises(ConfigError, match="is a Other, not a Execution_Parameter_Set"):

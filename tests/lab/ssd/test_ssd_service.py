@@ -43,7 +43,7 @@ def test_reads_and_writes_that_want_the_same_dies_share_them():
 
 @pytest.mark.parametrize("sizes", [(4096,), (8192, 4096), (0, 4096)])
 def test_sizes_that_make_no_sense_are_refused(sizes):
-    with pytest.raises(ConfigError, match="two or more, growing"):
+    with pytest.raises(ConfigError, match="two or more, and increase"):
         measure(tiny(), sizes_bytes=sizes)
     with pytest.raises(ConfigError, match="a quarter of the drive"):
         measure(tiny(), sizes_bytes=(4096, 1 << 40))

@@ -5,7 +5,7 @@ import random
 import pytest
 from small_devices import tiny
 
-from penstock.lab.ssd.aging import clean_at_once, fill, overwrite
+from penstock.lab.ssd.aging import clean_now, fill, overwrite
 from penstock.lab.ssd.drive import Drive
 from penstock.lab.ssd.ftl import Ftl
 from penstock.lab.ssd.requests import Request, Workload
@@ -28,9 +28,9 @@ def hot_and_cold(streams, count=30_000):
         is_hot = chance.random() < 0.9
         lpn = chance.randrange(hot) if is_hot else chance.randrange(hot, ftl.user_pages)
         ftl.place(lpn, stream=int(is_hot) % streams)
-        clean_at_once(ftl, ftl.plane_of(lpn))
+        clean_now(ftl, ftl.plane_of(lpn))
         if number == count // 3:
-            ftl.forget_counts()
+            ftl.reset_counts()
     return ftl.write_amplification
 
 
@@ -44,12 +44,12 @@ def test_streams_have_blocks_of_their_own_and_moves_stay_in_theirs():
     ftl = Ftl(tiny(ftl__streams=2))
     for lpn in range(ftl.user_pages):
         ftl.place(lpn, stream=lpn % 2 and 1)
-        clean_at_once(ftl, ftl.plane_of(lpn))
+        clean_now(ftl, ftl.plane_of(lpn))
     chance = random.Random(2)
     for _ in range(3000):
         lpn = chance.randrange(ftl.user_pages)
         ftl.place(lpn, stream=lpn % 2 and 1)
-        clean_at_once(ftl, ftl.plane_of(lpn))
+        clean_now(ftl, ftl.plane_of(lpn))
     assert ftl.moves > 100
     for lpn in range(ftl.user_pages):
         block, _ = ftl.find(lpn)
@@ -137,7 +137,7 @@ def test_rows_are_cleaned_as_the_closed_form_says(used):
     ftl = Ftl(made)
     fill(ftl, ftl.user_pages)
     overwrite(ftl, ftl.user_pages, ftl.user_pages)
-    ftl.forget_counts()
+    ftl.reset_counts()
     overwrite(ftl, ftl.user_pages, 3 * ftl.user_pages // 2, seed=2)
     # of one page each: a super-page is two, of which one was wanted
     expected = 2 * write_amplification(ftl.user_pages / 2 / ((200 - 2) * 32))

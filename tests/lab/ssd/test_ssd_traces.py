@@ -90,7 +90,7 @@ def test_a_bad_line_is_told_with_its_number_and_what_was_expected(text, line, ex
 def test_no_trace(tmp_path):
     with pytest.raises(ConfigError, match="is empty"):
         requests(tmp_path, "\n")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot read"):
         list(read_trace(tmp_path / "none", SIZE))
 
 

@@ -67,7 +67,7 @@ def test_watching_changes_nothing():
 @settings(max_examples=20)
 @given(random_devices(), LOADS, st.sampled_from([1.0, 1.5, 3.0]))
 def test_power_stays_under_its_cap_and_all_is_done(made, workload, times):
-    with pytest.raises(ConfigError, match="leaves nothing for flash: this drive needs") as refused:
+    with pytest.raises(ConfigError, match="leaves nothing for flash; this drive needs") as refused:
         Drive(made, power_cap_w=0.0)
     least = float(str(refused.value).split("needs ")[1].split(" W")[0]) + 0.005
     _, free, _ = watched(made, workload)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from small_devices import tiny
 
 from penstock.core.errors import ConfigError
-from penstock.lab.ssd.aging import clean_at_once, fill
+from penstock.lab.ssd.aging import clean_now, fill
 from penstock.lab.ssd.drive import Drive
 from penstock.lab.ssd.ftl import EMPTY, Ftl
 from penstock.lab.ssd.requests import Workload
@@ -24,7 +24,7 @@ def worn(count=30_000, hot=0.1, **settings_):
     for _ in range(count):
         lpn = int(chance.random() * hot * ftl.user_pages)
         ftl.place(lpn)
-        clean_at_once(ftl, ftl.plane_of(lpn))
+        clean_now(ftl, ftl.plane_of(lpn))
     return ftl
 
 

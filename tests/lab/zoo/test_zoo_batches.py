@@ -41,7 +41,7 @@ def test_sizes_can_be_overridden():
     network = zoo.build("vgg16", size="tiny")
     assert zoo.example_batch(network, 2, image_size=40).inputs.shape == (2, 3, 40, 40)
     assert zoo.example_batch("vgg16", 1, in_channels=1).inputs.shape == (1, 1, 224, 224)
-    with pytest.raises(ConfigError, match=r"VGGConfig has no such setting: .*sequence_length"):
+    with pytest.raises(ConfigError, match=r"unknown setting of VGGConfig: .*sequence_length"):
         zoo.example_batch(network, 2, sequence_length=3)
     with pytest.raises(ConfigError, match="batch_size=0"):
         zoo.example_batch(network, 0)

@@ -63,10 +63,14 @@ def test_windows_of_text_suit_the_objective(text):
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
-        ("alexnet", {}, "is text, AlexNetConfig wants images"),
-        ("gpt2", {"vocab_size": 255}, "needs vocab_size=256 at least, GPT2Config has 255"),
+        ("alexnet", {}, "is text, AlexNetConfig needs images"),
+        ("gpt2", {"vocab_size": 255}, "needs vocab_size=256 at least; GPT2Config has 255"),
         ("bert-base", {"vocab_size": 256}, "needs vocab_size=257 at least"),
-        ("gpt2", {"sequence_length": 2**20}, "1048576 bytes are fewer than one sequence"),
+        (
+            "gpt2",
+            {"sequence_length": 2**20},
+            "1048576 bytes are fewer than the 1048577 of a sequence",
+        ),
     ],
 )
 def test_text_that_does_not_suit_a_network_is_refused(text, name, overrides, message):
@@ -133,9 +137,9 @@ def test_crops_that_do_not_fit_are_refused(settings, message):
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
-        ("gpt2", {}, "is images, GPT2Config wants tokens"),
-        ("alexnet", {"in_channels": 1}, "has 3 channels, AlexNetConfig wants 1"),
-        ("alexnet", {"num_classes": 7}, "has 8 classes, AlexNetConfig 7"),
+        ("gpt2", {}, "is images, GPT2Config needs tokens"),
+        ("alexnet", {"in_channels": 1}, "has 3 channels, AlexNetConfig needs 1"),
+        ("alexnet", {"num_classes": 7}, "has 8 classes, AlexNetConfig has 7"),
     ],
 )
 def test_images_that_do_not_suit_a_network_are_refused(name, overrides, message):

@@ -130,7 +130,7 @@ def test_dropout_draws_from_the_global_generator(name):
 def test_the_smallest_image(name, least):
     network = tiny(name, image_size=least, in_channels=2)
     network(*zoo.example_batch(network, 2)).backward()
-    with pytest.raises(ConfigError, match=f"image_size={least - 1}.* least that works is {least}"):
+    with pytest.raises(ConfigError, match=f"image_size={least - 1}.* use at least {least}"):
         tiny(name, image_size=least - 1)
 
 
@@ -142,7 +142,7 @@ def test_a_network_takes_images_of_other_sizes_than_it_was_built_for(name):
 
 def test_overfeat_refuses_images_of_another_size():
     network = tiny("overfeat")
-    with pytest.raises(ConfigError, match="71x71 pixels, these are 96x96"):
+    with pytest.raises(ConfigError, match="71x71 pixels, and these have 96x96"):
         network(zoo.example_batch(network, 2, image_size=96).inputs)
 
 

@@ -58,7 +58,7 @@ class Arrow:
 
 
 def _check_saved(job: Job) -> None:
-    """What ``datasets`` writes beside the files that it saves: which they are."""
+    """Check against the list of files that ``datasets`` writes beside them."""
     splits = os.path.join(job.root, "dataset_dict.json")
     if job.whole and os.path.exists(splits):
         raise DatasetError(f"{job.root!r} has several splits (dataset_dict.json): name one of them")
@@ -75,7 +75,7 @@ class _Place:
         self.base, self.size, self.path = base, size, path
 
     def offset(self, buffer: Any) -> int:
-        """Where in the file; anywhere, if it is empty."""
+        """Return a buffer's offset in the file; any, if it is empty."""
         if buffer is None or not buffer.size:
             return 0
         offset = int(buffer.address) - self.base
@@ -180,7 +180,7 @@ def _absent(array: Any) -> Any:
 
 
 def _has_gaps(pa: Any, array: Any) -> bool:
-    """Whether a list in it has an item that is null."""
+    """Return whether a list in it has an item that is null."""
     types, kind = pa.types, array.type
     if not (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)):
         return False

@@ -1,4 +1,4 @@
-"""What a format is: it tells which files are its own, and where the samples in them lie.
+"""Interface of a format: it recognises its files, and locates the samples in them.
 
 1. ``build_index`` picks a format by name, or the one whose ``accept`` takes the files.
 2. It calls :meth:`Format.build` with their names, once; what that returns is saved.
@@ -23,7 +23,7 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What there is to index."""
+    """Files to index, and how."""
 
     root: str
     names: Sequence[str]
@@ -31,7 +31,7 @@ class Job:
     options: Mapping[str, Any]
     progress: Progress
     whole: bool = False
-    """Whether the names are all that the root has, and not some that the user chose."""
+    """True if the names are all that the root has, and not some that the user chose."""
 
     def check_listed(self, listed: Sequence[str], where: str) -> None:
         """Raise DatasetError unless every file of a list that lies beside them is there."""
@@ -60,10 +60,10 @@ class Format(Protocol):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """What the user may choose, with defaults."""
+        """Options of the user, with defaults."""
 
     def accept(self, name: str) -> bool:
-        """Whether a file of this name is one of the format's."""
+        """Return whether a file of this name is one of the format's."""
 
     def build(self, job: Job) -> IndexBuilder:
         """Find the samples.

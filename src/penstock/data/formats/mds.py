@@ -48,7 +48,7 @@ class Mds:
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """What the index.json says of a shard."""
+    """Entry of index.json for a shard."""
 
     name: str
     nbytes: int

@@ -28,7 +28,7 @@ _MOST_HEADER_BYTES: Final = 64 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tables:
-    """What follows the records: where they begin, how long their fields are, and their checksums."""
+    """Tables behind the records: their offsets, lengths of fields, and checksums."""
 
     offsets: NDArray[np.int64]
     """``[records]``."""
@@ -92,7 +92,7 @@ def add_records(builder: IndexBuilder, number: int, tables: Tables) -> None:
 
 
 def encode_header(facts: Mapping[str, Any], room_bytes: int = 0) -> bytes:
-    """What comes before the records: whole blocks of 4096 bytes, ``room_bytes`` at least."""
+    """Encode the header before the records: whole blocks of 4096 bytes, ``room_bytes`` at least."""
     text = json.dumps({"version": VERSION, **facts}).encode()
     digest = xxhash.xxh3_64_intdigest(text)
     front = MAGIC + len(text).to_bytes(8, "little") + digest.to_bytes(8, "little") + text

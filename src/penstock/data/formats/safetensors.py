@@ -25,7 +25,7 @@ _DTYPES: Final = {
 }
 _MOST_HEADER_BYTES: Final = 100 << 20
 _Tensor = tuple[dict[str, Any], int, tuple[int, int]]
-"""What decoding needs; rows; where in the file its bytes begin and end, behind the header."""
+"""Facts for decoding; rows; begin and end of its bytes in the file, behind the header."""
 
 
 class Safetensors:
@@ -66,7 +66,7 @@ class Safetensors:
 
 
 def _header(path: str) -> tuple[int, dict[str, _Tensor]]:
-    """Where the values begin, and the tensors by name."""
+    """Return the offset of the values, and the tensors by name."""
     size = os.path.getsize(path)
     length = int.from_bytes(read_range(path, 0, 8), "little")
     if not 2 <= length <= min(_MOST_HEADER_BYTES, size - 8):
@@ -107,7 +107,7 @@ def _tensor(path: str, name: str, facts: Any) -> _Tensor:
 
 
 def _wholes(value: Any) -> bool:
-    """Whether it is a list of whole numbers, zero or more."""
+    """Return whether it is a list of whole numbers, zero or more."""
     return isinstance(value, list) and all(
         type(each) is int and 0 <= each <= MAX_BYTES for each in value
     )

@@ -1,14 +1,14 @@
-"""The poster's experiment, "How to Exploit Flash Memory for DNN Training", on the machine at hand.
+"""Experiment of the poster "How to Exploit Flash Memory for DNN Training" on this machine.
 
 Read in this order:
 
-- ``settings``: what is asked for; ``networks``: the nine, and what a scale means;
-- ``experiment``: :func:`characterize`, what is measured when; ``claims``: what the poster claims, judged;
-- ``teams``: processes, from outside; ``worker``: from inside; ``training``, ``data``, ``saving``: what
-  they do; ``parallel``, ``halves``: how several share a job;
-- ``beside``, ``neighbours``: what runs beside a job; ``energy``, ``machine``: what the machine tells;
-- ``scratch``, ``orphans``: nothing is left behind;
-- ``tables``, ``figures``: the results to look at.
+- ``settings``: what a run measures; ``networks``: the nine networks, and what a scale does to them;
+- ``experiment``: :func:`characterize`, the measurements in order; ``claims``: the poster's claims;
+- ``teams``: processes of a job, seen by the parent; ``worker``: the process itself; ``training``,
+  ``data``, ``saving``: its work; ``parallel``, ``halves``: how several processes share a job;
+- ``beside``, ``neighbours``: programs that run beside a job; ``energy``, ``machine``: the machine;
+- ``scratch``, ``orphans``: cleaning up;
+- ``tables``, ``figures``: the results for reading.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HOMES: Final = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch when it is first asked for: neighbours do without (PEP 562)."""
+    """Import a name when it is first used: most need torch, and neighbours run without it (PEP 562)."""
     if name in _HOMES:
         return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

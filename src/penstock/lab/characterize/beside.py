@@ -1,7 +1,7 @@
-"""How much longer a job's steps take with something beside it, and what that gets done.
+"""Slowdown of a job's steps while other programs run, and the rate of those programs.
 
-What is beside it is compared with the job alone just before and just after, the quicker of the two: what
-else disturbs a machine for a second or two makes one of them slower, and never quicker.
+A measurement with neighbours is compared with the job alone just before and just after; the faster of
+the two counts, because a short disturbance of the machine makes one of them slower and never faster.
 """
 
 from __future__ import annotations
@@ -16,76 +16,76 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.lab.characterize.neighbours import KINDS
-from penstock.lab.characterize.teams import Child, Team, hire
+from penstock.lab.characterize.teams import Child, Team, spawn
 
-_LEAST_STEPS: Final = 3
+_MIN_STEPS: Final = 3
 
 
 class Alone:
-    """A job and its steps without neighbours, measured anew before each kind of them.
+    """A job without neighbours, measured again before each kind of them.
 
     Attributes:
-        team: It.
-        steps: How many steps are looked at.
+        team: The processes of the job.
+        steps: Number of steps in one measurement.
     """
 
     def __init__(self, team: Team, step_s: float, seconds: float) -> None:
-        """Look at steps for about so long, at least."""
+        """Choose the number of steps that takes about ``seconds``, at least three."""
         self.team = team
-        self.steps = max(_LEAST_STEPS, math.ceil(seconds / step_s))
+        self.steps = max(_MIN_STEPS, math.ceil(seconds / step_s))
         self.seconds = seconds
 
     def step_s(self) -> float:
-        """The median of its steps now."""
+        """Measure the median time of a step now."""
         return median_step(self.team.ask("train", steps=self.steps))
 
 
 def median_step(trained: list[dict[str, Any]]) -> float:
-    """Of the slowest rank."""
+    """Return the median time of a step on the slowest rank."""
     return max(float(statistics.median(each["steps_s"])) for each in trained)
 
 
-def beside_copies(
+def measure_copies(
     name: str, alone: Alone, count: int, facts: Mapping[str, Any], folder: Path
 ) -> dict[str, Any]:
-    """Copies of the job train at the same time.
+    """Train copies of the job at the same time.
 
     Returns:
-        ``slowdown``: of its steps. ``all_slowdown``: the time that all of them take together for some
-        steps over what they would take one after the other; below 1: sharing pays.
+        ``slowdown``: of the job's steps. ``all_slowdown``: the time in which all jobs together make some
+        steps, over the time they take one after the other; below 1, sharing the machine pays.
     """
     with ExitStack() as stack:
         others = []
         for number in range(count):
             own = folder / f"{name}-copy-{number}"
             own.mkdir()
-            copy = hire(name, f"copy {number + 1} of {name}", own, **facts)
+            copy = spawn(name, f"copy {number + 1} of {name}", own, **facts)
             others.append(stack.enter_context(copy))
         for each in others:
-            each.end()
+            each.receive()
         before = alone.step_s()
         teams = [alone.team, *others]
         start = time.perf_counter()
         for each in teams:
-            each.begin("train", steps=alone.steps)
-        told = [each.end() for each in teams]
+            each.send("train", steps=alone.steps)
+        replies = [each.receive() for each in teams]
         seconds = time.perf_counter() - start
-    together = median_step(told[0])
+    beside = median_step(replies[0])
     by_itself = min(before, alone.step_s())
     return {
         "count": count,
-        "slowdown": together / by_itself,
+        "slowdown": beside / by_itself,
         "all_slowdown": seconds / (len(teams) * alone.steps * by_itself),
     }
 
 
-def beside_programs(alone: Alone, count: int, folder: Path) -> dict[str, Any]:
-    """So many programs of each kind in turn; ``slowdown`` of the job, and theirs."""
+def measure_programs(alone: Alone, count: int, folder: Path) -> dict[str, Any]:
+    """Run ``count`` programs of each kind in turn; return the slowdown of the job and of the programs."""
     made = {}
     for kind in KINDS:
         before = alone.step_s()
         with _programs(kind, count, folder) as programs:
-            time.sleep(min(alone.seconds, 0.5))  # nothing else runs: how quick they are alone
+            time.sleep(min(alone.seconds, 0.5))  # their rate while the job does nothing
             first = _counts(programs)
             time.sleep(alone.seconds)
             second = _counts(programs)
@@ -116,16 +116,16 @@ def _programs(kind: str, count: int, folder: Path) -> Iterator[Team]:
             what = f"neighbour {number + 1} that is bound by {kind}"
             children.append(Child(what, command, folder))
         programs = Team(children)
-        programs.end()
+        programs.receive()
         yield programs
     finally:
         Team(children).kill()
 
 
 def _counts(programs: Team) -> tuple[int, float]:
-    """Rounds of all of them, and when."""
-    told = programs.ask("count")
-    return sum(each["rounds"] for each in told), statistics.mean(each["t_s"] for each in told)
+    """Return the rounds of all programs, and the mean time at which they were counted."""
+    replies = programs.ask("count")
+    return sum(each["rounds"] for each in replies), statistics.mean(each["t_s"] for each in replies)
 
 
 def _rate(one: tuple[int, float], other: tuple[int, float]) -> float:

@@ -1,8 +1,8 @@
-"""The poster's three claims, judged by what was measured, in words that are made of the figures.
+"""The poster's three claims, each with a verdict and a sentence that states the measured figures.
 
 1. Checkpoints stall training by one to five per cent of its time: under 1 % on BERT, 5 % on GPT-2.
-2. Checkpoint and restore on flash are quick against training.
-3. Co-located jobs fight for the processor, hardly for checkpoint I/O.
+2. Checkpoint and restore on flash are fast compared with training.
+3. Co-located jobs compete for the processor, hardly for checkpoint I/O.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
-STALL_MOST: Final = 0.05
-LATENCY_MOST: Final = 0.05
-"""A checkpoint and a restore, of the time of a hundred steps."""
-IO_MOST: Final = 0.5
-"""What an I/O-bound neighbour may add to a step, of what a CPU-bound one adds."""
+MAX_STALL_SHARE: Final = 0.05
+MAX_LATENCY_SHARE: Final = 0.05
+"""Limit for a checkpoint and a restore together, as a share of the time of a hundred steps."""
+MAX_IO_SHARE: Final = 0.5
+"""Limit for the slowdown by an I/O-bound neighbour, as a share of that by a CPU-bound one."""
 _NAMES: Final = {"torch_save": "torch.save", "sync": "ours", "async": "ours in the background"}
 
 Record = Mapping[str, Any]
 
 
 def claims(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Each with ``claim``, ``verdict`` (confirmed, contradicted, not measured) and ``words``."""
+    """Judge the claims: ``claim``, ``verdict`` (confirmed, contradicted, not measured), ``words``."""
     return [_stall(records), _latency(records), _colocation(records)]
 
 
@@ -30,12 +30,12 @@ def _stall(records: Sequence[Record]) -> dict[str, Any]:
     shares = {way: _shares(records, way, "stall_s") for way in _NAMES}
     usual = shares["torch_save"]
     worst = max(usual, key=lambda each: usual[each])
-    verdict = "confirmed" if usual[worst] <= STALL_MOST else "contradicted"
+    verdict = "confirmed" if usual[worst] <= MAX_STALL_SHARE else "contradicted"
     said = [f"{_NAMES[way]} {_range(found)}" for way, found in shares.items()]
-    above = [title for title, share in usual.items() if share > STALL_MOST]
+    above = [title for title, share in usual.items() if share > MAX_STALL_SHARE]
     words = (
         f"At a checkpoint every 100 steps training is held up by {'; '.join(said)}."
-        f" {_all_or(above, len(usual), 'stays', 'stay')} within {STALL_MOST:.0%} with torch.save"
+        f" {_all_or(above, len(usual), 'stays', 'stay')} within {MAX_STALL_SHARE:.0%} with torch.save"
     )
     return _claim(
         "checkpoints stall training by 1-5 % of its time", verdict, words + _except(above)
@@ -48,11 +48,11 @@ def _latency(records: Sequence[Record]) -> dict[str, Any]:
         saved, restored = (_shares(records, way, name) for name in ("latency_s", "restore_s"))
         found[way] = {title: saved[title] + restored[title] for title in saved}
     ours = found["sync"]
-    above = [title for title, share in ours.items() if share > LATENCY_MOST]
+    above = [title for title, share in ours.items() if share > MAX_LATENCY_SHARE]
     words = (
         "A checkpoint until it is durable and a restore from a cold cache take, together, of the time of"
         f" 100 steps: ours {_range(ours)}, torch.save {_range(found['torch_save'])}."
-        f" {_all_or(above, len(ours), 'stays', 'stay')} within {LATENCY_MOST:.0%} with ours"
+        f" {_all_or(above, len(ours), 'stays', 'stay')} within {MAX_LATENCY_SHARE:.0%} with ours"
     )
     return _claim(
         "checkpoint and restore latency are small against training",
@@ -71,7 +71,7 @@ def _colocation(records: Sequence[Record]) -> dict[str, Any]:
         for kind in ("copies", "cpu", "memory", "io")
     }
     cpu, io = mean["cpu"] - 1, mean["io"] - 1
-    confirmed = cpu > 0 and io <= IO_MOST * cpu
+    confirmed = cpu > 0 and io <= MAX_IO_SHARE * cpu
     words = (
         f"Steps take {mean['copies']:.2f} times as long beside copies of the job,"
         f" {mean['cpu']:.2f} beside what is bound by its core, {mean['memory']:.2f} by memory"
@@ -82,7 +82,7 @@ def _colocation(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _shares(records: Sequence[Record], way: str, name: str) -> dict[str, float]:
-    """By network and stage: seconds over the time of a hundred steps."""
+    """Return seconds over the time of a hundred steps, by network and stage."""
     return {
         title: stage["checkpoint"][way][name] / (100 * stage["step_s"]["median"])
         for title, stage in rows(records)
@@ -90,7 +90,7 @@ def _shares(records: Sequence[Record], way: str, name: str) -> dict[str, float]:
 
 
 def rows(records: Iterable[Record]) -> list[tuple[str, Record]]:
-    """(title, stage): a network that is trained in two stages has two."""
+    """Return (title, stage) pairs; a network that is trained in two stages has two."""
     return [
         (f"{each['title']}, {stage['stage']}" if len(each["stages"]) > 1 else each["title"], stage)
         for each in records

@@ -1,8 +1,8 @@
-"""What the networks are trained on: real text and images that are on the machine already.
+"""Training data: real text and images that are already on the machine.
 
-Language models read Python's standard library; what a model is fine-tuned on is another part of it than
-it was pre-trained on. Vision models look at scikit-learn's digits, or at random numbers where that
-package is missing. Batches are made before the clock runs, and are used in turn.
+Language models read Python's standard library, and are fine-tuned on another part of it than they were
+pre-trained on. Vision models see scikit-learn's digits, or random numbers where that package is missing.
+Batches are prepared before the clock runs, and are used in turn.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from penstock.lab import zoo
 _BATCHES: Final = 4
 _TEXT_BYTES: Final = 4 << 20
 _TUNING_SHARE: Final = 0.25
-"""The end of the text, that is left for fine-tuning."""
+"""Share of the text, at its end, that is left for fine-tuning."""
 
 
 def batches(
     config: zoo.Config, batch: int, stage: str, *, seed: int
 ) -> tuple[str, list[zoo.Batch]]:
-    """What they are of, and some batches; the same for the same seed."""
+    """Return the name of the data and some batches; the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     if isinstance(config, zoo.LanguageConfig):
         text = zoo.stdlib_text_bytes(_TEXT_BYTES)

@@ -1,6 +1,6 @@
-"""Energy, where the machine reports it: RAPL counters of the packages, NVML of the GPUs.
+"""Energy, where the machine reports it: RAPL counters of the processor packages, NVML of the GPUs.
 
-A virtual machine usually reports neither; then it is said, and no figure is made up.
+A virtual machine usually reports neither; the result then says so and has no figure.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Package:
     """A RAPL domain of one processor package.
 
     Attributes:
-        counter: Its file, in microjoules.
-        range_uj: Where it wraps around.
+        counter: File of the counter, in microjoules.
+        range_uj: Value at which the counter wraps around.
     """
 
     counter: Path
@@ -29,14 +29,14 @@ class Package:
 
 
 class Meter:
-    """Joules since it was started; all of the machine's, whoever used them.
+    """Energy of the whole machine since ``start``, in joules.
 
     Attributes:
-        source: What reports them, or why nothing does.
+        source: Name of the sources, or the reason why there is none.
     """
 
     def __init__(self, powercap: Path = POWERCAP) -> None:
-        """Look what there is."""
+        """Find the counters of this machine and start."""
         self._packages = _packages(powercap)
         self._gpus = _gpus()
         sources = [f"RAPL, {len(self._packages)} packages"] if self._packages else []
@@ -48,11 +48,11 @@ class Meter:
         self._started = self._read()
 
     def start(self) -> None:
-        """From now on."""
+        """Measure from now on."""
         self._started = self._read()
 
     def joules(self) -> float | None:
-        """Since ``start``; None where nothing reports. A counter may wrap around once meanwhile."""
+        """Return joules since ``start``; None without a source. A counter may wrap around once."""
         if not self._started:
             return None
         total = 0.0
@@ -71,12 +71,12 @@ class Meter:
 
 
 def _packages(powercap: Path) -> list[Package]:
-    """Whole packages only: their parts are counted in them."""
+    """Find the counters of whole packages, which include those of their parts."""
     found = []
     for each in sorted(powercap.glob("*-rapl:*")):
         if each.name.count(":") != 1:
             continue
-        with suppress(OSError, ValueError):  # for root only, since PLATYPUS
+        with suppress(OSError, ValueError):  # since PLATYPUS only root may read it
             package = Package(each / "energy_uj", int((each / "max_energy_range_uj").read_text()))
             int(package.counter.read_text())
             found.append(package)
@@ -84,7 +84,7 @@ def _packages(powercap: Path) -> list[Package]:
 
 
 def _gpus() -> list[tuple[Any, ctypes.c_void_p]]:
-    """(library, handle) of each GPU that counts its energy."""
+    """Return (library, handle) of each GPU that counts its energy."""
     try:
         library = ctypes.CDLL(_NVML_LIBRARY)
     except OSError:

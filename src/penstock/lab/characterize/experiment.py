@@ -11,51 +11,52 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.core.errors import ConfigError
-from penstock.lab.characterize.beside import Alone, beside_copies, beside_programs
+from penstock.lab.characterize.beside import Alone, measure_copies, measure_programs
 from penstock.lab.characterize.claims import claims
 from penstock.lab.characterize.energy import Meter
-from penstock.lab.characterize.machine import device_kind, machine, world_of
+from penstock.lab.characterize.machine import device_kind, machine, process_count
 from penstock.lab.characterize.networks import NETWORKS, SCALE_MEANS
-from penstock.lab.characterize.scratch import check_space, scratch
+from penstock.lab.characterize.scratch import check_free_space, scratch
 from penstock.lab.characterize.settings import Settings
-from penstock.lab.characterize.teams import Team, hire
+from penstock.lab.characterize.teams import Team, spawn
 
 SCHEMA: Final = 1
 PER_STEPS: Final = 100
-"""Steps to one checkpoint, in what stalls are shares of."""
+"""Training steps for each checkpoint, when stalls are given as shares."""
 WAYS: Final = ("torch_save", "sync", "async")
-_MOST_BESIDE: Final = 50
-_STANDING: Final = 6
-"""Checkpoints of three kinds, one to suspend from, and what is suspended: times the state."""
+_MAX_STEPS_WHILE_SAVING: Final = 50
+_STATES_ON_DISK: Final = 6
+"""Disk space in states: checkpoints of three kinds, one to suspend from, and a suspended job."""
 
 Say = Callable[[str], None]
 
 
 def characterize(settings: Settings, *, say: Say = lambda _: None) -> dict[str, Any]:
-    """Train the poster's networks here, save them in three ways, and put programs beside them.
+    """Train the poster's networks here, save them in three ways, and run programs beside them.
 
-    Each network is trained by processes of its own, which are ended before the next begins. Takes minutes
-    at the default scale. Call it from a main thread that lives on: processes end with it.
+    Each network is trained by processes of its own, which end before the next network begins. Takes
+    minutes at the default scale. Call it from the main thread: processes end with the thread that started
+    them.
 
     Args:
-        settings: What and how.
-        say: Told of each network as it begins.
+        settings: Networks, scale, and numbers of steps.
+        say: Called with a line for each network as it begins.
 
     Returns:
-        A document as ``docs/characterize.schema.json`` has it: the machine, the settings, a record of
+        A document that follows ``docs/characterize.schema.json``: the machine, the settings, a record of
         each network, and the poster's claims judged by them. Times in seconds, sizes in bytes.
 
     Raises:
         ConfigError: The directory cannot be used, or there are too few devices.
         NoSpaceError: Checkpoints do not fit there.
         WorkerError: A process was killed or died; all others are ended, and their files removed.
-        PenstockError: What went wrong in one of them.
+        PenstockError: An error in one of the processes.
     """
     with scratch(settings.directory) as folder:
         facts = {
             "scale": settings.scale,
             "parallel": settings.parallel,
-            "world": world_of(settings.parallel),
+            "world": process_count(settings.parallel),
             "device": device_kind(),
             "threads": 0,
         }
@@ -69,7 +70,7 @@ def characterize(settings: Settings, *, say: Say = lambda _: None) -> dict[str, 
 def document(
     settings: Settings, where: Mapping[str, Any], records: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The result of some networks."""
+    """Put the records of some networks into a result document."""
     return {
         "schema": SCHEMA,
         "machine": dict(where),
@@ -81,26 +82,26 @@ def document(
 
 
 def merge(documents: list[dict[str, Any]]) -> dict[str, Any]:
-    """One document of several that were measured one after the other, on one machine, alike.
+    """Join documents that were measured one after the other, on one machine and with the same settings.
 
     Raises:
-        ConfigError: They were not, or have a network twice.
+        ConfigError: Machines or settings differ, or a network occurs twice.
     """
     first = documents[0]
     alike = ("epochs", "parallel", "colocate", "scale", "steps", "seconds")
     for other in documents[1:]:
         if other["machine"] != first["machine"]:
-            raise ConfigError("results of two machines, or versions, cannot be put together")
+            raise ConfigError("results of different machines or versions cannot be joined")
         for name in alike:
             if other["settings"][name] != first["settings"][name]:
                 raise ConfigError(
                     f"results with {name}={first['settings'][name]!r} and"
-                    f" {name}={other['settings'][name]!r} cannot be put together"
+                    f" {name}={other['settings'][name]!r} cannot be joined"
                 )
     records = [record for each in documents for record in each["networks"]]
     names = [each["name"] for each in records]
     if len(set(names)) < len(names):
-        raise ConfigError(f"results to be put together have a network twice: {', '.join(names)}")
+        raise ConfigError(f"results to be joined have a network twice: {', '.join(names)}")
     order = list(NETWORKS)
     records.sort(key=lambda each: order.index(each["name"]))
     settings = first["settings"] | {"networks": [each["name"] for each in records]}
@@ -113,24 +114,24 @@ def _network(
     case = NETWORKS[name]
     with ExitStack() as stack:
         own = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
-        team = stack.enter_context(hire(name, f"the job of {case.title}", own, **facts))
-        team.end()
-        told = team.ask("facts")
-        state_bytes = sum(each["state_bytes"] for each in told)
-        check_space(folder, _STANDING * state_bytes)
+        team = stack.enter_context(spawn(name, f"the job of {case.title}", own, **facts))
+        team.receive()
+        replies = team.ask("facts")
+        state_bytes = sum(each["state_bytes"] for each in replies)
+        check_free_space(folder, _STATES_ON_DISK * state_bytes)
         record: dict[str, Any] = {
             "name": name,
             "title": case.title,
             "configuration": case.settings(settings.scale),
             "batch": case.batch,
             "optimizer": case.optimizer,
-            "parameters": told[0]["parameters"],
+            "parameters": replies[0]["parameters"],
             "state_bytes": state_bytes,
-            "threads": told[0]["threads"],
+            "threads": replies[0]["threads"],
             "stages": [],
         }
         for number, stage in enumerate(case.stages):
-            data = told[0]["data"] if not number else team.ask("tune")[0]["data"]
+            data = replies[0]["data"] if not number else team.ask("tune")[0]["data"]
             record["stages"].append({"stage": stage, "data": data} | _stage(team, settings))
         step_s = record["stages"][-1]["step_s"]["median"]
         alone = Alone(team, step_s, settings.seconds)
@@ -140,7 +141,7 @@ def _network(
 
 
 def _stage(team: Team, settings: Settings) -> dict[str, Any]:
-    """Epochs of training; after each, every way to save, once."""
+    """Train for some epochs; after each, save once in every way."""
     meter = Meter()
     took: list[float] = []
     losses: list[float] = []
@@ -171,8 +172,12 @@ def _stage(team: Team, settings: Settings) -> dict[str, Any]:
 def _save_all(team: Team, step_s: float, saves: dict[str, list[dict[str, Any]]]) -> None:
     steps = 0
     for way in WAYS:
-        if way == "async":  # until it is durable, as far as the save before tells
-            steps = min(_MOST_BESIDE, 1 + math.ceil(saves["sync"][-1]["latency_s"] / step_s))
+        if (
+            way == "async"
+        ):  # enough steps for the checkpoint to become durable, by the last sync save
+            steps = min(
+                _MAX_STEPS_WHILE_SAVING, 1 + math.ceil(saves["sync"][-1]["latency_s"] / step_s)
+            )
         saved = team.ask("save", way=way, steps=steps, step_s=step_s)
         restored = team.ask("restore", way=way)
         one = _over_ranks(saved) | _over_ranks(restored)
@@ -181,21 +186,23 @@ def _save_all(team: Team, step_s: float, saves: dict[str, list[dict[str, Any]]])
 
 
 def _slowest(trained: list[dict[str, Any]]) -> list[float]:
-    """Each step is over when the last rank's is."""
+    """Return the times of steps; a step ends when the last rank's ends."""
     return [max(each) for each in zip(*(one["steps_s"] for one in trained), strict=True)]
 
 
-def _over_ranks(told: list[dict[str, Any]]) -> dict[str, Any]:
-    """Times are those of the slowest rank, bytes of all together."""
-    names = {name for each in told for name in each}
+def _over_ranks(replies: list[dict[str, Any]]) -> dict[str, Any]:
+    """Combine ranks: times of the slowest, bytes of all together."""
+    names = {name for each in replies for name in each}
     return {
-        name: (sum if name.endswith("bytes") else max)(each[name] for each in told if name in each)
+        name: (sum if name.endswith("bytes") else max)(
+            each[name] for each in replies if name in each
+        )
         for name in sorted(names)
     }
 
 
 def _way(found: list[dict[str, Any]], step_s: float) -> dict[str, Any]:
-    """Medians of the epochs; a share is of the time of so many steps without a checkpoint."""
+    """Return medians over the epochs; the share is of ``PER_STEPS`` steps without a checkpoint."""
     made: dict[str, Any] = {
         name: statistics.median(each[name] for each in found)
         for name in ("stall_s", "latency_s", "restore_s", "beside_s")
@@ -216,14 +223,14 @@ def _colocation(
 ) -> dict[str, Any]:
     if not settings.colocate:
         return {}
-    copies = beside_copies(name, alone, settings.colocate, facts, folder)
-    return {"copies": copies} | beside_programs(alone, settings.colocate, folder)
+    copies = measure_copies(name, alone, settings.colocate, facts, folder)
+    return {"copies": copies} | measure_programs(alone, settings.colocate, folder)
 
 
 def _dram(team: Team) -> dict[str, Any]:
-    """What the job holds between two steps, and once it is suspended; from outside."""
+    """Memory of the job between two steps, and while it is suspended, as the system counts it."""
     before = team.resident_bytes()
-    told = _over_ranks(team.ask("suspend"))
+    suspended = _over_ranks(team.ask("suspend"))
     during = team.resident_bytes()
-    back = _over_ranks(team.ask("resume"))
-    return {"idle_bytes": before, "suspended_bytes": during} | told | back
+    resumed = _over_ranks(team.ask("resume"))
+    return {"idle_bytes": before, "suspended_bytes": during} | suspended | resumed

@@ -1,4 +1,4 @@
-"""A result as a picture: stalls, latencies, slowdowns and memory, network by network.
+"""Results as a picture: stalls, latencies, slowdowns and memory, network by network.
 
 Needs matplotlib: ``pip install 'penstock[plot]'``.
 """
@@ -20,12 +20,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _STALLS: Final = {"torch_save": "torch.save", "sync": "ours", "async": "ours, in the background"}
-_BESIDE: Final = {"copies": "copies of itself", "cpu": "CPU", "memory": "memory", "io": "I/O"}
-_LEAST_SHARE: Final = 1e-5
+_NEIGHBOUR_LABELS: Final = {
+    "copies": "copies of itself",
+    "cpu": "CPU",
+    "memory": "memory",
+    "io": "I/O",
+}
+_MIN_SHARE: Final = 1e-5
 
 
 def plot(document: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Draw a document of :func:`.characterize`; the file's suffix decides the format.
+    """Draw a document of :func:`.characterize`; the suffix of the file decides the format.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written in that format.
@@ -34,7 +39,7 @@ def plot(document: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     records = document["networks"]
     panels = [_draw_stalls, _draw_latencies, _draw_memory]
     if all(each["colocation"] for each in records):
-        panels.insert(2, _draw_beside)
+        panels.insert(2, _draw_colocation)
     with style.context(STYLE):
         figure = figure_module.Figure(
             figsize=(10, 3.1 * len(panels) + 0.5), dpi=150, layout="constrained"
@@ -47,7 +52,7 @@ def plot(document: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         try:
             figure.savefig(path)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"the picture {str(path)!r} cannot be written: {error}") from error
+            raise ConfigError(f"cannot write the picture {str(path)!r}: {error}") from error
 
 
 def _draw_stalls(axis: Axes, records: Any) -> None:
@@ -78,10 +83,10 @@ def _draw_latencies(axis: Axes, records: Any) -> None:
     dress(axis, "latency of a checkpoint", "milliseconds")
 
 
-def _draw_beside(axis: Axes, records: Any) -> None:
+def _draw_colocation(axis: Axes, records: Any) -> None:
     found = {
         label: [each["colocation"][kind]["slowdown"] for each in records]
-        for kind, label in _BESIDE.items()
+        for kind, label in _NEIGHBOUR_LABELS.items()
     }
     _bars(axis, [each["title"] for each in records], found)
     axis.axhline(1, color=INK, linewidth=0.9, linestyle=(0, (5, 3)))
@@ -101,13 +106,13 @@ def _draw_memory(axis: Axes, records: Any) -> None:
 
 
 def _bars(axis: Axes, titles: Sequence[str], found: Mapping[str, Sequence[float]]) -> None:
-    """A group for each title, in it a bar for each label."""
+    """Draw a group for each title with a bar for each label."""
     width = 0.8 / len(found)
     for number, (label, values) in enumerate(found.items()):
         places = [group + (number - (len(found) - 1) / 2) * width for group in range(len(titles))]
         axis.bar(
             places,
-            [max(each, _LEAST_SHARE) for each in values],
+            [max(each, _MIN_SHARE) for each in values],
             0.9 * width,
             color=COLOURS[number],
             label=label,

@@ -1,4 +1,4 @@
-"""Networks of the zoo cut in two, for a pipeline: together they compute what the whole one does."""
+"""Networks of the zoo cut in two for a pipeline; together the halves compute what the whole one does."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class BertStart(nn.Module):
     """Embeddings and the first blocks."""
 
     def __init__(self, network: Bert, count: int) -> None:
-        """Keep them."""
+        """Take them from the network."""
         super().__init__()
         self.embeddings = network.embeddings
         self.blocks = network.blocks[:count]
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """``[batch, length]`` to ``[batch, length, width]``."""
+        """Map tokens ``[batch, length]`` to features ``[batch, length, width]``."""
         x: Tensor = self.embeddings(tokens, None)
         for block in self.blocks:
             x = block(x, None)
@@ -33,16 +33,16 @@ class BertStart(nn.Module):
 
 
 class BertEnd(nn.Module):
-    """The other blocks, and the head at every position."""
+    """The remaining blocks, and the head at every position."""
 
     def __init__(self, network: Bert, count: int) -> None:
-        """Keep them."""
+        """Take them from the network."""
         super().__init__()
         self.blocks = network.blocks[count:]
         self.head = network.head
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[batch, length, width]`` to ``[batch, length, vocab]``."""
+        """Map features ``[batch, length, width]`` to logits ``[batch, length, vocab]``."""
         for block in self.blocks:
             x = block(x, None)
         logits: Tensor = self.head(x)
@@ -53,7 +53,7 @@ class CausalStart(nn.Module):
     """Embeddings and the first blocks."""
 
     def __init__(self, network: CausalTransformer, count: int) -> None:
-        """Keep them."""
+        """Take them from the network."""
         super().__init__()
         self.tokens, self.positions = network.tokens, network.positions
         self.dropout = network.dropout
@@ -61,7 +61,7 @@ class CausalStart(nn.Module):
         self._window = _window_of(network)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """``[batch, length]`` to ``[batch, length, width]``."""
+        """Map tokens ``[batch, length]`` to features ``[batch, length, width]``."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x: Tensor = self.dropout(self.tokens(tokens) + self.positions(places))
         window = local_window(tokens, self._window) if self._window else None
@@ -71,10 +71,10 @@ class CausalStart(nn.Module):
 
 
 class CausalEnd(nn.Module):
-    """The other blocks, the norm, and the embeddings' own weights again."""
+    """The remaining blocks, the norm, and the output weights, which are the embeddings."""
 
     def __init__(self, network: CausalTransformer, count: int) -> None:
-        """Keep them."""
+        """Take them from the network."""
         super().__init__()
         self.blocks = network.blocks[count:]
         self.norm = network.norm
@@ -83,7 +83,7 @@ class CausalEnd(nn.Module):
         self._window = _window_of(network)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[batch, length, width]`` to ``[batch, length, vocab]``."""
+        """Map features ``[batch, length, width]`` to logits ``[batch, length, vocab]``."""
         window = local_window(x, self._window) if self._window else None
         for block in self.blocks:
             x = block(x, window)
@@ -91,10 +91,10 @@ class CausalEnd(nn.Module):
 
 
 class GoogLeNetStart(nn.Module):
-    """To the fourth of the nine inception modules. The auxiliary heads are left out."""
+    """The layers up to the fourth of the nine inception modules, without auxiliary heads."""
 
     def __init__(self, network: GoogLeNet) -> None:
-        """Keep them."""
+        """Take them from the network."""
         super().__init__()
         inceptions, pools = network.inceptions, network.pools
         self.layers = nn.Sequential(
@@ -102,21 +102,21 @@ class GoogLeNetStart(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images to features."""
+        """Map images to features."""
         features: Tensor = self.layers(images)
         return features
 
 
 def _window_of(network: CausalTransformer) -> int:
-    """How far local blocks see; 0 without such blocks."""
+    """Return the reach of local attention blocks; 0 without such blocks."""
     return network.config.window if isinstance(network.config, GPTNeoConfig) else 0
 
 
-def halves(network: zoo.Network) -> tuple[nn.Module, nn.Module]:
-    """Two modules with the network's own parameters; a weight that is tied across is in both.
+def split(network: zoo.Network) -> tuple[nn.Module, nn.Module]:
+    """Cut a network into two modules with its own parameters; a tied weight is in both.
 
     Raises:
-        ConfigError: A network that nobody has said how to cut.
+        ConfigError: The network is of a kind that has no known cut.
     """
     if isinstance(network, Bert | CausalTransformer):
         count = len(network.blocks) // 2
@@ -134,7 +134,7 @@ def halves(network: zoo.Network) -> tuple[nn.Module, nn.Module]:
 
 
 def _children(network: zoo.Network) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Of the vision networks that are one sequence of layers: where the parameters halve."""
+    """Split a vision network that is one sequence of layers at about half of its parameters."""
     parts = dict(network.named_children())
     if "classifier" in parts:
         features = list(parts["features"])  # type: ignore[call-overload]
@@ -150,15 +150,15 @@ def _children(network: zoo.Network) -> tuple[list[nn.Module], list[nn.Module]]:
     raise ConfigError(f"{type(network).__name__} cannot be cut into the halves of a pipeline")
 
 
-def tied(network: zoo.Network) -> Tensor | None:
-    """The weight that both halves have."""
+def tied_weight(network: zoo.Network) -> Tensor | None:
+    """Return the weight that both halves have, or None."""
     if isinstance(network, Bert):
         return network.embeddings.tokens.weight
     return network.tokens.weight if isinstance(network, CausalTransformer) else None
 
 
-def whole_loss(network: zoo.Network) -> Callable[[Tensor, Tensor], Tensor]:
-    """The loss of a micro-batch from the last half's logits."""
+def loss_from_logits(network: zoo.Network) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the loss of a micro-batch as a function of the last half's logits and the targets."""
     if isinstance(network, zoo.VisionNetwork):
         return F.cross_entropy
 

@@ -1,4 +1,4 @@
-"""What the experiment ran on, for its document. Loads torch to ask for devices only."""
+"""Facts of the machine for the result document."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import torch
 
 from penstock import __version__
 from penstock.core.errors import ConfigError
-from penstock.io.files import filesystem_of
+from penstock.core.fs import filesystem_of
 from penstock.lab.characterize.energy import Meter
 
 _PIPELINE: Final = 2
 
 
 def device_kind() -> str:
-    """``cuda`` where there is a device, else ``cpu``."""
+    """Return ``cuda`` if there is a device, else ``cpu``."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def world_of(parallel: str) -> int:
-    """How many processes a job has. Raises ConfigError if there are GPUs, but too few."""
+def process_count(parallel: str) -> int:
+    """Return the number of processes of a job. Raises ConfigError if there are GPUs, but too few."""
     if parallel == "none":
         return 1
     if device_kind() == "cpu":
@@ -33,14 +33,14 @@ def world_of(parallel: str) -> int:
     count = torch.cuda.device_count()
     if count < _PIPELINE:
         raise ConfigError(
-            f"parallel={parallel!r} wants two GPUs and there is {count}; hide it with"
-            " CUDA_VISIBLE_DEVICES= to have two processes on the CPU"
+            f"parallel={parallel!r} needs two GPUs and this machine has {count}; hide it with"
+            " CUDA_VISIBLE_DEVICES= to run two processes on the CPU"
         )
     return count if parallel == "ddp" else _PIPELINE
 
 
 def machine(directory: str, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Without host name and paths: results are published."""
+    """Describe the machine, without host name and paths, which would be published with the results."""
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),

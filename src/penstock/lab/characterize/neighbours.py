@@ -1,12 +1,12 @@
-"""Programs that run beside a job, each bound by one thing: its core, memory bandwidth, or I/O.
+"""Programs that run beside a job, each bound by one resource: the core, memory bandwidth, or I/O.
 
-Started as ``python -m penstock.lab.characterize.neighbours KIND FOLDER PARENT``. Work is done in rounds;
-for each line on its input it answers how many there were, and when.
+Started as ``python -m penstock.lab.characterize.neighbours KIND FOLDER PARENT``. Each works in rounds;
+for each line on its input it writes how many rounds it has made, and the time.
 
 - ``cpu`` multiplies matrices that fit in the innermost cache;
 - ``memory`` copies an array that is larger than any cache;
-- ``io`` does what a job does that only checkpoints: it writes files past the page cache and waits until
-  they are on the device, all of them in turn, with Penstock's own engine.
+- ``io`` writes like a job that only checkpoints: files past the page cache, with Penstock's engine, and
+  waits until they are on the device.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _io(folder: str) -> Callable[[], None]:
     file, engine = open_unlinked(folder), default_engine()
     file.preallocate(_IO_BYTES)
     block = Arena(_REQUEST_BYTES).allocate(_REQUEST_BYTES)
-    assert block is not None, "an arena has room for what it was made for"
+    assert block is not None, "a new arena has room for its first block"
 
     def work() -> None:
         transfers = [
@@ -86,10 +86,10 @@ _MAKERS: Final[dict[str, Callable[[str], Callable[[], None]]]] = {
 
 def main() -> int:
     """Work until the input ends."""
-    from penstock.lab.characterize.orphans import end_with_parent  # noqa: PLC0415
+    from penstock.lab.characterize.orphans import exit_with_parent  # noqa: PLC0415
 
     kind, folder, parent = sys.argv[1:]
-    end_with_parent(int(parent))
+    exit_with_parent(int(parent))
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
     work = _MAKERS[kind](folder)

@@ -1,10 +1,10 @@
-"""The poster's nine networks, and what a scale makes of them. Loads neither NumPy nor torch.
+"""The poster's nine networks, and the meaning of a scale. Loads neither NumPy nor torch.
 
 A scale multiplies depths and widths: blocks, heads (of 64 features each) and vocabulary of a language
-model, channels and hidden features of a vision model. The batch, the length of a sequence and the size of
-an image stay, so the arithmetic of a step shrinks with the bytes of the state, and the share of a
-checkpoint in the time of training stays about what it is at full size. Fixed costs do not shrink: a small
-scale makes checkpoints look dearer than they are.
+model, channels and hidden features of a vision model. Batch, sequence length and image size stay. So the
+arithmetic of a step shrinks with the bytes of the state, and the share of a checkpoint in the time of
+training stays about what it is at full size. Fixed costs do not shrink: at a small scale checkpoints look
+more expensive than they are.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ SCALE_MEANS: Final = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One of the nine, and how it is trained.
+    """One of the nine networks, and how it is trained.
 
     Attributes:
-        title: As the poster has it.
-        zoo: Its name in the zoo.
+        title: Name in the poster.
+        zoo: Name in the zoo.
         batch: Images or sequences in a step.
         optimizer: ``adam``, or ``sgd`` with momentum.
         fixed: Settings of the network at every scale.
-        full: Settings that the scale multiplies, at full size.
-        stages: What it is trained for, one after the other.
+        full: Settings at full size, which the scale multiplies.
+        stages: Kinds of training, one after the other.
     """
 
     title: str
@@ -43,7 +43,7 @@ class Case:
     stages: tuple[str, ...] = ("training",)
 
     def settings(self, scale: float) -> dict[str, Any]:
-        """Those of the zoo's network at a scale."""
+        """Return the settings of the zoo's network at a scale."""
         made: dict[str, Any] = dict(self.fixed)
         for name, value in self.full.items():
             if name == "heads":
@@ -54,12 +54,12 @@ class Case:
             elif isinstance(value, tuple):
                 made[name] = tuple(max(4, round(each * scale)) for each in value)
             else:
-                made[name] = max(_LEAST.get(name, 1), round(value * scale))
+                made[name] = max(_MINIMUMS.get(name, 1), round(value * scale))
         return made
 
 
-_LEAST: Final = {"vocab_size": 320, "depth": 2, "width": 4, "hidden": 32}
-"""A vocabulary of bytes, two halves for a pipeline, and something to learn with."""
+_MINIMUMS: Final = {"vocab_size": 320, "depth": 2, "width": 4, "hidden": 32}
+"""Lower limits: a vocabulary of bytes, a block for each half of a pipeline, features to learn with."""
 
 
 def _language(title: str, zoo: str, **full: int) -> Case:
@@ -92,4 +92,4 @@ NETWORKS: Final[Mapping[str, Case]] = {
     "alexnet": _vision("AlexNet", "alexnet", widths=(64, 192, 384, 256, 256), hidden=4096),
     "vgg11": _vision("VGG11", "vgg11", widths=(64, 128, 256, 512, 512), hidden=4096),
 }
-"""By the names that the command line takes."""
+"""The networks, by their names on the command line."""

@@ -1,4 +1,4 @@
-"""Processes that do not outlive the one that started them. Loads neither NumPy nor torch."""
+"""Child processes that end with their parent. Loads neither NumPy nor torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Final
 _PR_SET_PDEATHSIG: Final = 1
 
 
-def end_with_parent(parent: int) -> None:
-    """Have the kernel end this process when its parent does; at once, if that has happened.
+def exit_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends; exit now if the parent has already ended.
 
     Args:
-        parent: Its number, as it knew it itself.
+        parent: Process id of the parent, as the parent passed it on.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -1,12 +1,12 @@
-"""How the processes of one job share its work: alone, by data, or as a pipeline of two halves.
+"""Ways to share a job among processes: none, data parallelism, or a pipeline of two halves.
 
 Each is used as follows, on every rank at the same time:
 
-1. ``loss_and_gradients(batch)``: the loss; gradients are in the parameters of ``module``.
-2. The optimizer's step, by the caller.
+1. ``loss_and_gradients(batch)`` returns the loss and leaves gradients in the parameters of ``module``.
+2. The caller makes the step of the optimizer.
 
-Data parallelism is torch's own; the pipeline is two halves by ``torch.distributed.pipelining``, GPipe's
-schedule.
+Data parallelism is torch's own; the pipeline is two halves by ``torch.distributed.pipelining``, with
+GPipe's schedule.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.lab import zoo
-from penstock.lab.characterize.halves import halves, tied, whole_loss
+from penstock.lab.characterize.halves import loss_from_logits, split, tied_weight
 
 MICROBATCHES: Final = 4
-"""Into how many parts a pipeline cuts a batch, at most."""
+"""Upper limit for the parts into which a pipeline cuts a batch."""
 
 
 class Way(Protocol):
     """One rank's part of a job."""
 
     module: nn.Module
-    """What this rank trains, saves and restores."""
+    """The module that this rank trains, saves and restores."""
     saves: bool
-    """Whether a checkpoint of the job needs this rank's part."""
+    """True if a checkpoint of the job needs this rank's part."""
 
     def loss_and_gradients(self, batch: zoo.Batch) -> float | None:
-        """Forward and backward; the loss, where this rank has it."""
+        """Run forward and backward; return the loss, if this rank has it."""
 
 
 class Alone:
-    """One process, the whole batch."""
+    """One process with the whole batch."""
 
     saves = True
 
@@ -48,23 +48,23 @@ class Alone:
         self.module: nn.Module = network
 
     def loss_and_gradients(self, batch: zoo.Batch) -> float | None:
-        """Forward and backward."""
+        """Run forward and backward; return the loss."""
         loss = self.module(*batch)
         loss.backward()
         return float(loss.detach())
 
 
 class Data:
-    """Every rank has the network and its share of the batch; gradients are averaged."""
+    """Data parallelism: each rank has the network and a share of the batch; gradients are averaged."""
 
     def __init__(self, network: zoo.Network) -> None:
-        """Join the others; the process group is there."""
+        """Wrap the network; the process group exists already."""
         self.module: nn.Module = network
         self.saves = dist.get_rank() == 0
         self._ddp = DistributedDataParallel(network)
 
     def loss_and_gradients(self, batch: zoo.Batch) -> float | None:
-        """Forward and backward of this rank's share."""
+        """Run forward and backward on this rank's share; return its loss."""
         rank, world = dist.get_rank(), dist.get_world_size()
         share = slice(rank, None, world)
         loss = self._ddp(batch.inputs[share], batch.targets[share])
@@ -81,39 +81,39 @@ class Pipeline:
         """Keep this rank's half.
 
         Args:
-            network: Whole, with the same weights on both ranks.
-            batch: One as they will come.
+            network: The whole network, with the same weights on both ranks.
+            batch: An example of the batches to come.
         """
-        from torch.distributed import pipelining  # noqa: PLC0415  (no part of every torch build)
+        from torch.distributed import pipelining  # noqa: PLC0415  (some builds of torch lack it)
 
         rank = dist.get_rank()
-        pair = halves(network)
+        pair = split(network)
         self.module = pair[rank]
-        self._tied = tied(network)
+        self._tied_weight = tied_weight(network)
         self._device = next(self.module.parameters()).device
         count = _divisor(len(batch.inputs), MICROBATCHES)
         stage = pipelining.PipelineStage(self.module, rank, len(pair), self._device)
         self._schedule = pipelining.ScheduleGPipe(
-            stage, n_microbatches=count, loss_fn=whole_loss(network)
+            stage, n_microbatches=count, loss_fn=loss_from_logits(network)
         )
         self._rank = rank
 
     def loss_and_gradients(self, batch: zoo.Batch) -> float | None:
-        """All micro-batches; the loss is known to the last rank."""
+        """Run all micro-batches; return the loss on the last rank, None on the first."""
         if self._rank == 0:
             self._schedule.step(batch.inputs)
             losses: list[Tensor] = []
         else:
             losses = []
             self._schedule.step(target=batch.targets, losses=losses)
-        if self._tied is not None:  # each half has a part of the gradient of what they share
-            assert self._tied.grad is not None
-            dist.all_reduce(self._tied.grad)
+        if self._tied_weight is not None:  # each half has a part of the gradient of the tied weight
+            assert self._tied_weight.grad is not None
+            dist.all_reduce(self._tied_weight.grad)
         return float(torch.stack(losses).mean()) if losses else None
 
 
-def way(kind: str, network: zoo.Network, batch: zoo.Batch) -> Way:
-    """This rank's part of a job of that kind."""
+def make_strategy(kind: str, network: zoo.Network, batch: zoo.Batch) -> Way:
+    """Return this rank's part of a job of that kind."""
     if kind == "ddp":
         return Data(network)
     if kind == "pipeline":
@@ -122,7 +122,7 @@ def way(kind: str, network: zoo.Network, batch: zoo.Batch) -> Way:
 
 
 def join(kind: str, rank: int, world: int, rendezvous: str, device: torch.device) -> None:
-    """Meet the other ranks, by a file; nothing to do alone."""
+    """Meet the other ranks through a file. Does nothing without parallelism."""
     if kind == "none":
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -135,13 +135,13 @@ def join(kind: str, rank: int, world: int, rendezvous: str, device: torch.device
 
 
 def leave() -> None:
-    """End it; others may have ended already."""
+    """Leave the process group; other ranks may have ended already."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
 def together(value: float) -> list[Any]:
-    """Every rank's value, on every rank."""
+    """Return the values of all ranks, on every rank."""
     if not dist.is_initialized():
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
@@ -150,5 +150,5 @@ def together(value: float) -> list[Any]:
 
 
 def _divisor(number: int, most: int) -> int:
-    """The largest number of equal parts, so many at most."""
+    """Return the largest number of equal parts, ``most`` at most."""
     return next(count for count in range(min(number, most), 0, -1) if number % count == 0)

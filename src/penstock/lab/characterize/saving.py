@@ -1,10 +1,10 @@
-"""Three ways to save a job, each measured in the same way, and restoring what was saved.
+"""Three ways to save a job and to restore it, all measured in the same way.
 
-``stall_s`` is how long the training loop is held up; ``latency_s`` how long until the checkpoint is on
-the device; ``restore_s`` how long until a job that is there has it again, with none of it in the page
-cache. ``torch.save`` gives control back before its bytes are on the device, so its latency has the
-``fsync`` that its users leave out. What is saved in the background stalls by the call, by what the next
-step of the optimizer waits; ``beside_s`` is what the steps meanwhile took longer in all, that included.
+``stall_s`` is the time for which the training loop waits; ``latency_s`` the time until the checkpoint is
+on the device; ``restore_s`` the time for a running job to read it back, none of it in the page cache.
+``torch.save`` returns before its bytes are on the device, so its latency includes the ``fsync`` that its
+users leave out. The stall of a background save is the call plus the wait of the optimizer's next step;
+``beside_s`` is the total delay of the steps meanwhile, which includes that stall.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def save(
     """Save once.
 
     Args:
-        training: What.
+        training: The training to save.
         way: One of ``WAYS``.
-        folder: A directory of this rank's own; what is there is replaced.
-        steps: How many steps follow, as on every rank.
-        step_s: What one takes when nothing is saved.
+        folder: A directory of this rank's own; its contents are replaced.
+        steps: Number of steps that follow, the same on every rank.
+        step_s: Time of a step without a save.
 
     Returns:
-        ``stall_s``, ``latency_s``, ``nbytes``, and of ``async`` ``beside_s`` and ``copied_bytes``.
+        ``stall_s``, ``latency_s``, ``nbytes``, and for ``async`` also ``beside_s`` and ``copied_bytes``.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -53,11 +53,11 @@ def save(
 
 
 def restore(training: Training, way: str, folder: Path, *, wanted: str) -> dict[str, Any]:
-    """Restore what ``save`` has left, cold; ``restore_s``, and whether its bits are those wanted."""
+    """Restore a saved state from a cold cache; return ``restore_s`` and ``same``: all bits are equal."""
     if not training.saves:
         return {}
     training.wipe()
-    _drop(folder)
+    _evict_page_cache(folder)
     start = time.perf_counter()
     _LOADS[way](training, folder)
     seconds = time.perf_counter() - start
@@ -142,8 +142,8 @@ def _sync(path: Path) -> None:
         os.close(fd)
 
 
-def _drop(folder: Path) -> None:
-    """Nothing of it is in the page cache afterwards."""
+def _evict_page_cache(folder: Path) -> None:
+    """Remove the files of a folder from the page cache."""
     for each in folder.rglob("*"):
         if each.is_file():
             fd = os.open(each, os.O_RDONLY)
@@ -153,7 +153,7 @@ def _drop(folder: Path) -> None:
 
 
 def median(found: list[dict[str, Any]], name: str) -> float | None:
-    """Of what several saves say; None if none of them says it."""
+    """Return the median of a value over the saves that have it; None if none has."""
     values = [each[name] for each in found if each.get(name) is not None]
     return statistics.median(values) if values else None
 

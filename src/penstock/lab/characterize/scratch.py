@@ -1,9 +1,7 @@
-"""The directory of one run: made, locked, big enough, and removed; also what a killed run has left."""
+"""The temporary directory of a run: made, locked, checked for space, and removed, even after a kill."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import shutil
 import tempfile
@@ -12,62 +10,52 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from penstock.core.errors import ConfigError, NoSpaceError, free_space_bytes
+from penstock.core.errors import ConfigError
 from penstock.core.files import absolute_path
+from penstock.core.fs import FileLock, check_directory, check_space, try_lock
 from penstock.core.units import MIB
-from penstock.io.files import filesystem_of
 
 PREFIX: Final = ".penstock-characterize-"
 SLACK_BYTES: Final = 256 * MIB
-"""Beside checkpoints: the neighbours' files and the file system's own."""
+"""Space beside the checkpoints, for the neighbours' files and the file system's own data."""
 
 
 @contextmanager
 def scratch(directory: str) -> Iterator[Path]:
-    """A new directory in ``directory``, removed afterwards whatever happens.
+    """Make a new directory in ``directory`` and remove it afterwards, whatever happens.
 
     Raises:
-        ConfigError: It is in memory, or nothing can be made there.
+        ConfigError: The directory is in memory, or cannot be written to.
     """
     where = absolute_path(directory, "the directory for checkpoints")
-    system = filesystem_of(where)
-    if system.is_memory:
-        raise ConfigError(
-            f"directory {where!r} is on {system.kind}: its files are in memory, and checkpoints there"
-            " would tell nothing of flash; name a directory on a disk"
-        )
-    _remove_left(where)
+    check_directory(where, "the directory for checkpoints")
+    _remove_leftovers(where)
     try:
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=where))
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise ConfigError(f"directory {where!r} cannot be written to: {error.strerror}") from error
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-        os.close(fd)
+    with FileLock(
+        fd, f"directory {os.fspath(path)!r}", "another run has just removed it: try again"
+    ):
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def check_space(folder: Path, nbytes: int) -> None:
-    """Raise NoSpaceError unless so many bytes, and some slack, are free."""
-    free = free_space_bytes(str(folder))
-    if 0 <= free < nbytes + SLACK_BYTES:
-        raise NoSpaceError(
-            errno=errno.ENOSPC,
-            op="save",
-            path=str(folder.parent),
-            offset_bytes=0,
-            nbytes=nbytes + SLACK_BYTES,
-            free_bytes=free,
-            advice="checkpoints of every kind stand side by side: free some space, name another"
-            " directory, or take a smaller scale",
-        )
+def check_free_space(folder: Path, nbytes: int) -> None:
+    """Raise NoSpaceError unless ``nbytes`` and some slack are free."""
+    check_space(
+        [(str(folder), nbytes + SLACK_BYTES)],
+        "checkpoints of every kind are on disk at the same time: free some space, name another"
+        " directory, or choose a smaller scale",
+        op="save",
+    )
 
 
-def _remove_left(where: str) -> None:
-    """What a run left that was killed: nobody holds its lock."""
+def _remove_leftovers(where: str) -> None:
+    """Remove directories of runs that were killed, whose locks are free."""
     for name in os.listdir(where):
         if not name.startswith(PREFIX):
             continue
@@ -77,9 +65,7 @@ def _remove_left(where: str) -> None:
         except OSError:
             continue
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-        except BlockingIOError:
-            pass  # of a run that goes on
+            if try_lock(fd):  # otherwise its run still goes on
+                shutil.rmtree(path, ignore_errors=True)
         finally:
             os.close(fd)

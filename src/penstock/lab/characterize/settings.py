@@ -1,42 +1,42 @@
-"""What is asked for: which networks, how large, how often, beside what. Loads neither NumPy nor torch."""
+"""Settings of a run: networks, their size, repetitions, neighbours. Loads neither NumPy nor torch."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, get_args
 
 from penstock.core.errors import ConfigError
+from penstock.core.fs import check_directory
 from penstock.lab.characterize.networks import NETWORKS
 
 Parallel = Literal["none", "ddp", "pipeline"]
 
-LEAST_SCALE: Final = 0.05
+MIN_SCALE: Final = 0.05
 _STEPS_AT_FULL_SCALE: Final = 100
-_LEAST_STEPS: Final = 4
+_MIN_STEPS: Final = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """One run of the experiment. Checks itself: raises ConfigError."""
+    """Settings of one run of the experiment; invalid values raise ConfigError."""
 
     networks: tuple[str, ...] = tuple(NETWORKS)
-    """Of the nine, in the order in which they are measured."""
+    """Names of networks, in the order in which they are measured."""
     epochs: int = 3
-    """The poster's number. After each epoch every way to save is measured once."""
+    """Number of epochs; the default is the poster's. After each, every way to save is measured once."""
     parallel: Parallel = "none"
-    """``ddp`` and ``pipeline``: two processes, or on CUDA as many as there are devices for ``ddp``."""
+    """Kind of parallelism: two processes; ``ddp`` on CUDA: one for each device."""
     colocate: int = 1
-    """How many copies, or programs of each kind, run beside a job; 0: that is left out."""
+    """Number of copies, and of programs of each kind, that run beside a job; 0 measures none."""
     scale: float = 0.25
-    """What depths and widths are multiplied by; 1 is the published network. See ``networks``."""
+    """Factor of depths and widths; 1 is the published network. See ``networks``."""
     steps: int | None = None
-    """Steps of an epoch; None: 100 times the scale, and 4 at least."""
+    """Steps of an epoch; None means 100 times the scale, and at least 4."""
     seconds: float = 1.0
-    """How long each neighbour is looked at, at least."""
+    """Shortest time for which each neighbour is measured."""
     directory: str = "."
-    """Where checkpoints and suspended jobs go: on the device that is characterized."""
+    """Directory for checkpoints and suspended jobs, on the device to characterize."""
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.networks if name not in NETWORKS]
@@ -47,9 +47,9 @@ class Settings:
             )
         if len(set(self.networks)) < len(self.networks):
             raise ConfigError(f"networks: {', '.join(self.networks)} names one of them twice")
-        if not LEAST_SCALE <= self.scale <= 1:
+        if not MIN_SCALE <= self.scale <= 1:
             raise ConfigError(
-                f"scale={self.scale} is not between {LEAST_SCALE} and 1; 1 is the published network"
+                f"scale={self.scale} is not between {MIN_SCALE} and 1; 1 is the published network"
             )
         if self.parallel not in get_args(Parallel):
             raise ConfigError(f"parallel={self.parallel!r} is not none, ddp or pipeline")
@@ -59,23 +59,24 @@ class Settings:
             _check_count("steps", self.steps, 1)
         if not 0 < self.seconds < 3600:
             raise ConfigError(f"seconds={self.seconds} is not between 0 and 3600")
-        if not os.path.isdir(self.directory):
-            raise ConfigError(f"directory {self.directory!r} is missing, or is none")
+        check_directory(
+            self.directory, "the directory for checkpoints", allow_memory_filesystem=True
+        )
 
     @property
     def epoch_steps(self) -> int:
-        """Steps of an epoch."""
-        return self.steps or max(_LEAST_STEPS, round(_STEPS_AT_FULL_SCALE * self.scale))
+        """Number of steps of an epoch."""
+        return self.steps or max(_MIN_STEPS, round(_STEPS_AT_FULL_SCALE * self.scale))
 
     def to_json(self) -> dict[str, Any]:
-        """Without the directory: results are published."""
+        """Return a JSON object, without the directory, which would be published with the results."""
         made = asdict(self) | {"networks": list(self.networks), "steps": self.epoch_steps}
         del made["directory"]
         return made
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], directory: str) -> Settings:
-        """The inverse of ``to_json``."""
+        """Return the settings that ``to_json`` has written, with this directory."""
         fields = {**document, "networks": tuple(document["networks"]), "directory": directory}
         return cls(**fields)
 

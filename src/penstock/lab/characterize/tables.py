@@ -1,4 +1,4 @@
-"""A result as tables in a terminal, like the poster's, and its claims in words."""
+"""Results as tables in a terminal, like the poster's, and its claims in words."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ WAYS: Final = ("torch_save", "sync", "async")
 
 
 def table(document: Mapping[str, Any]) -> RenderableType:
-    """All of a document of :func:`.characterize`."""
+    """Render a document of :func:`.characterize`."""
     records = document["networks"]
     parts: list[RenderableType] = [_head(document), Text(), _stalls(records), Text()]
     parts += [_latencies(records), Text()]
     if any(each["colocation"] for each in records):
-        parts += [_beside(records), Text()]
+        parts += [_colocation(records), Text()]
     parts += [_memory(records), Text()]
     for number, each in enumerate(document["claims"], start=1):
         parts.append(Text(f"{number}. {each['claim']}: {each['verdict']}. {each['words']}"))
@@ -29,7 +29,7 @@ def table(document: Mapping[str, Any]) -> RenderableType:
 
 
 def scale_words(document: Mapping[str, Any]) -> str:
-    """The scale, for every output."""
+    """Describe the scale, for every kind of output."""
     settings = document["settings"]
     what = "full size" if settings["scale"] == 1 else document["scale_means"]
     return f"scale {settings['scale']:g}: {what}"
@@ -77,11 +77,11 @@ def _latencies(records: Any) -> RenderableType:
     return made
 
 
-def _beside(records: Any) -> RenderableType:
+def _colocation(records: Any) -> RenderableType:
     kinds = ("copies", "cpu", "memory", "io")
     count = records[0]["colocation"]["copies"]["count"]
     made = grid(
-        f"Steps take so many times as long beside {count} of each",
+        f"Time of a step beside {count} of each, over its time alone",
         ("network", *kinds, "all copies, of one after the other"),
     )
     for each in records:
@@ -92,8 +92,8 @@ def _beside(records: Any) -> RenderableType:
 
 
 def _memory(records: Any) -> RenderableType:
-    columns = ("network", "idle", "suspended", "given back", "written", "away", "back")
-    made = grid("DRAM of a job that waits, without and with the policy", columns)
+    columns = ("network", "idle", "suspended", "freed", "written", "suspend", "resume")
+    made = grid("DRAM of a job that waits, idle and suspended to flash", columns)
     for each in records:
         found = each["dram"]
         add_row(

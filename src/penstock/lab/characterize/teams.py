@@ -1,6 +1,6 @@
-"""The parent's side of jobs: processes that are started, asked, looked at from outside, and ended.
+"""Processes of a job, seen by the parent: started, given commands, measured, and ended.
 
-Whatever happens, leaving a :class:`Team` ends its processes: they are killed, and their parts waited for.
+Leaving a :class:`Team` kills its processes and waits for them, whatever happens.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from typing import Any, Final, Self
 from penstock.core import errors
 from penstock.core.errors import PenstockError, WorkerError
 
-_PATIENCE_S: Final = 3600.0
-"""Longer than any command takes."""
+_REPLY_TIMEOUT_S: Final = 3600.0
+"""Time limit for a reply, longer than any command takes."""
 _GRACE_S: Final = 5.0
-"""What others of a team get to fail by themselves once one has died."""
+"""Time for the other ranks to fail by themselves after one has died."""
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 class Child:
-    """One process that answers lines of JSON with lines of JSON."""
+    """A process that reads commands and writes replies, each a line of JSON."""
 
     def __init__(self, what: str, command: Sequence[str], folder: Path) -> None:
         """Start it.
 
         Args:
-            what: What to call it in errors.
-            command: Modules and arguments, for this Python.
-            folder: Where its standard error goes, to a file without a name.
+            what: Name in errors.
+            command: Modules and arguments for this Python.
+            folder: Directory for an unnamed file with its standard error.
         """
         self.what = what
         self._errors = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (closed by kill)
@@ -52,17 +52,17 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """Process id."""
         return self._process.pid
 
-    def tell(self, what: dict[str, Any]) -> None:
-        """Give it a command. That it has died is noticed when its answer is read."""
+    def send(self, command: dict[str, Any]) -> None:
+        """Write a command. The death of the process shows when its reply is read."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(what).encode() + b"\n")
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
 
-    def is_answer(self) -> bool:
-        """Read what there is; whether it is a whole line. Raises WorkerError if it has died."""
+    def receive(self) -> bool:
+        """Read what has come; return True once it is a line. Raises WorkerError if the process died."""
         assert self._process.stdout is not None
         read = os.read(self._process.stdout.fileno(), 1 << 16)
         self._rest += read
@@ -71,22 +71,22 @@ class Child:
         return b"\n" in self._rest
 
     def answer(self) -> dict[str, Any]:
-        """The line. Raises what it says went wrong."""
+        """Parse the line. Raises the error that it reports."""
         line, _, self._rest = self._rest.partition(b"\n")
-        told: dict[str, Any] = json.loads(line)
-        if "error" in told:
-            kind = getattr(errors, str(told.get("kind")), PenstockError)
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            kind = getattr(errors, str(reply.get("kind")), PenstockError)
             plain = kind in (errors.ConfigError, errors.CheckpointError, errors.SuspendError)
-            raise (kind if plain else PenstockError)(f"{self.what}: {told['error']}")
-        return told
+            raise (kind if plain else PenstockError)(f"{self.what}: {reply['error']}")
+        return reply
 
     def fileno(self) -> int:
-        """Of its answers."""
+        """File descriptor of the replies, for a selector."""
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
     def death(self) -> WorkerError:
-        """How it ended, with its last words."""
+        """Return an error that says how the process ended, with the last line of its standard error."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_GRACE_S)
         code = self._process.returncode
@@ -97,19 +97,19 @@ class Child:
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         last = f": {lines[-1]}" if lines else ""
         return WorkerError(
-            f"{self.what} (process {self.pid}) {how}{last}; nothing of this run is left: the others were"
-            " ended, checkpoints removed; if memory ran out, take a smaller scale or fewer neighbours"
+            f"{self.what} (process {self.pid}) {how}{last}; the other processes were ended and all"
+            " checkpoints removed; if memory ran out, choose a smaller scale or fewer neighbours"
         )
 
     def resident_bytes(self) -> int:
-        """Its resident memory, as seen from outside."""
+        """Resident memory of the process, as the system counts it."""
         try:
             return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * _PAGE
         except (OSError, IndexError):
             return 0
 
     def kill(self) -> None:
-        """End it now. Idempotent."""
+        """Kill it and close its files. Idempotent."""
         self._process.kill()
         self._process.wait()
         for each in (self._process.stdin, self._process.stdout, self._errors):
@@ -119,10 +119,10 @@ class Child:
 
 
 class Team:
-    """The processes of one job: all get the same command, and all answer."""
+    """The processes of one job, which all get the same commands and all reply."""
 
     def __init__(self, children: Sequence[Child]) -> None:
-        """Look after these. Use it in a ``with`` block."""
+        """Take over these processes. Use it in a ``with`` block."""
         self._children = list(children)
 
     def __enter__(self) -> Self:
@@ -136,37 +136,37 @@ class Team:
     ) -> None:
         self.kill()
 
-    def begin(self, what: str, **told: Any) -> None:
-        """Give all of them a command."""
+    def send(self, command: str, **arguments: Any) -> None:
+        """Send a command to all."""
         for each in self._children:
-            each.tell({"do": what, **told})
+            each.send({"do": command, **arguments})
 
-    def end(self) -> list[dict[str, Any]]:
-        """All answers, by rank. Raises WorkerError if one has died, or what one says went wrong."""
-        return _answers(self._children)
+    def receive(self) -> list[dict[str, Any]]:
+        """Return all replies, by rank. Raises WorkerError if one died, or the error that one reports."""
+        return _replies(self._children)
 
-    def ask(self, what: str, **told: Any) -> list[dict[str, Any]]:
-        """``begin`` and ``end``."""
-        self.begin(what, **told)
-        return self.end()
+    def ask(self, command: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Send a command to all and return the replies."""
+        self.send(command, **arguments)
+        return self.receive()
 
     def resident_bytes(self) -> int:
-        """Of all its processes."""
+        """Resident memory of all processes together."""
         return sum(each.resident_bytes() for each in self._children)
 
     def kill(self) -> None:
-        """End its processes now. Idempotent."""
+        """Kill the processes. Idempotent."""
         for each in self._children:
             each.kill()
 
 
-def hire(network: str, what: str, folder: Path, **facts: Any) -> Team:
-    """Start the ranks of a job; they are there when their first answer is, which ``end`` waits for.
+def spawn(network: str, what: str, folder: Path, **facts: Any) -> Team:
+    """Start the ranks of a job, which send a first reply when they are ready.
 
     Args:
-        network: Of the nine.
-        what: What to call it in errors.
-        folder: Theirs alone; exists.
+        network: Name of one of the nine networks.
+        what: Name of the job in errors.
+        folder: An existing directory for this job alone.
         facts: ``scale``, ``parallel``, ``world``, ``device``, ``threads``.
     """
     children: list[Child] = []
@@ -174,14 +174,14 @@ def hire(network: str, what: str, folder: Path, **facts: Any) -> Team:
         for rank in range(facts["world"]):
             own = folder / f"rank-{rank}"
             own.mkdir()
-            told = facts | {
+            job = facts | {
                 "network": network,
                 "rank": rank,
                 "folder": str(own),
                 "rendezvous": str(folder / "rendezvous"),
                 "parent": os.getpid(),
             }
-            command = ("-m", "penstock.lab.characterize.worker", json.dumps(told))
+            command = ("-m", "penstock.lab.characterize.worker", json.dumps(job))
             name = what if facts["world"] == 1 else f"{what}, rank {rank}"
             children.append(Child(name, command, folder))
     except BaseException:
@@ -190,14 +190,14 @@ def hire(network: str, what: str, folder: Path, **facts: Any) -> Team:
     return Team(children)
 
 
-def _answers(children: Sequence[Child]) -> list[dict[str, Any]]:
-    """One of each. If several fail, the one that was killed, or failed first, is told of."""
+def _replies(children: Sequence[Child]) -> list[dict[str, Any]]:
+    """Wait for a reply of each; if several fail, raise the error of the one that died or failed first."""
     found: dict[int, dict[str, Any]] = {}
     failed: list[PenstockError] = []
     with selectors.DefaultSelector() as waiting:
         for rank, child in enumerate(children):
             waiting.register(child, selectors.EVENT_READ, rank)
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _REPLY_TIMEOUT_S
         while waiting.get_map():
             ready = waiting.select(max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -205,7 +205,7 @@ def _answers(children: Sequence[Child]) -> list[dict[str, Any]]:
             for key, _ in ready:
                 child = children[key.data]
                 try:
-                    if not child.is_answer():
+                    if not child.receive():
                         continue
                     found[key.data] = child.answer()
                 except PenstockError as error:
@@ -213,7 +213,7 @@ def _answers(children: Sequence[Child]) -> list[dict[str, Any]]:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
                 waiting.unregister(child)
             if failed and all(isinstance(each, WorkerError) for each in failed):
-                break  # the others wait for it in vain
+                break  # the others wait for the dead one and would never reply
     if failed:
         raise failed[0]
     if len(found) < len(children):

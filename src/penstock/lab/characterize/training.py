@@ -1,4 +1,4 @@
-"""One rank of a job in training: a network, its optimizer, its batches, and how long steps take."""
+"""Training on one rank: a network, its optimizer and its batches, with the time of each step."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from penstock import checkpoint
 from penstock.lab import zoo
 from penstock.lab.characterize.data import batches
 from penstock.lab.characterize.networks import NETWORKS
-from penstock.lab.characterize.parallel import way
+from penstock.lab.characterize.parallel import make_strategy
 
 _RATES: Final = {"pre-training": 1e-4, "fine-tuning": 2e-5, "training": 1e-4}
 _SGD_RATE: Final = 1e-3
 
 
 class Training:
-    """Of one network, stage after stage. Not thread-safe.
+    """Training of one network, stage after stage. Not thread-safe.
 
     Attributes:
-        module: What this rank trains: the network, or its half of it.
-        optimizer: Its optimizer.
-        saves: Whether a checkpoint of the job needs this rank.
-        data: What it is trained on.
-        loss: Of the last step, where this rank knows it.
-        count: Steps that were made.
+        module: The module that this rank trains: the network, or its half of it.
+        optimizer: Optimizer of the module.
+        saves: True if a checkpoint of the job needs this rank.
+        data: Name of the training data.
+        loss: Loss of the last step, if this rank knows it.
+        count: Number of steps made.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class Training:
         """Build it, with the same weights on every rank, and make a first step.
 
         Args:
-            name: Of one of the nine.
+            name: Name of one of the nine networks.
             scale: See :mod:`penstock.lab.characterize.networks`.
-            parallel: ``none``, ``ddp`` or ``pipeline``; the other ranks have been met.
-            device: Where it is trained.
-            seed: Of weights and batches.
+            parallel: ``none``, ``ddp`` or ``pipeline``; the process group exists already.
+            device: Device of the training.
+            seed: Seed of weights and batches.
         """
         self._case = NETWORKS[name]
         self._device = device
@@ -54,45 +54,45 @@ class Training:
         self.loss: float | None = None
         self.count = 0
         self._begin(self._case.stages[0])
-        self._way = way(parallel, network, next(self._batches))
-        self.module, self.saves = self._way.module, self._way.saves
+        self._strategy = make_strategy(parallel, network, next(self._batches))
+        self.module, self.saves = self._strategy.module, self._strategy.saves
         self.optimizer = self._make_optimizer(self._case.stages[0])
-        self.step()  # states of the optimizer are made by the first
+        self.step()  # the first step creates the states of the optimizer
 
     def tune(self) -> None:
-        """Go on with the next stage: other data, a smaller rate, the weights as they are."""
+        """Start the next stage: other data, a smaller learning rate, the same weights."""
         stage = self._case.stages[1]
         self._begin(stage)
         for group in self.optimizer.param_groups:
             group["lr"] = _RATES[stage]
 
     def step(self) -> float:
-        """One step of the optimizer; how many seconds it took."""
+        """Make one step of the optimizer; return its time in seconds."""
         batch = next(self._batches)
         start = time.perf_counter()
-        self.loss = self._way.loss_and_gradients(batch)
+        self.loss = self._strategy.loss_and_gradients(batch)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._settle()
+        self._synchronize()
         self.count += 1
         return time.perf_counter() - start
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint of this rank holds."""
+        """Return the state that a checkpoint of this rank holds."""
         return checkpoint.training_state(
             model=self.module, optimizer=self.optimizer, step=self.count
         )
 
     @property
     def state_bytes(self) -> int:
-        """Of parameters, buffers and states of the optimizer, each tensor once."""
+        """Bytes of parameters, buffers and states of the optimizer, each tensor counted once."""
         found = {each.data_ptr(): each.nbytes for each in self.module.state_dict().values()}
         for state in self.optimizer.state.values():
             found |= {v.data_ptr(): v.nbytes for v in state.values() if torch.is_tensor(v)}
         return sum(found.values())
 
     def fingerprint(self) -> str:
-        """Of all bits of parameters and states of the optimizer, compared before and after a restore."""
+        """Hash all bits of parameters and optimizer states, to compare before and after a restore."""
         total = xxhash.xxh3_128()
         for each in self._tensors():
             plain = each.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -101,7 +101,7 @@ class Training:
 
     @torch.no_grad()
     def wipe(self) -> None:
-        """Have none of those bits any more."""
+        """Set all those bits to zero."""
         for each in self._tensors():
             each.zero_()
 
@@ -122,9 +122,9 @@ class Training:
         return torch.optim.SGD(parameters, lr=_SGD_RATE, momentum=0.9)
 
     @property
-    def _settle(self) -> Callable[[], None]:
+    def _synchronize(self) -> Callable[[], None]:
         return torch.cuda.synchronize if self._device.type == "cuda" else _nothing
 
 
 def _nothing() -> None:
-    """The CPU has done what it was asked for."""
+    """Do nothing: work on the CPU is synchronous."""

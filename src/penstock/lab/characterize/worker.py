@@ -1,8 +1,8 @@
-"""A process that trains one rank of a job, and does what it is told, a line of JSON at a time.
+"""Process that trains one rank of a job and executes commands, a line of JSON each.
 
-Started by :mod:`.teams` as ``python -m penstock.lab.characterize.worker``. Answers are lines of JSON on
-what was standard output; what libraries print goes to standard error. It ends when its input does, and
-with the process that started it.
+Started by :mod:`.teams` as ``python -m penstock.lab.characterize.worker``. Replies are lines of JSON on
+the original standard output; output of libraries goes to standard error. The process ends when its input
+does, and with the process that started it.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ import torch
 import penstock
 from penstock import checkpoint
 from penstock.lab.characterize import parallel, saving
-from penstock.lab.characterize.orphans import end_with_parent
+from penstock.lab.characterize.orphans import exit_with_parent
 from penstock.lab.characterize.training import Training
 
 
 class Worker:
-    """One rank. Every method that is named in ``COMMANDS`` answers one command."""
+    """One rank. Each method that is named in ``COMMANDS`` executes one command."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
-        """Meet the other ranks, and build what is trained."""
-        self._folder = Path(told["folder"])
-        device = torch.device(told["device"])
+    def __init__(self, job: dict[str, Any]) -> None:
+        """Meet the other ranks, and build the network."""
+        self._folder = Path(job["folder"])
+        device = torch.device(job["device"])
         if device.type == "cuda":
-            device = torch.device("cuda", told["rank"] % torch.cuda.device_count())
+            device = torch.device("cuda", job["rank"] % torch.cuda.device_count())
             torch.cuda.set_device(device)
-        if told["threads"]:
-            torch.set_num_threads(told["threads"])
-        parallel.join(told["parallel"], told["rank"], told["world"], told["rendezvous"], device)
+        if job["threads"]:
+            torch.set_num_threads(job["threads"])
+        parallel.join(job["parallel"], job["rank"], job["world"], job["rendezvous"], device)
         self._training = Training(
-            told["network"], scale=told["scale"], parallel=told["parallel"], device=device
+            job["network"], scale=job["scale"], parallel=job["parallel"], device=device
         )
         self._session: penstock.Session | None = None
         self._saved: dict[str, str] = {}
 
     def facts(self) -> dict[str, Any]:
-        """What is trained."""
+        """Describe the training."""
         return {
             "parameters": self._training.parameters,
             "state_bytes": self._training.state_bytes if self._training.saves else 0,
@@ -53,27 +53,27 @@ class Worker:
         }
 
     def train(self, steps: int) -> dict[str, Any]:
-        """So many steps."""
+        """Make ``steps`` steps."""
         took = [self._training.step() for _ in range(steps)]
         return {"steps_s": took, "loss": self._training.loss}
 
     def tune(self) -> dict[str, Any]:
-        """The next stage begins."""
+        """Start the next stage."""
         self._training.tune()
         return {"data": self._training.data}
 
     def save(self, way: str, steps: int, step_s: float) -> dict[str, Any]:
-        """See :func:`.saving.save`."""
+        """Save in one way; see :func:`.saving.save`."""
         self._saved[way] = self._training.fingerprint()
         return saving.save(self._training, way, self._folder / way, steps=steps, step_s=step_s)
 
     def restore(self, way: str) -> dict[str, Any]:
-        """See :func:`.saving.restore`."""
+        """Restore; see :func:`.saving.restore`."""
         folder, wanted = self._folder / way, self._saved[way]
         return saving.restore(self._training, way, folder, wanted=wanted)
 
     def suspend(self) -> dict[str, Any]:
-        """Between two steps, right after a checkpoint was made: only what it has not is written."""
+        """Suspend between two steps, right after a checkpoint: only bytes that it lacks are written."""
         training = self._training
         path, state = self._folder / "suspended", training.state()
         checkpoint.save(path, state)
@@ -90,7 +90,7 @@ class Worker:
         }
 
     def resume(self) -> dict[str, Any]:
-        """Back, and the session is left."""
+        """Resume, and close the session."""
         assert self._session is not None
         session, self._session = self._session, None
         start = time.perf_counter()
@@ -104,19 +104,19 @@ COMMANDS: Final = ("facts", "train", "tune", "save", "restore", "suspend", "resu
 
 
 def serve(worker: Worker, answer: Callable[[dict[str, Any]], None]) -> None:
-    """Until there are no more commands."""
+    """Execute commands until the input ends."""
     answer({})
     for line in sys.stdin:
-        told = json.loads(line)
-        what = told.pop("do")
-        assert what in COMMANDS, what
-        answer(getattr(worker, what)(**told))
+        arguments = json.loads(line)
+        command = arguments.pop("do")
+        assert command in COMMANDS, command
+        answer(getattr(worker, command)(**arguments))
 
 
 def main() -> int:
-    """The process; its one argument is JSON."""
-    told = json.loads(sys.argv[1])
-    end_with_parent(told["parent"])
+    """Run the process; its one argument is JSON."""
+    job = json.loads(sys.argv[1])
+    exit_with_parent(job["parent"])
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -125,7 +125,7 @@ def main() -> int:
         answers.flush()
 
     try:
-        serve(Worker(told), answer)
+        serve(Worker(job), answer)
     except penstock.PenstockError as error:
         answer({"error": str(error), "kind": type(error).__name__})
         return 1

@@ -1,10 +1,10 @@
-"""Profiles without a run: a network's forward and backward on shapes alone, in seconds and no memory.
+"""Profiles without a run: forward and backward of a network on shapes alone, in seconds.
 
-1. :mod:`.fakes` makes a copy of the module whose tensors have shapes and no data.
-2. :mod:`.recording` sees every operator that its step calls, :mod:`.work` counts what that has to do,
-   and the machine's roofline (:mod:`penstock.plan.roofline`) says how long it takes.
+1. :mod:`.fakes` copies the module; tensors of the copy have shapes and no data.
+2. :mod:`.recording` sees every operator that the step calls, :mod:`.work` counts its work, and
+   the machine's roofline (:mod:`penstock.plan.roofline`) gives its time.
 3. :mod:`.capture` lets Penstock's own hooks see what autograd saves, as in a real session.
-4. :mod:`.ledger` knows every byte that is alive, over time.
+4. :mod:`.ledger` accounts for every byte that is alive, over time.
 5. :mod:`.profile` puts them together.
 """
 

@@ -1,6 +1,6 @@
-"""Penstock's own hooks on fake tensors: what a session would save, by the session's rules.
+"""Penstock's own hooks on fake tensors, which find what a session would save, by the session's rules.
 
-Nothing is moved: the policy is to keep. Time is the operators' (:mod:`.recording`).
+Nothing is offloaded: the policy is ``keep``. Time is that of the operators (:mod:`.recording`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.hooks.boundaries import Boundaries
 from penstock.hooks.modules import ModuleTracker
 from penstock.hooks.observer import Observer
 from penstock.hooks.protected import ProtectedStorages
-from penstock.hooks.recompute import left_alone
+from penstock.hooks.recompute import not_recomputable
 from penstock.hooks.saved_tensors import SavedTensorHooks
 from penstock.lab.dry.ledger import Entry, Ledger
 from penstock.observe.clock import ManualClock
@@ -30,28 +30,28 @@ from penstock.runtime.movers import CpuMover
 from penstock.runtime.planner import Planner
 from penstock.runtime.residency import SavedStorage
 
-_BETWEEN_NEEDS_NS: Final = 1
-"""One node asks for one storage after the other; in no time, but in an order that is to be kept."""
+_NEED_INTERVAL_NS: Final = 1
+"""Time between two needs of one autograd node, which happen at once; it preserves their order."""
 
 
 class Capture:
-    """What autograd saves in one step, and wants back.
+    """Storages that autograd saves in one step, and the order in which it needs them.
 
     Attributes:
-        modules: Knows the running module.
-        backwards: How many are over.
+        modules: Tracker of the running module.
+        backwards: Number of backward passes that have ended.
     """
 
     def __init__(
         self, *, clock: ManualClock, ledger: Ledger, machine: Machine, floor_bytes: int
     ) -> None:
-        """Capture nothing yet.
+        """Prepare for one step.
 
         Args:
-            clock: Of the step.
-            ledger: Is told which storages are slots.
-            machine: Whatever the step is timed for.
-            floor_bytes: Storages below it are no slots.
+            clock: Clock of the step.
+            ledger: Account that records which storages are slots.
+            machine: Machine for which the step is timed.
+            floor_bytes: Smallest storage that is a slot.
         """
         self._protected = ProtectedStorages()
         self.modules = ModuleTracker(
@@ -73,8 +73,10 @@ class Capture:
         self._executor = _Executor(
             budget=budget, tiers={}, mover=self._mover, planner=self._planner, recorder=recorder
         )
-        self._executor.follow(clock, ledger)
-        self._boundaries = Boundaries(on_backward_end=self._ended, on_step=lambda optimizer: None)
+        self._executor.record_into(clock, ledger)
+        self._boundaries = Boundaries(
+            on_backward_end=self._on_backward_end, on_step=lambda optimizer: None
+        )
         self._hooks = _Hooks(
             executor=self._executor,
             protected=self._protected,
@@ -92,7 +94,7 @@ class Capture:
 
     @contextmanager
     def attached(self, module: torch.nn.Module) -> Iterator[None]:
-        """Within, this thread's hooks are here, and ``module`` is the root by which slots are named."""
+        """Activate the hooks in this thread, with ``module`` as the root of slot names."""
         self.modules.register(module)
         with ExitStack() as stack:
             stack.callback(self._mover.close)
@@ -105,66 +107,66 @@ class Capture:
             yield
 
     def profile(self, end_ns: int) -> Profile:
-        """What a session would have learnt from the step, which has ended."""
+        """Return the profile that a session would have measured of the step, which has ended."""
         profile = self._planner.profile
         if profile is not None:
             return profile
         small = self._executor.small_only
         return Profile("cpu", (), (PassProfile(1, 0, end_ns, end_ns),), *small)
 
-    def _ended(self) -> None:
+    def _on_backward_end(self) -> None:
         self.backwards += 1
         if self.backwards > 1:
             return
         self._executor.observed(self._observer.finish)
         self._planner.unrepeatable |= self._observer.unrepeatable
-        self._planner.unrepeatable |= left_alone(self.modules.known())
+        self._planner.unrepeatable |= not_recomputable(self.modules.known())
         self._executor.end_backward()
 
 
 class _Executor(Executor):
-    """Tells the ledger which storages are slots, and for how long."""
+    """Executor that records in the ledger which storages are slots, and for how long."""
 
-    def follow(self, clock: ManualClock, ledger: Ledger) -> None:
-        """Begin to."""
+    def record_into(self, clock: ManualClock, ledger: Ledger) -> None:
+        """Start to record in ``ledger`` at the times of ``clock``."""
         self._clock = clock
         self._ledger = ledger
         self._entries: dict[SavedStorage, Entry] = {}
 
     @property
     def small_only(self) -> tuple[int, int]:
-        """The most bytes below the floor at once, and the count, in a pass that saved nothing else."""
+        """Most bytes below the floor at once, and their count, in a pass that saved nothing else."""
         return self._pass.small_bytes, self._pass.small_count
 
     def save(self, storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> SavedStorage:
-        """Take charge of a storage that autograd saves."""
+        """Register a storage that autograd saves."""
         saved = super().save(storage, *args, **kwargs)
         entry = self._ledger.find(storage)
         if entry is not None:
             self._entries[saved] = entry
-            self._ledger.into_slot(entry)
+            self._ledger.enter_slot(entry)
         return saved
 
     def restore(self, saved: SavedStorage, *, first: bool) -> torch.UntypedStorage:
-        """The fake storage, a moment after the one before."""
+        """Return the fake storage, and advance the clock at its first need."""
         asked = saved.record.needed_at_ns is not None
         storage = super().restore(saved, first=first)
         if not asked:
-            self._clock.advance(_BETWEEN_NEEDS_NS)
+            self._clock.advance(_NEED_INTERVAL_NS)
         return storage
 
     def release(self, saved: SavedStorage, unpacked: bool) -> None:
-        """A handle has died."""
+        """Register that a handle has died."""
         super().release(saved, unpacked)
         if saved.handles <= 0 and saved in self._entries:
-            self._ledger.out_of_slot(self._entries.pop(saved))
+            self._ledger.leave_slot(self._entries.pop(saved))
 
 
 class _Hooks(SavedTensorHooks):
-    """Takes fake tensors for what they stand for."""
+    """Hooks that treat fake tensors like the real ones that they stand for."""
 
     plain_types = (*SavedTensorHooks.plain_types, FakeTensor)
 
     def address_of(self, storage: torch.UntypedStorage) -> int:
-        """As of any allocation of torch, as far as cache lines go."""
+        """Return an address that is aligned to cache lines, like every allocation of torch."""
         return 0

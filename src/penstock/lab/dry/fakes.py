@@ -15,22 +15,22 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 
 class Fakes:
-    """Makes fakes of real tensors, and of such on the device "meta". Use it within a FakeTensorMode.
+    """Factory for fakes of real tensors and of tensors on "meta". Use it within a FakeTensorMode.
 
-    What shares a storage shares one in the copy.
+    Tensors that share a storage share one in the copy.
     """
 
     def __init__(self) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._originals: list[torch.UntypedStorage] = []  # alive, so that no address is used again
+        self._originals: list[torch.UntypedStorage] = []  # kept alive, so that no address is reused
 
     def tensor(self, original: torch.Tensor) -> torch.Tensor:
-        """The fake of one tensor, on the CPU. Raises ConfigError if it is not a plain strided one."""
+        """Return the fake of a tensor, on the CPU. Raises ConfigError unless it is plain and strided."""
         storage = strided_storage(original)
         if storage is None:
             raise ConfigError(
                 f"dry profile: a {type(original).__name__} of layout {original.layout} and shape"
-                f" {tuple(original.shape)} has no shape-only copy; give plain strided tensors"
+                f" {tuple(original.shape)} has no shape-only copy; use plain strided tensors"
             )
         fake = self._like(original, storage)
         if isinstance(original, torch.nn.Parameter):
@@ -38,10 +38,10 @@ class Fakes:
         return fake.requires_grad_(original.requires_grad)
 
     def module(self, original: M) -> M:
-        """A copy with fake parameters and buffers; the original is not touched.
+        """Copy a module, with fake parameters and buffers; the original is not changed.
 
         Raises:
-            ConfigError: It has something that cannot be copied.
+            ConfigError: A part of it cannot be copied.
         """
         memo = {id(one): self.tensor(one) for one in original.parameters()}
         try:
@@ -49,8 +49,8 @@ class Fakes:
                 return copy.deepcopy(original, memo)
         except Exception as error:
             raise ConfigError(
-                f"dry profile: this {type(original).__name__} cannot be copied: {error}; build it on the"
-                " device 'meta' without what cannot be copied"
+                f"dry profile: cannot copy this {type(original).__name__}: {error}; build it on the"
+                " device 'meta', without the part that cannot be copied"
             ) from error
 
     def _like(self, original: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
@@ -70,7 +70,7 @@ class Fakes:
 
 
 class _Copying(TorchFunctionMode):
-    """Within, a deep copy of a tensor is its fake: of a buffer, or whatever else a module has."""
+    """Mode in which the deep copy of a tensor is its fake, for buffers and all other tensors."""
 
     def __init__(self, fakes: Fakes) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""Where CUDA computes with other operators than a CPU, and so saves other tensors.
+"""Operators that differ between CUDA and CPU, and therefore save other tensors.
 
-Fake tensors can pretend to be on a GPU, but without one autograd refuses them. So they stay on the CPU,
-and the few functions that choose their operators by device are led to those that CUDA would choose:
+Fake tensors can pretend to be on a GPU, but without a GPU autograd refuses them. So they stay on the CPU,
+and the few functions that choose their operators by device get those of CUDA:
 
-* Dropout is one operator whose mask is of 1 byte an element; on a CPU it is of the element's type.
-* Attention is fused wherever ``torch.nn.attention.sdpa_kernel`` allows it: it saves its inputs and
-  outputs only. Where only ``SDPBackend.MATH`` is allowed, as before PyTorch 2.0, it saves the matrices of
+* Dropout is one operator with a mask of 1 byte for each element; on a CPU it is of the element's type.
+* Attention is fused wherever ``torch.nn.attention.sdpa_kernel`` allows it: it saves only its inputs and
+  outputs. Where only ``SDPBackend.MATH`` is allowed, as before PyTorch 2.0, it saves the matrices of
   all scores, with a dropout as above.
 """
 
@@ -23,7 +23,7 @@ _aten = torch.ops.aten
 
 
 class CudaKernels(TorchFunctionMode):
-    """Within, tensors of the CPU are computed with by the operators that CUDA has."""
+    """Mode in which tensors on the CPU are computed with the operators of CUDA."""
 
     def __torch_function__(
         self,
@@ -32,9 +32,9 @@ class CudaKernels(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call ``func``, or what CUDA has for it."""
-        ours = _OURS.get(func)
-        return (ours or func)(*args, **(kwargs or {}))
+        """Call CUDA's equivalent of ``func`` if there is one, else ``func``."""
+        equivalent = _EQUIVALENTS.get(func)
+        return (equivalent or func)(*args, **(kwargs or {}))
 
 
 def _dropout(
@@ -43,7 +43,7 @@ def _dropout(
     training: bool = True,
     inplace: bool = False,
 ) -> torch.Tensor:
-    """``F.dropout``. In place there is no fused operator; without effect no operator at all."""
+    """Compute ``F.dropout``. In place there is no fused operator; without effect no operator at all."""
     if inplace or not training or not 0 < p < 1:
         return F.dropout(input, p, training, inplace)
     return torch.native_dropout(input, p, True)[0]
@@ -59,8 +59,10 @@ def _attention(  # noqa: PLR0917  (as in torch)
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """``F.scaled_dot_product_attention``, in the order of preference that CUDA has."""
-    if torch.is_autocast_enabled("cpu"):  # it casts what the whole is given, and nothing inside
+    """Compute ``F.scaled_dot_product_attention`` with the backend that CUDA prefers."""
+    if torch.is_autocast_enabled(
+        "cpu"
+    ):  # autocast casts the arguments of the function, nothing inside
         half = torch.get_autocast_dtype("cpu")
         query, key, value = (one.to(half) for one in (query, key, value))
     if enable_gqa:
@@ -68,12 +70,12 @@ def _attention(  # noqa: PLR0917  (as in torch)
         key, value = (one.repeat_interleave(groups, -3) for one in (key, value))
     bias = _bias(attn_mask, query, key)
     with torch.autocast("cpu", enabled=False):
-        return _chosen(
+        return _best_backend(
             query, key, value, bias=bias, dropout_p=dropout_p, is_causal=is_causal, scale=scale
         )
 
 
-def _chosen(
+def _best_backend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -107,7 +109,7 @@ def _unfused(
     is_causal: bool,
     scale: float | None,
 ) -> torch.Tensor:
-    """As ATen's ``_scaled_dot_product_attention_math``: in 32 bits, queries and keys scaled before."""
+    """Compute like ATen's ``_scaled_dot_product_attention_math``: in 32 bits, queries and keys scaled."""
     dtype = query.dtype
     cuda: Any = torch.backends.cuda  # untyped
     if query.element_size() == 2 and not cuda.fp16_bf16_reduction_math_sdp_allowed():
@@ -123,7 +125,7 @@ def _unfused(
 
 
 def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """A mask as what is added to scores."""
+    """Return a mask in the form that is added to scores."""
     if mask is None:
         return None
     if mask.dtype is torch.bool:
@@ -132,7 +134,7 @@ def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> 
     return mask.expand(*query.shape[:-1], key.shape[-2])
 
 
-_OURS: Mapping[Any, Callable[..., torch.Tensor]] = {
+_EQUIVALENTS: Mapping[Any, Callable[..., torch.Tensor]] = {
     F.dropout: _dropout,
     F.scaled_dot_product_attention: _attention,
 }

@@ -23,21 +23,21 @@ def dry_zoo_profile(
     floor_bytes: int | None = None,
     **overrides: Setting,
 ) -> Profile:
-    """Profile one training step of a network of the zoo without memory, data, or the machine.
+    """Profile one training step of a network of the zoo, without its memory, data, or the machine.
 
     Args:
-        name: As for :func:`penstock.lab.zoo.build`.
-        batch_size: Images or sequences.
-        machine: As for :func:`.dry_profile`, and so the next ones.
-        device: ``"cpu"`` or ``"cuda"``: whose kernels compute.
-        optimizer_state_copies: Tensors of a parameter's size that the optimizer keeps.
+        name: Name of the network, as for :func:`penstock.lab.zoo.build`.
+        batch_size: Number of images or sequences.
+        machine: Machine for which the step is timed; see :func:`.dry_profile` for what follows.
+        device: ``"cpu"`` or ``"cuda"``, whose kernels compute.
+        optimizer_state_copies: Number of tensors of a parameter's size that the optimizer keeps.
         autocast: ``"bfloat16"``, ``"float16"`` or ``None``.
-        whole_device: Whether it is of all device memory, or of saved tensors only.
-        floor_bytes: Storages below it are no slots.
-        overrides: As for ``zoo.build``: ``size="tiny"``, ``image_size``, ``sequence_length``, ...
+        whole_device: True to profile all device memory, False for saved tensors only.
+        floor_bytes: Smallest storage that is a slot.
+        overrides: Settings as for ``zoo.build``: ``size="tiny"``, ``image_size``, ...
 
     Raises:
-        ConfigError: No such network or setting, a batch of none, or as :func:`.dry_profile`.
+        ConfigError: The network or a setting is unknown, the batch is empty, or as :func:`.dry_profile`.
     """
     config = zoo.config(name, **overrides)  # type: ignore[arg-type]
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""The dry profile: one forward and backward on shapes alone, as a session would have measured it."""
+"""Dry profile: one forward and backward on shapes alone, as a session would have measured it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from penstock.plan.profile import Profile, Transient
 from penstock.plan.roofline import compute_of
 
 Step = Callable[..., torch.Tensor | None]
-"""``step(module, *inputs)`` runs forward and returns the loss, or runs backward itself as well."""
+"""Type of ``step(module, *inputs)``, which returns the loss, or runs backward itself."""
 AUTOCASTS: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES: Final = {"cpu": nullcontext, "cuda": CudaKernels}
 _NEEDS_DATA: Final = (
@@ -54,9 +54,9 @@ def dry_profile(
 ) -> Profile:
     """Profile one step of ``module`` without memory, without data, and without ``machine``.
 
-    The step's forward and backward run on fake tensors: they have shapes and no elements. What autograd
-    saves is what it saves on a CPU, to the byte; with ``device="cuda"`` what CUDA's kernels save, where
-    a difference is known (:mod:`.kernels`). The tensors say that they are on the CPU in either case. ::
+    The step's forward and backward run on fake tensors, which have shapes and no elements. Autograd saves
+    what it saves on a CPU, to the byte; with ``device="cuda"`` what CUDA's kernels save, where a
+    difference is known (:mod:`.kernels`). The tensors say that they are on the CPU in either case. ::
 
         with torch.device("meta"):  # or a real module
             model = Net()
@@ -68,26 +68,26 @@ def dry_profile(
         )
 
     Args:
-        module: What is trained: real, or on the device "meta". It is copied, and not touched.
-        step: Called once with the copy and the fake inputs. It returns the loss; or ``None``, if it has
-            run one backward itself. Tensors that it makes are fake.
-        machine: What times are for; it must say what it computes with.
-        inputs: Real tensors, or such on "meta"; only their shapes are looked at.
-        device: ``"cpu"`` or ``"cuda"``: whose kernels compute.
-        optimizer_state_copies: How many tensors of a parameter's size the optimizer keeps: 2 for Adam, 1
-            for SGD with momentum.
-        autocast: ``"bfloat16"`` or ``"float16"``: the step runs under that autocast.
-        whole_device: Whether the profile is of all device memory: parameters, gradients, buffers and
-            optimizer state are ``fixed_bytes``, all else that is no slot is in ``transients``, and each
+        module: The module to train: real, or on the device "meta". It is copied and not changed.
+        step: Called once with the copy and the fake inputs. It returns the loss, or ``None`` if it has
+            run one backward itself. Tensors that it creates are fake.
+        machine: The machine for which operators are timed; it must describe its compute.
+        inputs: Tensors, real or on "meta"; only their shapes matter.
+        device: ``"cpu"`` or ``"cuda"``, whose kernels compute.
+        optimizer_state_copies: Number of tensors of a parameter's size that the optimizer keeps: 2 for
+            Adam, 1 for SGD with momentum.
+        autocast: ``"bfloat16"`` or ``"float16"``: the autocast under which the step runs.
+        whole_device: True to profile all device memory: parameters, gradients, buffers and optimizer
+            state are ``fixed_bytes``, everything else that is not a slot is in ``transients``, and each
             slot's ``small_bytes`` are the most of both beside it, when it is saved and when it is needed.
-            Otherwise it is of saved tensors only, as a session on a CPU measures it.
-        floor_bytes: Storages below it are no slots; the knob ``PENSTOCK_FLOOR`` if not given.
-        nonzero_count: How many elements ``nonzero`` finds, which depends on data. Without it, a step
-            that calls it is refused.
+            False to profile saved tensors only, as a session on a CPU does.
+        floor_bytes: Smallest storage that is a slot; the knob ``PENSTOCK_FLOOR`` by default.
+        nonzero_count: Number of elements that ``nonzero`` finds, which depends on data. Without it, a
+            step that calls ``nonzero`` is refused.
 
     Raises:
         ConfigError: The module has no parameters or cannot be copied, the step runs no backward or
-            several, a setting is unknown, or ``machine`` does not say what it computes with.
+            several, a setting is unknown, or ``machine`` does not describe its compute.
         HookError: The step calls an operator whose result, or its shape, depends on data.
     """
     compute = compute_of(machine)
@@ -113,16 +113,16 @@ def dry_profile(
             modules=capture.modules,
             nonzero_count=nonzero_count,
         )
-        with _explained(recorder), recorder, capture.attached(model), DEVICES[device]():
+        with _explain_errors(recorder), recorder, capture.attached(model), DEVICES[device]():
             _run(step, model, batch, autocast, capture)
-        profile = replace(_completed(capture, recorder, clock), device=device)
+        profile = replace(_complete(capture, recorder, clock), device=device)
         if not whole_device:
             return profile
         gradients = [one.grad for one in model.parameters() if one.grad is not None]
         fixed_bytes = _bytes_of(
             (*model.parameters(), *model.buffers(), *gradients)
         ) + optimizer_state_copies * _bytes_of(p for p in model.parameters() if p.requires_grad)
-        return of_whole_device(profile, fixed_bytes, ledger.timeline(without=gradients))
+        return add_device_memory(profile, fixed_bytes, ledger.timeline(without=gradients))
 
 
 def _check(
@@ -131,19 +131,19 @@ def _check(
     name = type(module).__name__
     if not any(one.requires_grad for one in module.parameters()):
         raise ConfigError(
-            f"dry profile: this {name} has no parameters that require gradients: there is no backward"
+            f"dry profile: this {name} has no parameters that require gradients, so there is no backward"
         )
     if optimizer_state_copies < 0:
         raise ConfigError(
-            f"dry profile: optimizer_state_copies is {optimizer_state_copies}, it must be 0 or more"
+            f"dry profile: optimizer_state_copies is {optimizer_state_copies}; it must be 0 or more"
         )
     if device not in DEVICES:
         raise ConfigError(
-            f"dry profile: device is {device!r}; it is {' or '.join(map(repr, DEVICES))}"
+            f"dry profile: device is {device!r}; it must be {' or '.join(map(repr, DEVICES))}"
         )
     if autocast is not None and autocast not in AUTOCASTS:
         raise ConfigError(
-            f"dry profile: autocast is {autocast!r}; it is None, {', '.join(map(repr, AUTOCASTS))}"
+            f"dry profile: autocast is {autocast!r}; use None, {', '.join(map(repr, AUTOCASTS))}"
         )
 
 
@@ -163,40 +163,40 @@ def _run(
             )
         if not loss.requires_grad:
             raise ConfigError(
-                "dry profile: the loss that the step returned does not require gradients: there is no"
-                " backward; was it computed under no_grad, detached, or without the model it was given?"
+                "dry profile: the loss that the step returned does not require gradients, so there is"
+                " no backward; was it computed under no_grad, detached, or without the step's model?"
             )
         loss.backward()  # type: ignore[no-untyped-call]
     if capture.backwards > 1:
         raise ConfigError(
-            f"dry profile: the step ran {capture.backwards} backwards; a dry profile is of one forward"
-            " and one backward: profile one micro-batch, or measure a real step"
+            f"dry profile: the step ran {capture.backwards} backwards, but a dry profile covers one"
+            " forward and one backward: profile one micro-batch, or measure a real step"
         )
 
 
 @contextmanager
-def _explained(recorder: OperatorRecorder) -> Iterator[None]:
-    """Say where it was that fake tensors did not do, and what to do instead."""
+def _explain_errors(recorder: OperatorRecorder) -> Iterator[None]:
+    """Turn errors of fake tensors into errors that say where they came from and what to do."""
     try:
         yield
     except _NEEDS_DATA as error:
         func: Any = getattr(error, "func", None) or (error.args[0] if error.args else error)
         raise HookError(
             f"dry profile: operator {func} of module {recorder.place or '<root>'!r} cannot run on shapes"
-            " alone: its result, or its shape, depends on data. Measure a real step instead (a"
-            " session's profile), or, if it is nonzero, give nonzero_count"
+            " alone because its result, or its shape, depends on data; measure a real step instead (a"
+            " session's profile), or, if the operator is nonzero, set nonzero_count"
         ) from error
     except AssertionError as error:
         if "convert all Tensors to FakeTensors" not in str(error):
             raise
         raise ConfigError(
-            "dry profile: the step uses a real tensor: it must use the module that it is given, and"
+            "dry profile: the step uses a real tensor; it must use the module that it is called with, and"
             f" tensors that are among `inputs` or made in it ({error})"
         ) from error
 
 
-def _completed(capture: Capture, recorder: OperatorRecorder, clock: ManualClock) -> Profile:
-    """The profile of a session, and what a session does not know."""
+def _complete(capture: Capture, recorder: OperatorRecorder, clock: ManualClock) -> Profile:
+    """Add to the profile of a session what only a dry run knows."""
     profile = capture.profile(clock.now_ns())
     (only,) = profile.passes
     operators = tuple(replace(one, pass_index=only.index) for one in recorder.operators)
@@ -210,18 +210,18 @@ def _completed(capture: Capture, recorder: OperatorRecorder, clock: ManualClock)
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Of all their storages, each once."""
+    """Return the bytes of all storages, each counted once."""
     storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in tensors}
     return sum(one.nbytes() for one in storages.values())
 
 
-def of_whole_device(
+def add_device_memory(
     profile: Profile, fixed_bytes: int, transients: tuple[Transient, ...]
 ) -> Profile:
-    """The profile with what else is in device memory, and the most of it beside each slot.
+    """Add the rest of device memory to a profile: the total, and the most beside each slot.
 
-    What is beside a slot is what is there from its save, and from its need, until any slot is next
-    saved or needed: so every moment is beside some slot, but for those before the first, which are in
+    Bytes count for a slot from its save, and from its need, until any slot is saved or needed next. So
+    every moment counts for some slot, except those before the first, which are in
     ``Profile.small_bytes``.
     """
     moments = sorted(
@@ -248,11 +248,11 @@ def of_whole_device(
 
 
 def _worst_after(moments: Sequence[int], transients: Sequence[Transient]) -> Iterator[int]:
-    """For each moment, the most transient bytes from it to the next one; of the last, to the end."""
+    """Yield, for each moment, the most transient bytes until the next one or, for the last, the end."""
     starts = [one.at_ns for one in transients]
-    for place, moment in enumerate(moments):
+    for index, moment in enumerate(moments):
         first = max(bisect_right(starts, moment) - 1, 0)
         last = len(starts)
-        if place + 1 < len(moments):
-            last = bisect_right(starts, moments[place + 1] - 1)
+        if index + 1 < len(moments):
+            last = bisect_right(starts, moments[index + 1] - 1)
         yield max((one.nbytes for one in transients[first:last]), default=0)

@@ -1,11 +1,11 @@
-"""Sees every operator of a step, times it by the roofline, and says whose it is.
+"""Recorder of every operator of a step, with its time by the roofline and its module.
 
-[Note: whose operator it is]
-    In forward an operator is the innermost running module's. In backward no module runs: there it is of
-    the autograd node that is being evaluated. Nodes are numbered as they are made, and that is while
-    their module runs, before their operator is called. So whenever an operator is seen in forward, all
-    nodes that were made since the last change of module are this module's. A gradient that is stored or
-    accumulated is of the node that it came from, which was evaluated just before.
+[Note: which module an operator belongs to]
+    In forward an operator belongs to the innermost running module. In backward no module runs, and it
+    belongs to the autograd node that is being evaluated. Nodes are numbered when they are created, while
+    their module runs and before their operator is called. So whenever an operator is seen in forward, all
+    nodes created since the last change of module belong to this module. A gradient that is stored or
+    accumulated belongs to the node that it came from, which was evaluated just before.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from penstock.plan.roofline import operator_ns
 _next_node: Final[Callable[[], int]] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 _node: Final[Callable[[], Any]] = torch._C._current_autograd_node
 _task: Final[Callable[[], int]] = torch._C._current_graph_task_id
-_STORES: Final = "torch::autograd::AccumulateGrad"
+_ACCUMULATE_NODE: Final = "torch::autograd::AccumulateGrad"
 
 
 class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operators; lets the clock go on by what each takes. Enter it within a FakeTensorMode.
+    """Recorder of operators; it advances the clock by their times. Enter it within a FakeTensorMode.
 
     Attributes:
-        operators: What was called so far.
-        place: Path of the module whose operator was called last.
+        operators: The operators called so far.
+        place: Path of the module that the last operator belongs to.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         modules: ModuleTracker,
         nonzero_count: int | None,
     ) -> None:
-        """Record nothing yet.
+        """Prepare for one step.
 
         Args:
-            clock: Is advanced.
-            compute: What the operators are timed for.
-            ledger: Is told of new storages.
-            modules: Knows the running module.
-            nonzero_count: How many elements ``aten.nonzero`` is taken to find.
+            clock: Clock to advance.
+            compute: Compute of the machine for which operators are timed.
+            ledger: Account of storages.
+            modules: Tracker of the running module.
+            nonzero_count: Number of elements that ``aten.nonzero`` is assumed to find.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators: list[Operator] = []
@@ -76,21 +76,21 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run one operator, on shapes."""
+        """Run one operator on shapes."""
         options = kwargs or {}
-        if func is torch.ops.prim.device.default:  # asked for more often than all else together
+        if func is torch.ops.prim.device.default:  # called more often than all others together
             return args[0].fake_device if type(args[0]) is FakeTensor else func(*args)
         backward = _task() != -1
-        self.place = self._place_in_backward() if backward else self._place_in_forward()
+        self.place = self._module_in_backward() if backward else self._module_in_forward()
         if func is torch.ops.aten.nonzero.default and self._nonzero_count is not None:
             shape = (self._nonzero_count, args[0].dim())
             out = torch.empty(shape, dtype=torch.int64, device=args[0].device)
         else:
             out = func(*args, **options)
-        self._note(func, args, options, out, backward=backward)
+        self._record(func, args, options, out, backward=backward)
         return out
 
-    def _note(
+    def _record(
         self, func: Any, args: tuple[Any, ...], options: Mapping[str, Any], out: Any, backward: bool
     ) -> None:
         start_ns = self._clock.now_ns()
@@ -124,8 +124,8 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         )
 
-    def _place_in_forward(self) -> str:
-        """See [Note: whose operator it is]."""
+    def _module_in_forward(self) -> str:
+        """Return the running module; see [Note: which module an operator belongs to]."""
         place = self._modules.here.path
         until = _next_node()
         if self._places and self._places[-1] == place:
@@ -135,12 +135,12 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._nodes_until.append(until)
         return place
 
-    def _place_in_backward(self) -> str:
-        """The running module where a part of forward is run again, else the one that made the node."""
+    def _module_in_backward(self) -> str:
+        """Return the running module in a recomputation of forward, else the one that made the node."""
         if self._modules.here.kind:
-            return self._place_in_forward()
+            return self._module_in_forward()
         node = _node()
-        if node is None or node.name() == _STORES:
+        if node is None or node.name() == _ACCUMULATE_NODE:
             return self.place
         found = bisect_right(self._nodes_until, node._sequence_nr())
         return self._places[found] if found < len(self._places) else self.place

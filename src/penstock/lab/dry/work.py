@@ -1,4 +1,4 @@
-"""What one call of an operator amounts to: floating-point operations, bytes moved, a convolution."""
+"""Work of one operator call: floating-point operations, bytes moved, geometry of a convolution."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from penstock.plan.operators import Convolution, Product
 from penstock.plan.roofline import is_dense
 
 _aten: Final = torch.ops.aten
-_NOTHING: Final = frozenset(
+_NO_DATA_TOUCHED: Final = frozenset(
     {"detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 )
 """Operators that touch no data, though their results may be new storages."""
-_UNREAD: Final = {
+_UNREAD_ARGUMENT: Final = {
     **dict.fromkeys(
         [
             *("bernoulli_", "copy_", "exponential_", "fill_", "normal_", "random_", "uniform_"),
@@ -30,28 +30,28 @@ _UNREAD: Final = {
     "nll_loss2d_backward": 1,
     "max_pool2d_with_indices_backward": 1,
 }
-"""Which argument gives a shape, or a place to write to, but is not read."""
-_PICKS: Final = frozenset({"embedding", "gather", "index_select", "nll_loss_forward"})
-"""Operators of whose first argument only what indices pick is read: no more than there are results, or
-indices."""
-_PRODUCTS: Final = {
+"""Argument that gives a shape or a place to write to, but is not read."""
+_INDEXED: Final = frozenset({"embedding", "gather", "index_select", "nll_loss_forward"})
+"""Operators that read of their first argument only what indices select, which is no more than there are
+results or indices."""
+_MATRIX_PRODUCTS: Final = {
     _aten.mm.default: 0,
     _aten.bmm.default: 0,
     _aten.addmm.default: 1,
     _aten.baddbmm.default: 1,
 }
-"""Products of two matrices, and at which argument these begin."""
-_LIKE: Final = {
+"""Products of two matrices, and the index of the first matrix among the arguments."""
+_FLOPS_EQUIVALENT: Final = {
     "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu_backward": (
         "_scaled_dot_product_flash_attention_backward"
     ),
 }
-"""Operators that PyTorch's flop counter lacks, and those that do the same."""
+"""Operators that PyTorch's flop counter lacks, and equivalent ones that it has."""
 
 
 class Work(NamedTuple):
-    """What one call does."""
+    """Work of one call."""
 
     name: str
     flops: int
@@ -67,23 +67,23 @@ Options = Mapping[str, Any]
 
 
 def work_of(func: Any, args: Args, options: Options, out: Any) -> Work | None:
-    """What a call did; ``None`` if it only made a view, or memory to be written later.
+    """Count the work of a call; ``None`` if it only made a view, or memory to be written later.
 
     Args:
-        func: The operator, as a ``TorchDispatchMode`` is given it.
+        func: The operator, as ``TorchDispatchMode`` passes it.
         args: Its arguments.
         options: Its keyword arguments.
-        out: What it returned.
+        out: Its result.
     """
     name = func._opname
-    if name in _NOTHING:
+    if name in _NO_DATA_TOUCHED:
         return None
     operands = list(tensors_in((*args, *options.values())))
     results = list(tensors_in((out,)))
     if not func._schema.is_mutable and results and _all_views(results, operands):
         return None
     written = [_touched_bytes(one) for one in results]
-    moved_bytes = sum(_read(name, args, operands, written)) + sum(written)
+    moved_bytes = sum(_bytes_read(name, args, operands, written)) + sum(written)
     if not moved_bytes:
         return None
     full_name = f"{func.namespace}.{name}"
@@ -101,7 +101,7 @@ def work_of(func: Any, args: Args, options: Options, out: Any) -> Work | None:
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among arguments or results, and in lists of them."""
+    """Yield the tensors among arguments or results, and in lists of them."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -114,12 +114,12 @@ def _all_views(results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]
     return all(one.untyped_storage()._cdata in sources for one in results)
 
 
-def _read(
+def _bytes_read(
     name: str, args: Args, operands: Sequence[torch.Tensor], written: Sequence[int]
 ) -> Iterator[int]:
-    """Bytes read of each operand, of equal ones once."""
-    unread = args[_UNREAD[name]] if name in _UNREAD else None
-    table = args[0] if name in _PICKS else None
+    """Yield the bytes read of each operand; equal operands count once."""
+    unread = args[_UNREAD_ARGUMENT[name]] if name in _UNREAD_ARGUMENT else None
+    table = args[0] if name in _INDEXED else None
     for one in {id(one): one for one in operands}.values():
         nbytes = _touched_bytes(one)
         if one is table:
@@ -130,7 +130,7 @@ def _read(
 
 
 def _touched_bytes(tensor: torch.Tensor) -> int:
-    """Of an expanded tensor only what is there."""
+    """Return the bytes of a tensor that exist in memory; an expanded one has fewer than elements."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
@@ -147,17 +147,22 @@ def _flops(
         directions = sum(args[10][:2]) if func._opname == "convolution_backward" else 1
         return directions * _convolution_flops(convolution)
     packet = func.overloadpacket
-    like = _LIKE.get(func._opname)
+    like = _FLOPS_EQUIVALENT.get(func._opname)
     formula: Callable[..., int] | None = flop_registry.get(getattr(_aten, like) if like else packet)
     return 0 if formula is None else formula(*args, **options, out_val=out)
 
 
 def _convolution(func: Any, args: Args, out: Any) -> Convolution | None:
-    """Its geometry, also of a backward; ``None`` for other operators and transposed convolutions."""
+    """Return its geometry, also of a backward; ``None`` for other and for transposed convolutions."""
     if func is _aten.convolution.default:
-        data, weight, result, (stride, transposed, groups) = args[0], args[1], out, _of(args, 3)
+        data, weight, result, (stride, transposed, groups) = (
+            args[0],
+            args[1],
+            out,
+            _geometry_arguments(args, 3),
+        )
     elif func is _aten.convolution_backward.default:
-        result, data, weight, (stride, transposed, groups) = *args[:3], _of(args, 4)
+        result, data, weight, (stride, transposed, groups) = *args[:3], _geometry_arguments(args, 4)
     else:
         return None
     if transposed:
@@ -176,20 +181,20 @@ def _convolution(func: Any, args: Args, out: Any) -> Convolution | None:
 
 
 def _product(func: Any, args: Args) -> Product | None:
-    """The sizes of what ``mm`` and the like multiply; ``None`` for other operators."""
-    if func not in _PRODUCTS:
+    """Return the sizes of the matrices that ``mm`` and the like multiply, or ``None``."""
+    if func not in _MATRIX_PRODUCTS:
         return None
-    one, other = args[_PRODUCTS[func] :][:2]
+    one, other = args[_MATRIX_PRODUCTS[func] :][:2]
     *count, rows, depth = one.shape
     return Product(prod(count), rows, other.shape[-1], depth)
 
 
-def _of(args: Args, first: int) -> tuple[Sequence[int], bool, int]:
-    """Stride, whether it is transposed, and groups, of arguments that begin with the stride."""
+def _geometry_arguments(args: Args, first: int) -> tuple[Sequence[int], bool, int]:
+    """Return stride, transposed and groups of arguments that begin with the stride."""
     return args[first], args[first + 3], args[first + 5]
 
 
 def _convolution_flops(one: Convolution) -> int:
-    """Of its forward; the gradient with respect to the input, or the weights, takes as many."""
+    """Return the operations of a forward; the gradient of input or weights takes as many."""
     per_output = 2 * (one.channels_in // one.groups) * prod(one.kernel_size)
     return one.batch * one.channels_out * prod(one.output_size) * per_output

@@ -1,4 +1,4 @@
-"""A drive that was used before time begins: filled, or overwritten, in no time."""
+"""Preconditioning of a drive before simulated time begins: it is filled or overwritten, in no time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.lab.ssd.ftl import Ftl
 
 
 def fill(ftl: Ftl, pages: int) -> None:
-    """Write the first ``pages`` logical pages in order, in no time; of the map what belongs to them."""
+    """Write the first ``pages`` logical pages in order, in no time, and their part of the map."""
     first = 0
     if ftl.superpages is not None:
         width = ftl.superpages.width
@@ -18,24 +18,24 @@ def fill(ftl: Ftl, pages: int) -> None:
             _place_row(ftl, number, wanted=width)
     for lpn in range(first, pages):
         ftl.place(lpn)
-        clean_at_once(ftl, ftl.plane_of(lpn))
+        clean_now(ftl, ftl.plane_of(lpn))
     if ftl.map_entries_per_page and pages:
         store_map(ftl, pages)
-    ftl.forget_counts()
+    ftl.reset_counts()
 
 
 def store_map(ftl: Ftl, pages: int) -> None:
-    """Write the map of the first ``pages`` logical pages, where it is not on flash yet, in no time."""
+    """Write the map of the first ``pages`` logical pages where flash lacks it, in no time."""
     for number in range(ftl.map_entry(pages - 1) // ftl.map_entries_per_page + 1):
         lpn = ftl.map_begin + number
         if ftl.find(lpn) is None:
             ftl.place(lpn)
-            clean_at_once(ftl, ftl.plane_of(lpn))
-    ftl.forget_counts()
+            clean_now(ftl, ftl.plane_of(lpn))
+    ftl.reset_counts()
 
 
 def overwrite(ftl: Ftl, pages: int, count: int, *, seed: int = 1) -> None:
-    """Write ``count`` of the first ``pages`` logical pages, each as likely, in no time."""
+    """Write ``count`` of the first ``pages`` logical pages, drawn uniformly, in no time."""
     chance = random.Random(seed)
     for _ in range(count):
         lpn = int(chance.random() * pages)
@@ -43,11 +43,11 @@ def overwrite(ftl: Ftl, pages: int, count: int, *, seed: int = 1) -> None:
             _place_row(ftl, lpn // ftl.superpages.width, wanted=1)
         else:
             ftl.place(lpn)
-            clean_at_once(ftl, ftl.plane_of(lpn))
+            clean_now(ftl, ftl.plane_of(lpn))
 
 
-def clean_at_once(ftl: Ftl, plane: int) -> None:
-    """Clean blocks of a plane while there is need."""
+def clean_now(ftl: Ftl, plane: int) -> None:
+    """Clean blocks of a plane as long as it needs cleaning."""
     while blocks := ftl.victim(plane):
         for lpn in blocks[0].lpns:
             if lpn == EMPTY:
@@ -61,7 +61,7 @@ def clean_at_once(ftl: Ftl, plane: int) -> None:
 
 
 def _place_row(ftl: Ftl, number: int, *, wanted: int) -> None:
-    assert ftl.superpages is not None  # or nobody has its number
+    assert ftl.superpages is not None  # otherwise there are no super-page numbers
     ftl.place_row(number, wanted=wanted)
     for plane in ftl.superpages.planes_of(number):
-        clean_at_once(ftl, plane)
+        clean_now(ftl, plane)

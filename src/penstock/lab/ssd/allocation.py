@@ -1,4 +1,4 @@
-"""Where consecutive pages go: static allocation over channels, chips, dies and planes."""
+"""Static allocation of consecutive pages over channels, chips, dies and planes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from penstock.lab.ssd.cells import Geometry
 
 
 def die_order(geometry: Geometry, allocation: str) -> list[int]:
-    """By ``number % dies``, the die counted over the drive, in the order of ``ftl.allocation``."""
+    """Return, by ``number % dies``, the die counted over the drive, as ``ftl.allocation`` orders."""
     flat = dataclasses.replace(geometry, planes_per_die=1)
     return plane_order(flat, allocation)
 
 
 def plane_order(geometry: Geometry, allocation: str) -> list[int]:
-    """By ``lpn % planes``, the plane counted over the drive: channel, chip, die, plane, plane fastest."""
+    """Return, by ``lpn % planes``, the plane counted over the drive (channel, chip, die, then plane)."""
     sizes = {
         "C": geometry.channels,
         "W": geometry.chips_per_channel,

@@ -1,6 +1,6 @@
 """Blocks of flash, and the planes that hold them.
 
-Blocks come to be when they are first written, so a drive of terabytes costs no memory until it is used.
+Blocks are created when they are first written, so a drive of terabytes costs no memory until it is used.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from penstock.core.errors import ConfigError
 from penstock.lab.ssd.cells import Geometry
 
 EMPTY: Final = -1
-"""In place of the logical page of a page that holds none, or an old version."""
+"""Entry of a page without a logical page, or with an old version of one."""
 
 
 class Block:
     """One block.
 
     Attributes:
-        plane: Its plane, counted over the drive.
-        index: In its plane.
-        lpns: By page, the logical page that it holds, or EMPTY.
-        filled: How many of its pages have been given out.
-        valid: How many of them hold the newest version.
-        erases: So far.
-        closed_at: When it was filled, in blocks filled before it.
-        pending: Operations of the host on it that are queued or under way: it is not erased before.
-        stream: Of the host, whose pages it holds.
-        row: All blocks of which a page each is a super-page, itself included; (): its pages are single.
+        plane: Plane of the block, counted over the drive.
+        index: Number of the block in its plane.
+        lpns: Logical page of each page, or EMPTY.
+        filled: Number of pages that have been allocated.
+        valid: Number of pages that hold the newest version.
+        erases: Number of erases so far.
+        closed_at: Number of blocks that had been filled before it.
+        pending: Operations of the host on the block that are queued or under way; it is erased after
+            them.
+        stream: Stream of the host whose pages the block holds.
+        row: All blocks, this one included, whose pages form super-pages; () if its pages are single.
     """
 
     __slots__ = (
@@ -45,7 +46,7 @@ class Block:
 
     @property
     def together(self) -> tuple[Block, ...]:
-        """What is cleaned with it."""
+        """Blocks that are cleaned together with this one, itself included."""
         return self.row or (self,)
 
 
@@ -53,12 +54,12 @@ class Plane:
     """The blocks of a plane.
 
     Attributes:
-        free: How many blocks are erased and not being filled.
+        free: Number of erased blocks that are not being filled.
         frontiers: Blocks that are being filled with single pages.
-        closed: The full ones, in the order in which they were filled.
-        cleaning: How many are being emptied.
-        most_erases: Of any of its blocks.
-        levelled: Whether the last victim was chosen for its wear.
+        closed: The full blocks, in the order in which they were filled.
+        cleaning: Number of blocks that are being cleaned.
+        most_erases: Most erases of any of the blocks.
+        levelled: True if the last victim was chosen for its wear.
     """
 
     __slots__ = (
@@ -83,11 +84,11 @@ class Plane:
         self.cleaning = 0
 
     def open(self, stream: int) -> Block:
-        """A block to fill: new ones first, then those erased longest ago, or least often."""
+        """Return a block to fill: a new one first, then the one erased longest ago, or least often."""
         if not self.free:
             raise ConfigError(
                 f"the drive is full: plane {self._index} has no erased block left; use less of it, or"
-                " give it more over-provisioning"
+                " increase its over-provisioning"
             )
         self.free -= 1
         block = self._erased()
@@ -105,7 +106,7 @@ class Plane:
         return self._recycled.popleft()
 
     def recycle(self, block: Block) -> None:
-        """A block has been erased."""
+        """Take back a block that has been erased."""
         block.lpns = [EMPTY] * self._pages
         block.filled = block.valid = 0
         block.row = ()
@@ -115,11 +116,11 @@ class Plane:
         self.free += 1
 
     def blocks(self) -> list[Block]:
-        """All that have ever been used, but for those that super-pages fill."""
+        """Return all blocks that have ever been used, except those that super-pages fill."""
         open_ones = [block for block in self.frontiers if block is not None]
         return [*self.closed, *open_ones, *self._recycled]
 
 
 def erases(block: Block) -> int:
-    """Of a block, to compare."""
+    """Return the erases of a block, as a key to compare."""
     return block.erases

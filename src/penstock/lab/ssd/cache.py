@@ -1,14 +1,13 @@
-"""The write cache: memory of the controller in which writes are done before flash has them.
+"""The write cache: controller memory that completes writes before they are on flash.
 
-A page is kept with the sectors of it that are known. A write is done when the memory has taken its bytes
-and there is a place for each of its pages; where all places hold what flash has not, it waits until one
-has been written. A read takes from the cache what is there and the rest from flash, and leaves nothing
-behind: it is no cache of reads.
+A page is kept with its known sectors. A write completes when the memory has taken its bytes and each of
+its pages has a place; if all places hold dirty pages, it waits until one has been written. A read takes
+what the cache has and the rest from flash, and leaves nothing behind: there is no read cache.
 
-Pages that flash has not are written back, the one written longest ago first, when they are more than
-``flush_from`` of all places, until they are ``flush_to`` of them; those of one super-page together. What
-has been written back stays, to be read, until its place is wanted: then the one used longest ago goes.
-The memory carries one transfer at a time, those to flash included.
+Write-back begins when dirty pages exceed ``flush_from`` of all places, and ends when they are
+``flush_to`` of them; the page written longest ago goes first, together with the dirty pages of its
+super-page. A clean page stays for reads until its place is needed; then the one used longest ago is
+evicted. The memory carries one transfer at a time, including those to flash.
 """
 
 from __future__ import annotations
@@ -32,29 +31,29 @@ _COUNTS: Final = ("read_hits", "read_misses", "write_hits", "write_misses", "flu
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """What a cache did, in pages."""
+    """Counts of a cache, in pages."""
 
     read_hits: int
-    """Found whole."""
+    """Pages found whole."""
     read_misses: int
     write_hits: int
-    """Written again before their place was given away."""
+    """Pages written again before they were evicted."""
     write_misses: int
     flushed: int
-    """Written to flash."""
+    """Pages written to flash."""
     most_dirty_bytes: int
-    """That flash had not, at any time: what a loss of power would have lost, or capacitors carried."""
+    """Most dirty bytes at any time: a loss of power would have lost them, or capacitors saved them."""
     dirty_bytes: int
-    """At the end."""
+    """Dirty bytes at the end."""
 
 
 class Line:
     """A page in the cache.
 
     Attributes:
-        known: Its sectors that are there, as bits; dirty: those that flash has not.
-        flushing: Whether it is on its way to flash.
-        waiters: Flushes of the host that it holds up.
+        known: Bit mask of the sectors that are there; dirty: of those that flash lacks.
+        flushing: True while the page is being written to flash.
+        waiters: Flushes of the host that wait for the page.
     """
 
     __slots__ = ("dirty", "flushing", "known", "lpn", "stream", "waiters")
@@ -68,11 +67,11 @@ class Line:
 
 
 class WriteBack(Owner):
-    """Pages on their way to flash.
+    """Pages that are being written to flash.
 
     Attributes:
-        lines: These.
-        sectors: That count against what may be on the way at once, where sectors do.
+        lines: The pages.
+        sectors: Sectors that count against the limit of those in flight, if sectors do.
     """
 
     __slots__ = ("lines", "sectors")
@@ -87,34 +86,34 @@ class Cache:
     """The cache of one drive.
 
     Attributes:
-        moved_bytes: In and out of its memory, since the drive was new.
+        moved_bytes: Bytes moved in and out of its memory, since the drive was new.
     """
 
     def __init__(self, device: Device, events: Events, ftl: Ftl, pages: Pages) -> None:
-        """Empty.
+        """Create an empty cache.
 
         Raises:
-            ConfigError: It holds no page.
+            ConfigError: The capacity is less than a page.
         """
         settings = device.cache
         self._events, self._ftl, self._pages = events, ftl, pages
         self._page_bytes = device.geometry.page_bytes
-        self._room = settings.capacity_bytes // self._page_bytes
-        if not self._room:
+        self._places = settings.capacity_bytes // self._page_bytes
+        if not self._places:
             raise ConfigError(
                 f"cache.capacity_bytes is {settings.capacity_bytes}, less than one page of"
                 f" {self._page_bytes}"
             )
         self._protected = settings.protected
         self._from, self._to = (
-            int(share * self._room) for share in (settings.flush_from, settings.flush_to)
+            int(share * self._places) for share in (settings.flush_from, settings.flush_to)
         )
         self._most_flushing = settings.flush_pages
         self._rate, self._access_ps = settings.bytes_per_s, settings.access_ns * PS_PER_NS
         self._free_ps = 0
         self._whole = (1 << self._page_bytes // SECTOR_BYTES) - 1
         self._lines: dict[int, Line] = {}
-        self._clean: OrderedDict[int, Line] = OrderedDict()  # by use
+        self._clean: OrderedDict[int, Line] = OrderedDict()  # by last use
         self._dirty: OrderedDict[int, Line] = (
             OrderedDict()
         )  # by their last write, unless on the way
@@ -127,11 +126,11 @@ class Cache:
 
     @property
     def dirty_pages(self) -> int:
-        """That flash has not."""
+        """Number of dirty pages."""
         return min(len(self._dirty) + self._on_the_way, len(self._lines))
 
     def use(self) -> CacheUse:
-        """Since the drive was new, or counts were forgotten."""
+        """Return the counts since the drive was new, or since they were reset."""
         size = self._page_bytes
         return CacheUse(
             **self._counts,
@@ -139,13 +138,13 @@ class Cache:
             dirty_bytes=self.dirty_pages * size,
         )
 
-    def forget_counts(self) -> None:
-        """Begin to count anew."""
+    def reset_counts(self) -> None:
+        """Reset the counts."""
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._most_dirty = self.dirty_pages
 
     def write(self, request: Request) -> None:
-        """Take what a request writes; it is done when everything is in memory."""
+        """Take the data of a request, which completes when everything is in memory."""
         parts = list(self._parts(request))
         request.left = len(parts) + 1
         self._transfer(request.nbytes, (request,))
@@ -154,7 +153,7 @@ class Cache:
         self._take_waiting()
 
     def read(self, request: Request) -> None:
-        """Serve what is there, and have flash read the rest."""
+        """Serve what the cache has, and read the rest from flash."""
         misses: list[Part] = []
         found = 0
         for lpn, nbytes, sectors in self._parts(request):
@@ -176,23 +175,23 @@ class Cache:
             self._pages.serve_parts(request, misses)
 
     def flush(self, owner: Owner) -> None:
-        """Have ``owner.done`` happen when flash has all that is in the cache now, or need not have it."""
+        """Call ``owner.done`` when flash has all that is dirty now, or capacitors protect it."""
         lines = () if self._protected else self._all()
         held = [line for line in lines if line.dirty or line.flushing]
         owner.left += 1 + len(held)
         for line in held:
             line.waiters.append(owner)
         self._flushes += len(held)
-        one_less(owner)
+        count_down(owner)
         self._write_back()
 
     def drain(self) -> None:
-        """Write everything to flash, as when power is lost and capacitors last."""
+        """Write everything to flash, as capacitors do after a loss of power."""
         self._ending = True
         self._write_back()
 
     def _all(self) -> Iterable[Line]:
-        """All that flash may not have, and more."""
+        """Return all pages that flash may lack, and possibly more."""
         return self._lines.values()
 
     def _parts(self, request: Request) -> Iterable[Part]:
@@ -204,16 +203,16 @@ class Cache:
             yield lpn, high - low, sectors << low % size // SECTOR_BYTES
 
     def _transfer(self, nbytes: int, owners: tuple[Owner, ...]) -> None:
-        """Occupy the memory, behind all before; then each owner has one thing less to wait for."""
+        """Occupy the memory after all earlier transfers; then count down each owner."""
         self.moved_bytes += nbytes
         begin = max(self._free_ps, self._events.now_ps)
         self._free_ps = begin + self._access_ps + duration_ps(nbytes, self._rate)
-        self._events.at(self._free_ps, _each_one_less, owners)
+        self._events.at(self._free_ps, _count_down_all, owners)
 
     # -- places ---------------------------------------------------------------------------------------
 
     def _take_waiting(self) -> None:
-        """Give places to pages that wait for one, in turn; then write back where that is due."""
+        """Give places to waiting pages in turn; then write back where that is due."""
         while self._waiting:
             request, (lpn, _, sectors) = self._waiting[0]
             line = self._place(lpn, request.stream)
@@ -225,18 +224,18 @@ class Cache:
             self._clean.pop(lpn, None)
             self._dirty[lpn] = line
             self._dirty.move_to_end(lpn)
-            one_less(request)
+            count_down(request)
         self._most_dirty = max(self._most_dirty, self.dirty_pages)
         self._write_back()
 
     def _place(self, lpn: int, stream: int) -> Line | None:
-        """The line of a page, or a new one; None: every place holds what flash has not."""
+        """Return the line of a page, or a new one; None if every place is dirty."""
         line = self._lines.get(lpn)
         if line is not None:
             self._counts["write_hits"] += 1
             line.stream = stream
             return line
-        if len(self._lines) >= self._room:
+        if len(self._lines) >= self._places:
             if not self._clean:
                 return None
             old, _ = self._clean.popitem(last=False)
@@ -248,12 +247,12 @@ class Cache:
     # -- to flash -------------------------------------------------------------------------------------
 
     def _write_back(self) -> None:
-        """Send pages to flash while there is cause, as many at once as may be."""
+        """Write pages to flash while that is due, up to the limit in flight."""
         while self._dirty and self._on_the_way < self._most_flushing and self._due():
             line = next((one for one in self._dirty.values() if not one.flushing), None)
             if line is None:
-                return  # all are on their way already, and were written again meanwhile
-            lines = [line, *self._beside(line)]
+                return  # all are being written already, and were written again meanwhile
+            lines = [line, *self._superpage_mates(line)]
             back = WriteBack(lines)
             back.left = 1
             back.done = self._leave
@@ -274,8 +273,8 @@ class Cache:
             self._draining = False
         return self._draining
 
-    def _beside(self, line: Line) -> list[Line]:
-        """The other pages of its super-page that are to be written."""
+    def _superpage_mates(self, line: Line) -> list[Line]:
+        """Return the other dirty pages of its super-page."""
         superpages = self._ftl.superpages
         if superpages is None or line.lpn >= superpages.pages:
             return []
@@ -284,16 +283,16 @@ class Cache:
         return [one for one in others if one is not None and one is not line and not one.flushing]
 
     def _leave(self, back: Owner) -> None:
-        """Pages have left the memory: flash takes them."""
-        assert isinstance(back, WriteBack)  # nothing else is told this
-        self._pages.serve_parts(back, self._let_go(back))
+        """Hand pages that have left the memory to flash."""
+        assert isinstance(back, WriteBack)  # the only kind of owner with this callback
+        self._pages.serve_parts(back, self._start_flush(back))
 
-    def _let_go(self, back: WriteBack) -> list[Part]:
-        """What flash is to take."""
+    def _start_flush(self, back: WriteBack) -> list[Part]:
+        """Return the parts that flash is to write."""
         back.done = self._written
         parts: list[Part] = []
         for line in back.lines:
-            # sectors that are known, and that flash has as well, save their being read
+            # sectors that are known need not be read from flash, even if flash has them
             whole = line.known == self._whole
             parts.append(
                 (line.lpn, line.known.bit_count() * SECTOR_BYTES, 0 if whole else line.known)
@@ -304,11 +303,11 @@ class Cache:
         return parts
 
     def _keep(self, line: Line) -> None:
-        """Flash has all of a line: it stays, to be read."""
+        """Keep a line that flash has in full, for reads."""
         self._clean[line.lpn] = line
 
     def _written(self, back: Owner) -> None:
-        assert isinstance(back, WriteBack)  # nothing else is told this
+        assert isinstance(back, WriteBack)  # the only kind of owner with this callback
         self._on_the_way -= len(back.lines)
         for line in back.lines:
             line.flushing = False
@@ -318,17 +317,17 @@ class Cache:
             waiters, line.waiters = line.waiters, []
             self._flushes -= len(waiters)
             for owner in waiters:
-                one_less(owner)
+                count_down(owner)
         self._take_waiting()
 
 
-def one_less(owner: Owner) -> None:
-    """Of what it waits for one thing is done."""
+def count_down(owner: Owner) -> None:
+    """Count one finished part of an owner; call ``done`` after the last."""
     owner.left -= 1
     if not owner.left:
         owner.done(owner)
 
 
-def _each_one_less(owners: tuple[Owner, ...]) -> None:
+def _count_down_all(owners: tuple[Owner, ...]) -> None:
     for owner in owners:
-        one_less(owner)
+        count_down(owner)

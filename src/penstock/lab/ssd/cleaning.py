@@ -1,4 +1,4 @@
-"""Garbage collection in time: victims are read, moved and erased, and what waits for room goes on."""
+"""Garbage collection over time: victims are read, moved and erased, and waiting writes continue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.lab.ssd.flash import Flash
 from penstock.lab.ssd.ftl import Ftl
 
 _ROUNDS: Final = 4
-"""For which all pages of a drive may be moved between two of the host's."""
+"""Moves of all pages of a drive that may lie between two writes of the host."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,39 +24,39 @@ class _Victim:
 
     blocks: tuple[Block, ...]
     left: int = 0
-    """Pages that are still to be moved."""
+    """Pages that have not been moved yet."""
     reads_left: dict[int, int] = field(default_factory=dict)
-    """Of a row: by page, how many of its super-page have not been read."""
+    """Parts of the super-page that have not been read, by page, for a row."""
     stale: set[int] = field(default_factory=set)
-    """Pages of the map, on flash, that do not know yet where pages were moved to."""
+    """Pages of the stored map that lack the new places of moved pages."""
     erasing: bool = False
 
     @property
     def ready(self) -> bool:
-        """Whether it can be erased."""
+        """True if it can be erased."""
         if self.left or self.erasing:
             return False
         return not any(block.pending for block in self.blocks)
 
 
 class StoredMap(Protocol):
-    """A page map that is on flash, as far as garbage collection tells it of pages."""
+    """A page map on flash, as garbage collection sees it."""
 
     def moved(self, lpn: int) -> bool:
-        """Note in memory that a page moves; False if its entry is on flash only."""
+        """Note in memory that a page moves; return False if its entry is on flash only."""
 
     def page_of(self, lpn: int) -> int:
-        """The page of the map with the entry of a logical page, by its number."""
+        """Return the number of the map page with the entry of a logical page."""
 
     def update(self, number: int, ops: list[Op]) -> None:
-        """Add to ``ops`` what programs a page of the map anew."""
+        """Add to ``ops`` the programs that rewrite a page of the map."""
 
 
 class Cleaner:
-    """Of one drive.
+    """Garbage collection of one drive.
 
     Attributes:
-        map: Is told what has been moved, where it is not all in memory.
+        map: Map to update with moved pages, if it is not entirely in memory.
     """
 
     def __init__(self, device: Device, ftl: Ftl, flash: Flash) -> None:
@@ -75,19 +75,19 @@ class Cleaner:
 
     @property
     def busy(self) -> bool:
-        """Whether it matters to it that a block is left alone."""
+        """True if it needs to know when the host has finished with a block."""
         return bool(self._under_way or self._waiting)
 
     def wait(
         self, plane: int, act: Callable[..., None], about: tuple[Any, ...], ops: list[Op]
     ) -> None:
-        """Have ``act(*about, ops)`` happen when the plane has room."""
+        """Call ``act(*about, ops)`` when the plane has room."""
         self._waiting.setdefault(plane, deque()).append((act, about))
         if not self._ftl.gc_when_filled or not self._ftl.planes[plane].cleaning:
             self.clean(plane, ops)
 
     def clean(self, plane: int, ops: list[Op]) -> None:
-        """Begin to clean blocks of a plane, where there is need."""
+        """Start to clean blocks of a plane, if it needs cleaning."""
         ftl = self._ftl
         if ftl.planes[plane].free >= ftl.threshold:
             return
@@ -108,19 +108,19 @@ class Cleaner:
                 return
 
     def _check_progress(self) -> None:
-        """Raise ConfigError where pages are moved without end, and the host's wait."""
+        """Raise ConfigError if pages are moved without end while the host's writes wait."""
         ftl = self._ftl
         if ftl.user_writes != self._placed:
             self._placed, self._moved_then = ftl.user_writes, ftl.moves
         elif ftl.moves - self._moved_then > self._most_moves:
             raise ConfigError(
                 f"the drive is full: garbage collection has moved {ftl.moves - self._moved_then} pages"
-                " since the host's last, and found no room for another; use less of the drive, or give it"
-                " more over-provisioning"
+                " since the host's last write and found no room for another; use less of the drive, or"
+                " increase its over-provisioning"
             )
 
-    def quiet(self, block: Block) -> None:
-        """The host has nothing under way on a block: it may be erased, or be a victim."""
+    def host_finished(self, block: Block) -> None:
+        """React to the end of the host's operations on a block: erase it, or choose it as a victim."""
         victim = self._under_way.get(block)
         if victim is not None:
             if victim.ready:
@@ -152,16 +152,14 @@ class Cleaner:
         block, page = ftl.place(op.lpn, cleaning=True)
         ops: list[Op] = []
         if ftl.gc_when_filled and page + 1 == ftl.pages_per_block:
-            self.clean(
-                block.plane, ops
-            )  # MQSim looks then as well: what is moved has filled a block
-        # what is moved of the map goes to the block that the map fills: in one queue, for pages in turn
+            self.clean(block.plane, ops)  # as MQSim does, because the moved page has filled a block
+        # moved pages of the map go to the map's own block: through one queue, so that pages stay in order
         queue = self._map_program if op.lpn >= ftl.map_begin else GC_PROGRAM
         ops.append(Op(queue, block, page, op.lpn, self._whole, op.owner, self._moved))
         self._flash.submit(ops)
 
     def _row_read(self, op: Op) -> None:
-        """When all pages of a super-page have been read they are moved together."""
+        """Move a super-page together once all its pages have been read."""
         victim: _Victim = op.owner
         victim.reads_left[op.page] -= 1
         if victim.reads_left[op.page]:

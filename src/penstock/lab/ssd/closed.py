@@ -1,20 +1,21 @@
-"""How long a weight update takes, in closed form: the bound of each resource, and no queues.
+"""Time of a weight update in closed form: the bound of each resource, without queues.
 
 The formulas, with P parameters in U = P / k units of k words; C channels of W dies; x the time of a page
 on the bus; tE' an erase shared by the pages of a block; WA write amplification; eta I/O efficiency:
 
-- host: ``T = (b + g) P / (eta Br) + b P / (eta Bw) + P / rho``, where Br and Bw are the lower of the link
-  and of all channels, and the phases follow one another unless ``host.overlap``;
-- in the drive: each unit occupies its die for D and its channel for X, so a channel does
+- host: ``T = (b + g) P / (eta Br) + b P / (eta Bw) + P / rho``, where Br and Bw are the lower of the
+  link and of all channels, and phases follow one another unless ``host.overlap``;
+- in the drive: each unit occupies its die for D and its channel for X, so a channel completes
   ``min(W / (D + X), 1 / X)`` units in a second, and ``T = U / (C rate)``;
-- controller: ``D = tR + (tPROG + tE') WA``, ``X = n x (1 + WA)``: states go over the bus both ways;
+- controller: ``D = tR + (tPROG + tE') WA``, ``X = n x (1 + WA)``: states cross the bus in both
+  directions;
 - die: ``D`` is longer by ``q k d / r``, q passes over k words, d byte times each; ``X = x (g + w) / 4``:
   only the gradient and the new weight cross the bus;
-- split: dies update the share of units for which both ways end at once.
+- split: dies update the share of units for which both placements end at the same time.
 
-With a second set of registers that the bus reaches (``unit.double_buffered``) a die does another unit
-while the bus works, with one in which the element computes (``unit.overlaps_array``) another while the
-element does: a unit then takes the longest of what must follow one another, D + X no more.
+With a second set of registers that the bus reaches (``unit.double_buffered``) a die processes another
+unit while the bus works; with a set for the element (``unit.overlaps_array``) another while the element
+computes. A unit then takes the longest of the phases that must follow one another instead of D + X.
 
 Reads of garbage collection take no time, here and on the engines.
 """
@@ -32,24 +33,24 @@ from penstock.lab.ssd import energy
 from penstock.lab.ssd.device import PS_PER_S, WORD_BYTES, Device
 from penstock.lab.ssd.energy import Ledger
 from penstock.lab.ssd.update import Bytes, Gradient, Update, drive_bytes, host_bytes
-from penstock.lab.ssd.wear import Wear, levelled_time, wear_of
+from penstock.lab.ssd.wear import Wear, levelling_factor, wear_of
 
 _NS: float = 1e-9
 _CACHE_SHARE: Final = 0.01
-"""Of what a step writes, that a write cache may hold and be left out."""
+"""Size of a write cache that may be ignored, as a share of the bytes that a step writes."""
 
 
 class Placement(enum.StrEnum):
-    """Where states meet gradients."""
+    """Place where states meet gradients."""
 
     HOST = "host"
     """Offloading: states go to the host's processor and back."""
     CONTROLLER = "controller"
-    """In the drive's controller, over the channels."""
+    """Update in the drive's controller; states cross the channels."""
     DIE = "die"
-    """Beside the page registers, in processing elements of the flash dies."""
+    """Update beside the page registers, in processing elements of the flash dies."""
     SPLIT = "split"
-    """Some units on the dies, some in the controller."""
+    """Update of some units on the dies, of the others in the controller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Step:
     placement: Placement
     time_s: float
     busy_s: tuple[tuple[str, float], ...]
-    """(resource, seconds for which it works): its mean over the channels, or dies, of the drive."""
+    """(resource, seconds for which it works), as the mean over the channels, or dies, of the drive."""
     on_die: float
     """Share of units that dies update."""
     moved: Bytes
@@ -68,7 +69,7 @@ class Step:
     wear: Wear
 
     def use(self, resource: str) -> float:
-        """Share of the time for which a resource works."""
+        """Return the share of the time for which a resource works."""
         return dict(self.busy_s)[resource] / self.time_s
 
     @property
@@ -79,20 +80,20 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Seconds for which a unit occupies what."""
+    """Seconds for which a unit occupies each resource."""
 
     bus: float
     die: float
-    """Array, and element if it has no registers of its own."""
+    """Time of the array, and of the element if it has no registers of its own."""
     compute: float
-    """The element."""
+    """Time of the element."""
     turn: float
-    """What must follow one another on the die."""
+    """Time of the phases that must follow one another on the die."""
     beside: float
-    """What the element does beside that."""
+    """Time of the element that overlaps those phases."""
 
     def mixed(self, other: _Work, share: float) -> _Work:
-        """Of a unit on average, if ``share`` of them are these and the rest are others."""
+        """Return the mean unit, if ``share`` of the units are like this and the rest like ``other``."""
         return _Work(
             *(
                 share * getattr(self, name) + (1 - share) * getattr(other, name)
@@ -101,23 +102,23 @@ class _Work:
         )
 
     def each(self, dies: int) -> float:
-        """From one unit of a channel to the next."""
+        """Return the time between two units of a channel."""
         return max(self.bus, self.turn / dies, self.beside / dies)
 
 
 def step(
     device: Device, update: Update, placement: Placement, *, on_die: float | None = None
 ) -> Step:
-    """Time, bytes, energy and wear of one step.
+    """Compute time, bytes, energy and wear of one step.
 
     Args:
         device: The SSD and its host.
-        update: The step.
-        placement: Where it runs.
-        on_die: Of split, the share of units that dies update; None: that which is best by the formulas.
+        update: The weight update.
+        placement: Place of the update.
+        on_die: Share of units that dies update, for split; None for the best share by the formulas.
 
     Raises:
-        ConfigError: For what makes no sense, or what no engine of weight updates has.
+        ConfigError: A value is invalid, or no engine of weight updates supports a setting.
     """
     refuse_memory(device, update, placement)
     if placement is Placement.HOST:
@@ -129,7 +130,7 @@ def step(
 
 
 def share_on_die(device: Device, update: Update, placement: Placement) -> float:
-    """Of the units of a step within the drive, those that dies update."""
+    """Return the share of a step's units that dies update, for steps within the drive."""
     share = {Placement.DIE: 1.0, Placement.CONTROLLER: 0.0}.get(placement)
     if share is None:
         die, controller = _on_die(device, update), _in_controller(device, update)
@@ -138,40 +139,41 @@ def share_on_die(device: Device, update: Update, placement: Placement) -> float:
 
 
 def refuse_memory(device: Device, update: Update, placement: Placement) -> None:
-    """Refuse what no engine of weight updates has: a map that is loaded, a cache that matters.
+    """Refuse a map that is not all in memory, and a cache that matters, which no engine here supports.
 
-    A write cache saves a host that writes more than it holds nothing in the long run: what it took must
-    be on flash before it takes more. A step need not wait for its capacity at most.
+    A write cache saves nothing in the long run for a host that writes more than it holds: what it took
+    must be on flash before it takes more. At most, a step need not wait for as many bytes as the
+    capacity.
 
     Raises:
-        ConfigError: Names the field, and what to do.
+        ConfigError: Such a setting; the message names the field, and what to do.
     """
     if device.ftl.map_cache_bytes:
         raise ConfigError(
-            f"ftl.map_cache_bytes is {device.ftl.map_cache_bytes}: the engines of weight updates have all"
-            " of the map in memory; set it to 0, or simulate requests (penstock ssd run)"
+            f"ftl.map_cache_bytes is {device.ftl.map_cache_bytes}; the engines of weight updates keep the"
+            " whole map in memory: set it to 0, or simulate requests (penstock ssd run)"
         )
     capacity, written = device.cache.capacity_bytes, host_bytes(update).link_down
     if placement is Placement.HOST and capacity > _CACHE_SHARE * written:
         raise ConfigError(
             f"cache.capacity_bytes is {capacity}, more than a hundredth of the {written} bytes that a"
-            " step on the host writes: the engines of weight updates have no write cache; set it to 0, or"
+            " step on the host writes; the engines of weight updates have no write cache: set it to 0, or"
             " simulate requests (penstock ssd run)"
         )
 
 
 def steps(device: Device, update: Update, placements: Sequence[Placement]) -> tuple[Step, ...]:
-    """``step`` for each placement."""
+    """Compute ``step`` for each placement."""
     return tuple(step(device, update, each) for each in placements)
 
 
 def read_bytes_per_s(device: Device) -> float:
-    """At which all channels deliver pages that are read in sequence, the link not counted."""
+    """Return the rate at which all channels read pages in sequence, without the link."""
     return _bytes_per_s(device, *_reading(device))
 
 
 def program_bytes_per_s(device: Device) -> float:
-    """At which all channels take pages that are programmed in sequence, erases included."""
+    """Return the rate at which all channels program pages in sequence, including erases."""
     return _bytes_per_s(device, *_programming(device, 1.0))
 
 
@@ -182,9 +184,9 @@ def _bytes_per_s(device: Device, bus: float, held: float) -> float:
 
 
 def _reading(device: Device) -> tuple[float, float]:
-    """Seconds for which pages of all planes of a die occupy the bus, and the die.
+    """Return the seconds for which pages of all planes of a die occupy the bus, and the die.
 
-    With a cache register the bus works while the die reads the next.
+    With a cache register the bus works while the die reads the next pages.
     """
     planes, channel = planes_at_once(device), device.channel
     bus = planes * device.page_bus_ps / PS_PER_S
@@ -194,7 +196,7 @@ def _reading(device: Device) -> tuple[float, float]:
 
 
 def _programming(device: Device, amplification: float) -> tuple[float, float]:
-    """Likewise; what garbage collection moves goes over the bus both ways."""
+    """Return the same for programs; pages that garbage collection moves cross the bus twice."""
     planes, channel = planes_at_once(device), device.channel
     bus = planes * device.page_bus_ps / PS_PER_S * (2 * amplification - 1)
     bus += (channel.program_command_ns + (planes - 1) * channel.program_plane_ns) * _NS
@@ -203,12 +205,12 @@ def _programming(device: Device, amplification: float) -> tuple[float, float]:
 
 
 def planes_at_once(device: Device) -> int:
-    """Of a die, that read or program together."""
+    """Return the number of planes of a die that read or program together."""
     return device.geometry.planes_per_die if device.channel.multi_plane else 1
 
 
 def workers(device: Device) -> int:
-    """W: what works at the same time on a channel."""
+    """Return W, the number of dies (or chips) that work at the same time on a channel."""
     geometry = device.geometry
     return (
         geometry.dies_per_channel if device.channel.dies_in_parallel else geometry.chips_per_channel
@@ -216,7 +218,7 @@ def workers(device: Device) -> int:
 
 
 def _erase_s(device: Device) -> float:
-    """tE': of a page, its share of erasing the block."""
+    """Return tE', the share of a page in erasing its block."""
     return device.cell.erase_ns * _NS / device.geometry.pages_per_block
 
 
@@ -233,7 +235,7 @@ def _host(device: Device, update: Update) -> Step:
     channels = device.geometry.channels
     bus = moved.channel / channels / device.channel.bytes_per_s
     if host.overlap:
-        # dies and channels are shared: of each, both kinds of pages take their part
+        # dies and channels are shared by pages in both directions
         rows = channels * planes_at_once(device) * device.geometry.page_bytes
         ins, outs = moved.link_up / rows, moved.link_down / rows
         shared = max(
@@ -254,7 +256,7 @@ def _host(device: Device, update: Update) -> Step:
 
 
 def _arrays_s(device: Device, moved: Bytes) -> float:
-    """For which the arrays of a die work, as many planes at once as can."""
+    """Return the working time of a die's arrays, with as many planes as possible at once."""
     geometry, cell = device.geometry, device.cell
     at_once = geometry.channels * workers(device) * planes_at_once(device) * geometry.page_bytes
     reading = moved.flash_read * cell.mean_read_ns * _NS
@@ -280,7 +282,7 @@ def _in_drive(device: Device, update: Update, placement: Placement, share: float
         ("element", units / channels * mean.compute / workers(device)),
         ("controller", words),
     )
-    flash = units / channels * mean.each(workers(device)) * levelled_time(device, share)
+    flash = units / channels * mean.each(workers(device)) * levelling_factor(device, share)
     time_s = max(flash, up, down, words)
     return _finished(device, update, placement, time_s=time_s, busy=busy, share=share, moved=moved)
 
@@ -303,9 +305,10 @@ def _finished(
 
 
 def _best_share(dies: int, die: _Work, controller: _Work) -> float:
-    """Of units on the die, so that what is slowest is as quick as can be.
+    """Return the share of units on the die that makes the slowest resource as fast as possible.
 
-    Each resource takes a time that is linear in the share, so the best is at an end or where two cross.
+    Each resource takes a time that is linear in the share, so the best is at an end or where two lines
+    cross.
     """
 
     def ends(work: _Work) -> tuple[float, ...]:
@@ -320,7 +323,7 @@ def _best_share(dies: int, die: _Work, controller: _Work) -> float:
 
 
 def _in_controller(device: Device, update: Update) -> _Work:
-    """D and X of a unit whose states go to the controller and back."""
+    """Return D and X of a unit whose states go to the controller and back."""
     planes = device.geometry.planes_per_die
     array = _array(device, update, planes)
     page, wa = device.page_bus_ps / PS_PER_S, update.write_amplification
@@ -332,9 +335,9 @@ def _in_controller(device: Device, update: Update) -> _Work:
 
 
 def _on_die(device: Device, update: Update) -> _Work:
-    """D and X of a unit that is updated beside its page registers.
+    """Return D and X of a unit that is updated beside its page registers.
 
-    The gradient's plane holds no state. The interface clock is the channel's, d byte times a word.
+    The gradient's plane holds no state. The interface clock is the channel's: d byte times for a word.
     """
     geometry, unit = device.geometry, device.unit
     planes = max(1, geometry.planes_per_die - 1)
@@ -350,13 +353,13 @@ def _on_die(device: Device, update: Update) -> _Work:
 
 
 def rounds(device: Device, update: Update, planes: int) -> int:
-    """Multi-plane operations that the pages of a unit's states need."""
+    """Return the number of multi-plane operations that the pages of a unit's states need."""
     states = len(update.sizes)
     return -(-states // planes) if device.channel.multi_plane else states
 
 
 def _array(device: Device, update: Update, planes: int) -> float:
-    """``tR + (tPROG + tE') WA`` for each round; less where states are shorter than a word."""
+    """Return ``tR + (tPROG + tE') WA`` for each round; less if states are shorter than a word."""
     wa, cell = update.write_amplification, device.cell
     program = (cell.mean_program_ns * _NS + _erase_s(device)) * wa
     share = max(update.sizes) / WORD_BYTES
@@ -367,7 +370,7 @@ def _array(device: Device, update: Update, planes: int) -> float:
 
 
 def _commands(device: Device, update: Update, planes: int) -> float:
-    """For which the bus carries commands, not pages."""
+    """Return the time for which the bus carries commands instead of pages."""
     channel, count = device.channel, rounds(device, update, planes)
     further = len(update.sizes) - count
     each = count * (channel.read_command_ns + channel.program_command_ns)

@@ -1,8 +1,8 @@
-"""Operations of flash, the queues in which they wait, and which of them go together.
+"""Operations of flash, the queues in which they wait, and their combination into commands.
 
-A command goes to several planes of a die where ``channel.multi_plane`` lets it: to those whose next
-operation is of the same kind and at the same page of its block (at any page, for reads of planes that
-read independently). Reads may pass others of their plane for that, programs only where the device has
+With ``channel.multi_plane`` a command goes to several planes of a die: to those whose next operation is
+of the same kind and at the same page of its block (at any page, for reads of planes that read
+independently). Reads may overtake others of their plane for that, programs only if the device has
 ``channel.any_page_order``.
 """
 
@@ -20,7 +20,7 @@ ERASE: Final = 2
 
 GC_READ, GC_PROGRAM, QUEUED_ERASE, USER_READ, USER_PROGRAM, MAP_READ, MAP_PROGRAM = range(7)
 """Queues of a target, the first five by precedence. The controller's map is read and programmed in the
-first two, and in the last two only where garbage collection may wait for the host."""
+first two, and in the last two only if garbage collection may wait for the host."""
 KIND: Final = (READ, PROGRAM, ERASE, READ, PROGRAM, READ, PROGRAM)
 _MAP: Final = (MAP_READ, MAP_PROGRAM)
 _CLEANING: Final = (GC_READ, GC_PROGRAM, QUEUED_ERASE)
@@ -30,13 +30,13 @@ HOST_FIRST: Final = (*_MAP, *_HOST, *_CLEANING)
 
 
 class Owner:
-    """What asks for pages: a request of the host, or pages of the cache that go to flash.
+    """The origin of operations: a request of the host, or pages that the cache writes to flash.
 
     Attributes:
         left: Operations of flash, or pages that wait for room, until it is done.
-        done: What happens then.
-        stream: Of the host, whose blocks its pages go to.
-        is_read: Whether it reads.
+        done: Callback for the end.
+        stream: Stream of the host whose blocks receive the pages.
+        is_read: True for reads.
     """
 
     __slots__ = ("done", "is_read", "left", "stream")
@@ -52,16 +52,16 @@ class Op:
     """An operation on one page, or the erase of a block.
 
     Attributes:
-        queue: The queue in which it waits, which says whether it reads, programs or erases.
-        nbytes: That cross the channel.
-        owner: What it is for: the meaning is that of ``done``.
-        done: Called with it when it is over: a read's page has been sent then.
-        order: Its number among all; 0: it gets the next when it is queued.
+        queue: Queue in which it waits, which tells reads, programs and erases apart.
+        nbytes: Bytes that cross the channel.
+        owner: Origin of the operation; ``done`` interprets it.
+        done: Called with the operation at its end, when a page that was read has been sent.
+        order: Number among all operations; 0 to get the next number when it is queued.
     """
 
     __slots__ = ("block", "done", "lpn", "nbytes", "order", "owner", "page", "queue")
 
-    def __init__(  # noqa: PLR0917  (made for every page: keywords would take as long as the rest)
+    def __init__(  # noqa: PLR0917  (called for every page: keywords would double its time)
         self,
         queue: int,
         block: Block,
@@ -85,15 +85,15 @@ class Target:
     """A die, or a chip.
 
     Attributes:
-        queues: By precedence, by plane: operations that wait.
-        counts: How many in each queue; waiting: in all.
-        array: The kind of command that the array works on; None: it is idle.
+        queues: Waiting operations, by precedence and plane.
+        counts: Waiting operations of each queue; waiting: of all queues.
+        array: Kind of command that the array executes; None if it is idle.
         outgoing: Pages in registers that have not been sent.
         held: Pages that were read and wait for the cache register.
-        loaded: Pages that came in while the array programs others.
-        working: What the array works on, until ``until_ps``; resumed: whether it was suspended before.
-        paused: What is suspended, and how long it still takes.
-        planes: Its planes, counted over the drive, where somebody asks for them.
+        loaded: Pages that were loaded while the array programs others.
+        working: Operations of the array, until ``until_ps``; resumed: True if they were suspended before.
+        paused: Suspended operations, and their remaining time.
+        planes: Planes, counted over the drive, if they are needed.
     """
 
     __slots__ = (
@@ -123,8 +123,8 @@ class Channel:
 
     Attributes:
         out: Pages that wait to be sent, with their targets.
-        turn: The target to ask first.
-        waiting: Operations that wait, of all targets.
+        turn: Target to serve next.
+        waiting: Waiting operations of all targets.
     """
 
     __slots__ = ("busy", "busy_ps", "nbytes", "out", "targets", "turn", "waiting")
@@ -139,14 +139,14 @@ class Channel:
 def take(
     planes: list[deque[Op]], kind: int, die_planes: int, *, anywhere: bool, any_order: bool
 ) -> list[Op]:
-    """Operations for one command: the one that came first, and those that can go with it, as they came.
+    """Remove the operations of one command: the first, and those that fit to it, in order of arrival.
 
     Args:
-        planes: Operations of one queue that wait, by plane of the target.
+        planes: Waiting operations of one queue, by plane of the target.
         kind: READ, PROGRAM or ERASE.
-        die_planes: Planes that a command may go to; 1: one alone.
-        anywhere: Whether they may be at any page, and not at one offset.
-        any_order: Whether programs may pass others of their plane, as reads may.
+        die_planes: Number of planes in a command; 1 for a single one.
+        anywhere: True if operations may be at any page, not only at one offset.
+        any_order: True if programs may overtake others of their plane, as reads may.
     """
     if len(planes) == 1:
         return [planes[0].popleft()]
@@ -168,7 +168,7 @@ def take(
         elif (kind == READ or any_order) and len(plane) > 1:
             _take_later(plane, first.page, ops)
     if len(ops) > 2:
-        ops.sort(key=_order)  # their pages are sent in that order
+        ops.sort(key=_order)  # the order in which their pages are sent
     return ops
 
 
@@ -177,7 +177,7 @@ def _order(op: Op) -> int:
 
 
 def _take_later(plane: deque[Op], page: int, ops: list[Op]) -> None:
-    """The first operation on that page, past those that came before it."""
+    """Remove the first operation on that page, which overtakes earlier ones."""
     for place, op in enumerate(plane):
         if op.page == page:
             ops.append(op)
@@ -186,7 +186,7 @@ def _take_later(plane: deque[Op], page: int, ops: list[Op]) -> None:
 
 
 def put(plane: deque[Op], op: Op) -> None:
-    """Queue an operation whose order was given before that of others that may wait."""
+    """Queue an operation whose number is lower than that of others that may wait."""
     place = len(plane)
     while place and plane[place - 1].order > op.order:
         place -= 1
@@ -194,4 +194,4 @@ def put(plane: deque[Op], op: Op) -> None:
 
 
 def _nothing(_: object) -> None:
-    """What happens when nobody waits."""
+    """Do nothing, for operations that nothing waits for."""

@@ -1,8 +1,8 @@
-"""Devices as TOML files, and those that come with Penstock.
+"""Devices as TOML files, and the presets of Penstock.
 
-A file has a table for each part of a :class:`.Device`, every field of it, and a table ``sources`` that
-says for each field, or for a whole table, where its value is from. What is unknown, missing or of another
-type is an error by name.
+A file has a table for each part of a :class:`.Device`, with every field of it, and a table ``sources``
+that gives the source of each field, or of a whole table. A field that is unknown, missing or of another
+type is an error that names it.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A device, and where its values are from."""
+    """A device, and the sources of its values."""
 
     device: Device
     sources: tuple[tuple[str, str], ...]
-    """(``table.field``, or ``table`` for all its fields that are not named, its source)."""
+    """(``table.field``, or ``table`` for all its fields that are not named; its source)."""
 
     def source_of(self, path: str) -> str:
-        """Where ``table.field`` is from; ``""`` if that is not told."""
+        """Return the source of ``table.field``; ``""`` if there is none."""
         known = dict(self.sources)
         return known.get(path) or known.get(path.partition(".")[0], "")
 
 
 def presets() -> tuple[str, ...]:
-    """Names of the devices that come with Penstock."""
+    """Return the names of the presets."""
     names = (Path(each.name) for each in files(_PRESETS).iterdir())
     return tuple(sorted(name.stem for name in names if name.suffix == ".toml"))
 
 
 def load(name: str | Path) -> Device:
-    """A preset by its name, or a device in a file. Raises ConfigError; see :func:`describe`."""
+    """Load a preset by its name, or a device from a file. Raises ConfigError; see :func:`describe`."""
     return describe(name).device
 
 
 def describe(name: str | Path) -> Description:
-    """A preset by its name, or a device in a file, with its sources.
+    """Load a preset by its name, or a device from a file, with its sources.
 
     Raises:
-        ConfigError: There is no such preset (the nearest is named), the file cannot be read, or what it
-            says makes no sense; names the file and the field.
+        ConfigError: There is no such preset (the nearest is named), the file cannot be read, or its
+            contents are invalid; the message names the file and the field.
     """
     text = str(name)
     if text in presets():
@@ -64,27 +64,27 @@ def describe(name: str | Path) -> Description:
     if path.suffix != ".toml" and not path.exists():
         near = nearest(text, presets())
         raise ConfigError(
-            f"unknown device {text!r}{near}; known are {', '.join(presets())}, or name a .toml file"
+            f"unknown device {text!r}{near}; the presets are {', '.join(presets())}; or name a .toml file"
         )
     try:
         content = read_text(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"device file {text!r} cannot be read: {error}") from error
+        raise ConfigError(f"cannot read the device file {text!r}: {error}") from error
     return parse(content, source=text)
 
 
 def parse(text: str, *, source: str) -> Description:
-    """Parse a device file. Raises ConfigError naming ``source`` and the field at fault."""
+    """Parse a device file. Raises ConfigError that names ``source`` and the invalid field."""
     try:
         data = parse_toml(text)
     except ValueError as error:
         raise ConfigError(f"device {source!r} is not TOML: {error}") from error
     where = f"device {source!r}"
     if data.pop("penstock", None) != "ssd":
-        raise ConfigError(f"{where}: not a Penstock SSD; its field 'penstock' must say 'ssd'")
+        raise ConfigError(f"{where}: not a Penstock SSD; its field 'penstock' must be 'ssd'")
     version = data.pop("version", None)
     if version != VERSION:
-        raise ConfigError(f"{where}: field 'version' is {version!r}, this Penstock reads {VERSION}")
+        raise ConfigError(f"{where}: field 'version' is {version!r}; this Penstock reads {VERSION}")
     sources = data.pop("sources", {})
     try:
         device = decode(Device, data)
@@ -94,7 +94,7 @@ def parse(text: str, *, source: str) -> Description:
 
 
 def leaves(cls: type = Device) -> tuple[str, ...]:
-    """``table.field`` of everything that a device file tells, but its name."""
+    """Return ``table.field`` of all fields of a device file, except its name."""
     hints = get_type_hints(cls)
     return tuple(
         f"{table.name}.{field.name}"
@@ -105,15 +105,15 @@ def leaves(cls: type = Device) -> tuple[str, ...]:
 
 
 def with_field(device: Device, path: str, value: object) -> Device:
-    """A copy with one field changed.
+    """Copy a device with one field changed.
 
     Args:
-        device: It stays as it is.
+        device: The device, which stays as it is.
         path: ``table.field``.
-        value: As a TOML file would give it.
+        value: The value, as from a TOML file.
 
     Raises:
-        ConfigError: No such field (the nearest is named), or a value that makes no sense.
+        ConfigError: There is no such field (the nearest is named), or the value is invalid.
     """
     if path not in leaves():
         raise ConfigError(f"unknown field {path!r}{nearest(path, leaves())}")
@@ -124,13 +124,13 @@ def with_field(device: Device, path: str, value: object) -> Device:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'optimstore'?"``, or nothing where no word is near."""
+    """Return ``"; did you mean 'optimstore'?"``, or ``""`` if no known word is similar."""
     found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def decode(cls: Callable[..., T], data: Mapping[str, object], where: str = "") -> T:
-    """A frozen dataclass from a TOML table, strictly. Raises ConfigError naming the field."""
+    """Decode a TOML table strictly into a frozen dataclass. Raises ConfigError that names the field."""
     hints = get_type_hints(cls)
     names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
     for name in data:
@@ -170,17 +170,17 @@ def _member(kind: type[enum.StrEnum], value: object, where: str) -> enum.StrEnum
     names = [str(member) for member in kind]
     if value not in names:
         near = nearest(str(value), names)
-        raise ConfigError(f"{where} is {value!r}, it is one of {', '.join(names)}{near}")
+        raise ConfigError(f"{where} is {value!r}; it must be one of {', '.join(names)}{near}")
     return kind(str(value))
 
 
 def _sources(data: object) -> Iterable[tuple[str, str]]:
     if not isinstance(data, dict):
-        raise ConfigError("sources is no table")
+        raise ConfigError("sources is not a table")
     tables = {leaf.partition(".")[0] for leaf in leaves()}
     for path, text in data.items():
         if path not in tables and path not in leaves():
             raise ConfigError(f"sources names the unknown field {path!r}{nearest(path, leaves())}")
         if not isinstance(text, str) or not text:
-            raise ConfigError(f"sources: that of {path!r} is {text!r}, not a sentence")
+            raise ConfigError(f"sources: the source of {path!r} is {text!r}, not a sentence")
         yield path, text

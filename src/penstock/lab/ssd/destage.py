@@ -1,9 +1,10 @@
-"""A write cache from which pages start to flash in the instant in which they come, as MQSim's do.
+"""A write cache that starts to write pages to flash at the moment in which they come, like MQSim's.
 
-What was not written within the last second is sent to flash at once, with all such pages of a request, so
-that those of several planes go in one command; the memory takes the request's bytes meanwhile, and is not
-read for them. What is written again stays until its place is wanted. What flash has does not stay.
-Where too much is on its way to flash, requests wait, each with the pages that were not taken yet.
+Pages that were not written within the last second are sent to flash at once, with all such pages of a
+request, so that pages of several planes go in one command; the memory takes the request's bytes
+meanwhile, and is not read for them. Pages that are written again stay until their places are needed.
+Clean pages do not stay. If too much is being written to flash, requests wait, each with its remaining
+pages.
 """
 
 from __future__ import annotations
@@ -21,28 +22,28 @@ from penstock.lab.ssd.pages import Pages
 from penstock.lab.ssd.requests import Request
 
 _FORGET_PS: Final = PS_PER_S
-"""After which it is forgotten what was written: all of it at once, as by MQSim."""
+"""Interval after which all recent writes are forgotten at once, as by MQSim."""
 
 
 class Destage(Cache):
     """The cache of one drive."""
 
     def __init__(self, device: Device, events: Events, ftl: Ftl, pages: Pages) -> None:
-        """Empty. Raises ConfigError: it holds no page."""
+        """Create an empty cache. Raises ConfigError if the capacity is less than a page."""
         super().__init__(device, events, ftl, pages)
         self._most_sectors = device.cache.flush_pages * (self._page_bytes // SECTOR_BYTES)
-        self._sectors = 0  # on their way
-        self._evicted: set[Line] = set()  # on their way, and in no place
+        self._sectors = 0  # being written
+        self._evicted: set[Line] = set()  # being written, and without a place
         self._met: set[int] = set()
         self._forget_ps = 0
 
     @property
     def dirty_pages(self) -> int:
-        """That flash has not; one that is written again while it is on its way is two."""
+        """Number of dirty pages; one that is written again while it goes to flash counts twice."""
         return len(self._dirty) + self._on_the_way
 
     def write(self, request: Request) -> None:
-        """Take what a request writes; it is done when everything is in memory."""
+        """Take the data of a request, which completes when everything is in memory."""
         parts = list(self._parts(request))
         request.left = len(parts)
         self._waiting += ((request, part) for part in parts)
@@ -55,7 +56,7 @@ class Destage(Cache):
         self._write_back()
 
     def _take(self, request: Request) -> bool:
-        """Take pages of the request that waits first; whether there was room for any."""
+        """Take pages of the first waiting request; return True if there was room for any."""
         evicted: list[Line] = []
         new: list[Line] = []
         taken = nbytes = 0
@@ -63,7 +64,7 @@ class Destage(Cache):
             if self._sectors >= self._most_sectors:
                 break
             lpn, size, sectors = self._waiting[0][1]
-            if lpn not in self._lines and len(self._lines) >= self._room:
+            if lpn not in self._lines and len(self._lines) >= self._places:
                 old = self._evict()
                 if old is None:
                     break
@@ -72,7 +73,7 @@ class Destage(Cache):
             self._waiting.popleft()
             taken, nbytes = taken + 1, nbytes + size
             line = self._place(lpn, request.stream)
-            assert line is not None  # room was made for it
+            assert line is not None  # a place was freed for it
             line.known |= sectors
             line.dirty |= sectors
             self._dirty.pop(lpn, None)
@@ -101,14 +102,14 @@ class Destage(Cache):
         return True
 
     def _evict(self) -> Line | None:
-        """Take the place of the page that was written longest ago; None: all are on their way."""
+        """Free the place of the page that was written longest ago; None if all are being written."""
         old = next((line for line in self._dirty.values() if not line.flushing), None)
         if old is not None:
             del self._dirty[old.lpn], self._lines[old.lpn]
         return old
 
     def _backs(self, lines: list[Line]) -> list[WriteBack]:
-        """Each page by itself, for it makes room when flash has it; those of a super-page together."""
+        """Group pages to write: each alone, because it frees its own place; super-pages together."""
         groups: dict[int, list[Line]] = {}
         rows = self._ftl.superpages
         for line in lines:
@@ -124,7 +125,7 @@ class Destage(Cache):
         return backs
 
     def _start(self, backs: list[WriteBack]) -> None:
-        self._pages.serve_together([(back, self._let_go(back)) for back in backs])
+        self._pages.serve_together([(back, self._start_flush(back)) for back in backs])
 
     def _due(self) -> bool:
         return self._flushes > 0 or self._ending
@@ -139,13 +140,13 @@ class Destage(Cache):
             del self._lines[line.lpn]
 
     def _written(self, back: Owner) -> None:
-        assert isinstance(back, WriteBack)  # nothing else is told this
+        assert isinstance(back, WriteBack)  # the only kind of owner with this callback
         self._sectors -= back.sectors
         super()._written(back)
 
 
 def cache_of(device: Device, events: Events, ftl: Ftl, pages: Pages) -> Cache | None:
-    """As the device's settings ask; None: it has none."""
+    """Create the cache of a device by its settings; None without a capacity."""
     if not device.cache.capacity_bytes:
         return None
     kind = Destage if device.cache.at_once else Cache

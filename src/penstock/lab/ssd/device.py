@@ -1,4 +1,4 @@
-"""What a simulated SSD is made of: geometry, cells, channels, link, FTL, processing elements, energy.
+"""Parts of a simulated SSD: geometry, cells, channels, link, FTL, processing elements, energy.
 
 Every duration of a device is in whole nanoseconds, every rate in bytes per second, every size in bytes.
 The engines compute in integer picoseconds: a byte at 800 MB/s takes 1.25 ns, so nanoseconds would be
@@ -20,39 +20,39 @@ PS_PER_NS: Final = 1000
 PS_PER_S: Final = 10**12
 _NS_PER_S: Final = 10**9
 WORD_BYTES: Final = 4
-"""Of FP32, in which processing elements compute."""
+"""Size of FP32, in which processing elements compute."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Channel:
-    """The bus between the controller and the chips of one channel, and what it lets them do."""
+    """The bus between the controller and the chips of a channel, and the operations that it allows."""
 
     bytes_per_s: int
     read_command_ns: int
-    """Command and address of a read, before tR."""
+    """Time of command and address of a read, before tR."""
     read_plane_ns: int
-    """For each further plane of a multi-plane read."""
+    """Time of each further plane of a multi-plane read."""
     read_settle_ns: int
-    """From the end of tR until data can be sent."""
+    """Time from the end of tR until data can be sent."""
     program_command_ns: int
     program_plane_ns: int
-    """For each further plane of a multi-plane program."""
+    """Time of each further plane of a multi-plane program."""
     erase_command_ns: int
     send_spare: bool
-    """Whether spare bytes cross the bus with their page."""
+    """True if spare bytes cross the bus with their page."""
     dies_in_parallel: bool
-    """Whether the dies of a chip work at the same time; MQSim's do not."""
+    """True if the dies of a chip work at the same time; MQSim's do not."""
     multi_plane: bool
-    """Whether planes of a die are read, programmed and erased together, at one offset."""
+    """True if planes of a die are read, programmed and erased together, at one offset."""
     any_page_order: bool
-    """Whether pages of a block may be programmed out of turn, to go with those of other planes. No flash
-    can; MQSim does."""
+    """True if pages of a block may be programmed out of order, to go with those of other planes. No flash
+    allows it; MQSim does."""
     independent_plane_reads: bool
-    """Whether planes are read at the same time at any offset."""
+    """True if planes are read at the same time at any offset."""
     cache_read: bool
-    """Whether a die may read a page while an earlier one still waits to be sent."""
+    """True if a die may read a page while an earlier one still waits to be sent."""
     cache_program: bool
-    """Whether a die may take the next page's data in while it programs one."""
+    """True if a die may take the next page's data while it programs a page."""
 
     def __post_init__(self) -> None:
         rate("channel.bytes_per_s", self.bytes_per_s)
@@ -65,28 +65,28 @@ class Channel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """PCIe and NVMe, one lane of time each way."""
+    """PCIe and NVMe, as one lane of time in each direction."""
 
     up_bytes_per_s: int
-    """From the drive to the host."""
+    """Rate from the drive to the host."""
     down_bytes_per_s: int
-    """From the host to the drive."""
+    """Rate from the host to the drive."""
     payload_bytes: int
-    """The most that a transaction-layer packet carries."""
+    """Largest payload of a transaction-layer packet."""
     overhead_bytes: int
-    """Beside that, for each packet; 0 where the rates above are net of it."""
+    """Further bytes of each packet; 0 if the rates above are net of them."""
     command_bytes: int
-    """Of a submission queue entry, and of the answer to its fetch."""
+    """Size of a submission queue entry, and of the answer to its fetch."""
     completion_bytes: int
     doorbell_bytes: int
     fetch_depth: int
-    """Requests that the drive has taken from the queue and not completed, at most."""
+    """Most requests that the drive has taken from the queue and not completed."""
     read_firmware_ns: int
-    """What the controller's firmware takes for a read before flash is asked."""
+    """Time of the controller's firmware for a read before flash is asked."""
     write_firmware_ns: int
     lanes: int = 0
-    """As MQSim reckons: each of so many lanes carries its share of a message's bytes, rounded up, for a
-    time in whole nanoseconds, rounded down; 0: nothing is rounded, but to a picosecond."""
+    """Lanes for rounding like MQSim's: each carries its share of a message's bytes, rounded up, in whole
+    nanoseconds, rounded down; 0 rounds only to a picosecond."""
 
     def __post_init__(self) -> None:
         rate("link.up_bytes_per_s", self.up_bytes_per_s)
@@ -99,11 +99,11 @@ class Link:
             whole(f"link.{name}", getattr(self, name), 0)
 
     def wire_bytes(self, payload_bytes: int) -> int:
-        """With the overhead of every packet that has been started."""
+        """Return the bytes with the overhead of every packet, the last one included."""
         return payload_bytes + -(-payload_bytes // self.payload_bytes) * self.overhead_bytes
 
     def message_ps(self, payload_bytes: int, bytes_per_s: int) -> int:
-        """For how long a message occupies its direction of that rate."""
+        """Return the time for which a message occupies its direction of that rate."""
         nbytes = self.wire_bytes(payload_bytes)
         if not self.lanes:
             return duration_ps(nbytes, bytes_per_s)
@@ -118,11 +118,11 @@ class Unit:
     divider: int
     """Byte times of the flash interface for an FP32 word: 4 is a quarter of its clock."""
     double_buffered: bool
-    """Whether gradients and weights cross the bus while the die works on another unit."""
+    """True if gradients and weights cross the bus while the die works on another unit."""
     overlaps_array: bool
-    """Whether it computes while the array reads or programs other pages."""
+    """True if it computes while the array reads or programs other pages."""
     controller_words_per_s: int
-    """What the controller updates, in passes of FP32 words."""
+    """Rate of the controller's updates, in FP32 words for each pass."""
 
     def __post_init__(self) -> None:
         whole("unit.divider", self.divider, 1)
@@ -131,7 +131,7 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Energy:
-    """What a bit or an operation takes, and what the controller takes in any case."""
+    """Energy of bits and operations, and static power of the controller."""
 
     read_pj_per_bit: float
     program_pj_per_bit: float
@@ -141,9 +141,9 @@ class Energy:
     host_dram_pj_per_bit: float
     controller_dram_pj_per_bit: float
     controller_ecc_pj_per_bit: float
-    """Decoding, in the controller."""
+    """Energy of decoding in the controller."""
     die_ecc_pj_per_bit: float
-    """Decoding, on the die; 0 where there is none."""
+    """Energy of decoding on the die; 0 without a decoder."""
     multiply_pj: float
     add_pj: float
     controller_static_w: float
@@ -158,34 +158,34 @@ class Host:
     """The computer beside the drive."""
 
     parameters_per_s: float
-    """How fast its processor updates."""
+    """Rate at which its processor updates."""
     io_efficiency: float
     """Share of the drive's bandwidth that the software reaches."""
     overlap: bool
-    """Whether it reads, updates and writes at the same time."""
+    """True if it reads, updates and writes at the same time."""
     busy_w: float
-    """While it runs the weight update itself."""
+    """Power while it runs the weight update itself."""
     idle_w: float
-    """While the drive does."""
+    """Power while the drive runs it."""
 
     def __post_init__(self) -> None:
         for name in ("parameters_per_s", "io_efficiency", "busy_w"):
             real(f"host.{name}", getattr(self, name), positive=True)
         real("host.idle_w", self.idle_w, positive=False)
         if self.io_efficiency > 1:
-            raise ConfigError(f"host.io_efficiency is {self.io_efficiency}, it is at most 1")
+            raise ConfigError(f"host.io_efficiency is {self.io_efficiency}; it must be at most 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endurance:
-    """What the drive is rated for."""
+    """Ratings of the drive."""
 
     capacity_bytes: int
-    """That wear spreads over."""
+    """Capacity over which wear is spread."""
     tbw_bytes: int
-    """Bytes that the host may write, by the data sheet; 0: none is stated."""
+    """Bytes that the host may write, by the data sheet; 0 if it states none."""
     retention_credit: float
-    """By what factor blocks outlive their rating if data need not be kept for months."""
+    """Factor by which blocks outlive their rating if data need not be kept for months."""
 
     def __post_init__(self) -> None:
         whole("endurance.capacity_bytes", self.capacity_bytes, 1)
@@ -216,7 +216,7 @@ class Device:
         bits, pages = self.cell.mode.bits, self.geometry.pages_per_block
         if self.cell.one_shot and pages % bits:
             raise ConfigError(
-                f"device {self.name!r}: geometry.pages_per_block is {pages}, no multiple of the"
+                f"device {self.name!r}: geometry.pages_per_block is {pages}; it must be a multiple of the"
                 f" {bits} bits of a {self.cell.mode} cell"
             )
         if self.ftl.map_read_bytes > self.geometry.page_bytes:
@@ -227,19 +227,19 @@ class Device:
 
     @property
     def page_bus_ps(self) -> int:
-        """For which a page occupies the channel."""
+        """Time for which a page occupies the channel."""
         sent = self.geometry.page_bytes
         sent += self.geometry.spare_bytes if self.channel.send_spare else 0
         return duration_ps(sent, self.channel.bytes_per_s)
 
     @property
     def user_pages(self) -> int:
-        """That the host can address."""
+        """Number of pages that the host can address."""
         geometry = self.geometry
         pages = geometry.planes * geometry.pages_per_plane * (1 - self.ftl.overprovisioning)
         return math.ceil(round(pages, 6))
 
 
 def duration_ps(nbytes: int, bytes_per_s: int) -> int:
-    """How long so many bytes take, to the nearest picosecond, halves up."""
+    """Return the time of a transfer, to the nearest picosecond, halves up."""
     return (nbytes * PS_PER_S * 2 + bytes_per_s) // (2 * bytes_per_s)

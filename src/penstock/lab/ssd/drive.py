@@ -1,17 +1,17 @@
 """The event-driven engine: a host's requests, from the queue to the plane and back.
 
-A request's way, after NVMe:
+The steps of a request, after NVMe:
 
-1. It comes to the submission queue; the host rings the doorbell (down).
-2. The drive asks for the entry (up) and has it (down), if fewer than ``fetch_depth`` are inside.
-3. Firmware. Of a write the drive asks for the data (up) and has it (down).
+1. It enters the submission queue; the host rings the doorbell (down).
+2. The drive asks for the entry (up) and receives it (down), if fewer than ``fetch_depth`` are inside.
+3. Firmware runs. For a write the drive asks for the data (up) and receives it (down).
 4. Its pages go to the write cache, where there is one (:mod:`.cache`), or become operations of flash
    (:mod:`.pages`, :mod:`.ftl`, :mod:`.flash`).
-5. When all are done another request may be fetched. Of a read the data goes to the host (up).
-6. The completion goes to the host (up), which rings a doorbell (down) and may ask for more.
+5. When all are done another request may be fetched. The data of a read goes to the host (up).
+6. The completion goes to the host (up), which rings a doorbell (down) and may send the next request.
 
-A plane whose erased blocks run out takes nothing from the host until one has been erased. If none can be,
-the drive is full, and that is an error, never a wait without end.
+A plane without erased blocks takes no writes of the host until a block has been erased. If none can be
+erased, the drive is full; that raises an error instead of waiting forever.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from penstock.lab.ssd.usage import Usage
 
 
 class Drive:
-    """One simulated drive. ``run`` it once.
+    """A simulated drive. ``run`` it once.
 
     Attributes:
-        user_bytes: That the host can address.
-        cache: Its write cache; None: it has none.
+        user_bytes: Bytes that the host can address.
+        cache: Its write cache, or None.
     """
 
     def __init__(
@@ -49,16 +49,16 @@ class Drive:
         watch: bool = False,
         power_cap_w: float | None = None,
     ) -> None:
-        """An empty drive.
+        """Create an empty drive.
 
         Args:
-            device: What it is made of.
-            seed: For victims that are chosen among a random few.
-            watch: Whether ``usage`` tells what it does over time.
-            power_cap_w: What it may draw; commands wait for others to be done. None: no cap.
+            device: Description of the drive.
+            seed: Seed for victims that are chosen at random.
+            watch: True to record ``usage`` over time.
+            power_cap_w: Limit of its power; commands wait for others to end. None for no limit.
 
         Raises:
-            ConfigError: Settings that leave no room, or a cap too low for any command.
+            ConfigError: The settings leave no room, or the limit is too low for any command.
         """
         self.device = device
         self.events = Events()
@@ -88,11 +88,11 @@ class Drive:
 
     @property
     def usage(self) -> Usage | None:
-        """What it did over time, if that was asked for."""
+        """Activity over time, if it was recorded."""
         return self.flash.usage
 
     def run(self, workload: Workload) -> Run:
-        """Everything that a workload asks for.
+        """Serve a whole workload.
 
         Raises:
             ConfigError: The workload does not fit the drive, or the drive is full.
@@ -103,12 +103,12 @@ class Drive:
         )
 
     def serve(self, requests: Iterator[Request], *, queue_depth: int, skip: int = 0) -> Run:
-        """Everything that is asked for.
+        """Serve all requests.
 
         Args:
-            requests: Those with an ``arrival_ps`` must come in its order, and wait for nobody.
-            queue_depth: How many of the others are in the queue at once.
-            skip: Requests that complete before anything is measured.
+            requests: Requests; those with an ``arrival_ps`` must be sorted by it, and wait for none.
+            queue_depth: Number of the others that are in the queue at the same time.
+            skip: Number of requests that complete before the measurement starts.
 
         Raises:
             ConfigError: A request is beyond the drive's end, or the drive is full.
@@ -116,7 +116,7 @@ class Drive:
         return self.serve_flows([(requests, queue_depth)], skip=skip)
 
     def serve_flows(self, flows: Sequence[tuple[Iterator[Request], int]], *, skip: int = 0) -> Run:
-        """The same of several streams of requests at once, each with its queue depth."""
+        """Serve several streams of requests at the same time, each with its queue depth."""
         self._flows = [requests for requests, _ in flows]
         self.meter = Meter(self, skip)
         for flow, (_, depth) in enumerate(flows):
@@ -127,13 +127,13 @@ class Drive:
         if self.meter.outstanding:
             raise ConfigError(
                 f"the drive is full: {self.meter.outstanding} requests wait for erased blocks, and"
-                " garbage collection has nothing left to clean; use less of the drive, or give it more"
+                " garbage collection has nothing left to clean; use less of the drive, or increase its"
                 " over-provisioning"
             )
         return self.meter.run()
 
     def drain(self) -> int:
-        """Write all of the cache to flash, as when power is lost; what that takes, in ps.
+        """Write all of the cache to flash, as after a loss of power; return the time in ps.
 
         Raises:
             ConfigError: The drive is full.
@@ -144,14 +144,14 @@ class Drive:
         self.events.run()
         if self.cache is not None and self.cache.dirty_pages:
             raise ConfigError(
-                f"the drive is full: {self.cache.dirty_pages} pages of the cache find no room on flash"
+                f"the drive is full: {self.cache.dirty_pages} pages of the cache have no room on flash"
             )
         return self.events.now_ps - begin
 
     # -- the host, and NVMe ---------------------------------------------------------------------------
 
     def _next(self, flow: int) -> bool:
-        """Have the host ask for the next one of a stream; whether there is one."""
+        """Send the host's next request of a stream; return True if there is one."""
         request = next(self._flows[flow], None)
         if request is None:
             return False
@@ -160,8 +160,8 @@ class Drive:
         request.stream = (request.stream + flow) % self._streams
         if request.offset_bytes < 0 or request.offset_bytes + request.nbytes > self.user_bytes:
             raise ConfigError(
-                f"a request of {request.nbytes} bytes at {request.offset_bytes} is beyond the end of"
-                f" the drive, {self.user_bytes}"
+                f"a request of {request.nbytes} bytes at {request.offset_bytes} ends beyond the"
+                f" {self.user_bytes} bytes of the drive"
             )
         if request.arrival_ps is None:
             self._ask(request)
@@ -207,7 +207,7 @@ class Drive:
         self.down.send(request.nbytes, self._translate, request)
 
     def _translate(self, request: Request) -> None:
-        """Of a write the data is there: its pages are looked for, or placed."""
+        """Find the pages of a read, or place those of a write, whose data have come."""
         if request.is_flush:
             self._flush(request)
         elif self.cache is None or not request.cached:
@@ -219,7 +219,7 @@ class Drive:
             self.cache.write(request)
 
     def _flush(self, request: Request) -> None:
-        """Without a cache every write that was completed is on flash already."""
+        """Complete a flush; without a cache every completed write is on flash already."""
         if self.cache is None:
             request.done(request)
         else:
@@ -241,4 +241,4 @@ class Drive:
 
 
 def _nothing(_: object) -> None:
-    """What happens when a message that nobody waits for has arrived."""
+    """Do nothing, for messages that nothing waits for."""

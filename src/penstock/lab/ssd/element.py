@@ -1,14 +1,14 @@
-"""What a processing element computes: a weight update on pages of words, by its four operations.
+"""Arithmetic of a processing element: a weight update on pages of words, by its four operations.
 
-:mod:`.closed` and :mod:`.simulated` tell how long an update takes; this tells what comes out of it. The
+:mod:`.closed` and :mod:`.simulated` compute the time of an update; this module computes its result. The
 element of OptimStore (HPCA 2023) has no divider and no root: Adam is fused into the five passes that
-:mod:`.optimizers` counts, and whatever is the same for all words (the rate, both corrections of bias,
-decay, the scale of gradients) is reckoned once in the controller and broadcast, as constants of passes.
+:mod:`.optimizers` counts, and values that are the same for all words (the rate, both bias corrections,
+decay, the scale of gradients) are computed once in the controller and broadcast, as constants of passes.
 
-What is known of the paper tells the operations, FP32, and the fused Adam without division. Assumed, and
-knobs here: the inverse root is a first guess from the bits of a number and Newton steps, two as
-:class:`~penstock.lab.ssd.optimizers.Pass` counts them; every product and sum is rounded to FP32 by
-itself, to nearest; a state of two bytes is bfloat16.
+The paper states the operations, FP32, and the fused Adam without division. Assumed, and adjustable here:
+the inverse root is a first guess from the bits of a number and Newton steps, two as
+:class:`~penstock.lab.ssd.optimizers.Pass` counts them; every product and sum is rounded to nearest FP32
+by itself; a state of two bytes is bfloat16.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from penstock.core.errors import ConfigError
 from penstock.lab.ssd.optimizers import OPTIMIZERS, Pass, optimizer
 
 Words = npt.NDArray[np.float32]
-"""In the element: FP32, of any shape."""
+"""Words in the element: FP32, of any shape."""
 Page = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
-"""In flash: FP32, or the upper halves of FP32 words (bfloat16)."""
+"""Words in flash: FP32, or the upper halves of FP32 words (bfloat16)."""
 
 _MAGIC: Final = np.uint32(0x5F37_59DF)
-"""Of the first guess (Lomont, 2003): at most 3.5 % off."""
+"""Constant of the first guess (Lomont, 2003), which is at most 3.5 % off."""
 _HALF: Final = np.float32(0.5)
 _ONE_AND_A_HALF: Final = np.float32(1.5)
 
 
 class Rounding(enum.StrEnum):
-    """How an FP32 word becomes one of two bytes."""
+    """Conversion of an FP32 word to one of two bytes."""
 
     NEAREST = "nearest"
-    """Ties to even."""
+    """Round to nearest, ties to even."""
     ZERO = "zero"
-    """The lower half is dropped: no hardware at all."""
+    """Drop the lower half, which needs no hardware."""
     STOCHASTIC = "stochastic"
-    """Up as often as the lower half is large: an addition of random bits."""
+    """Round up with a probability equal to the lower half: add random bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constants:
-    """What is broadcast for one step: a and b of each linear and quadratic pass, and e of the root."""
+    """Constants of one step: a and b of each linear and quadratic pass, and e of the root."""
 
     linear: tuple[tuple[float, float], ...]
-    """``a x + b y``: in the order of the passes."""
+    """(a, b) of ``a x + b y``, in the order of the passes."""
     quadratic: tuple[float, float] | None = None
-    """``a x + b y y``."""
-    inside: float = 0.0
-    """e of ``1 / sqrt(x + e)``."""
+    """(a, b) of ``a x + b y y``."""
+    root_term: float = 0.0
+    """Term e of ``1 / sqrt(x + e)``."""
 
 
 def constants(
@@ -70,29 +70,29 @@ def constants(
     decay: float = 0.0,
     scale: float = 1.0,
 ) -> Constants:
-    """What the controller reckons before a step, in double precision.
+    """Compute the constants of a step, in double precision, as the controller does.
 
-    Torch's Adam divides by ``sqrt(v) / sqrt(c2) + eps``, with the corrections of bias c1 and c2; the
-    element multiplies by ``1 / sqrt(v + eps^2 c2)`` and has ``rate sqrt(c2) / c1`` for a rate. Both are
-    the same where v is 0, and where it is large; between them the element's step is larger, by a factor
-    of root 2 at most.
+    Torch's Adam divides by ``sqrt(v) / sqrt(c2) + eps``, with the bias corrections c1 and c2; the
+    element multiplies by ``1 / sqrt(v + eps^2 c2)`` with a rate of ``rate sqrt(c2) / c1``. Both are
+    equal where v is 0 or large; between them the element's step is larger, by a factor of at most
+    root 2.
 
     Args:
-        name: Of the optimizer: sgd, momentum, adam or adamw.
-        number: Of the step, from 1.
+        name: Name of the optimizer: sgd, momentum, adam or adamw.
+        number: Number of the step, from 1.
         rate: Learning rate, with its schedule.
-        betas: Of Adam's moments.
-        eps: Of Adam, as torch has it.
-        momentum: Of Momentum.
-        decay: Of the weights, decoupled, as AdamW has it: of all but adam.
-        scale: By which gradients come too large.
+        betas: Betas of Adam's moments.
+        eps: Adam's eps, as in torch.
+        momentum: Momentum's momentum.
+        decay: Decoupled weight decay, as in AdamW; for all but adam.
+        scale: Factor by which gradients are too large.
 
     Raises:
-        ConfigError: An optimizer that the element is not programmed for here, or decay of adam.
+        ConfigError: The element has no program for the optimizer, or decay for adam.
     """
     if number < 1 or scale <= 0:
         raise ConfigError(
-            f"step {number} at a scale of {scale}: steps go from 1, scales are over 0"
+            f"step {number} at a scale of {scale}: the step must be 1 or more, and the scale above 0"
         )
     kept = 1 - rate * decay
     if name == "sgd":
@@ -107,16 +107,16 @@ def constants(
     return Constants(
         linear=((betas[0], (1 - betas[0]) / scale), (kept, -rate * math.sqrt(second) / first)),
         quadratic=(betas[1], (1 - betas[1]) / scale**2),
-        inside=eps**2 * second,
+        root_term=eps**2 * second,
     )
 
 
 def inverse_root(x: Words, newton_steps: int = 2) -> Words:
-    """``1 / sqrt(x)`` of positive FP32 words, by the bits of the first guess and Newton steps.
+    """Compute ``1 / sqrt(x)`` of positive FP32 words, by a first guess from the bits and Newton steps.
 
-    A step is three products and one difference, ``y (1.5 - (x / 2) y y)``; a half is one less in the
-    exponent. Of a negative number nearer to 0 than 0.2, as a wrong sign of a variance makes it, the
-    result is tiny and no NaN; no error is raised, as on a die that checks nothing.
+    A Newton step is three products and one difference, ``y (1.5 - (x / 2) y y)``; a half is one less in
+    the exponent. For a negative number above -0.2, such as a variance with a wrong sign bit, the result
+    is tiny and not NaN; there is no error, as on a die that checks nothing.
     """
     half = x * _HALF
     y = (_MAGIC - (x.view(np.uint32) >> np.uint32(1))).view(np.float32)
@@ -125,8 +125,8 @@ def inverse_root(x: Words, newton_steps: int = 2) -> Words:
     return y
 
 
-def widened(page: Page) -> Words:
-    """A page in the element's words, exactly; of FP32 a copy."""
+def to_fp32(page: Page) -> Words:
+    """Return a page in the element's words, exactly; an FP32 page is copied."""
     if page.dtype == np.float32:
         return page.astype(np.float32)
     return (page.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -134,16 +134,16 @@ def widened(page: Page) -> Words:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Element:
-    """A processing element, by how it computes; it holds no states.
+    """A processing element, described by its arithmetic; it holds no states.
 
     Attributes:
-        newton_steps: Of the inverse root.
-        state_bytes: Of each state of the optimizer, 4 or 2, the weight first; empty: 4 of each.
-        rounding: Of states of two bytes.
-        random: What stochastic rounding draws from.
-        read: Called with each page of states that was read, to spoil a copy of it in place: see
+        newton_steps: Newton steps of the inverse root.
+        state_bytes: Bytes of each state of the optimizer, 4 or 2, the weight first; empty for 4 each.
+        rounding: Rounding of states of two bytes.
+        random: Source of stochastic rounding.
+        read: Called with each page of states that was read, to corrupt a copy of it in place: see
             :class:`~penstock.lab.ssd.flips.Flips`.
-        check: Called with the words that go to the element, to mend them in place.
+        check: Called with the words that go to the element, to correct them in place.
     """
 
     newton_steps: int = 2
@@ -155,16 +155,16 @@ class Element:
 
     def __post_init__(self) -> None:
         if self.newton_steps < 0:
-            raise ConfigError(f"newton_steps is {self.newton_steps}, it is 0 or more")
+            raise ConfigError(f"newton_steps is {self.newton_steps}; it must be 0 or more")
         if any(size not in {2, 4} for size in self.state_bytes):
-            raise ConfigError(f"state_bytes is {self.state_bytes}; the element knows 4 and 2")
+            raise ConfigError(f"state_bytes is {self.state_bytes}; the element supports 4 and 2")
 
     def programmed(self, name: str, weights: Words) -> tuple[Page, ...]:
-        """Pages of the states of an optimizer before its first step: the weights, and zeros.
+        """Return the pages of an optimizer's states before its first step: the weights, and zeros.
 
         Args:
-            name: Of the optimizer.
-            weights: FP32, of any shape, which all states then have.
+            name: Name of the optimizer.
+            weights: FP32, of any shape, which all states get.
         """
         states = optimizer(name).states
         sizes = self._sizes(name)
@@ -172,26 +172,26 @@ class Element:
         return tuple(self._stored(one, size) for one, size in zip(begin, sizes, strict=True))
 
     def step(
-        self, name: str, pages: Sequence[Page], gradient: Words, told: Constants
+        self, name: str, pages: Sequence[Page], gradient: Words, broadcast: Constants
     ) -> tuple[Page, ...]:
-        """One step of all words: the states as they are programmed, the weight first.
+        """Make one step of all words; return the states as they are programmed, the weight first.
 
         Args:
-            name: Of the optimizer.
-            pages: Its states as they are on flash; they are left as they are.
+            name: Name of the optimizer.
+            pages: States on flash, which are not changed.
             gradient: FP32, of the shape of the states.
-            told: The constants of this step.
+            broadcast: Constants of the step.
         """
         states = [self._loaded(page) for page in pages]
-        with np.errstate(all="ignore"):  # a die raises nothing
-            new = self._passes(name, states, gradient, told)
+        with np.errstate(all="ignore"):  # a die raises no errors
+            new = self._passes(name, states, gradient, broadcast)
         sizes = self._sizes(name)
         return tuple(self._stored(one, size) for one, size in zip(new, sizes, strict=True))
 
     def _passes(
-        self, name: str, states: Sequence[Words], gradient: Words, told: Constants
+        self, name: str, states: Sequence[Words], gradient: Words, broadcast: Constants
     ) -> Sequence[Words]:
-        run = _Run(told, self.newton_steps)
+        run = _Run(broadcast, self.newton_steps)
         if name == "sgd":
             new = [run.linear(states[0], gradient)]
         elif name == "momentum":
@@ -209,7 +209,7 @@ class Element:
         states = optimizer(name).states
         if self.state_bytes and len(self.state_bytes) != len(states):
             raise ConfigError(
-                f"state_bytes has {len(self.state_bytes)} values, {name} has {len(states)} states:"
+                f"state_bytes has {len(self.state_bytes)} values, but {name} has {len(states)} states:"
                 f" {', '.join(states)}"
             )
         return self.state_bytes or (4,) * len(states)
@@ -218,21 +218,21 @@ class Element:
         if self.read is not None:
             page = page.copy()
             self.read(page)
-        words = widened(page)
+        words = to_fp32(page)
         if self.check is not None:
             self.check(words)
         return words
 
     def _stored(self, words: Words, size: int) -> Page:
-        return words if size == 4 else halved(words, self.rounding, self.random)
+        return words if size == 4 else to_bfloat16(words, self.rounding, self.random)
 
 
 class _Run:
-    """The passes of one step, in order, each on all words; they are what the model of time counts."""
+    """The passes of one step, in order, each on all words; the model of time counts the same passes."""
 
-    def __init__(self, told: Constants, newton_steps: int) -> None:
-        self._linear = iter(told.linear)
-        self._told = told
+    def __init__(self, broadcast: Constants, newton_steps: int) -> None:
+        self._linear = iter(broadcast.linear)
+        self._constants = broadcast
         self._steps = newton_steps
         self.done: list[Pass] = []
 
@@ -243,8 +243,8 @@ class _Run:
 
     def quadratic(self, x: Words, y: Words) -> Words:
         self.done.append(Pass.QUADRATIC)
-        assert self._told.quadratic is not None
-        a, b = map(np.float32, self._told.quadratic)
+        assert self._constants.quadratic is not None
+        a, b = map(np.float32, self._constants.quadratic)
         return a * x + b * (y * y)
 
     def multiply(self, x: Words, y: Words) -> Words:
@@ -253,16 +253,18 @@ class _Run:
 
     def inverse_root(self, x: Words) -> Words:
         self.done.append(Pass.INVERSE_ROOT)
-        return inverse_root(x + np.float32(self._told.inside), self._steps)
+        return inverse_root(x + np.float32(self._constants.root_term), self._steps)
 
 
-def halved(words: Words, rounding: Rounding, random: np.random.Generator) -> npt.NDArray[np.uint16]:
-    """FP32 words as bfloat16, which is their upper half; what is no number stays none.
+def to_bfloat16(
+    words: Words, rounding: Rounding, random: np.random.Generator
+) -> npt.NDArray[np.uint16]:
+    """Convert FP32 words to bfloat16, which is their upper half; NaN stays NaN.
 
     Args:
         words: FP32, of any shape.
-        rounding: What becomes of the lower half.
-        random: Of stochastic rounding.
+        rounding: Treatment of the lower half.
+        random: Source of stochastic rounding.
     """
     bits = np.ascontiguousarray(words).view(np.uint32)
     added: npt.NDArray[np.uint32] | np.uint32 = np.uint32(0)
@@ -272,6 +274,6 @@ def halved(words: Words, rounding: Rounding, random: np.random.Generator) -> npt
         added = random.integers(0, 1 << 16, bits.shape, np.uint32)
     finite = np.isfinite(words)
     upper = np.where(finite, bits + added, bits) >> np.uint32(16)
-    # a NaN that has its mark in the lower half only would become infinite
+    # a NaN whose payload is in the lower half only would become infinite
     upper = np.where(np.isnan(words), upper | np.uint32(0x40), upper)
     return upper.astype(np.uint16)

@@ -1,10 +1,10 @@
-"""Joules by component, told at three boundaries and never as one number.
+"""Energy by component in joules, within three boundaries that are never added up.
 
 - *movement*: bits read, programmed, erased, corrected and carried, up to the host's memory;
-- *ssd*: what the drive draws: its flash, channels, memory, elements, its end of the link, its controller;
-- *system*: the drive and its host for as long as the step takes; its memory is in its power.
+- *ssd*: energy of the drive: its flash, channels, memory, elements, its end of the link, its controller;
+- *system*: the drive, and the host with its memory, for the time of the step.
 
-Each is the sum of its entries, and an entry says in which boundaries it is, so nothing is counted twice.
+Each is the sum of its entries, and an entry names its boundaries, so nothing is counted twice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BITS: Final = 8
 
 
 class Boundary(enum.StrEnum):
-    """Around what joules are counted."""
+    """Boundary within which joules are counted."""
 
     MOVEMENT = "movement"
     SSD = "ssd"
@@ -38,7 +38,7 @@ STATIC: Final = "controller, static"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What one component takes in one activity."""
+    """Energy of one component in one activity."""
 
     component: str
     joules: float
@@ -47,17 +47,17 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """All entries of a step."""
+    """All energy entries of a step."""
 
     entries: tuple[Entry, ...]
     time_s: float
 
     def joules(self, boundary: Boundary) -> float:
-        """The sum of what is within."""
+        """Return the sum of the entries within a boundary."""
         return math.fsum(e.joules for e in self.entries if boundary in e.boundaries)
 
     def within(self, boundary: Boundary) -> dict[str, float]:
-        """Joules by component."""
+        """Return joules by component within a boundary."""
         return {e.component: e.joules for e in self.entries if boundary in e.boundaries}
 
     @property
@@ -67,22 +67,22 @@ class Ledger:
 
     @property
     def ssd_dynamic_w(self) -> float:
-        """The same without what the controller takes in any case."""
+        """Mean power of the drive without the controller's static power."""
         return self.ssd_w - self.within(Boundary.SSD)[STATIC] / self.time_s
 
 
 def ledger(
     device: Device, update: Update, moved: Bytes, *, time_s: float, on_host: bool, on_die: float
 ) -> Ledger:
-    """What a step takes.
+    """Compute the energy of a step.
 
     Args:
-        device: Has the constants.
-        update: Has the passes.
+        device: Device with the constants.
+        update: Update with the passes.
         moved: Bytes of the whole step.
-        time_s: How long it takes.
-        on_host: Whether the host's processor updates; its arithmetic is then within its power.
-        on_die: Share of the units that dies update: their states pass no correction but the die's.
+        time_s: Time of the step.
+        on_host: True if the host's processor updates; its arithmetic is then within its power.
+        on_die: Share of the units that dies update; only the die corrects their states.
     """
     cost, host = device.energy, device.host
     link = _joules(moved.link_up + moved.link_down, cost.link_pj_per_bit)
@@ -96,7 +96,7 @@ def ledger(
             Entry("flash, erase", _joules(moved.flash_written, cost.erase_pj_per_bit), _ALL),
             Entry("channel", _joules(moved.channel, cost.channel_pj_per_bit), _ALL),
             Entry("error correction", _joules(moved.flash_read, ecc), _ALL),
-            # what the host sends is buffered: once in, once out
+            # the host's data are buffered: written once and read once
             Entry(
                 "controller's memory",
                 _joules(2 * moved.link_down, cost.controller_dram_pj_per_bit),
@@ -118,7 +118,7 @@ def _joules(nbytes: int, pj_per_bit: float) -> float:
 
 
 def _arithmetic_pj(device: Device, update: Update) -> float:
-    """Of one parameter, all passes."""
+    """Return the energy of all passes for one parameter."""
     cost = device.energy
     return math.fsum(
         one.multiplications * cost.multiply_pj + one.additions * cost.add_pj

@@ -1,6 +1,6 @@
-"""Time that passes from event to event: a heap of integers, and nothing that depends on chance.
+"""Simulated time, from event to event: a heap of integers, without randomness.
 
-Events at the same picosecond happen in the order in which they were told: a run is the same every time.
+Events at the same picosecond happen in the order in which they were scheduled: all runs are equal.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _push = heapq.heappush
 
 
 class Events:
-    """What is still to happen.
+    """The pending events.
 
     Attributes:
-        now_ps: The time of the event that is happening.
-        count: Events that have happened.
-        heap: (when, the number in which it was told, action, about): what is told most often pushes here
-            by itself, with ``tick()`` for the number.
+        now_ps: Time of the current event.
+        count: Number of events that have happened.
+        heap: (time, sequence number, action, argument); frequent events are pushed here directly, with
+            ``tick()`` for the number.
     """
 
     __slots__ = ("count", "heap", "now_ps", "tick")
@@ -34,11 +34,11 @@ class Events:
         self.count = 0
 
     def at(self, when_ps: int, action: Action, about: Any) -> None:
-        """Have ``action(about)`` happen then, which must not be in the past."""
+        """Schedule ``action(about)`` at a time that must not be in the past."""
         _push(self.heap, (when_ps, self.tick(), action, about))
 
     def run(self) -> None:
-        """Until nothing is left to happen."""
+        """Execute events until none is left."""
         heap, pop = self.heap, _pop
         count = 0
         while heap:

@@ -1,13 +1,13 @@
-"""Bits that flash gets wrong, and what corrects them where.
+"""Bit errors of flash, and their correction in the controller or on the die.
 
-The rate of raw errors is a power law of cycles, of the time that data has been kept, and of reads (Kim,
+The raw error rate is a power law of cycles, of the time for which data have been kept, and of reads (Kim,
 Choi and Min, "Design Tradeoffs for SSD Reliability", FAST 2019):
 
 ``e + a cycles^k + b cycles^m hours^n + g cycles^p reads^q``
 
 A controller decodes LDPC: hard at first, then with more and more sensing of the same page as errors grow
 (Zhao et al., "LDPC-in-SSD", FAST 2013). A die has no correction, as OptimStore proposes, or a light BCH
-code. What is assumed is said beside it.
+code. Assumptions are marked.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ _DAY_HOURS: Final = 24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawErrors:
-    """The law of one kind of cell."""
+    """Error law of one kind of cell."""
 
     base: float
     wear: tuple[float, float]
-    """(a, k)."""
+    """Coefficients (a, k)."""
     retention: tuple[float, float, float]
-    """(b, m, n), the time in hours."""
+    """Coefficients (b, m, n), for time in hours."""
     disturb: tuple[float, float, float]
-    """(g, p, q)."""
+    """Coefficients (g, p, q)."""
     source: str
 
     def rate(self, *, cycles: float, hours: float = 0.0, reads: float = 0.0) -> float:
-        """Share of bits that are wrong, one half at most.
+        """Return the share of wrong bits, at most one half.
 
         Args:
-            cycles: Programs and erases that the block has had.
-            hours: For which the data has been kept.
-            reads: Of the page since it was programmed.
+            cycles: Programs and erases of the block.
+            hours: Time for which the data have been kept.
+            reads: Reads of the page since it was programmed.
         """
         for name, value in (("cycles", cycles), ("hours", hours), ("reads", reads)):
             if not math.isfinite(value) or value < 0:
-                raise ConfigError(f"{name} is {value}, it must be zero or more")
+                raise ConfigError(f"{name} is {value}; it must be zero or more")
         a, k = self.wear
         b, m, n = self.retention
         g, p, q = self.disturb
@@ -57,7 +57,7 @@ class RawErrors:
         return min(0.5, float(self.base + a * cycles**k + kept + read))
 
     def scaled(self, factor: float, cycles: float, source: str) -> RawErrors:
-        """So many times the errors, and as many of them after ``cycles`` times the cycles."""
+        """Scale the errors by a factor, and let them occur after ``cycles`` times the cycles."""
         a, k = self.wear
         b, m, n = self.retention
         g, p, q = self.disturb
@@ -90,18 +90,18 @@ RAW: Final[Mapping[CellMode, RawErrors]] = {
         1e-5, 30.0, "assumed: five orders below TLC's, after thirty times its cycles"
     ),
 }
-"""By mode. Only TLC's is from a measurement; how far the others are from it is assumed, orders of
+"""Error laws by mode. Only TLC's is measured; the distance of the others is assumed, orders of
 magnitude as Grupp, Davis and Swanson ("The Bleak Future of NAND Flash Memory", FAST 2012) found."""
 
 
 def raw_rate(device: Device, *, life: float, days: float = 0.0, reads: float = 0.0) -> float:
-    """Share of bits that a device reads wrong.
+    """Return the share of bits that a device reads wrong.
 
     Args:
-        device: Its cells and rated cycles count.
+        device: Device with its cells and rated cycles.
         life: Share of the rated cycles that its blocks have had.
-        days: For which the data has been kept.
-        reads: Of the page since it was programmed.
+        days: Time for which the data have been kept.
+        reads: Reads of the page since it was programmed.
     """
     law = RAW[device.cell.mode]
     return law.rate(cycles=life * device.cell.cycles, hours=days * _DAY_HOURS, reads=reads)
@@ -109,18 +109,18 @@ def raw_rate(device: Device, *, life: float, days: float = 0.0, reads: float = 0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bch:
-    """A code that corrects so many wrong bits of a word, and leaves a word with more of them as it is."""
+    """A code that corrects up to ``corrects`` wrong bits in a word, and leaves other words unchanged."""
 
     data_bits: int
     corrects: int
 
     def __post_init__(self) -> None:
         if self.data_bits < 1 or self.corrects < 0:
-            raise ConfigError(f"{self}: a code needs data, and corrects no bits or more")
+            raise ConfigError(f"{self}: a code needs data, and must correct 0 bits or more")
 
     @property
     def parity_bits(self) -> int:
-        """``m`` for each bit that it corrects, in a field of 2^m elements that has room for the word."""
+        """Parity bits: ``m`` for each corrected bit, in a field of 2^m elements that fits the word."""
         if not self.corrects:
             return 0
         m = 1
@@ -130,38 +130,38 @@ class Bch:
 
     @property
     def bits(self) -> int:
-        """Of a whole word."""
+        """Bits of a whole word."""
         return self.data_bits + self.parity_bits
 
     def fails(self, rate: float) -> float:
-        """Share of words with more wrong bits than it corrects."""
+        """Return the share of words with more wrong bits than the code corrects."""
         return math.fsum(share for _, share in self._tail(rate))
 
     def left(self, rate: float) -> float:
-        """Share of bits that are wrong after it."""
+        """Return the share of wrong bits after correction."""
         return math.fsum(wrong * share for wrong, share in self._tail(rate)) / self.bits
 
     def _tail(self, rate: float) -> list[tuple[int, float]]:
-        """(wrong bits, share of words), where they are too many."""
+        """Return (wrong bits, share of words) for words with too many."""
         if not 0 <= rate <= 0.5:
-            raise ConfigError(f"a rate of errors is {rate}, it must be 0 to 0.5")
+            raise ConfigError(f"a rate of errors is {rate}; it must be 0 to 0.5")
         if rate == 0:
             return []
         n, odds = self.bits, math.log(rate) - math.log1p(-rate)
         share = math.lgamma(n + 1) + n * math.log1p(-rate)
-        told = []
+        found = []
         for wrong in range(self.corrects + 1, n + 1):
             logged = share - math.lgamma(wrong + 1) - math.lgamma(n - wrong + 1) + wrong * odds
-            told.append((wrong, math.exp(logged)))
+            found.append((wrong, math.exp(logged)))
             if wrong > n * rate and logged < -80:
                 break
-        return told
+        return found
 
 
 NO_CODE: Final = Bch(data_bits=4096, corrects=0)
-"""As OptimStore has it on the die."""
+"""No correction, as on OptimStore's die."""
 LIGHT: Final = Bch(data_bits=4096, corrects=4)
-"""Light enough for a die: four bits of 512 bytes, 52 bits of parity. Assumed."""
+"""A code light enough for a die: four bits of 512 bytes, 52 bits of parity. Assumed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,32 +169,32 @@ class Ldpc:
     """Decoding in the controller."""
 
     hard_rate: float = 4e-3
-    """Up to which hard decoding does. Assumed, of a code with a tenth of parity."""
+    """Highest error rate for hard decoding. Assumed, for a code with a tenth of parity."""
     level_rate: float = 1.5e-3
-    """What each further level of sensing adds. Assumed, after the shape in LDPC-in-SSD."""
+    """Increase of that rate by each further level of sensing. Assumed, after the shape in LDPC-in-SSD."""
     most_levels: int = 7
     decode_ns: int = 2_000
-    """Of a page, each time. Assumed."""
+    """Decoding time of a page, for each sensing. Assumed."""
 
     def levels(self, rate: float) -> int:
-        """Further levels of sensing that a page needs. Raises ConfigError where none are enough."""
+        """Return the further levels of sensing that a page needs. Raises ConfigError if none suffice."""
         need = max(0, math.ceil((rate - self.hard_rate) / self.level_rate - 1e-9))
         if need > self.most_levels:
             best = self.hard_rate + self.most_levels * self.level_rate
             raise ConfigError(
-                f"{rate:.3g} of the bits are wrong, the controller's code corrects up to {best:.3g}: data"
-                " is lost; fewer cycles, or less time before it is read"
+                f"{rate:.3g} of the bits are wrong, and the controller's code corrects up to {best:.3g}:"
+                " data is lost; use fewer cycles, or less time before data is read"
             )
         return need
 
     def read_ns(self, device: Device, rate: float) -> int:
-        """What a page takes beside its first sensing and transfer."""
+        """Return the time of a page beyond its first sensing and transfer."""
         levels = self.levels(rate)
         each = device.cell.mean_read_ns + device.page_bus_ps / PS_PER_NS
         return round(levels * each + (1 + levels) * self.decode_ns)
 
     def pj_per_bit(self, device: Device, rate: float) -> float:
-        """Of sensing and decoding beyond the first time."""
+        """Return the energy of sensing and decoding beyond the first time."""
         cost = device.energy
         each = cost.read_pj_per_bit + cost.channel_pj_per_bit + cost.controller_ecc_pj_per_bit
         return self.levels(rate) * each
@@ -203,13 +203,13 @@ class Ldpc:
 def aged(
     device: Device, *, life: float, days: float = 0.0, reads: float = 0.0, code: Ldpc | None = None
 ) -> Device:
-    """The same device with what correction in its controller takes when its cells are worn.
+    """Return the device with the cost of correction in its controller when its cells are worn.
 
     Any engine runs it. It is for placements whose data pass the controller: a die corrects nothing, or
-    with its own code. What is sensed again also occupies the array, so it is in tR.
+    uses its own code. Repeated sensing also occupies the array, so it is in tR.
 
     Raises:
-        ConfigError: The cells are worse than the code can correct.
+        ConfigError: The cells have more errors than the code can correct.
     """
     code = code or Ldpc()
     rate = raw_rate(device, life=life, days=days, reads=reads)

@@ -1,23 +1,23 @@
-"""Channels and what hangs on them: which command goes when, and how long it keeps what busy.
+"""Channels and their targets: the order of commands, and the time for which they occupy both.
 
-A *target* runs one command at a time: a die, or a whole chip where ``channel.dies_in_parallel`` is not
+A *target* executes one command at a time: a die, or a whole chip unless ``channel.dies_in_parallel`` is
 set. A channel carries one thing at a time, and when it is free it serves
 
-1. read data that waits to be sent, first come, first served; but where there is a cache register, the
-   command of the next read goes before, so that sensing goes on meanwhile;
-2. else the next target, in turn, that can take a command. Of a target's operations those of garbage
-   collection go first (reads, programs, erases), then the host's reads, then its programs; where the host
-   goes first (``ftl.gc_preemptible``), its reads and programs come before, unless blocks run short.
+1. read data that waits to be sent, in order of arrival; but with a cache register, the command of the
+   next read goes first, so that sensing continues meanwhile;
+2. otherwise the next target, in turn, that can take a command. Operations of a target go in this order:
+   garbage collection (reads, programs, erases), the host's reads, its programs; with
+   ``ftl.gc_preemptible``, the host's come first unless blocks run short.
 
-Which operations go together in a command is told in :mod:`.commands`.
+:mod:`.commands` combines operations into commands.
 
 - Read: the command on the channel, tR (the longest of its pages), then each page is sent by itself. The
-  target is busy until the last has left; with a cache register until that is free to take them.
+  target is busy until the last page has left, or with a cache register until the register is free.
 - Program: the command and all pages on the channel, then tPROG. With a cache register the next pages may
   come meanwhile.
 - Erase: the command, then tBERS.
-- A program or an erase that may be suspended (``cell.program_suspend_ns``, ``erase_suspend_ns``) is so
-  once, for one read, if more than twice that is left of it.
+- A program or an erase that may be suspended (``cell.program_suspend_ns``, ``erase_suspend_ns``) is
+  suspended once, for one read, if more than twice that time is left of it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from penstock.lab.ssd.usage import Power, Usage
 
 
 class _BusTimes(dict[int, int]):
-    """How long so many bytes occupy a channel."""
+    """Times for which byte counts occupy a channel."""
 
     def __init__(self, bytes_per_s: int) -> None:
         super().__init__()
@@ -61,23 +61,23 @@ class Flash:
     """All channels of a drive.
 
     Attributes:
-        usage: What watches, if anything does.
+        usage: Recorder of activity, or None.
         reads: Pages read so far.
-        programs: Pages programmed.
-        erases: Blocks erased.
+        programs: Pages programmed so far.
+        erases: Blocks erased so far.
     """
 
     def __init__(self, device: Device, events: Events, *, power_cap_w: float | None = None) -> None:
-        """An idle array.
+        """Create an idle array.
 
         Args:
-            device: What it is made of.
+            device: Description of the drive.
             events: The drive's time.
-            power_cap_w: What the drive may draw: arrays whose commands have arrived then wait for others
-                to be done. None: no cap.
+            power_cap_w: Limit of the drive's power: arrays whose commands have arrived then wait for
+                others to end. None for no limit.
 
         Raises:
-            ConfigError: The cap is too low for any command.
+            ConfigError: The limit is too low for any command.
         """
         geometry, channel, cell = device.geometry, device.channel, device.cell
         self._events = events
@@ -96,7 +96,7 @@ class Flash:
         ]
         self._program_ps = [cell.page_program_ns(page) * PS_PER_NS for page in pages]
         self._erase_ps = cell.erase_ns * PS_PER_NS
-        # by kind; a suspended command has no power that a cap could count on, so under one there is none
+        # by kind; with a power cap nothing is suspended, because a suspended command's power is undefined
         suspend_ns = (0, cell.program_suspend_ns, cell.erase_suspend_ns)
         self._suspend_ps = [0 if power_cap_w else time_ns * PS_PER_NS for time_ns in suspend_ns]
         self._suspends = any(self._suspend_ps)
@@ -113,19 +113,19 @@ class Flash:
         for each in self.channels:
             each.targets = [Target(each, planes) for _ in range(per_channel)]
             self._targets += each.targets
-        # of each plane of the drive, its target and its number there
+        # for each plane of the drive, its target and its number there
         self._homes = [(target, plane) for target in self._targets for plane in range(planes)]
         self._short: Callable[[int], bool] | None = None
         self.next_order = count(1).__next__
         self.usage: Usage | None = None
         self._cap = None if power_cap_w is None else PowerCap(Power(device), power_cap_w)
         self.reads = self.programs = self.erases = 0
-        # bound once: they are told with every event
+        # bound once, because they are scheduled with every event
         self._when_arrived, self._when_worked = self._arrived, self._worked
         self._when_sent = self._sent
 
     def put_host_first(self, short: Callable[[int], bool]) -> None:
-        """Let garbage collection wait for it on targets none of whose planes is ``short`` of blocks."""
+        """Put the host first on targets none of whose planes is ``short`` of blocks."""
         self._short = short
         first = 0
         for target in self._targets:
@@ -133,9 +133,9 @@ class Flash:
             first = target.planes.stop
 
     def submit(self, ops: Iterable[Op]) -> None:
-        """Queue operations that are known at the same time; then start what can.
+        """Queue operations that are known at the same time; then start those that can start.
 
-        One that has its order already, from ``next_order``, goes before those with a later one.
+        One that already has its number, from ``next_order``, precedes those with a later one.
         """
         touched: dict[Channel, None] = {}
         homes, next_order = self._homes, self.next_order
@@ -157,18 +157,18 @@ class Flash:
                 self._serve(channel)
 
     def targets_busy_ps(self) -> list[int]:
-        """For how long each target's array has worked."""
+        """Return the working time of each target's array."""
         return [target.busy_ps for target in self._targets]
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits; what works is an event."""
+        """True if nothing waits; operations at work are pending events."""
         return not any(target.waiting for target in self._targets)
 
     # -- a channel --------------------------------------------------------------------------------
 
     def _serve(self, channel: Channel) -> None:
-        """Give a free channel something to do."""
+        """Start the next transfer or command on a free channel."""
         out = channel.out
         if not out:
             if channel.waiting:
@@ -188,7 +188,7 @@ class Flash:
         heappush(self._heap, (now + took, self._tick(), self._when_sent, pair))
 
     def _start_one(self, channel: Channel, *, reads_only: bool) -> bool:
-        """Send a command to the next target in turn that can take one; whether there is one."""
+        """Send a command to the next target that can take one; return True if there is one."""
         targets = channel.targets
         count, turn = len(targets), channel.turn
         for _ in range(count):
@@ -217,14 +217,14 @@ class Flash:
         return False
 
     def _precedence(self, target: Target) -> tuple[int, ...]:
-        """Of the queues of a target."""
+        """Return the queues of a target by precedence."""
         short = self._short
         if short is None or any(map(short, target.planes)):
             return CLEANING_FIRST
         return HOST_FIRST
 
     def _can_take(self, target: Target, kind: int, reads_only: bool) -> bool:
-        """Whether a target takes the command that goes first of those that wait for it."""
+        """Return True if a target can take the first of its waiting commands."""
         if reads_only and kind != READ:
             return False
         if target.array is not None and (kind != PROGRAM or target.loaded):
@@ -234,12 +234,12 @@ class Flash:
     def _interrupt(self, target: Target) -> bool:
         """Send a read to a target that programs or erases, if that may be suspended for it."""
         kind = target.array
-        assert kind is not None  # it works
+        assert kind is not None  # the array is working
         takes = self._suspend_ps[kind]
         if not takes or target.paused is not None or target.resumed or target.loaded:
             return False
         if target.until_ps - self._events.now_ps < 2 * takes:
-            return False  # it is as soon done as suspended
+            return False  # it ends as soon as it could be suspended
         if target.outgoing and not self._cache_read:
             return False
         reads = (each for each in self._precedence(target) if KIND[each] == READ)
@@ -250,7 +250,7 @@ class Flash:
         return True
 
     def _command(self, target: Target, queue: int) -> None:
-        """Send what is next in a queue of a target."""
+        """Send the next command of a target's queue."""
         kind = KIND[queue]
         planes = target.queues[queue]
         if target.counts[queue] == 1:
@@ -285,7 +285,7 @@ class Flash:
     # -- events -----------------------------------------------------------------------------------
 
     def _arrived(self, about: tuple[Target, list[Op]]) -> None:
-        """A command, and the pages that it programs, have crossed the channel."""
+        """React to a command, with the pages that it programs, that has crossed the channel."""
         target, ops = about
         target.coming = False
         if target.array is None:
@@ -300,28 +300,28 @@ class Flash:
             self._serve(channel)
 
     def _pause(self, target: Target, ops: list[Op]) -> None:
-        """Suspend what the array does, once, for one read; it goes on when that has left the array."""
+        """Suspend the array's work once, for one read; it continues when the read has left the array."""
         kind, left_ps = target.array, target.until_ps - self._events.now_ps
-        assert kind is not None  # it works
+        assert kind is not None  # the array is working
         target.paused = target.working, left_ps
         target.busy_ps -= left_ps
         self._begin(target, ops, self._suspend_ps[kind])
 
     def _leave(self, target: Target) -> None:
-        """The array is free, but for what was suspended."""
+        """Free the array, or continue suspended work."""
         target.array = None
         if target.paused is not None:
             ops, left_ps = target.paused
             target.paused = None
             target.resumed = True
             target.array = KIND[ops[0].queue]
-            # another list: the event that was told before finds that it is not its own any more
+            # a new list, so that the event scheduled before the suspension finds that it is obsolete
             self._occupied(target, list(ops), left_ps)
 
     def _begin(self, target: Target, ops: list[Op], more_ps: int = 0) -> None:
-        """The array of a target begins to work; ``more_ps`` to suspend something else before."""
+        """Start the array of a target; ``more_ps`` is the time to suspend other work first."""
         kind = target.array = KIND[ops[0].queue]
-        if self._cap is not None and not self._cap.draws(target, ops):
+        if self._cap is not None and not self._cap.try_start(target, ops):
             return
         if kind == ERASE:
             took = self._erase_ps
@@ -342,18 +342,18 @@ class Flash:
         heappush(self._heap, (until, self._tick(), self._when_worked, (target, ops)))
 
     def _worked(self, about: tuple[Target, list[Op]]) -> None:
-        """The array has done a command."""
+        """React to the end of a command in the array."""
         target, ops = about
         if target.working is not ops:
             return  # it was suspended meanwhile
         kind = target.array
         if self._cap is not None:
-            for waited in self._cap.rests(target):
+            for waited in self._cap.finish(target):
                 self._begin(*waited)
         if kind == READ:
             self.reads += len(ops)
             if target.outgoing:
-                target.held = ops  # the cache register is taken
+                target.held = ops  # the cache register is occupied
             else:
                 self._send(target, ops)
         else:
@@ -372,7 +372,7 @@ class Flash:
             self._serve(channel)
 
     def _send(self, target: Target, ops: list[Op]) -> None:
-        """Pages go to registers that the channel empties; the array is free if those are its cache."""
+        """Move pages to the registers for the channel; with a cache register this frees the array."""
         target.outgoing = len(ops)
         target.held = []
         if self._cache_read:
@@ -382,7 +382,7 @@ class Flash:
             out.append((target, op))
 
     def _sent(self, about: tuple[Target, Op]) -> None:
-        """A page has crossed the channel."""
+        """React to a page that has crossed the channel."""
         target, op = about
         channel = target.channel
         channel.busy = False

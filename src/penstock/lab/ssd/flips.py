@@ -1,7 +1,7 @@
-"""Wrong bits put into real memory, as a die would hand them to its processing element.
+"""Bit errors in real memory, as a die would pass them to its processing element.
 
-:class:`Flips` is called with what has been read: it goes into :class:`penstock.io.spoiled.SpoiledEngine`,
-and with ``penstock.optim.through`` into the records of a real optimizer.
+:class:`Flips` is called with data that were read: from :class:`penstock.io.spoiled.SpoiledEngine`, and
+with ``penstock.optim.through`` for the records of a real optimizer.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from penstock.core.locks import Lock
 from penstock.lab.ssd.faults import NO_CODE, Bch
 
 _TOP: Final = np.uint32(0x4000_0000)
-"""The highest bit of an exponent: it is set if and only if a number is 2 or more, or none."""
+"""Highest bit of an exponent, which is set exactly for numbers of 2 or more and for NaN."""
 _EXPONENT: Final = np.uint32(0x7F80_0000)
 
 
 class Check(enum.StrEnum):
-    """What a die looks at in words of FP32 that it has read."""
+    """Check of a die on FP32 words that it has read."""
 
     NONE = "none"
     NAN = "nan"
-    """Where the exponent is all ones (a NaN, or infinite) its top bit is cleared, as OptimStore does."""
+    """Clear the top exponent bit where the exponent is all ones (NaN or infinite), like OptimStore."""
     BELOW_TWO = "below-two"
-    """The top bit of every exponent is cleared: for states that are known to stay below 2."""
+    """Clear the top bit of every exponent, for states that are known to stay below 2."""
 
 
 class Flips:
-    """Spoils memory. Thread-safe; what is flipped depends on the seed and on the order of reads.
+    """Source of bit errors. Thread-safe; errors depend on the seed and on the order of reads.
 
     Attributes:
-        bits: That were read.
-        flipped: Of these, how many were left wrong by the code.
-        caught: Words that the check has changed.
+        bits: Number of bits read.
+        flipped: Number of bits left wrong by the code.
+        caught: Number of words that the check has changed.
     """
 
     def __init__(
@@ -47,16 +47,16 @@ class Flips:
         """Flip each bit with the same probability.
 
         Args:
-            rate: Of raw errors: see :func:`penstock.lab.ssd.faults.raw_rate`.
-            code: What corrects on the way; words with more errors than it corrects stay as they are.
-            check: What is looked at after that.
-            seed: Of what is random.
+            rate: Raw error rate: see :func:`penstock.lab.ssd.faults.raw_rate`.
+            code: Code on the way; words with more errors than it corrects stay as they are.
+            check: Check after the code.
+            seed: Seed of the errors.
 
         Raises:
-            ConfigError: A rate that is none.
+            ConfigError: The rate is invalid.
         """
         if not 0 <= rate <= 0.5:
-            raise ConfigError(f"a rate of errors is {rate}, it must be 0 to 0.5")
+            raise ConfigError(f"a rate of errors is {rate}; it must be 0 to 0.5")
         self._rate = rate
         self._code = code
         self._check = check
@@ -65,7 +65,7 @@ class Flips:
         self.bits = self.flipped = self.caught = 0
 
     def __call__(self, address: int, nbytes: int) -> None:
-        """Spoil ``nbytes`` at ``address``, which are FP32 words, as far as a check looks at them."""
+        """Corrupt ``nbytes`` at ``address``, which a check reads as FP32 words."""
         memory = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
         with self._lock:
             self.bits += 8 * nbytes
@@ -76,7 +76,7 @@ class Flips:
             self._look(memory[: nbytes - nbytes % 4].view(np.uint32))
 
     def _wrong(self, bits: int) -> npt.NDArray[np.int64]:
-        """Which bits the code leaves wrong; a word's parity may be wrong as well."""
+        """Draw the bits that the code leaves wrong; parity bits of a word may be wrong as well."""
         code = self._code
         words = -(-bits // code.data_bits)
         count = int(self._random.binomial(words * code.bits, self._rate))

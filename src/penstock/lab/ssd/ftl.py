@@ -1,10 +1,10 @@
-"""The flash translation layer: which page of flash holds a logical page, and which block is cleaned next.
+"""The flash translation layer: the map from logical pages to flash, and the choice of blocks to clean.
 
-A page map. Where a logical page goes is fixed by its number (static allocation): consecutive pages go
+A page map. The plane of a logical page follows from its number (static allocation): consecutive pages go
 round the channels, chips, dies and planes in the order of ``ftl.allocation``; within its plane it goes to
-the block that is being filled, the *frontier*, of which there is one for each stream of the host, one for
-what garbage collection moves of each, and one for the map itself, where that lies on flash. Nothing here
-takes time: the drive asks, then flash works.
+the block that is being filled, the *frontier*. There is one frontier for each stream of the host, one for
+pages of each stream that garbage collection moves, and one for the map itself, if that is on flash.
+Nothing here takes time: the drive decides here, then flash works.
 
 A part of the addresses may be mapped by super-pages: see :mod:`.superpages`.
 """
@@ -27,16 +27,16 @@ class Ftl:
     Attributes:
         user_writes: Pages placed for the host.
         moves: Pages placed by garbage collection, to complete a super-page, or of the map itself.
-        partial: Of pages of which not every sector was ever written, those that were, as bits.
-        superpages: The part of the addresses that is mapped by them; None: there is none.
-        gc_when_filled: As of the device's settings.
-        pages_per_block: Of every block.
-        map_begin: The first logical page of the map itself, behind those of the host.
-        map_entries_per_page: Of the map, where that lies on flash; 0: all of it is in memory.
+        partial: For pages with unwritten sectors, the bit mask of the written ones.
+        superpages: The part of the addresses that is mapped by super-pages, or None.
+        gc_when_filled: The device's setting.
+        pages_per_block: Pages of every block.
+        map_begin: First logical page of the map itself, after those of the host.
+        map_entries_per_page: Entries in a page of the map on flash; 0 if all of the map is in memory.
     """
 
     def __init__(self, device: Device, *, seed: int = 1) -> None:
-        """An empty drive; ``seed`` is for victims that are chosen among a random few."""
+        """Create an empty drive; ``seed`` is for victims that are chosen at random."""
         geometry, settings = device.geometry, device.ftl
         self.pages_per_block = geometry.pages_per_block
         self._where: dict[int, tuple[Block, int]] = {}
@@ -59,7 +59,7 @@ class Ftl:
                     plane.frontiers[number] = plane.open(number % settings.streams)
         self._gap = settings.wear_gap
         self.user_pages = self.map_begin = device.user_pages
-        if settings.map_stored:  # the pages of the map begin on the first plane, then
+        if settings.map_stored:  # then the pages of the map begin on the first plane
             self.map_begin = -(-self.user_pages // self._count) * self._count
         blocks = geometry.blocks_per_plane
         self.threshold = max(int(settings.gc_threshold * blocks), settings.gc_least_blocks)
@@ -68,7 +68,7 @@ class Ftl:
         self._victims = settings.gc_victims
         self._policy = settings.victim
         self._random = random.Random(seed)
-        self._few = max(2, blocks.bit_length() - 1)  # MQSim: log2 of the blocks
+        self._few = max(2, blocks.bit_length() - 1)  # as in MQSim: log2 of the blocks
         self._closed = 0
         self.partial: dict[int, int] = {}
         self.user_writes = self.moves = 0
@@ -82,37 +82,37 @@ class Ftl:
         open_blocks += settings.map_cache_bytes > 0 or settings.gc_when_filled
         if self.least < self._victims:
             raise ConfigError(
-                f"ftl.gc_least_blocks is {self.least}, less than the {self._victims} of ftl.gc_victims:"
-                " there would be no room for what is moved"
+                f"ftl.gc_least_blocks is {self.least}, less than the {self._victims} of ftl.gc_victims,"
+                " so moved pages would have no room"
             )
         if self.least + open_blocks >= blocks:
             raise ConfigError(
                 f"ftl.gc_least_blocks is {self.least}, geometry.blocks_per_plane {blocks}, and"
-                f" {open_blocks} are filled at once: no block would be left to write to"
+                f" {open_blocks} are filled at the same time, so no block would be left to write to"
             )
 
     def plane_of(self, lpn: int) -> int:
-        """Where a logical page lives, now and ever."""
+        """Return the plane of a logical page, which never changes."""
         if lpn < self._supers:
-            assert self.superpages is not None  # it has pages
+            assert self.superpages is not None  # the page is one of theirs
             return self.superpages.plane_of(lpn)
         return self._order[lpn % self._count]
 
     def map_entry(self, lpn: int) -> int:
-        """The number of its entry in the map: of a super-page there is one."""
+        """Return the number of a page's map entry; a super-page has one."""
         if lpn < self._supers:
             return lpn // self._width
         return self._supers // self._width + lpn - self._supers
 
     def find(self, lpn: int) -> tuple[Block, int] | None:
-        """The page of flash that holds it; None: it was never written."""
+        """Return the page of flash that holds a logical page; None if it was never written."""
         if lpn < self._supers:
-            assert self.superpages is not None  # it has pages
+            assert self.superpages is not None  # the page is one of theirs
             return self.superpages.find(lpn)
         return self._where.get(lpn)
 
     def place(self, lpn: int, *, cleaning: bool = False, stream: int = 0) -> tuple[Block, int]:
-        """Give a logical page a new page of flash; its old one is worth nothing now.
+        """Give a logical page a new page of flash, which invalidates its old one.
 
         Raises:
             ConfigError: Its plane has no erased block left: the drive is full.
@@ -152,15 +152,15 @@ class Ftl:
         """Give a super-page new pages, one of each plane of its die.
 
         Args:
-            number: Of the super-page.
-            cleaning: Whether garbage collection moves it, and not the host writes it.
-            stream: Of the host.
-            wanted: How many of its pages the host writes; the others complete it.
+            number: Number of the super-page.
+            cleaning: True if garbage collection moves it, False if the host writes it.
+            stream: Stream of the host.
+            wanted: Number of its pages that the host writes; the others complete it.
 
         Raises:
             ConfigError: A plane has no erased block left: the drive is full.
         """
-        assert self.superpages is not None  # or nobody has its number
+        assert self.superpages is not None  # otherwise there are no super-page numbers
         row, page = self.superpages.place(number, cleaning=cleaning, stream=stream)
         if page + 1 == self.pages_per_block:
             for block in row:
@@ -175,9 +175,9 @@ class Ftl:
         self.planes[block.plane].closed[block] = None
 
     def adopt(self, lpn: int, *, stream: int = 0) -> tuple[Block, int]:
-        """A place for a logical page that is read and was never written, as if it had been."""
+        """Place a logical page that is read and was never written, as if it had been written."""
         if lpn < self._supers:
-            assert self.superpages is not None  # it has pages
+            assert self.superpages is not None  # the page is one of theirs
             number, plane = divmod(lpn, self.superpages.width)
             row, page = self.place_row(number, stream=stream)
             self.moves -= len(row)
@@ -187,20 +187,20 @@ class Ftl:
         return place
 
     def stopped(self, plane: int) -> bool:
-        """Whether a plane takes nothing from the host until a block has been erased."""
+        """Return True if a plane takes no writes of the host until a block has been erased."""
         return self.planes[plane].free < self.least
 
     def short(self, plane: int) -> bool:
-        """Whether garbage collection of a plane waits for nobody, even where it may be preempted."""
+        """Return True if garbage collection of a plane must not wait, even if it may be preempted."""
         return self.planes[plane].free < self._hard
 
     def victim(self, plane: int) -> tuple[Block, ...]:
-        """The next block to clean, taken from the full ones, with its row; (): no need, or no use."""
+        """Return the next block to clean, with its row, and remove it; () if none is needed or useful."""
         its = self.planes[plane]
         if its.free >= self.threshold or its.cleaning >= self._victims:
             return ()
         if all(block.valid == self.pages_per_block or _busy(block) for block in its.closed):
-            return ()  # to move what is all valid frees nothing, and goes before what keeps others busy
+            return ()  # moving a block that is all valid frees nothing
         chosen = self._choose(its)
         if chosen is None:
             return ()
@@ -211,29 +211,29 @@ class Ftl:
         return chosen.together
 
     def erased(self, block: Block) -> None:
-        """A victim has been erased."""
+        """Take back a victim that has been erased."""
         plane = self.planes[block.plane]
         plane.cleaning -= 1
         plane.recycle(block)
 
     @property
     def write_amplification(self) -> float:
-        """Pages programmed for each that the host wrote."""
+        """Pages programmed for each page that the host wrote."""
         return (self.user_writes + self.moves) / self.user_writes if self.user_writes else 1.0
 
     def erases(self) -> list[int]:
-        """Of every block that has been used."""
+        """Return the erases of every block that has been used."""
         rows = self.superpages.open_blocks() if self.superpages is not None else []
         return [*(each.erases for plane in self.planes for each in plane.blocks()), *rows]
 
-    def forget_counts(self) -> None:
-        """Begin to count anew: what came before was to age the drive."""
+    def reset_counts(self) -> None:
+        """Reset the counts, after the drive has been aged."""
         self.user_writes = self.moves = 0
 
     def _lagging(self, plane: Plane) -> Block | None:
-        """A block that holds its pages for so long that it wears less than the others; not twice in turn.
+        """Return a block that wears less than others because its pages stay; not twice in a row.
 
-        It frees no room, so what does is cleaned in between.
+        Cleaning it frees no room, so a block that does is cleaned in between.
         """
         if not self._gap or plane.levelled:
             plane.levelled = False
@@ -260,10 +260,10 @@ class Ftl:
         return min(closed, key=_valid)
 
     def _drawn(self, plane: Plane, closed: list[Block]) -> list[Block]:
-        """A random few of the full ones; as MQSim draws them, from the erased ones as well.
+        """Draw a few of the full blocks at random; like MQSim's draw, possibly from the erased ones too.
 
-        It takes none then that is all valid. Nothing would go on if none is found and none is under way:
-        so another few are drawn, of the full ones alone.
+        A draw whose blocks are all valid gives none. If that happens while nothing is being cleaned, the
+        drive would stop, so the draw is repeated among full blocks only.
         """
         if self.gc_when_filled:
             places = range(len(closed) + plane.free)
@@ -275,7 +275,7 @@ class Ftl:
         return self._random.sample(closed, min(self._few, len(closed)))
 
     def _benefit(self, block: Block) -> float:
-        """What cleaning a block frees, for what it takes, times its age."""
+        """Return the room that cleaning a block frees, over its cost, times its age."""
         used = block.valid / self.pages_per_block
         age = self._closed - block.closed_at + 1
         return (1 - used) / (2 * used) * age if used else float("inf")

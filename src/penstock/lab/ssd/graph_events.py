@@ -1,7 +1,7 @@
-"""The reference: the units of one channel, event by event, with a queue before each resource.
+"""The reference engine: the units of one channel, event by event, with a queue for each resource.
 
-All that happens at one moment happens first; then dies and elements are given away, then the bus: so who
-asks at the same moment is served by its number, not by which of two events was told first.
+All events of one moment happen first; then dies and elements are assigned, then the bus. So claims of the
+same moment are served by number, not by the order of events.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Callable
 from penstock.lab.ssd.graph import BUS, DIE, Phase, Stage
 
 _Claim = tuple[int, int, int]
-"""(when it asked, die, unit's number there): who is served first."""
+"""Claim (time, die, number of the unit there), in the order of service."""
 
 
 class _Resource:
-    """Something that serves one unit at a time."""
+    """A resource that serves one unit at a time."""
 
     def __init__(self) -> None:
         self.queue: list[_Claim] = []
         self.free = True
 
     def next(self) -> _Claim | None:
-        """Take what is first in the queue, if it may be served."""
+        """Remove and return the first claim, if it may be served."""
         if not self.free or not self.queue:
             return None
         self.free = False
@@ -34,32 +34,32 @@ class ChannelRun:
     """One channel of a phase. ``run`` it once.
 
     Attributes:
-        units_ps: By kind, the sum over units of the time from asking for the first stage to the last's
-            end.
+        units_ps: By kind, the sum over units of the time from the claim of the first stage to the end
+            of the last.
         waits_ps: By kind, the part of it spent waiting for the bus.
     """
 
     def __init__(self, phase: Phase, number: int) -> None:
-        """Channel ``number``."""
+        """Prepare channel ``number``."""
         self._phase = phase
         self._number = number
         self._mine = len(range(number, phase.units, phase.channels))
         self._heap: list[tuple[int, int, Callable[[], None]]] = []
-        self._told = 0
+        self._sequence = 0
         self._now_ps = 0
         self._bus = _Resource()
         self._die = [_Resource() for _ in range(phase.dies)]
         self._element = [_Resource() for _ in range(phase.dies)]
         self._holder = [-1] * phase.dies  # the set that holds a die between stages
         self._place: dict[tuple[int, int], int] = {}  # by (die, unit), its stage
-        self._began: dict[tuple[int, int], int] = {}  # by the same, when it asked first
+        self._began: dict[tuple[int, int], int] = {}  # by the same, the time of its first claim
         self.units_ps = [0] * len(phase.kinds)
         self.waits_ps = [0] * len(phase.kinds)
         self._filled = [0] * phase.dies
         self._bus_ps = self._die_ps = self._end_ps = 0
 
     def run(self) -> tuple[int, int, int]:
-        """(when the last is done, for how long the bus works, for how long all dies do), in ps."""
+        """Return (end of the last unit, working time of the bus, working time of all dies), in ps."""
         for die in range(self._phase.dies):
             for number in range(self._phase.sets):
                 self._begin(die, number)
@@ -67,15 +67,15 @@ class ChannelRun:
             self._now_ps = self._heap[0][0]
             while self._heap and self._heap[0][0] == self._now_ps:
                 heapq.heappop(self._heap)[2]()
-            self._give()
+            self._assign()
         return self._end_ps, self._bus_ps, self._die_ps
 
     def _at(self, when_ps: int, action: Callable[[], None]) -> None:
-        self._told += 1
-        heapq.heappush(self._heap, (when_ps, self._told, action))
+        self._sequence += 1
+        heapq.heappush(self._heap, (when_ps, self._sequence, action))
 
     def _begin(self, die: int, number: int) -> None:
-        """A unit, once its gradient is there."""
+        """Start a unit once its gradient has come."""
         order = number * self._phase.dies + die
         if order >= self._mine:
             if self._holder[die] == number % self._phase.sets:
@@ -93,7 +93,7 @@ class ChannelRun:
         return kind[self._place[die, number]]
 
     def _ask(self, die: int, number: int) -> None:
-        """Queue before what the unit's stage needs; before the die if that stands still for the bus."""
+        """Claim the resource of the unit's stage; the die first if that stands still for the bus."""
         stage = self._stage(die, number)
         holds = self._holder[die] == number % self._phase.sets
         if holds and stage.resource == DIE:
@@ -105,8 +105,8 @@ class ChannelRun:
             queue = (self._bus if stage.resource == BUS else self._element[die]).queue
         heapq.heappush(queue, (self._now_ps, die, number))
 
-    def _give(self) -> None:
-        """Whatever is free goes to who asked first."""
+    def _assign(self) -> None:
+        """Assign free resources to the first claims."""
         for die in range(self._phase.dies):
             if claim := self._die[die].next():
                 stage = self._stage(die, claim[2])
@@ -144,7 +144,7 @@ class ChannelRun:
         self._at(self._now_ps + took, over)
 
     def _over(self, die: int, number: int) -> None:
-        """A stage is done."""
+        """End a stage."""
         self._end_ps = self._now_ps
         self._place[die, number] += 1
         kind = self._phase.kind_of(die, number)

@@ -1,4 +1,4 @@
-"""PCIe: one queue of messages each way, first come, first served."""
+"""PCIe: one queue of messages in each direction, served in order."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from penstock.lab.ssd.device import Link
 from penstock.lab.ssd.events import Action, Events
 
 REQUEST_BYTES = 4
-"""Of a message that asks the other side for data, beside a packet's overhead."""
+"""Size of a message that asks the other side for data, without a packet's overhead."""
 
 
 class Lane:
-    """One direction.
+    """One direction of the link.
 
     Attributes:
-        busy_ps: For how long it has carried something.
+        busy_ps: Time for which it has carried something.
         nbytes: Payload that it has carried, of data only.
     """
 
@@ -30,7 +30,7 @@ class Lane:
         self.busy_ps = self.nbytes = 0
 
     def send(self, payload_bytes: int, action: Action, about: Any) -> None:
-        """Carry a message behind all that came before it; then ``action(about)``."""
+        """Carry a message after all earlier ones; then call ``action(about)``."""
         took = self._took[payload_bytes]
         free, now = self._free_ps, self._events.now_ps
         free = took + (free if free > now else now)
@@ -40,7 +40,7 @@ class Lane:
 
 
 class _Times(dict[int, int]):
-    """For which a message occupies a lane, by its payload."""
+    """Times for which a message occupies a lane, by its payload."""
 
     def __init__(self, link: Link, bytes_per_s: int) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""A map that lies on flash, of which the controller's memory holds the entries used last.
+"""A map on flash, with the entries used last in the controller's memory.
 
-After DFTL (Gupta, Kim and Urgaonkar, ASPLOS 2009), as MQSim has it. An entry that is not there is read
-with its page of the map; the page or super-page that it is for waits meanwhile. An entry that has changed
-is written back when it makes room for another: its page of the map is read, gets all changes of it that
-memory has, and is programmed elsewhere. What garbage collection moves changes entries as well, those that
-are not in memory once for each block that is cleaned. Where the pages of the map lie is in memory always.
-A page of it that was never written is not read either: its first entries are made in memory.
+This follows DFTL (Gupta, Kim and Urgaonkar, ASPLOS 2009), in MQSim's version. An entry that is not in
+memory is read with its page of the map; the page or super-page that needs it waits meanwhile. A changed
+entry is written back when it is evicted: its page of the map is read, updated with all changes in memory,
+and programmed elsewhere. Garbage collection changes the entries of moved pages as well; those that are
+not in memory are written once for each block that is cleaned. The places of the map's pages are always
+in memory. A page of the map that was never written is not read: its first entries are created in memory.
 """
 
 from __future__ import annotations
@@ -21,47 +21,47 @@ from penstock.lab.ssd.flash import Flash
 from penstock.lab.ssd.ftl import Ftl
 
 _Waiter = tuple[int, bool, Callable[..., None], tuple[Any, ...]]
-"""(entry, whether it is changed, what happens then, with what)."""
+"""(entry, True if it changes, callback, its arguments)."""
 
 
 class CachedMap:
-    """Of one drive.
+    """The map of one drive.
 
     Attributes:
-        entries: Of the whole map.
-        hits: Entries that were there when they were wanted; misses: that were not.
-        reads: Pages of the map that were read; writes: that were programmed.
+        entries: Entries of the whole map.
+        hits: Entries found in memory; misses: not found.
+        reads: Pages of the map that were read; writes: programmed.
     """
 
     def __init__(self, device: Device, ftl: Ftl, flash: Flash, cleaner: Cleaner) -> None:
-        """Nothing is in memory yet."""
+        """Start with no entry in memory."""
         settings, page_bytes = device.ftl, device.geometry.page_bytes
         self._ftl, self._flash, self._cleaner = ftl, flash, cleaner
-        # where garbage collection waits for the host, what the host waits for must not
+        # where garbage collection waits for the host, operations that the host needs must not wait
         own = settings.gc_preemptible
         self._queues = (MAP_READ, MAP_PROGRAM) if own else (GC_READ, GC_PROGRAM)
-        self._room = settings.map_cache_bytes // settings.map_entry_bytes
+        self._places = settings.map_cache_bytes // settings.map_entry_bytes
         self._per_page = ftl.map_entries_per_page
         self._whole = page_bytes + device.geometry.spare_bytes * device.channel.send_spare
         self._miss_bytes = settings.map_read_bytes or self._whole
         self.entries = ftl.map_entry(ftl.user_pages - 1) + 1
-        self._there: OrderedDict[int, bool] = OrderedDict()  # by use; whether it has changed
+        self._there: OrderedDict[int, bool] = OrderedDict()  # by last use; True if it has changed
         self._changed: dict[int, set[int]] = {}  # by page of the map
         self._loading: dict[int, list[_Waiter]] = {}
-        self._updating: set[int] = set()  # pages that are to be programmed anew
+        self._updating: set[int] = set()  # pages that will be reprogrammed
         self.hits = self.misses = self.reads = self.writes = 0
 
     @classmethod
     def of(cls, device: Device, ftl: Ftl, flash: Flash, cleaner: Cleaner) -> CachedMap | None:
-        """As the device's settings ask; None: all of the map is in memory."""
+        """Create the map by the device's settings; None if all of it is in memory."""
         return cls(device, ftl, flash, cleaner) if device.ftl.map_cache_bytes else None
 
     def page_of(self, lpn: int) -> int:
-        """The page of the map with the entry of a logical page, by its number."""
+        """Return the number of the map page with the entry of a logical page."""
         return self._ftl.map_entry(lpn) // self._per_page
 
     def hit(self, lpn: int, *, dirty: bool) -> bool:
-        """Whether the entry is in memory; it is used, and ``dirty`` if it changes."""
+        """Use an entry, and change it if ``dirty``; return True if it is in memory."""
         entry = self._ftl.map_entry(lpn)
         if entry not in self._there:
             self.misses += 1
@@ -79,7 +79,7 @@ class CachedMap:
         about: tuple[Any, ...],
         ops: list[Op],
     ) -> None:
-        """Have ``act(*about, ops)`` happen when the entry is there: now, if flash has no page of it."""
+        """Call ``act(*about, ops)`` when the entry is in memory; now, if flash lacks its page."""
         entry = self._ftl.map_entry(lpn)
         number = entry // self._per_page
         if number in self._loading:
@@ -94,9 +94,9 @@ class CachedMap:
         ops.append(read)
 
     def moved(self, lpn: int) -> bool:
-        """Garbage collection moves a page: whether that is noted in memory."""
+        """Note that garbage collection moves a page; return True if the entry is in memory."""
         if lpn >= self._ftl.map_begin:
-            return True  # where the map lies is always known
+            return True  # the places of the map itself are always in memory
         entry = self._ftl.map_entry(lpn)
         if entry not in self._there:
             return False
@@ -104,11 +104,11 @@ class CachedMap:
         return True
 
     def update(self, number: int, ops: list[Op]) -> None:
-        """Program a page of the map anew, with all its changes that memory has."""
+        """Reprogram a page of the map, with all its changes in memory."""
         for entry in self._changed.pop(number, ()):
             self._there[entry] = False
         if number in self._updating:
-            return  # it is to be programmed: these changes go with it
+            return  # it will be programmed anyway, with these changes
         self._updating.add(number)
         read = self._reading(number, self._whole, self._read_for_update)
         if read is None:
@@ -116,8 +116,8 @@ class CachedMap:
         else:
             ops.append(read)
 
-    def forget_counts(self) -> None:
-        """Begin to count anew."""
+    def reset_counts(self) -> None:
+        """Reset the counts."""
         self.hits = self.misses = self.reads = self.writes = 0
 
     def _use(self, entry: int, dirty: bool) -> None:
@@ -133,7 +133,7 @@ class CachedMap:
         if entry in self._there:
             self._use(entry, dirty)
             return
-        while len(self._there) >= self._room:
+        while len(self._there) >= self._places:
             old, changed = self._there.popitem(last=False)
             if changed:
                 number = old // self._per_page
@@ -187,4 +187,4 @@ class CachedMap:
     def _left_alone(self, op: Op) -> None:
         op.block.pending -= 1
         if not op.block.pending and self._cleaner.busy:
-            self._cleaner.quiet(op.block)
+            self._cleaner.host_finished(op.block)

@@ -1,4 +1,4 @@
-"""What a run of the event engine was like: rates, latencies, use, energy, wear. Flat in memory."""
+"""Results of a run of the event engine: rates, latencies, use, energy, wear, in constant memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from penstock.lab.ssd.pages import Pages
 from penstock.lab.ssd.requests import Request
 
 _PARTS: Final = 64
-"""Of an octave: a percentile is off by less than 1 / 64."""
+"""Parts of an octave: a percentile is off by less than 1 / 64."""
 _PJ: Final = 1e-12
 
 
 class Latencies:
-    """How long requests took: exact sum, least and most; a histogram for percentiles."""
+    """Latencies of requests: exact sum, minimum and maximum; a histogram for percentiles."""
 
     __slots__ = ("_counts", "count", "least_ps", "most_ps", "sum_ps")
 
@@ -33,19 +33,19 @@ class Latencies:
         self.least_ps = -1
 
     def add(self, took_ps: int) -> None:
-        """One more."""
+        """Add one latency."""
         self.count += 1
         self.sum_ps += took_ps
         if took_ps > self.most_ps:  # noqa: PLR1730  (a call, for every request)
             self.most_ps = took_ps
         if self.least_ps < 0 or took_ps < self.least_ps:
             self.least_ps = took_ps
-        shift = took_ps.bit_length() - 7  # 64 to 127 and how often that was halved
+        shift = took_ps.bit_length() - 7  # 64 to 127, and the number of halvings
         place = shift * 128 + (took_ps >> shift) if shift > 0 else took_ps
         self._counts[place] += 1
 
-    def with_those_of(self, other: Latencies) -> Latencies:
-        """Of both, as if one had been told all."""
+    def merged_with(self, other: Latencies) -> Latencies:
+        """Return both together, as if all latencies had been added to one."""
         both = Latencies()
         for each in (self, other):
             both.count += each.count
@@ -57,7 +57,7 @@ class Latencies:
         return both
 
     def percentile_ps(self, share: float) -> int:
-        """The shortest that so many did not exceed, rounded up to a part of its octave; 0 of none."""
+        """Return the latency that this share did not exceed, rounded up to a part of its octave; or 0."""
         need, seen = math.ceil(share * self.count), 0
         for place in sorted(self._counts):
             seen += self._counts[place]
@@ -68,13 +68,13 @@ class Latencies:
 
     @property
     def mean_ps(self) -> float:
-        """0 of none."""
+        """Mean latency; 0 without requests."""
         return self.sum_ps / self.count if self.count else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """Of the drive, since it began."""
+    """Counts of the drive since it began."""
 
     reads: int
     programs: int
@@ -95,43 +95,43 @@ class _Counts:
     map_misses: int
 
     def since(self, before: _Counts) -> _Counts:
-        """What came after ``before``."""
+        """Return the counts that came after ``before``."""
         return _Counts(*(getattr(self, name) - getattr(before, name) for name in _Counts.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
 class MapUse:
-    """Of a map that lies on flash."""
+    """Use of a map on flash."""
 
     hits: int
-    """Entries that were in memory when they were wanted."""
+    """Entries found in memory."""
     misses: int
     reads: int
-    """Pages of the map."""
+    """Pages of the map that were read."""
     writes: int
 
     @property
     def hit_rate(self) -> float:
-        """1 of none."""
+        """Share of hits; 1 without accesses."""
         return self.hits / (self.hits + self.misses) if self.hits + self.misses else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class PowerLoss:
-    """What a loss of power would have met at the worst moment."""
+    """Consequences of a loss of power at the worst moment."""
 
     nbytes: int
-    """In the cache, that flash had not."""
+    """Dirty bytes in the cache."""
     flush_s: float
-    """For which capacitors must last."""
+    """Time for which capacitors must last."""
     flush_j: float
     lost: bool
-    """Whether there are none, and the bytes are lost."""
+    """True if there are no capacitors, and the bytes are lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What was measured, after the requests that were skipped."""
+    """Measurements after the skipped requests."""
 
     device: str
     requests: int
@@ -151,45 +151,45 @@ class Run:
     channel_bytes: int
     channel_use: float
     die_use: float
-    """Of the targets that run one command at a time: dies, or chips."""
+    """Use of the targets that execute one command at a time: dies, or chips."""
     up_use: float
     down_use: float
     write_amplification: float
     most_erases: int
-    """Of any block, since the drive was new."""
+    """Most erases of any block, since the drive was new."""
     mean_erases: float
     energy_j: tuple[tuple[str, float], ...]
     """(component, joules) of the drive."""
     events: int
     map_use: MapUse | None
-    """None: all of the map is in memory."""
+    """Use of the map; None if all of it is in memory."""
     cache_use: CacheUse | None
-    """None: there is no write cache."""
+    """Use of the write cache, or None."""
     power_loss: PowerLoss | None
 
     @property
     def time_s(self) -> float:
-        """From the last request that was skipped, or the beginning, to the last completion."""
+        """Time from the last skipped request, or the beginning, to the last completion."""
         return self.time_ps / PS_PER_S
 
     @property
     def iops(self) -> float:
-        """Completions over time."""
+        """Completions per second."""
         return self.requests / self.time_s
 
     @property
     def bytes_per_s(self) -> float:
-        """Of both kinds."""
+        """Bytes read and written per second."""
         return (self.read_bytes + self.written_bytes) / self.time_s
 
     @property
     def joules(self) -> float:
-        """The sum of the components."""
+        """Sum of the components."""
         return math.fsum(joules for _, joules in self.energy_j)
 
 
 class Metered(Protocol):
-    """A drive, as far as a meter reads it."""
+    """A drive, as a meter reads it."""
 
     device: Device
     events: Events
@@ -202,14 +202,14 @@ class Metered(Protocol):
 
 
 class Meter:
-    """Watches a drive.
+    """Recorder of a drive's requests.
 
     Attributes:
-        outstanding: Requests between queue and completion, now.
+        outstanding: Requests between queue and completion now.
     """
 
     def __init__(self, drive: Metered, skip: int) -> None:
-        """Measures from the completion of the request before which ``skip`` were."""
+        """Measure from the completion of the request that follows the first ``skip``."""
         self._drive = drive
         self._skip = skip
         self._area = self._since_ps = self._start_ps = self._end_ps = 0
@@ -219,11 +219,11 @@ class Meter:
         self._before = _Counts(*[0] * 17)
 
     def asked(self) -> None:
-        """The host has queued a request."""
+        """Count a request that the host has queued."""
         self._level(1)
 
     def completed(self, request: Request) -> None:
-        """The host has its completion."""
+        """Count a completion that the host has received."""
         self._level(-1)
         now = self._drive.events.now_ps
         if self._skip:
@@ -241,7 +241,7 @@ class Meter:
             self._writing.add(took)
 
     def run(self) -> Run:
-        """All that was seen."""
+        """Return the measurements."""
         drive, device = self._drive, self._drive.device
         done = self._counts().since(self._before)
         time_ps = max(1, self._end_ps - self._start_ps)
@@ -250,7 +250,7 @@ class Meter:
         erases = drive.ftl.erases()
         blocks = geometry.planes * geometry.blocks_per_plane
         user = done.user_writes
-        latency = self._reading.with_those_of(self._writing)
+        latency = self._reading.merged_with(self._writing)
         return Run(
             device=device.name,
             requests=latency.count,
@@ -292,7 +292,7 @@ class Meter:
         self._area = 0
         self._before = self._counts()
         if self._drive.cache is not None:
-            self._drive.cache.forget_counts()
+            self._drive.cache.reset_counts()
 
     def _map_use(self, done: _Counts) -> MapUse | None:
         if self._drive.pages.map is None:
@@ -300,7 +300,7 @@ class Meter:
         return MapUse(done.map_hits, done.map_misses, done.map_reads, done.map_writes)
 
     def _power_loss(self) -> PowerLoss | None:
-        """At the worst moment: pages in sequence, by the closed form, and the last of them alone."""
+        """Return the worst case: pages in sequence, by the closed form, and the last of them alone."""
         drive, device = self._drive, self._drive.device
         if drive.cache is None:
             return None
@@ -338,7 +338,7 @@ class Meter:
         )
 
     def _energy(self, done: _Counts, time_ps: int) -> dict[str, float]:
-        """By component; of reads whole pages are sensed, whatever is sent of them."""
+        """Return joules by component; reads sense whole pages, however little of them is sent."""
         cost, page = self._drive.device.energy, self._drive.device.geometry.page_bytes
         bits = {
             "flash, read": (done.reads * page, cost.read_pj_per_bit),
@@ -349,6 +349,6 @@ class Meter:
             "controller's memory": (done.memory_bytes, cost.controller_dram_pj_per_bit),
             "link, the drive's end": (done.up_bytes + done.down_bytes, cost.link_pj_per_bit / 2),
         }
-        told = {name: nbytes * 8 * pj * _PJ for name, (nbytes, pj) in bits.items()}
-        told["controller, static"] = cost.controller_static_w * time_ps / PS_PER_S
-        return told
+        joules_by_name = {name: nbytes * 8 * pj * _PJ for name, (nbytes, pj) in bits.items()}
+        joules_by_name["controller, static"] = cost.controller_static_w * time_ps / PS_PER_S
+        return joules_by_name

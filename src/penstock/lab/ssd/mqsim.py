@@ -1,6 +1,6 @@
-"""A device from MQSim's XML.
+"""Devices from MQSim's XML.
 
-What of a file has no meaning here, or only one value that this simulator has, is named and not read: see
+Keys of a file that have no meaning here, or only one possible value, are reported and not read: see
 ``ignored``.
 """
 
@@ -24,15 +24,15 @@ _VICTIMS: Final = {
     "FIFO": Victim.FIFO,
 }
 _CMT_BYTES: Final = 2 << 20
-"""Where a file does not tell."""
+"""Default for files that do not set it."""
 _DEVICE: Final = "Execution_Parameter_Set"
 
 
 def read_device(path: str | Path) -> tuple[Device, tuple[Ignored, ...]]:
-    """A device of MQSim's ``ssdconfig.xml``; what the file does not tell is as in ``mqsim-default``.
+    """Read a device from MQSim's ``ssdconfig.xml``; missing values are ``mqsim-default``'s.
 
     Raises:
-        ConfigError: The file cannot be read, lacks a key, or says what makes no sense.
+        ConfigError: The file cannot be read, lacks a key, or has an invalid value.
     """
     name = str(path)
     root = parse(name, _DEVICE)
@@ -44,7 +44,7 @@ def read_device(path: str | Path) -> tuple[Device, tuple[Ignored, ...]]:
     rate = device.whole("Channel_Transfer_Rate")
     if rate < 1:
         raise ConfigError(f"MQSim file {name!r}: Channel_Transfer_Rate is {rate}")
-    # MQSim moves two bytes in 2 * floor(1000 / MT/s) ns; above 1000 MT/s that would be none
+    # MQSim moves two bytes in 2 * floor(1000 / MT/s) ns; above 1000 MT/s that would be zero
     byte_ns = 1000 // rate
     link = round(host.real("PCIe_Lane_Bandwidth") * host.whole("PCIe_Lane_Count") * 10**9)
     read, program = (
@@ -112,10 +112,10 @@ def read_device(path: str | Path) -> tuple[Device, tuple[Ignored, ...]]:
 
 
 def _cached_map(device: Keys, geometry: Geometry) -> dict[str, Any]:
-    """Settings of the map: all in memory, unless the file says that it is not.
+    """Return the settings of the map, which is all in memory unless the file says otherwise.
 
-    An entry is larger in MQSim's memory than on its flash, for its logical page is with it. What counts
-    is how many there are of either, so the memory is told here in entries of flash.
+    An entry is larger in MQSim's memory than on its flash, because it includes the logical page. The
+    number of entries matters in both, so the size of the memory is given here in entries of flash.
     """
     capacity = device.whole_or("CMT_Capacity", _CMT_BYTES)
     if device.text_or("Ideal_Mapping_Table", "true").lower() != "false":
@@ -132,7 +132,7 @@ def _cached_map(device: Keys, geometry: Geometry) -> dict[str, Any]:
 
 
 def _cache(device: Keys, geometry: Geometry) -> WriteCache:
-    """The write cache; a file without its capacity has none. Flows may pass it by."""
+    """Return the write cache; a file without its capacity has none. Flows may bypass it."""
     rate = device.whole_or("Data_Cache_DRAM_Data_Rate", 800) * 10**6
     burst_bytes = device.whole_or("Data_Cache_DRAM_Data_Busrt_Size", 4)
     access_ns = sum(device.whole_or(f"Data_Cache_DRAM_{key}", 13) for key in ("tRCD", "tCL"))

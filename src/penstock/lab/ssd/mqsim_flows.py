@@ -1,6 +1,6 @@
-"""What a workload of MQSim's XML asks for: synthetic flows, and traces.
+"""Workloads of MQSim's XML: synthetic flows, and traces.
 
-Synthetic flows ask for MQSim's own addresses, from the same seeds (:mod:`.mqsim_random`).
+Synthetic flows have MQSim's own addresses, from the same seeds (:mod:`.mqsim_random`).
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ class Flow:
 
     queue_depth: int
     share: tuple[int, int]
-    """Which part of the drive's addresses is its own, of how many."""
+    """(index, count): its part of the drive's addresses, which are divided evenly."""
     requests: Callable[[int, int], Iterator[Request]]
-    """Its requests, given the first of its sectors and how many there are."""
+    """Function that makes its requests from its first sector and its number of sectors."""
     stop_ps: int = 0
-    """When it asks for no more; 0: when it has no more."""
+    """Time at which it stops; 0 if it stops when its requests are used up."""
     cached: bool = True
-    """Whether its writes go to the write cache, and its reads look there, if the drive has one."""
+    """True if the write cache serves its writes and reads, if the drive has one."""
 
     def stream(self, device: Device, clock: Events | None = None) -> Iterator[Request]:
-        """Its requests, for a drive of which it has its part of the addresses.
+        """Return its requests, within its part of the drive's addresses.
 
         Args:
             device: The drive.
-            clock: Its time, which a flow that ends at a moment looks at.
+            clock: The drive's time, for a flow that stops at a given time.
 
         Raises:
-            ConfigError: It ends at a moment, and nobody tells the time.
+            ConfigError: The flow stops at a given time, and there is no clock.
         """
         geometry = device.geometry
         number, count = self.share
@@ -59,7 +59,7 @@ class Flow:
         sectors = geometry.planes * int(room * (1.0 - device.ftl.overprovisioning) / count)
         first = number * sectors
         requests = self.requests(first, sectors)
-        # MQSim counts the pages of a flow from its part's first, which so lies on the first plane
+        # MQSim counts a flow's pages from the first of its part, which therefore is on the first plane
         moved = first % (geometry.planes * (geometry.page_bytes // SECTOR_BYTES))
         if moved:
             requests = _moved(requests, moved * SECTOR_BYTES)
@@ -76,17 +76,17 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What is asked for at the same time."""
+    """Flows that run at the same time."""
 
     flows: tuple[Flow, ...]
     ignored: tuple[Ignored, ...]
 
 
 def read_workload(path: str | Path) -> tuple[Scenario, ...]:
-    """The scenarios of MQSim's ``workload.xml``, which are run one after the other, each on a new drive.
+    """Read the scenarios of MQSim's ``workload.xml``, which run one after the other, each on a new drive.
 
     Raises:
-        ConfigError: The file cannot be read, lacks a key, or says what makes no sense.
+        ConfigError: The file cannot be read, lacks a key, or has an invalid value.
     """
     name = str(path)
     root = parse(name, _WORKLOAD)
@@ -109,7 +109,7 @@ def _scenario(name: str, scenario: ElementTree.Element) -> Scenario:
             flows.append(_traced(name, keys, part))
         else:
             raise ConfigError(
-                f"MQSim file {name!r}: flow {number} is {element.tag!r}, which is none"
+                f"MQSim file {name!r}: flow {number} is {element.tag!r}, which is not a flow"
             )
         ignored += keys.ignored()
     if not flows:
@@ -130,7 +130,7 @@ def _past_the_cache(requests: Iterator[Request]) -> Iterator[Request]:
 
 
 def _until(requests: Iterator[Request], clock: Events, stop_ps: int) -> Iterator[Request]:
-    """MQSim's flow begins at its first nanosecond."""
+    """Yield requests until the time to stop, from MQSim's first nanosecond on."""
     while clock.now_ps + PS_PER_NS <= stop_ps:
         request = next(requests, None)
         if request is None or (request.arrival_ps or 0) > stop_ps:
@@ -169,7 +169,7 @@ def _synthetic(name: str, keys: Keys, part: tuple[int, int]) -> Flow:
 
 
 def _cached(keys: Keys) -> bool:
-    """Whether a flow's writes are; a mode that asks for that of reads, too, is named as ignored."""
+    """Return True if a flow's writes are cached; a mode that also caches reads is reported as ignored."""
     key = "Device_Level_Data_Caching_Mode"
     if keys.says(key, "WRITE_READ_CACHE"):
         return True
@@ -177,13 +177,13 @@ def _cached(keys: Keys) -> bool:
 
 
 def _gap_ns(name: str, keys: Keys, sectors: int) -> float:
-    """Between two requests, on average; MQSim reckons it in whole numbers, so this does."""
+    """Return the mean time between two requests; MQSim computes it in whole numbers, and so does this."""
     rate = keys.whole("Bandwidth")
     a_second = rate // SECTOR_BYTES // max(1, sectors)
     if not 1 <= a_second <= _NS_PER_S:
         raise ConfigError(
-            f"MQSim file {name!r}: Bandwidth is {rate} bytes a second, less than one request, or more"
-            " than one in a nanosecond"
+            f"MQSim file {name!r}: Bandwidth is {rate} bytes a second, which is less than one request, or"
+            " more than one in a nanosecond"
         )
     return float(_NS_PER_S // a_second)
 
@@ -193,19 +193,19 @@ class _Synthetic:
     reads: float
     address: str
     hot: float
-    """Share of the working set that is hot, and of the requests that are not for it."""
+    """Share of the working set that is hot, and of the requests that go elsewhere."""
     sectors: int
     deviation: float | None
-    """Of sizes, in sectors; None: all are as large."""
+    """Standard deviation of sizes, in sectors; None if all sizes are equal."""
     gap_ns: float | None
-    """Between two requests on average, whoever is done; None: one follows another."""
+    """Mean time between two requests, independent of completions; None if each waits for the last."""
     align: int
     working_set: float
     seed: int
     count: int | None
 
     def stream(self, first: int, sectors: int) -> Iterator[Request]:
-        """As MQSim makes them, each of its choices from a stream of its own, by seeds that follow."""
+        """Yield requests like MQSim's; each choice has a random stream, with consecutive seeds."""
         last = first + int((sectors - 1) * self.working_set)
         seeds = itertools.count(self.seed)
         kinds, places = MqsimRandom(next(seeds)), MqsimRandom(next(seeds))
@@ -245,12 +245,12 @@ class _Synthetic:
 def _traced(name: str, keys: Keys, part: tuple[int, int]) -> Flow:
     path = Path(keys.text("File_Path"))
     if not path.is_file():
-        path = Path(name).parent / path  # MQSim looks where it was started
+        path = Path(name).parent / path  # MQSim looks in its working directory
     share, rounds = keys.whole("Percentage_To_Be_Executed"), keys.whole("Relay_Count")
     if not 0 < share <= 100 or rounds < 1:
         raise ConfigError(
-            f"MQSim file {name!r}: Percentage_To_Be_Executed is {share}, it must be 1 to 100;"
-            f" Relay_Count is {rounds}, it must be 1 or more"
+            f"MQSim file {name!r}: Percentage_To_Be_Executed is {share}; it must be 1 to 100."
+            f" Relay_Count is {rounds}; it must be 1 or more"
         )
     if not path.is_file():
         raise ConfigError(f"MQSim file {name!r}: File_Path: there is no trace {str(path)!r}")
@@ -264,9 +264,9 @@ class _Traced:
     rounds: int
 
     def stream(self, first: int, sectors: int) -> Iterator[Request]:
-        """As MQSim replays a trace: arrivals in ns since the beginning, rounds one after the other.
+        """Yield requests as MQSim replays a trace: arrivals in ns since the start, rounds in sequence.
 
-        A share is taken of one round only, for MQSim knows none of several.
+        A share is taken of one round only, because MQSim supports none of several.
         """
         left = sum(1 for _ in parsed(self.path, Format.MQSIM)) * self.rounds
         if self.rounds == 1:
@@ -284,7 +284,7 @@ class _Traced:
             begin = now
 
     def _place(self, first: int, sectors: int, offset: int, nbytes: int) -> int:
-        """Addresses beyond the flow's part of the drive are folded back."""
+        """Fold an address beyond the flow's part of the drive back into it."""
         sector, count = offset // SECTOR_BYTES, nbytes // SECTOR_BYTES
         if count > sectors:
             raise ConfigError(

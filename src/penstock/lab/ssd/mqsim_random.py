@@ -1,8 +1,8 @@
-"""The random numbers of MQSim, so that a workload of its XML asks for the same addresses here.
+"""MQSim's random numbers, so that a workload of its XML has the same addresses here.
 
 They are L'Ecuyer's MRG32k3a (Operations Research, 1999): two recurrences of order three, combined. A seed
-says how far to jump ahead. MQSim reckons the jump in signed integers of 64 bits, where it overflows; so
-does this, or its streams would be others.
+gives the distance of a jump ahead. MQSim computes the jump in signed integers of 64 bits, which overflow;
+this does the same, because its streams would differ otherwise.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ _M: Final = (4_294_967_087, 4_294_944_443)
 _A12, _A13N, _A21, _A23N = 1_403_580, 810_728, 527_612, 1_370_589
 _NORM: Final = 2.328306549295728e-10
 _EACH: Final = 200
-"""Seeds for each jump of one more."""
+"""Number of seeds that share a number of jumps."""
 _Matrix = list[list[int]]
 
 
 class MqsimRandom:
-    """One stream of MQSim, by its seed."""
+    """A random stream of MQSim, by its seed."""
 
     def __init__(self, seed: int) -> None:
-        """As MQSim: ``seed // 200 + 1`` jumps of two to the ``seed % 200``."""
+        """Jump ahead like MQSim: ``seed // 200 + 1`` jumps of two to the ``seed % 200``."""
         jumps, doublings = seed // _EACH + 1, seed % _EACH
         steps: tuple[_Matrix, _Matrix] = (
             [[0, 1, 0], [0, 0, 1], [_M[0] - _A13N, _A12, 0]],
@@ -35,7 +35,7 @@ class MqsimRandom:
         self._left = 0.0
 
     def next(self) -> float:
-        """Over 0 and at most 1, evenly."""
+        """Return a uniform number above 0 and at most 1."""
         one = _mod(_A12 * self._first[1] - _A13N * self._first[0], float(_M[0]))
         self._first = [*self._first[1:], one]
         two = _mod(_A21 * self._second[2] - _A23N * self._second[0], float(_M[1]))
@@ -44,15 +44,15 @@ class MqsimRandom:
         return (difference + (float(_M[0]) if difference < 0 else 0.0) + 1) * _NORM
 
     def between(self, least: int, most: int) -> int:
-        """A whole number, both ends included."""
+        """Return a whole number, with both limits included."""
         return least + int(float(most - least + 1) * self.next())
 
     def exponential(self, mean: float) -> float:
-        """Of that mean, 0 or more."""
+        """Return an exponentially distributed number with this mean."""
         return -mean * math.log(self.next())
 
     def normal(self, mean: float, deviation: float) -> float:
-        """Around that mean, by Marsaglia's polar method; every second is left from the one before."""
+        """Return a normal number, by Marsaglia's polar method, which makes two at a time."""
         if self._left:
             drawn, self._left = self._left, 0.0
             return mean + drawn * deviation
@@ -86,7 +86,7 @@ def _product(left: _Matrix, right: _Matrix, modulus: int) -> _Matrix:
 def _dot(left: list[int], right: list[int], modulus: int) -> int:
     total = 0
     for a, b in zip(left, right, strict=True):
-        wide = (a * b + total + (1 << 63)) % (1 << 64) - (1 << 63)  # what 64 bits hold of it
+        wide = (a * b + total + (1 << 63)) % (1 << 64) - (1 << 63)  # wraps around like 64 bits
         total = abs(wide) % modulus * (1 if wide >= 0 else -1)  # rounded towards zero
     return total
 

@@ -1,4 +1,4 @@
-"""MQSim's XML: its elements and their keys, of which those that nobody asks for are named."""
+"""MQSim's XML: its elements and their keys; keys that are never read are reported."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ALWAYS: Final = {
     "Data_Cache_Sharing_Mode": "SHARED",
     "Time_Unit": "NANOSECOND",
 }
-"""What there is one value of, here: with another the key is named as ignored, with this it is not."""
+"""The only value that some keys have here; a key with another value is reported as ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Ignored:
 
 
 class Keys:
-    """The leaves of an element by name; those that nobody asks for are ignored."""
+    """The leaves of an element by name; those that are never read count as ignored."""
 
     def __init__(self, path: str, element: ElementTree.Element) -> None:
         self._path = path
@@ -50,7 +50,7 @@ class Keys:
         self._left = dict(self._values)
 
     def text(self, key: str) -> str:
-        """What it says. Raises ConfigError: the file lacks it."""
+        """Return the text of a key. Raises ConfigError if the file lacks it."""
         if key not in self._values:
             near = nearest(key, self._values)
             raise ConfigError(f"MQSim file {self._path!r} has no {key}{near}")
@@ -58,43 +58,43 @@ class Keys:
         return self._values[key]
 
     def whole(self, key: str) -> int:
-        """A whole number. Raises ConfigError: it is none."""
+        """Return a whole number. Raises ConfigError if it is not one."""
         return self._number(key, int, "a whole number")
 
     def real(self, key: str) -> float:
-        """A number. Raises ConfigError: it is none."""
+        """Return a number. Raises ConfigError if it is not one."""
         return self._number(key, float, "a number")
 
     def has(self, key: str) -> bool:
-        """Whether the file has it."""
+        """Return True if the file has the key."""
         return key in self._values
 
     def says(self, key: str, text: str) -> bool:
-        """Whether the file says so; that alone does not keep the key from being ignored."""
+        """Return True if the key has this text; the key may still count as ignored."""
         return self._values.get(key) == text
 
     def text_or(self, key: str, absent: str) -> str:
-        """What it says, or what a file that lacks it means."""
+        """Return the text of a key, or the default of a file without it."""
         return self.text(key) if self.has(key) else absent
 
     def whole_or(self, key: str, absent: int) -> int:
-        """The same of a whole number."""
+        """Return a whole number, or the default."""
         return self.whole(key) if self.has(key) else absent
 
     def real_or(self, key: str, absent: float) -> float:
-        """The same of a number."""
+        """Return a number, or the default."""
         return self.real(key) if self.has(key) else absent
 
     def flag(self, key: str) -> bool:
-        """Whether it says true; a file that lacks it says false."""
+        """Return True if the key is true; False if the file lacks it."""
         return self._left.pop(key, None) == "true"
 
     def one_of(self, key: str, known: dict[str, Victim] | dict[str, str]) -> str:
-        """One of those known. Raises ConfigError: it is none."""
+        """Return one of the known values. Raises ConfigError for others."""
         text = self.text(key)
         if text not in known:
             raise ConfigError(
-                f"MQSim file {self._path!r}: {key} is {text!r}; known here are {', '.join(known)}"
+                f"MQSim file {self._path!r}: {key} is {text!r}; it must be one of {', '.join(known)}"
             )
         return text
 
@@ -102,7 +102,7 @@ class Keys:
         text = self.text(key)
         try:
             value = kind(text)
-            int(value)  # which infinity has not, nor what is no number
+            int(value)  # fails for infinity and NaN
             return value  # type: ignore[return-value]
         except (ValueError, OverflowError) as error:
             raise ConfigError(
@@ -110,30 +110,30 @@ class Keys:
             ) from error
 
     def ignored(self) -> tuple[Ignored, ...]:
-        """What has not been asked for, but for what is as this simulator is."""
+        """Return the keys that were not read, except those with the only value supported here."""
         left = ((key, value) for key, value in self._left.items())
         return tuple(Ignored(key, value) for key, value in left if _ALWAYS.get(key) != value)
 
 
 def is_mqsim(path: str | Path) -> bool:
-    """Whether a file is named as MQSim's are."""
+    """Return True if the file's name is like those of MQSim."""
     return Path(path).suffix.lower() == ".xml"
 
 
 def parse(name: str, tag: str) -> ElementTree.Element:
-    """The root of a file. Raises ConfigError: it cannot be read, or is another's."""
+    """Return the root of a file. Raises ConfigError if it cannot be read, or is of another kind."""
     try:
         with open(name, "rb", opener=open_regular) as file:
             root = ElementTree.parse(file).getroot()
     except (OSError, ValueError, LookupError, ElementTree.ParseError) as error:
-        raise ConfigError(f"MQSim file {name!r} cannot be read: {error}") from error
+        raise ConfigError(f"cannot read the MQSim file {name!r}: {error}") from error
     if root.tag != tag:
         raise ConfigError(f"MQSim file {name!r} is a {root.tag}, not a {tag}")
     return root
 
 
 def find(name: str, root: ElementTree.Element, tag: str) -> ElementTree.Element:
-    """An element in another. Raises ConfigError: there is none."""
+    """Return an element within another. Raises ConfigError if there is none."""
     found = root.find(tag)
     if found is None:
         raise ConfigError(f"MQSim file {name!r} has no {tag.removeprefix('.//')}")

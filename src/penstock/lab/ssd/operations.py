@@ -1,16 +1,16 @@
 """A weight update as operations: the phases of a step, and the stages of their units.
 
-- die: the gradient comes over the channel; states are read; passes; the new weight goes over the channel;
-  states are programmed, and with the last page of a block one is erased.
-- controller: states are read, and go over the channel; they come back, and are programmed.
-- split: units of both kinds, evenly mixed.
-- host: one phase reads states and gradient, another programs states; the processor is between them. A
-  unit is then what all planes of a die read, or program, at once. A host that overlaps has one phase of
-  both kinds of units.
+- die: the gradient crosses the channel; states are read; passes; the new weight crosses the channel;
+  states are programmed, and a block is erased with its last page.
+- controller: states are read, and cross the channel; they come back, and are programmed.
+- split: units of both kinds, mixed evenly.
+- host: one phase reads states and gradient, another programs states; the processor works between them. A
+  unit is then one read, or program, of all planes of a die together. A host that overlaps has one phase
+  with both kinds of units.
 
 A unit holds as many parameters as values of the longest state fit in a page. A gradient that is
-programmed is another stage. Of garbage collection, which a write amplification above 1 asks for, further
-programs are told, for some of the units; its reads take no time, as in the closed form.
+programmed is another stage. Garbage collection, which a write amplification above 1 implies, adds
+programs to some of the units; its reads take no time, as in the closed form.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _EVEN: Final = 1e-9
 def phases(
     device: Device, update: Update, placement: Placement, *, on_die: float | None = None
 ) -> tuple[Phase, ...]:
-    """The operation graph of a step; ``on_die`` as of :func:`penstock.lab.ssd.step`."""
+    """Return the operation graph of a step; ``on_die`` as in :func:`penstock.lab.ssd.step`."""
     if placement is Placement.HOST:
         return _host(device, update)
     share = closed.share_on_die(device, update, placement)
@@ -67,34 +67,34 @@ def phases(
 
 
 def _collections(amplification: float) -> tuple[tuple[float, int], ...]:
-    """(share of units, programs of garbage collection beside each of their own)."""
+    """Return (share of units, programs of garbage collection for each of their own)."""
     fewer = math.floor(amplification) - 1
     more = amplification - 1 - fewer
     return (1 - more, fewer), (more, fewer + 1)
 
 
 def _words(device: Device, update: Update) -> int:
-    """Parameters of a unit."""
+    """Return the number of parameters of a unit."""
     return max(1, device.geometry.page_bytes // max(update.sizes))
 
 
 def _page_ps(device: Device, update: Update, nbytes: float) -> int:
-    """For which so many bytes of each parameter of a unit cross the channel."""
+    """Return the time for which ``nbytes`` for each parameter of a unit cross the channel."""
     return round(device.page_bus_ps * nbytes / max(update.sizes))
 
 
 def _on_die(device: Device, update: Update, extra: int) -> _Stages:
-    """Beside the page registers; what garbage collection moves stays on the die."""
+    """Return the stages beside the page registers; pages moved by garbage collection stay on the die."""
     unit, cell, count = device.unit, device.cell, len(update.sizes)
-    planes = max(1, device.geometry.planes_per_die - 1)  # one is the gradient's
+    planes = max(1, device.geometry.planes_per_die - 1)  # one plane is the gradient's
     rounds = closed.rounds(device, update, planes)
     into, back = _commands_ps(device, count, rounds)
     program = round(rounds * cell.mean_program_ns * PS_PER_NS)
     passes = len(update.rule.passes) * duration_ps(
         _words(device, update) * unit.divider, device.channel.bytes_per_s
     )
-    # one set of registers is the array's, and the bus's with it, the other the element's: what comes from
-    # the element is sent, programmed, and its set filled anew, before they change places
+    # one set of registers belongs to the array, and to the bus with it, the other to the element: results
+    # of the element are sent and programmed, and its set is refilled, before the two change places
     port = unit.overlaps_array and not unit.double_buffered
     element = ELEMENT if unit.overlaps_array else DIE
     arrives = _page_ps(device, update, update.gradient_bytes) + into
@@ -113,7 +113,7 @@ def _on_die(device: Device, update: Update, extra: int) -> _Stages:
 
 
 def _in_controller(device: Device, update: Update, extra: int) -> _Stages:
-    """Over the channel; what garbage collection moves comes back over it once more."""
+    """Return the stages over the channel, which pages moved by garbage collection cross again."""
     cell, count = device.cell, len(update.sizes)
     rounds = closed.rounds(device, update, device.geometry.planes_per_die)
     out, back = _commands_ps(device, count, rounds)
@@ -137,7 +137,7 @@ def _in_controller(device: Device, update: Update, extra: int) -> _Stages:
 
 
 def _spilled(device: Device, update: Update, extra: int, *, keeps: bool) -> _Stages:
-    """A gradient into a page of its own; it is read beside the states, from its plane."""
+    """Return the stages of a gradient in a page of its own, which is read beside the states."""
     if update.gradient is Gradient.REGISTER:
         return ()
     pages = update.gradient_bytes / max(update.sizes) * (1 + extra)
@@ -146,7 +146,7 @@ def _spilled(device: Device, update: Update, extra: int, *, keeps: bool) -> _Sta
 
 
 def _commands_ps(device: Device, pages: int, rounds: int) -> tuple[int, int]:
-    """For which the channel carries the commands of reads, and of programs."""
+    """Return the times for which the channel carries the commands of reads, and of programs."""
     channel, further = device.channel, pages - rounds
     read = rounds * channel.read_command_ns + further * channel.read_plane_ns
     program = rounds * channel.program_command_ns + further * channel.program_plane_ns
@@ -154,7 +154,7 @@ def _commands_ps(device: Device, pages: int, rounds: int) -> tuple[int, int]:
 
 
 def _rounds(device: Device, update: Update, share: float) -> float:
-    """Multi-plane programs of a unit, over both kinds."""
+    """Return the multi-plane programs of a unit, on average over both kinds."""
     planes = device.geometry.planes_per_die
     on_die, in_controller = (
         closed.rounds(device, update, count) for count in (max(1, planes - 1), planes)
@@ -167,7 +167,7 @@ def _erase_ps(device: Device, count: float) -> int:
 
 
 def _host(device: Device, update: Update) -> tuple[Phase, ...]:
-    """Pages in sequence, as many planes at once as can."""
+    """Return phases of pages in sequence, with as many planes at once as possible."""
     page = device.geometry.page_bytes
     planes = closed.planes_at_once(device)
     states = -(-update.states_bytes * update.parameters // page)
@@ -199,7 +199,7 @@ def _read(device: Device) -> _Stages:
 
 
 def _write(device: Device, extra: int) -> _Stages:
-    """With what garbage collection reads and programs, over the channel both ways."""
+    """Return the stages of a write, with garbage collection's pages over the channel both ways."""
     channel, planes = device.channel, closed.planes_at_once(device)
     command = (channel.program_command_ns + (planes - 1) * channel.program_plane_ns) * PS_PER_NS
     program = (1 + extra) * round(device.cell.mean_program_ns * PS_PER_NS)
@@ -236,5 +236,5 @@ def _phase(
 
 
 def seconds(ps: int) -> float:
-    """Of picoseconds."""
+    """Convert picoseconds to seconds."""
     return ps / PS_PER_S

@@ -1,8 +1,8 @@
-"""Optimizers as a processing element sees them: how many states, and which passes over a page of words.
+"""Optimizers for a processing element: their states, and their passes over a page of words.
 
 The element of OptimStore (HPCA 2023) has four operations on pages of FP32 words. An update is a sequence
 of them, one pass each; bias correction, the schedule, weight decay and unscaling are folded into their
-constants. There is no division, and the small term that keeps a root from zero is inside it.
+constants. There is no division, and the small term that keeps a root from zero is inside the root.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ class Pass(enum.StrEnum):
 
     @property
     def multiplications(self) -> int:
-        """For each word; of the inverse root two Newton steps of three and one, from a table: assumed."""
+        """Multiplications for each word; an inverse root has two Newton steps of three, and one."""
         return {"linear": 2, "quadratic": 3, "multiply": 1, "inverse-root": 6}[self.value]
 
     @property
     def additions(self) -> int:
-        """For each word."""
+        """Additions for each word."""
         return {"linear": 1, "quadratic": 1, "multiply": 0, "inverse-root": 2}[self.value]
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """One optimizer."""
+    """States and passes of one optimizer."""
 
     name: str
     states: tuple[str, ...]
-    """What stays on flash, the weight first."""
+    """States on flash, the weight first."""
     passes: tuple[Pass, ...]
-    """In order."""
+    """Passes in order."""
 
 
 _SECOND: Final = (Pass.QUADRATIC, Pass.INVERSE_ROOT)
-"""``v = a v + b g g``, then its inverse root."""
+"""Passes of ``v = a v + b g g``, then its inverse root."""
 _FACTOR: Final = (Pass.MULTIPLY, Pass.LINEAR)
-"""The step is a product; ``w = a w - b step``."""
+"""Passes of a step that is a product; ``w = a w - b step``."""
 _ADAM: Final = (Pass.LINEAR, *_SECOND, *_FACTOR)
 
 OPTIMIZERS: Final = {
@@ -66,14 +66,14 @@ OPTIMIZERS: Final = {
         Optimizer("adamw", ("weight", "momentum", "variance"), _ADAM),
     )
 }
-"""By name. AdamW's decay is the constant of the last pass, so it is as long as Adam."""
+"""Optimizers by name. AdamW's decay is a constant of the last pass, so it takes as long as Adam."""
 
 
 def optimizer(name: str) -> Optimizer:
-    """One of ``OPTIMIZERS``. Raises ConfigError naming the nearest if there is none."""
+    """Return one of ``OPTIMIZERS``. Raises ConfigError that names the nearest for an unknown name."""
     if name not in OPTIMIZERS:
         known = ", ".join(OPTIMIZERS)
         raise ConfigError(
-            f"unknown optimizer {name!r}{nearest(name, OPTIMIZERS)}; known are {known}"
+            f"unknown optimizer {name!r}{nearest(name, OPTIMIZERS)}; use one of {known}"
         )
     return OPTIMIZERS[name]

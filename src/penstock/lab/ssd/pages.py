@@ -1,11 +1,11 @@
-"""From pages that are asked for to operations of flash: what is read first, what waits, what is cleaned.
+"""Translation of page accesses to operations of flash: reads in advance, waiting writes, cleaning.
 
-1. Where the map is not all in the controller's memory, the entry of a page is loaded first
+1. If the map is not all in the controller's memory, the entry of a page is loaded first
    (:mod:`.mapping`).
 2. A page that is read has its place; one that was never written gets one, unprogrammed.
-3. A page that is written gets a new place at once. If it is written in part, what is kept of it is read
-   first, and the program waits for that, at the place in its queue that it had when it was asked for.
-4. A plane whose erased blocks run out takes nothing from the host until one has been erased
+3. A page that is written gets a new place at once. If it is written in part, the rest of it is read
+   first, and the program waits for that, at the place in its queue that it had at the request.
+4. A plane without erased blocks takes no writes of the host until one has been erased
    (:mod:`.cleaning`).
 """
 
@@ -25,12 +25,12 @@ from penstock.lab.ssd.ftl import Ftl
 from penstock.lab.ssd.mapping import CachedMap
 
 Part = tuple[int, int, int]
-"""(logical page, bytes of it, its sectors as bits: 0 for all, or where nobody counts)."""
+"""(logical page, bytes of it, bit mask of its sectors: 0 for all, or if sectors are not tracked)."""
 
 
 @dataclass(slots=True)
 class _RowWrite:
-    """A super-page that is written: its programs wait for what is read of it first."""
+    """A super-page that is written; its programs wait for reads of its other data."""
 
     owner: Owner
     wanted: frozenset[int]
@@ -43,8 +43,8 @@ class Pages:
     """The controller between requests and flash.
 
     Attributes:
-        cleaner: Garbage collection, and what waits for it.
-        map: The part of the map that is in memory; None: all of it is.
+        cleaner: Garbage collection, and the writes that wait for it.
+        map: The map on flash; None if all of it is in memory.
     """
 
     def __init__(self, device: Device, ftl: Ftl, flash: Flash) -> None:
@@ -63,7 +63,7 @@ class Pages:
     def serve(self, owner: Owner, begin: int, end: int) -> None:
         """Read or write bytes of the drive; ``owner.left`` counts their pages.
 
-        All operations are known at the same time, so those of one die go together where they can.
+        All operations are known at the same time, so those of one die are combined where possible.
         """
         size = self._page_bytes
         first, last = begin // size, (end - 1) // size
@@ -86,11 +86,11 @@ class Pages:
         self._flash.submit(ops)
 
     def serve_parts(self, owner: Owner, parts: Iterable[Part]) -> None:
-        """The same for pages that need not follow each other."""
+        """Read or write pages that need not be consecutive."""
         self.serve_together([(owner, list(parts))])
 
     def serve_together(self, wanted: list[tuple[Owner, list[Part]]]) -> None:
-        """The same for several owners, all of whose operations are known at the same time."""
+        """Read or write pages of several owners, all of whose operations are known at the same time."""
         ops: list[Op] = []
         for owner, parts in wanted:
             owner.left += len(parts)
@@ -104,14 +104,14 @@ class Pages:
             yield lpn, high - low, self._sectors(low, high)
 
     def _sectors(self, low: int, high: int) -> int:
-        """Of a page, as bits, from the bytes of the drive."""
+        """Return the bit mask of a page's sectors in a range of the drive's bytes."""
         nbytes = high - low
         if nbytes == self._page_bytes or not self._sector_map:
             return 0
         return ((1 << nbytes // SECTOR_BYTES) - 1) << low % self._page_bytes // SECTOR_BYTES
 
     def _enter(self, owner: Owner, parts: Iterable[Part], ops: list[Op]) -> None:
-        """By way of the map, where it is not all in memory; super-pages by their number."""
+        """Load map entries where the map is not all in memory; super-pages go by their number."""
         rows: dict[int, list[Part]] = {}
         width = self._ftl.superpages.width if self._ftl.superpages is not None else 1
         for part in parts:
@@ -145,7 +145,7 @@ class Pages:
         ops.append(Op(USER_READ, block, page, lpn, nbytes + self._spare, owner, self._when_done))
 
     def _write(self, owner: Owner, part: Part, ops: list[Op]) -> None:
-        """Place and program a page, after what is kept of it has been read; or let it wait for room."""
+        """Place and program a page, after a read of its remaining data; or let it wait for room."""
         ftl, (lpn, nbytes, sectors) = self._ftl, part
         plane = ftl.plane_of(lpn)
         if ftl.planes[plane].free < ftl.least:
@@ -167,13 +167,13 @@ class Pages:
         else:
             read.owner, read.done = op, self._rest_read
             ops.append(read)
-            for each in (*ops, op):  # its place is behind those of the pages before it
+            for each in (*ops, op):  # it is queued after the pages before it
                 each.order = each.order or self._flash.next_order()
         if not ftl.gc_when_filled or page == self._last:
             self.cleaner.clean(plane, ops)
 
     def _kept(self, lpn: int, nbytes: int, sectors: int) -> tuple[int, int]:
-        """(bytes to read, bytes to send) of a page of which ``nbytes`` are written."""
+        """Return (bytes to read, bytes to send) of a page of which ``nbytes`` are written."""
         ftl = self._ftl
         written = ftl.find(lpn) is not None
         if not self._sector_map:
@@ -186,17 +186,17 @@ class Pages:
         return (had & ~sectors).bit_count() * SECTOR_BYTES, nbytes
 
     def _reading(self, lpn: int, nbytes: int) -> Op:
-        """The read of what is kept of a page, from where it still lies."""
+        """Return the read of a page's remaining data at its old place."""
         place = self._ftl.find(lpn)
-        assert place is not None  # or nothing would be kept
+        assert place is not None  # otherwise no data would remain
         block, page = place
         block.pending += 1
         return Op(USER_READ, block, page, lpn, nbytes + self._spare, None, self._when_done)
 
     def _write_row(self, owner: Owner, number: int, parts: list[Part], ops: list[Op]) -> None:
-        """A super-page: whole, whatever is written of it."""
+        """Write a whole super-page, even if only a part of it is written."""
         superpages = self._ftl.superpages
-        assert superpages is not None  # or nobody has its number
+        assert superpages is not None  # otherwise there are no super-page numbers
         planes = superpages.planes_of(number)
         for plane in planes:
             if self._ftl.stopped(plane):
@@ -229,17 +229,17 @@ class Pages:
     # -- events -------------------------------------------------------------------------------------
 
     def _done(self, op: Op) -> None:
-        """A page of its owner's."""
+        """Count a finished page of an owner."""
         block, owner = op.block, op.owner
         block.pending -= 1
         if not block.pending and self.cleaner.busy:
-            self.cleaner.quiet(block)
+            self.cleaner.host_finished(block)
         owner.left -= 1
         if not owner.left:
             owner.done(owner)
 
     def _rest_read(self, op: Op) -> None:
-        """What a page keeps has been read: it can be programmed."""
+        """Program a page after the read of its remaining data."""
         self._flash.submit((op.owner,))
         self._free(op.block)
 
@@ -262,4 +262,4 @@ class Pages:
     def _free(self, block: Block) -> None:
         block.pending -= 1
         if not block.pending and self.cleaner.busy:
-            self.cleaner.quiet(block)
+            self.cleaner.host_finished(block)

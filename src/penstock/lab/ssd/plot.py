@@ -1,4 +1,4 @@
-"""A weight update as a picture: time by resource, gains, and what more dies would do.
+"""Pictures of weight updates: time by resource, gains, and the effect of more dies.
 
 Needs matplotlib: ``pip install 'penstock[plot]'``.
 """
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLOUR: Final = dict(zip(Placement, COLOURS, strict=False))
-_MOST_LINES: Final = 16
+_MAX_LINES: Final = 16
 _DASHES: Final = ("-", "--", ":", "-.")
 _DIES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 SweepPoint: TypeAlias = tuple[Sequence[tuple[str, Any]], Sequence[Step]]
-"""((field, value) of what is swept, a step for each placement)."""
+"""((field, value) of a sweep point, a step for each placement)."""
 
 
 def plot_steps(
     device: Device, update: Update, done: Sequence[Step], path: str | os.PathLike[str]
 ) -> None:
-    """Draw placements beside each other; the file's suffix decides the format.
+    """Draw placements side by side; the suffix of the file decides the format.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written in that format.
@@ -50,7 +50,7 @@ def plot_steps(
 
 
 def _draw_resources(axis: Axes, done: Sequence[Step]) -> None:
-    """A bar for each resource; the line is the step, which no bar passes."""
+    """Draw a bar for each resource, and a line for the step, which no bar exceeds."""
     labels: list[str] = []
     for one in done:
         first = len(labels)
@@ -73,7 +73,7 @@ def _draw_resources(axis: Axes, done: Sequence[Step]) -> None:
 
 
 def _draw_gains(axis: Axes, done: Sequence[Step]) -> None:
-    """Speed and energy, each against the first placement."""
+    """Draw speed and energy relative to the first placement."""
     first = done[0]
     groups = ["speed", *(f"energy,\n{boundary}" for boundary in Boundary)]
     width = 0.8 / len(done)
@@ -94,13 +94,13 @@ def _draw_gains(axis: Axes, done: Sequence[Step]) -> None:
 
 
 def _draw_energy(axis: Axes, done: Sequence[Step]) -> None:
-    """A bar for each placement, of the drive's components: the host's part would hide them."""
-    told = [one.ledger.within(Boundary.SSD) for one in done]
-    names = list(dict.fromkeys(name for its in told for name in its))
+    """Draw a bar of the drive's components for each placement; the host's part would dwarf them."""
+    ledgers = [one.ledger.within(Boundary.SSD) for one in done]
+    names = list(dict.fromkeys(name for each in ledgers for name in each))
     ends = [0.0] * len(done)
     colours = [*COLOURS, *(f"{colour}80" for colour in COLOURS)]
     for name, colour in zip(names, itertools.cycle(colours), strict=False):
-        joules = [its.get(name, 0.0) for its in told]
+        joules = [each.get(name, 0.0) for each in ledgers]
         axis.barh(range(len(done)), joules, 0.6, left=ends, color=colour, label=name)
         ends = [end + more for end, more in zip(ends, joules, strict=True)]
     axis.set_yticks(range(len(done)), [one.placement for one in done])
@@ -112,7 +112,7 @@ def _draw_energy(axis: Axes, done: Sequence[Step]) -> None:
 
 
 def _draw_dies(axis: Axes, device: Device, update: Update, done: Sequence[Step]) -> None:
-    """The roofline of a unit: more dies help until the channel is full."""
+    """Draw the roofline of a unit: more dies help until the channel is full."""
     for one in done:
         times = [step(_with_dies(device, dies), update, one.placement).time_s for dies in _DIES]
         axis.plot(
@@ -137,27 +137,27 @@ def _draw_dies(axis: Axes, device: Device, update: Update, done: Sequence[Step])
 
 
 def _with_dies(device: Device, dies: int) -> Device:
-    """Chips of one die each, so that all work at the same time on every device."""
+    """Return a device with this many chips of one die, which work at the same time on every device."""
     one = with_field(device, "geometry.dies_per_chip", 1)
     return with_field(one, "geometry.chips_per_channel", dies)
 
 
 def check_lines(count: int) -> None:
-    """Raise ConfigError if so many lines of one picture cannot be told apart."""
-    if count > _MOST_LINES:
+    """Raise ConfigError if a picture cannot show ``count`` distinguishable lines."""
+    if count > _MAX_LINES:
         raise ConfigError(
-            f"--plot: {count} lines are too many to be told apart, {_MOST_LINES} are not; sweep less"
+            f"--plot: {count} lines are too many to distinguish; sweep for at most {_MAX_LINES}"
         )
 
 
 def plot_sweep(
     device: Device, update: Update, points: Sequence[SweepPoint], path: str | os.PathLike[str]
 ) -> None:
-    """Draw time by the first field, a line for each placement and each value of the others.
+    """Draw time over the first field, with a line for each placement and value of the other fields.
 
     Raises:
         ConfigError: matplotlib is not installed, the file cannot be written in that format, or there are
-            more lines than can be told apart.
+            too many lines to distinguish.
     """
     lines: dict[str, list[tuple[str, float, Placement]]] = {}
     for fields, steps in points:

@@ -1,4 +1,4 @@
-"""A cap on what a drive draws: commands that have arrived wait for others to be done, in turn."""
+"""A limit of a drive's power: commands that have arrived wait in turn for others to end."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from penstock.lab.ssd.usage import Power
 
 
 class PowerCap:
-    """What arrays that work at the same time may draw together."""
+    """Limit for the power of arrays that work at the same time."""
 
     def __init__(self, power: Power, cap_w: float) -> None:
-        """Nothing is drawn yet.
+        """Start without load.
 
         Raises:
-            ConfigError: The cap is too low for any command.
+            ConfigError: The limit is too low for any command.
         """
         self._power = power
         self._cap_w = power.for_arrays(cap_w) * (1 + 1e-12)
         self._drawn_w: dict[Target, float] = {}
         self._parked: deque[tuple[Target, list[Op]]] = deque()
 
-    def draws(self, target: Target, ops: list[Op]) -> bool:
-        """Whether there is power for a command now; if not it is kept, behind all that wait."""
+    def try_start(self, target: Target, ops: list[Op]) -> bool:
+        """Return True if there is power for a command now; otherwise keep it, after all that wait."""
         need = self._power.watts(KIND[ops[0].queue], len(ops))
         if self._parked or sum(self._drawn_w.values()) + need > self._cap_w:
             self._parked.append((target, ops))
@@ -32,12 +32,12 @@ class PowerCap:
         self._drawn_w[target] = need
         return True
 
-    def rests(self, target: Target) -> Iterator[tuple[Target, list[Op]]]:
-        """A command is over: those that waited, each to be begun anew before the next is told."""
+    def finish(self, target: Target) -> Iterator[tuple[Target, list[Op]]]:
+        """End a command and yield those that may start now; start each before taking the next."""
         del self._drawn_w[target]
         waiting, self._parked = self._parked, deque()
         while waiting:
             yield waiting.popleft()
-            if self._parked:  # no power for this one, so for none behind it
+            if self._parked:  # without power for this one, none behind it may start
                 self._parked.extend(waiting)
                 return

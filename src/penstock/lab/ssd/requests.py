@@ -1,4 +1,4 @@
-"""What a host asks of a drive: requests, and where they come from."""
+"""Requests of a host to a drive, and their sources."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from penstock.lab.ssd.commands import Owner
 
 
 class Request(Owner):
-    """One read or write; a write of no bytes is a flush, which is done when flash has all before it.
+    """One read or write; a write of no bytes is a flush, which completes when flash has all earlier data.
 
     Attributes:
-        arrival_ps: When the host asks; None: as soon as the queue has room.
-        began_ps: When it came to the queue.
-        flow: Which of the host's flows it is of, by number.
-        cached: Whether the write cache serves it, where the drive has one.
+        arrival_ps: Time of arrival; None for as soon as the queue has room.
+        began_ps: Time at which it entered the queue.
+        flow: Number of its flow among the host's.
+        cached: True if the write cache serves it, if the drive has one.
     """
 
     __slots__ = ("arrival_ps", "began_ps", "cached", "flow", "nbytes", "offset_bytes")
@@ -41,78 +41,80 @@ class Request(Owner):
 
     @property
     def is_flush(self) -> bool:
-        """Whether it asks for nothing but what came before."""
+        """True for a flush."""
         return not self.nbytes and not self.is_read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """A synthetic one; sizes in bytes."""
+    """A synthetic workload; sizes in bytes."""
 
     requests: int
     read_share: float = 1.0
     request_bytes: int = 4096
     queue_depth: int = 1
-    """How many the host keeps in the queue."""
+    """Number of requests that the host keeps in the queue."""
     random: bool = True
-    """Anywhere in the working set, aligned; else one after the other, round it."""
+    """True for random aligned offsets in the working set; False for a sequence that wraps around it."""
     start_bytes: int = 0
-    """Where requests in sequence begin: those that straddle what pages of planes and dies make differ."""
+    """Start of sequential requests; it decides which of them straddle pages of planes and dies."""
     align_bytes: int = 0
-    """What offsets of random requests are multiples of; 0: of their size."""
+    """Alignment of random offsets; 0 for the request size."""
     working_set: float = 0.5
-    """Share of what the host can address."""
+    """Share of the host's address space."""
     filled: float = 0.0
-    """Share of what the host can address that was written, in order, before time begins."""
+    """Share of the host's address space that was written, in order, before time begins."""
     hot_share: float = 0.0
-    """Of random requests, that are for the hot part of the working set, its start: in another stream than
-    the rest, where ``ftl.streams`` has two."""
+    """Share of random requests that go to the hot part of the working set, its start; they use another
+    stream than the others if ``ftl.streams`` has two."""
     hot_set: float = 0.1
     """Share of the working set that is hot."""
     flush_every: int = 0
-    """Writes after which the host asks for a flush, as a file system does; 0: never."""
+    """Number of writes between the host's flushes, like those of a file system; 0 for no flushes."""
     skip: int = 0
-    """Requests that complete before anything is measured."""
+    """Requests that complete before the measurement starts."""
     seed: int = 1
 
     def __post_init__(self) -> None:
         for name in ("requests", "queue_depth"):
             if getattr(self, name) < 1:
                 raise ConfigError(
-                    f"workload: {name} is {getattr(self, name)}, it must be 1 or more"
+                    f"workload: {name} is {getattr(self, name)}; it must be 1 or more"
                 )
         if not 0 <= self.skip < self.requests:
-            raise ConfigError(f"workload: skip is {self.skip}, of {self.requests} requests")
+            raise ConfigError(
+                f"workload: skip is {self.skip}; it must be below the {self.requests} requests"
+            )
         if self.request_bytes < 1:
             raise ConfigError(
-                f"workload: request_bytes is {self.request_bytes}, it must be {SECTOR_BYTES} or more"
+                f"workload: request_bytes is {self.request_bytes}; it must be {SECTOR_BYTES} or more"
             )
         if self.request_bytes % SECTOR_BYTES:
             raise ConfigError(
-                f"workload: request_bytes is {self.request_bytes}, no multiple of {SECTOR_BYTES}"
+                f"workload: request_bytes is {self.request_bytes}; use a multiple of {SECTOR_BYTES}"
             )
         if self.align_bytes < 0 or self.align_bytes % SECTOR_BYTES:
             raise ConfigError(
-                f"workload: align_bytes is {self.align_bytes}, no multiple of {SECTOR_BYTES}"
+                f"workload: align_bytes is {self.align_bytes}; it must be a multiple of {SECTOR_BYTES}"
             )
         if self.start_bytes < 0 or self.start_bytes % SECTOR_BYTES:
             raise ConfigError(
-                f"workload: start_bytes is {self.start_bytes}, no multiple of {SECTOR_BYTES}"
+                f"workload: start_bytes is {self.start_bytes}; it must be a multiple of {SECTOR_BYTES}"
             )
         if self.flush_every < 0:
-            raise ConfigError(f"workload: flush_every is {self.flush_every}, it must be 0 or more")
+            raise ConfigError(f"workload: flush_every is {self.flush_every}; it must be 0 or more")
         shares = {"read_share": 0, "filled": 0, "working_set": 1e-12, "hot_share": 0, "hot_set": 0}
         for name, least in shares.items():
             if not least <= getattr(self, name) <= 1:
                 raise ConfigError(
-                    f"workload: {name} is {getattr(self, name)}, it is a share, 0 to 1"
+                    f"workload: {name} is {getattr(self, name)}; it must be a share from 0 to 1"
                 )
 
     def __iter__(self) -> Iterator[Request]:
-        raise TypeError("a workload needs a drive's size: use its stream(user_bytes)")
+        raise TypeError("a workload needs the size of a drive: use its stream(user_bytes)")
 
     def stream(self, user_bytes: int) -> Iterator[Request]:
-        """Its requests, for a drive that the host can address so many bytes of.
+        """Return its requests, for a drive with ``user_bytes`` that the host can address.
 
         Raises:
             ConfigError: The working set is smaller than one request.
@@ -121,8 +123,8 @@ class Workload:
         room -= 0 if self.random else self.start_bytes
         if room < 0:
             raise ConfigError(
-                f"workload: a working set of {self.working_set} of {user_bytes} bytes holds no request"
-                f" of {self.request_bytes} from where it begins"
+                f"workload: a working set of {self.working_set} of {user_bytes} bytes has no room for a"
+                f" request of {self.request_bytes} bytes after its start"
             )
         return self._stream(room)
 

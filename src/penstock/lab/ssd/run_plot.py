@@ -1,4 +1,4 @@
-"""What a simulated drive did, as pictures: over time, by component, and by the size of transfers.
+"""Pictures of a simulated drive: activity over time, energy by component, and rates by transfer size.
 
 Needs matplotlib: ``pip install 'penstock[plot]'``.
 """
@@ -25,7 +25,7 @@ def plot_usage(
     *,
     cap_w: float | None = None,
 ) -> None:
-    """Draw what a drive did over time, channels and dies at work and its power; and its energy beneath.
+    """Draw the activity of channels and dies and the power over time, with the energy beneath.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written in that format.
@@ -56,7 +56,7 @@ def plot_usage(
 
 
 def plot_service(title: str, measured: Measured, path: str | os.PathLike[str]) -> None:
-    """Draw how fast a drive moves a transfer, by its size, each way.
+    """Draw the rate of a drive by transfer size, for reads and writes.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written in that format.
@@ -87,7 +87,7 @@ def _size(nbytes: int) -> str:
 
 
 def _draw_energy(axis: Axes, energy_j: Sequence[tuple[str, float]]) -> None:
-    """A bar for each component, the largest first."""
+    """Draw a bar for each component, the largest first."""
     largest = sorted((joules, name) for name, joules in energy_j if joules)[::-1]
     axis.barh(range(len(largest)), [1e3 * joules for joules, _ in largest], 0.7, color=COLOURS[3])
     axis.set_yticks(range(len(largest)), [name for _, name in largest], fontsize=8)

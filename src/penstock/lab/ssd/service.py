@@ -1,4 +1,4 @@
-"""What a simulated drive takes for transfers of several sizes, for whoever plans with it."""
+"""Measured times of a simulated drive for transfers of several sizes, for planning."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from penstock.lab.ssd.drive import Drive
 from penstock.lab.ssd.requests import Request
 
 REQUEST_BYTES: Final = 128 * 1024
-"""As an engine cuts a transfer: what many drives take at most (NVMe's MDTS)."""
+"""Size of the requests into which a transfer is cut: the limit of many drives (NVMe's MDTS)."""
 DEPTH: Final = 32
 SIZES: Final = tuple(4096 << each for each in range(0, 15, 2))
-"""4 KiB to 64 MiB."""
+"""Transfer sizes: 4 KiB to 64 MiB."""
 _SHARED: Final = 1.2
-"""Reads and writes share a drive if both at once move less than so many times what either does alone."""
+"""Reads and writes share a drive if both together move less than this many times either alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One drive."""
+    """Measurements of one drive."""
 
     sizes_bytes: tuple[int, ...]
     write_s: tuple[float, ...]
-    """Of one transfer alone, cut into requests."""
+    """Times of one transfer alone, cut into requests."""
     read_s: tuple[float, ...]
     latency_s: float
-    """Of a read of 4 KiB."""
+    """Time of a read of 4 KiB."""
     write_bytes_per_s: float
-    """Of the largest transfer."""
+    """Rate of the largest transfer."""
     read_bytes_per_s: float
     shared: bool
-    """Whether reading and writing at once take from each other."""
+    """True if simultaneous reads and writes slow each other down."""
 
 
 def measure(device: Device, *, sizes_bytes: Sequence[int] = SIZES) -> Measured:
-    """Transfers of each size on a new drive each; reads of what was written before.
+    """Measure transfers of each size, each on a new drive; reads follow a write of the same data.
 
     Args:
-        device: Simulated event by event.
-        sizes_bytes: Two or more, growing.
+        device: Device to simulate event by event.
+        sizes_bytes: Two or more sizes, increasing.
 
     Raises:
-        ConfigError: Sizes that make no sense, or larger than a quarter of the drive.
+        ConfigError: The sizes are invalid, or larger than a quarter of the drive.
     """
     sizes = tuple(sizes_bytes)
     if len(sizes) < 2 or sizes[0] < 1 or sorted(set(sizes)) != list(sizes):
-        raise ConfigError(f"sizes are {sizes}; they must be two or more, growing")
+        raise ConfigError(f"sizes are {sizes}; they must be two or more, and increase")
     largest = Drive(device).user_bytes // 4
     if sizes[-1] > largest:
         raise ConfigError(f"a transfer of {sizes[-1]} bytes is more than a quarter of the drive")
@@ -70,12 +70,12 @@ def measure(device: Device, *, sizes_bytes: Sequence[int] = SIZES) -> Measured:
 
 
 def _rising(times: Sequence[float]) -> tuple[float, ...]:
-    """A page that is written in part may take longer than whole ones; no curve falls."""
+    """Make times increase: a page that is written in part may take longer than whole pages."""
     return tuple(max(times[: place + 1]) for place in range(len(times)))
 
 
 def _seconds(device: Device, nbytes: int, kinds: tuple[bool, ...]) -> float:
-    """From the first request to the last completion, of a transfer of each kind at once."""
+    """Return the time from the first request to the last completion, for a transfer of each kind."""
     drive = Drive(device)
     if True in kinds:
         fill(drive.ftl, -(-nbytes // device.geometry.page_bytes))

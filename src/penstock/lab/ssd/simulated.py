@@ -1,7 +1,7 @@
-"""A weight update on the engines: by events, or by timelines; and how far to go on from a part of it.
+"""Weight updates on the engines, by events or by timelines, and extrapolation from a part of an update.
 
 Both run the same operations (:mod:`.operations`) and must give the same picoseconds. The link to the host
-bounds a step beside them, as in the closed form: it delivers gradients one after the other, and weights
+limits a step separately, as in the closed form: it delivers gradients one after the other, and weights
 leave while others are updated.
 """
 
@@ -24,32 +24,32 @@ from penstock.lab.ssd.graph import Phase
 from penstock.lab.ssd.graph_events import ChannelRun
 from penstock.lab.ssd.operations import phases, seconds
 from penstock.lab.ssd.update import Update
-from penstock.lab.ssd.wear import levelled_time, wear_of
+from penstock.lab.ssd.wear import levelling_factor, wear_of
 
 _TRIED = 8
-"""Parts of a split that are tried."""
+"""Number of shares that are tried for a split."""
 
 
 class Engine(enum.StrEnum):
-    """What tells how long a step takes."""
+    """Method that computes the time of a step."""
 
     CLOSED = "closed"
     """The bound of each resource."""
     TIMELINE = "timeline"
-    """The fast path, by Numba."""
+    """The fast path, with Numba."""
     TWIN = "twin"
-    """The same, plain."""
+    """The fast path, in plain Python."""
     EVENTS = "events"
     """The reference."""
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of one phase, in ps."""
+    """Times of one phase, in ps."""
 
     end_ps: int
     bus_ps: int
-    """For which buses work, over all channels."""
+    """Time for which buses work, over all channels."""
     die_ps: int
 
 
@@ -57,7 +57,7 @@ _RunChannel = Callable[..., tuple[int, int, int]]
 
 
 def run_phase(phase: Phase, engine: Engine) -> Times:
-    """All units of a phase. Raises ConfigError for the closed form, which has none."""
+    """Run all units of a phase. Raises ConfigError for the closed form, which has no phases."""
     if engine is Engine.EVENTS:
         done = [ChannelRun(phase, number).run() for number in range(phase.channels)]
     elif engine is Engine.CLOSED:
@@ -89,7 +89,7 @@ def run_phase(phase: Phase, engine: Engine) -> Times:
 
 
 def channel_waits(phase: Phase) -> tuple[float, ...]:
-    """The share of their time that units of each kind spend waiting for the channel, by events."""
+    """Return the share of their time that units of each kind wait for the channel, by events."""
     runs = [ChannelRun(phase, number) for number in range(phase.channels)]
     for one in runs:
         one.run()
@@ -100,52 +100,52 @@ def channel_waits(phase: Phase) -> tuple[float, ...]:
 
 
 def _kernel() -> _RunChannel:
-    """Numba is loaded when it is first needed: it takes longer to load than most of what is asked."""
+    """Load Numba when it is first needed, because loading takes longer than most simulations."""
     run: _RunChannel = importlib.import_module("penstock.lab.ssd.timeline_kernel").run_channel
     return run
 
 
 def simulate(device: Device, update: Update, placement: Placement, engine: Engine) -> Step:
-    """One step, as :func:`penstock.lab.ssd.step` tells it, with the engine's time and use."""
+    """Compute a step like :func:`penstock.lab.ssd.step`, with the engine's time and use."""
     if engine is Engine.CLOSED:
         return closed.step(device, update, placement)
     share = best_share(device, update) if placement is Placement.SPLIT else None
     formula = closed.step(device, update, placement, on_die=share)
     graph = phases(device, update, placement, on_die=share)
     times = [run_phase(phase, engine) for phase in graph]
-    return _told(device, update, formula, graph, times)
+    return _with_times(device, update, formula, graph, times)
 
 
 def extrapolate(
     device: Device, update: Update, placement: Placement, engine: Engine, *, periods: int = 4
 ) -> tuple[Step, float]:
-    """The same from the first units only, which are as good as all once a rhythm is found.
+    """Extrapolate a step from its first units, which suffice once they repeat a pattern.
 
     Args:
-        device: Of which a period is as many units as fill a block on every die.
+        device: Device; a period is as many units as fill a block on every die.
         update: The step.
-        placement: Where it runs.
-        engine: What simulates.
-        periods: How many are simulated, 4 or more; the first half only to find the rhythm.
+        placement: Place of the update.
+        engine: Engine to simulate with.
+        periods: Number of simulated periods, 4 or more; the first half is only a warm-up.
 
     Returns:
-        The step, and its error, a share: by how much the rates of the last two quarters differ, or the
-        last from what it could become at best, for dies may wait for each other less in the long run.
+        The step, and its relative error: the difference between the rates of the last two quarters, or
+        between the last and the best possible, because dies may wait less for each other in the long run.
     """
     if periods < 4 or periods % 4:
-        raise ConfigError(f"periods is {periods}, it must be a multiple of 4")
+        raise ConfigError(f"periods is {periods}; it must be a multiple of 4")
     share = best_share(device, update) if placement is Placement.SPLIT else None
     graph = phases(device, update, placement, on_die=share)
     times, error = _extrapolated(graph, engine, periods)
     formula = closed.step(device, update, placement, on_die=share)
-    return _told(device, update, formula, graph, times), error
+    return _with_times(device, update, formula, graph, times), error
 
 
 def best_share(device: Device, update: Update) -> float:
-    """Of units on the die, in split: what is quickest on timelines.
+    """Return the share of units on the die, for split, that is fastest on timelines.
 
-    By the formulas buses and dies may both be busy all the time; but then they wait for each other, more
-    than what mixing gains. So shares are tried, on a part of the step.
+    By the formulas buses and dies may both be busy all the time; but then they wait for each other, which
+    costs more than the mix gains. So several shares are tried, on a part of the step.
     """
     formula = closed.share_on_die(device, update, Placement.SPLIT)
     tried = sorted({*(part / _TRIED for part in range(_TRIED + 1)), formula}, reverse=True)
@@ -153,7 +153,7 @@ def best_share(device: Device, update: Update) -> float:
     def rate(share: float) -> float:
         graph = phases(device, update, Placement.SPLIT, on_die=share)
         times, _ = _extrapolated(graph, Engine.TIMELINE, 4)
-        return _told(
+        return _with_times(
             *(device, update, closed.step(device, update, Placement.SPLIT, on_die=share)),
             *(graph, times),
         ).time_s
@@ -190,17 +190,17 @@ def _first(phase: Phase, units: int) -> Phase:
     return dataclasses.replace(phase, units=units)
 
 
-def _told(
+def _with_times(
     device: Device, update: Update, formula: Step, graph: tuple[Phase, ...], times: list[Times]
 ) -> Step:
-    """The closed form's step with other times; what depends on them is reckoned anew."""
+    """Return the closed form's step with other times, and everything that depends on them."""
     busy = dict(formula.busy_s)
     on_host = formula.placement is Placement.HOST
     if on_host:
         time_s = _with_host(device, formula, times, busy)
     else:
         others = (busy[name] for name in ("link up", "link down", "controller"))
-        time_s = max(seconds(times[0].end_ps) * levelled_time(device, formula.on_die), *others)
+        time_s = max(seconds(times[0].end_ps) * levelling_factor(device, formula.on_die), *others)
     channels = graph[0].channels
     busy["channel"] = math.fsum(seconds(one.bus_ps) for one in times) / channels
     busy["die"] = math.fsum(seconds(one.die_ps) for one in times) / channels / graph[0].dies
@@ -221,7 +221,7 @@ def _told(
 
 
 def _with_host(device: Device, formula: Step, times: list[Times], busy: dict[str, float]) -> float:
-    """Seconds of a step, of which the host's processor does its part; ``busy`` is told what reads."""
+    """Return the seconds of a step with the host's processor; add the reads to ``busy``."""
     share, link = device.host.io_efficiency, device.link
     up = formula.moved.link_up / link.up_bytes_per_s / share
     down = formula.moved.link_down / link.down_bytes_per_s / share

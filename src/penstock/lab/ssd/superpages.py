@@ -1,9 +1,9 @@
 """Super-pages: pages of all planes of a die at one offset, with one entry of the map.
 
-OptimStore (HPCA 2023) keeps weight, momentum, variance and gradient of the same parameters so, to read
-and program them by one multi-plane operation. A super-page lies on the die that its number tells (static
-allocation over channels, chips and dies), in a *row*: a block of each plane of that die, filled, cleaned
-and erased together. It is written whole: what the host does not write of it is read first.
+OptimStore (HPCA 2023) keeps weight, momentum, variance and gradient of the same parameters in one, to
+read and program them by one multi-plane operation. The die of a super-page follows from its number
+(static allocation over channels, chips and dies); there it is in a *row*: a block of each plane, filled,
+cleaned and erased together. It is written whole: parts that the host does not write are read first.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class Superpages:
     """The part of a drive's addresses, from their start, that is mapped by super-pages.
 
     Attributes:
-        width: Pages of one.
-        pages: Logical pages that are mapped so.
+        width: Pages of a super-page.
+        pages: Logical pages in this part.
     """
 
     def __init__(self, device: Device, planes: Sequence[Plane], count: int) -> None:
-        """Of ``count`` super-pages; ``planes`` are those of the drive."""
+        """Map ``count`` super-pages; ``planes`` are those of the drive."""
         geometry, settings = device.geometry, device.ftl
         self.width = geometry.planes_per_die
         self.pages = count * self.width
@@ -37,30 +37,30 @@ class Superpages:
 
     @classmethod
     def of(cls, device: Device, planes: Sequence[Plane]) -> Superpages | None:
-        """As the device's settings ask; None: they ask for none."""
+        """Create them by the device's settings; None if there are none."""
         count = (
             int(device.user_pages * device.ftl.superpage_share) // device.geometry.planes_per_die
         )
         return cls(device, planes, count) if count else None
 
     def plane_of(self, lpn: int) -> int:
-        """Where a logical page lives."""
+        """Return the plane of a logical page."""
         number, plane = divmod(lpn, self.width)
         return self._dies[number % len(self._dies)] * self.width + plane
 
     def planes_of(self, number: int) -> range:
-        """Of the die of a super-page."""
+        """Return the planes of a super-page's die."""
         first = self._dies[number % len(self._dies)] * self.width
         return range(first, first + self.width)
 
     def find(self, lpn: int) -> tuple[Block, int] | None:
-        """The page of flash that holds it; None: it was never written."""
+        """Return the page of flash that holds a logical page; None if it was never written."""
         number, plane = divmod(lpn, self.width)
         place = self._where.get(number)
         return None if place is None else (place[0][plane], place[1])
 
     def place(self, number: int, *, cleaning: bool, stream: int) -> tuple[tuple[Block, ...], int]:
-        """New pages for a super-page; see :meth:`.Ftl.place_row`."""
+        """Give a super-page new pages; see :meth:`.Ftl.place_row`."""
         old = self._where.get(number)
         if old is not None:
             row, page = old
@@ -82,7 +82,7 @@ class Superpages:
         return row, page
 
     def open_blocks(self) -> list[int]:
-        """Erases of those that are being filled."""
+        """Return the erases of the blocks that are being filled."""
         return [block.erases for row in self._frontiers.values() for block in row]
 
     def _open(self, key: tuple[int, int], number: int, stream: int) -> tuple[Block, ...]:

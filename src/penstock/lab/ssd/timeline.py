@@ -1,9 +1,9 @@
 """The fast path: the units of one channel as timelines of its bus, dies and elements, without events.
 
-Of all that the units of a channel ask for, what is asked for first is looked at next. So whatever is free
-then, or known to be free later, is given to the one whose turn it is, and nothing has to be queued; only
-who wants a die that another holds while it waits for the bus is passed over until that is known. This is
-the clear twin; :mod:`.timeline_kernel` is the same by Numba, and must give the same picoseconds.
+Of all claims of a channel's units, the earliest is examined next. So a resource that is free then, or
+known to be free later, goes to that claim, and nothing has to be queued; only a unit that needs a die
+that another holds while it waits for the bus is skipped until that is resolved. This is the readable
+version; :mod:`.timeline_kernel` is the same with Numba, and must give the same picoseconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.lab.ssd.graph import BUS, DIE
 Numbers = npt.NDArray[np.int64]
 
 
-def run_channel(  # noqa: PLR0912, PLR0915, PLR0917  (Numba knows no keywords, and inlines nothing here)
+def run_channel(  # noqa: PLR0912, PLR0915, PLR0917  (Numba has no keywords, and inlines nothing here)
     stages: Numbers,
     begins: Numbers,
     pattern: Numbers,
@@ -29,32 +29,32 @@ def run_channel(  # noqa: PLR0912, PLR0915, PLR0917  (Numba knows no keywords, a
     erase_ps: int,
     erase_every: int,
 ) -> tuple[int, int, int]:
-    """All units of one channel.
+    """Run all units of one channel.
 
     Args:
-        stages: A row for each stage of each kind: resource, for how long in ps, port, keeps, fills.
-        begins: The row with which each kind begins; one more for the end.
+        stages: A row for each stage of each kind: resource, duration in ps, port, keeps, fills.
+        begins: First row of each kind, and the end of the last.
         pattern: Kinds of the units of a die, in turn.
-        first: The number of the channel's first unit; the others follow by ``stride``.
-        units: In all.
-        stride: Channels.
-        dies: On the channel; its units go round them.
-        sets: Of registers of a die.
+        first: Number of the channel's first unit; the others follow by ``stride``.
+        units: Number of units of all channels.
+        stride: Number of channels.
+        dies: Dies on the channel; its units go round them.
+        sets: Sets of registers of a die.
         release_ps: Unit ``u`` begins no sooner than ``(u + 1) * release_ps``.
         erase_ps: Added to every ``erase_every``-th stage of a die that fills blocks.
-        erase_every: See there.
+        erase_every: Number of such stages between two erases.
 
     Returns:
-        (when the last is done, for how long the bus works, for how long all dies do), in ps.
+        (end of the last unit, working time of the bus, working time of all dies), in ps.
     """
     mine = (units - first + stride - 1) // stride if units > first else 0
     period = pattern.size
     slots = dies * sets
-    asks = np.zeros(slots, np.int64)  # when the unit in each set asks for what it needs next
-    number = np.zeros(slots, np.int64)  # of that unit, on its die
-    row = np.zeros(slots, np.int64)  # of its next stage; -1: the set is done
+    asks = np.zeros(slots, np.int64)  # time at which the unit in each set claims its next resource
+    number = np.zeros(slots, np.int64)  # number of that unit on its die
+    row = np.zeros(slots, np.int64)  # row of its next stage; -1 if the set is done
     end = np.zeros(slots, np.int64)
-    holds = np.zeros(slots, np.bool_)  # whether it holds its die between stages, or for the bus
+    holds = np.zeros(slots, np.bool_)  # True if it holds its die between stages, or for the bus
     held = np.zeros(dies, np.bool_)
     die_free = np.zeros(dies, np.int64)
     element_free = np.zeros(dies, np.int64)

@@ -1,4 +1,4 @@
-"""The hot loop of the fast path, by Numba, without the GIL; its clear twin is :mod:`.timeline`."""
+"""The hot loop of the fast path, with Numba and without the GIL, of :mod:`.timeline`."""
 
 from __future__ import annotations
 

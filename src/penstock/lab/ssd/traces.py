@@ -1,8 +1,8 @@
 """Traces as requests: MQSim, DiskSim, fio's iolog, blkparse's text, MSR Cambridge's CSV, Penstock's log.
 
-Every reader goes line by line and keeps nothing. A bad line is an error with its number and what was
-expected there. Addresses beyond the drive's end are folded back, as MQSim does; what is no read or write
-(opens, syncs, trims, other actions of blktrace) is passed over.
+Every reader goes line by line and keeps nothing. A bad line is an error with its number and the expected
+format. Addresses beyond the drive's end are folded back, as in MQSim; lines that are not reads or writes
+(opens, syncs, trims, other actions of blktrace) are skipped.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _FIO: Final = re.compile(r"fio version (\d+) iolog")
 _BLKPARSE: Final = re.compile(r"\s*\d+,\d+\s")
 _REQUESTS: Final = ("read", "write")
 _WINDOW: Final = 4096
-"""Spans that are kept to be put in order."""
+"""Number of spans kept to sort them."""
 _ALIGN: Final = 4096
-_MOST_BYTES: Final = 128 * 1024
-"""Of one request: what many drives take at most (NVMe's MDTS)."""
+_MAX_REQUEST_BYTES: Final = 128 * 1024
+"""Largest request: the limit of many drives (NVMe's MDTS)."""
 _PASSED: Final = ("add", "open", "close", "sync", "datasync", "trim")
 
 
 class Format(enum.StrEnum):
-    """Of a trace."""
+    """Format of a trace."""
 
     MQSIM = "mqsim"
     """``arrival_ns device sector sectors type``, type 1 for a read, 0 for a write."""
@@ -53,26 +53,26 @@ class Format(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One line, and how to complain of it."""
+    """One line, with its place for errors."""
 
     path: str
     number: int
     text: str
 
     def bad(self, expected: str) -> ConfigError:
-        """An error that says what should be there."""
+        """Return an error that names the expected format."""
         return ConfigError(
             f"{self.path}, line {self.number}: expected {expected}, found {self.text!r}"
         )
 
     def whole(self, word: str, expected: str) -> int:
-        """A whole number, zero or more."""
+        """Return a whole number, zero or more."""
         if not word.isascii() or not word.isdigit():
             raise self.bad(expected)
         return int(word)
 
     def time_ps(self, word: str, unit: str, expected: str) -> int:
-        """A time, exactly: digits, and digits after a point."""
+        """Return a time exactly, from digits, and digits after a point."""
         match = re.fullmatch(r"(\d+)(?:\.(\d+))?", word, re.ASCII)
         if match is None:
             raise self.bad(expected)
@@ -82,30 +82,31 @@ class _Line:
 
 
 Parsed = tuple[int | None, bool, int, int]
-"""(arrival in ps or None, whether it is a read, offset, bytes)."""
+"""(arrival in ps or None, True for a read, offset, bytes)."""
 
 
 def read_trace(
     path: str | Path, user_bytes: int, *, kind: Format | None = None
 ) -> Iterator[Request]:
-    """The requests of a trace, for a drive that the host can address so many bytes of.
+    """Read a trace as requests for a drive with ``user_bytes`` that the host can address.
 
     Args:
         path: The file.
-        user_bytes: Addresses beyond are folded back; times begin with the first request.
-        kind: Its format; None: what its first line looks like.
+        user_bytes: Size of the drive; addresses beyond it are folded back. Times begin with the first
+            request.
+        kind: Format of the trace; None to guess it from the first line.
 
     Raises:
-        ConfigError: The file cannot be read or has a bad line; some of it while requests are taken.
+        ConfigError: The file cannot be read or has a bad line; partly raised while requests are taken.
     """
     return _folded(str(path), parsed(path, kind), user_bytes)
 
 
 def parsed(path: str | Path, kind: Format | None = None) -> Iterator[Parsed]:
-    """The same as the trace has them: (arrival in ps or None, whether it is a read, offset, bytes).
+    """Yield (arrival in ps or None, True for a read, offset, bytes) for each request of a trace.
 
     Raises:
-        ConfigError: The file cannot be read or has a bad line; some of it while requests are taken.
+        ConfigError: The file cannot be read or has a bad line; partly raised while requests are taken.
     """
     name = str(path)
     first = next(_lines(name), None)
@@ -117,7 +118,7 @@ def parsed(path: str | Path, kind: Format | None = None) -> Iterator[Parsed]:
 
 
 def guess(line: str) -> Format:
-    """The format of a trace by its first line."""
+    """Guess the format of a trace from its first line."""
     if line.startswith("fio version"):
         return Format.FIO
     if _BLKPARSE.match(line):
@@ -136,7 +137,7 @@ def _lines(name: str) -> Iterator[_Line]:
                 if text.strip():
                     yield _Line(name, number, text.rstrip("\n"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"trace {name!r} cannot be read: {error}") from error
+        raise ConfigError(f"cannot read the trace {name!r}: {error}") from error
 
 
 def _folded(name: str, found: Iterator[Parsed], user_bytes: int) -> Iterator[Request]:
@@ -245,11 +246,11 @@ def _msr(lines: Iterator[_Line]) -> Iterator[Parsed]:
 
 
 def _penstock(lines: Iterator[_Line]) -> Iterator[Parsed]:
-    """Spans of the flash tier, in the order in which they began.
+    """Yield spans of the flash tier, in the order in which they began.
 
-    A log tells no offsets. A slot gets a place when it is first written, and keeps it while it fits, as
-    in a tier's slabs. A line is written when a span ends, so those that began before others are waited
-    for. A killed process leaves a torn line at the end, which is passed over.
+    A log has no offsets. A slot gets a place when it is first written, and keeps it while it fits, as
+    in a tier's slabs. A line is written when a span ends, so spans wait for those that began earlier. A
+    killed process leaves a torn line at the end, which is skipped.
     """
     expected = "a line of an event log: a JSON object"
     places = _Places()
@@ -277,21 +278,21 @@ def _penstock(lines: Iterator[_Line]) -> Iterator[Parsed]:
 
 
 class _Places:
-    """Where slots lie, for a log that does not tell."""
+    """Places of slots, for a log without offsets."""
 
     def __init__(self) -> None:
         self._of: dict[str, tuple[int, int]] = {}  # slot: (offset, bytes)
         self._end = 0
 
     def pieces(self, t_ns: int, is_read: bool, slot: str, nbytes: int) -> Iterator[Parsed]:
-        """A span as requests of as many bytes as a drive takes at once."""
+        """Yield a span as requests no larger than a drive takes."""
         offset, room = self._of.get(slot, (0, 0))
         if room < nbytes:
             offset = self._end
             self._end += -(-nbytes // _ALIGN) * _ALIGN
             self._of[slot] = (offset, self._end - offset)
-        for begin in range(0, nbytes, _MOST_BYTES):
-            piece = min(_MOST_BYTES, nbytes - begin)
+        for begin in range(0, nbytes, _MAX_REQUEST_BYTES):
+            piece = min(_MAX_REQUEST_BYTES, nbytes - begin)
             piece = -(-piece // SECTOR_BYTES) * SECTOR_BYTES
             yield t_ns * _PS["ns"], is_read, offset + begin, piece
 

@@ -1,7 +1,7 @@
-"""What a weight update is, and which bytes it moves where; nothing here takes time.
+"""A weight update, and the bytes that it moves in each place; nothing here takes time.
 
-A *unit* is what a die updates at once: as many parameters as FP32 words fit in a page, ``k = S / 4``,
-with one page of each state in a plane of its own. Symbols in the comments are those of docs/ssd.md.
+A *unit* is the part that a die updates at once: as many parameters as FP32 words fit in a page,
+``k = S / 4``, with one page of each state in a plane of its own. Symbols are those of docs/ssd.md.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from penstock.lab.ssd.device import WORD_BYTES, Device
 from penstock.lab.ssd.optimizers import Optimizer, optimizer
 
 _BYTES: Final = (1, 2, 4)
-"""That a value may have."""
+"""Possible sizes of a value."""
 
 
 class Gradient(enum.StrEnum):
-    """Where a gradient waits for its unit."""
+    """Place where a gradient waits for its unit."""
 
     REGISTER = "register"
-    """In the cache register of its plane, or in the controller's memory: it is never programmed."""
+    """The cache register of its plane, or the controller's memory: it is never programmed."""
     PROGRAMMED = "programmed"
-    """In a page of its own, which is programmed when it comes and read when it is used."""
+    """A page of its own, which is programmed when the gradient comes and read when it is used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,35 +34,35 @@ class Update:
     parameters: int
     optimizer: str
     state_bytes: tuple[int, ...] = ()
-    """Of each state, the weight first; empty: 4 of each."""
+    """Bytes of each state, the weight first; empty for 4 each."""
     gradient_bytes: int = 4
-    """As it comes from the host."""
+    """Bytes of a gradient as the host sends it."""
     weight_bytes: int = 2
-    """Of the new weight, as it goes to the host."""
+    """Bytes of the new weight as the host gets it."""
     gradient: Gradient = Gradient.REGISTER
     write_amplification: float = 1.0
-    """Pages programmed for each that the update writes; 1 where it writes in sequence."""
+    """Pages programmed for each page that the update writes; 1 if it writes in sequence."""
 
     def __post_init__(self) -> None:
         if self.parameters < 1:
-            raise ConfigError(f"parameters is {self.parameters}, it must be 1 or more")
+            raise ConfigError(f"parameters is {self.parameters}; it must be 1 or more")
         states = len(self.rule.states)
         if self.state_bytes and len(self.state_bytes) != states:
             raise ConfigError(
-                f"state_bytes has {len(self.state_bytes)} values, {self.optimizer} has {states} states:"
+                f"state_bytes has {len(self.state_bytes)} values, and {self.optimizer} {states} states:"
                 f" {', '.join(self.rule.states)}"
             )
         for nbytes in (*self.state_bytes, self.gradient_bytes, self.weight_bytes):
             if nbytes not in _BYTES:
-                raise ConfigError(f"a value of {nbytes} bytes is none of {_BYTES}")
+                raise ConfigError(f"a value has {nbytes} bytes; it must have one of {_BYTES}")
         if not 1 <= self.write_amplification < 1000:
             raise ConfigError(
-                f"write_amplification is {self.write_amplification}, it is at least 1 and below 1000"
+                f"write_amplification is {self.write_amplification}; it must be at least 1 and below 1000"
             )
 
     @property
     def rule(self) -> Optimizer:
-        """Its states and passes."""
+        """States and passes of the optimizer."""
         return optimizer(self.optimizer)
 
     @property
@@ -72,38 +72,38 @@ class Update:
 
     @property
     def states_bytes(self) -> int:
-        """b: of all states, for a parameter."""
+        """Bytes b of all states for a parameter."""
         return sum(self.sizes)
 
     @property
     def returned_bytes(self) -> int:
-        """What goes to the host for each parameter."""
+        """Bytes that go to the host for each parameter."""
         return self.weight_bytes
 
     def units(self, device: Device) -> float:
-        """U = P / k; the last may be a part of one."""
+        """Return U = P / k; the last unit may be partial."""
         return self.parameters / (device.geometry.page_bytes // WORD_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """What a whole step moves, by the place."""
+    """Bytes that a whole step moves, by place."""
 
     flash_read: int
     flash_written: int
-    """Programmed, with write amplification."""
+    """Bytes programmed, with write amplification."""
     channel: int
-    """Both ways, over all channels."""
+    """Bytes over all channels, in both directions."""
     link_up: int
     link_down: int
     host_dram: int
-    """Both ways: a transfer touches it once, the update on a processor once more."""
+    """Bytes in both directions: a transfer touches memory once, the update on a processor once more."""
 
 
 def host_bytes(update: Update) -> Bytes:
-    """States and gradient are read from flash, and the states written back.
+    """Count the bytes of a step on the host: it reads states and gradient, and writes the states.
 
-    The gradient was written when backward made it, which is no part of the step.
+    The gradient was written when backward made it, which is not part of the step.
     """
     count, b, wa = update.parameters, update.states_bytes, update.write_amplification
     read = (b + update.gradient_bytes) * count
@@ -121,11 +121,11 @@ def host_bytes(update: Update) -> Bytes:
 
 
 def drive_bytes(update: Update, *, on_die: float) -> Bytes:
-    """States stay in the drive: the gradient comes, the new weight goes.
+    """Count the bytes of a step in the drive: the gradient comes, the new weight goes.
 
     Args:
         update: The step.
-        on_die: Which share of the units dies update; the controller updates the others.
+        on_die: Share of the units that dies update; the controller updates the others.
     """
     count, b, wa = update.parameters, update.states_bytes, update.write_amplification
     gradient = update.gradient_bytes * count

@@ -1,6 +1,6 @@
-"""What a drive did over time: channels and dies at work, and watts; flat in memory.
+"""Activity of a drive over time: working channels and dies, and power, in constant memory.
 
-Time is cut into a fixed number of parts. When a run outlasts them, each two become one, twice as long.
+Time is cut into a fixed number of parts. When a run outlasts them, each two are merged into one.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ class Moment:
     channels: float
     """Share of the channels that worked, on average."""
     dies: float
-    """Of the targets that run one command at a time: dies, or chips."""
+    """Share of the targets that execute one command at a time: dies, or chips."""
     watts: float
-    """Of arrays, channels, and of what the controller takes in any case; no link, no correction."""
+    """Power of arrays, channels, and the static power; without link and correction."""
 
 
 class Usage:
-    """Watches the flash of one drive."""
+    """Recorder of the activity of a drive's flash."""
 
     def __init__(self, device: Device, targets: int, *, parts: int = 256) -> None:
-        """Nothing yet.
+        """Start to record.
 
         Args:
-            device: Has the energies.
-            targets: Of the drive: dies, or chips.
-            parts: Of the time, an even number; between half and all of them are filled at the end.
+            device: Device with the energies.
+            targets: Number of the drive's targets: dies, or chips.
+            parts: Number of parts of the time, even; between half and all of them are filled at the end.
         """
         if parts < 2 or parts % 2:
-            raise ConfigError(f"parts is {parts}, it must be even and 2 or more")
+            raise ConfigError(f"parts is {parts}; it must be even, and 2 or more")
         self._channels, self._targets, self._parts = device.geometry.channels, targets, parts
         self._power = Power(device)
         self._width_ps = _FIRST_PS
@@ -51,17 +51,17 @@ class Usage:
         self._bus, self._array, self._joules = ([0.0] * parts for _ in range(3))
 
     def sent(self, begin_ps: int, took_ps: int, nbytes: int) -> None:
-        """A channel has been given something to carry."""
+        """Record a transfer of a channel."""
         self._add(self._bus, begin_ps, took_ps, float(took_ps))
         self._add(self._joules, begin_ps, took_ps, nbytes * self._power.channel_j_per_byte)
 
     def worked(self, begin_ps: int, took_ps: int, kind: int, planes: int) -> None:
-        """An array has been given a command."""
+        """Record a command of an array."""
         self._add(self._array, begin_ps, took_ps, float(took_ps))
         self._add(self._joules, begin_ps, took_ps, self._power.joules(kind, planes))
 
     def moments(self) -> tuple[Moment, ...]:
-        """From the beginning to the last that was seen."""
+        """Return the parts of the time up to the last activity."""
         count = -(-self._end_ps // self._width_ps)
         seconds = self._width_ps / PS_PER_S
         return tuple(
@@ -101,12 +101,12 @@ class Power:
     """Joules and watts of commands on one device.
 
     Attributes:
-        static_w: What the controller takes in any case.
-        channel_j_per_byte: Of a byte over a channel.
+        static_w: Static power of the controller.
+        channel_j_per_byte: Energy of a byte over a channel.
     """
 
     def __init__(self, device: Device) -> None:
-        """From its constants."""
+        """Compute them from the device's constants."""
         cost, geometry, cell = device.energy, device.geometry, device.cell
         self.static_w = cost.controller_static_w
         self.channel_j_per_byte = _BITS * cost.channel_pj_per_bit * _PJ
@@ -126,7 +126,7 @@ class Power:
             kind: joules / shortest_ns[kind] * 1e9 for kind, joules in self._joules.items()
         }
         link = device.link
-        # what may be drawn beside arrays: every channel sends and is corrected, the link is full
+        # highest power beside arrays: every channel sends and its data is corrected, the link is full
         self._beside_w = self.static_w + geometry.channels * device.channel.bytes_per_s * (
             self.channel_j_per_byte + _BITS * cost.controller_ecc_pj_per_bit * _PJ
         )
@@ -136,24 +136,24 @@ class Power:
         self._most_planes = geometry.planes_per_die if device.channel.multi_plane else 1
 
     def joules(self, kind: int, planes: int) -> float:
-        """Of a command."""
+        """Return the energy of a command."""
         return self._joules[kind] * planes
 
     def watts(self, kind: int, planes: int) -> float:
-        """While a command works, at most."""
+        """Return the highest power of a command."""
         return self._watts[kind] * planes
 
     def for_arrays(self, cap_w: float) -> float:
-        """What a cap on the drive leaves for arrays that work at the same time.
+        """Return the power that a limit of the drive leaves for arrays that work at the same time.
 
         Raises:
-            ConfigError: Not even for one command; says what is least.
+            ConfigError: It is too low even for one command; the message names the lowest limit.
         """
         largest = max(self.watts(kind, self._most_planes) for kind in self._watts)
         left = cap_w - self._beside_w
         if not left >= largest:
             raise ConfigError(
-                f"a power cap of {cap_w} W leaves nothing for flash: this drive needs"
+                f"a power cap of {cap_w} W leaves nothing for flash; this drive needs"
                 f" {self._beside_w + largest:.2f} W for one command while its channels and link are busy"
             )
         return left

@@ -5,7 +5,7 @@
 >>> loss = network(*zoo.example_batch(network, batch_size=2))
 >>> loss.backward()
 
-Read ``base.py`` (how every network is called), then ``registry.py`` (which there are).
+Read ``base.py`` (how every network is called), then ``registry.py`` (their names).
 """
 
 from penstock.lab.zoo.base import IGNORE as IGNORE

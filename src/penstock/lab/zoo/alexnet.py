@@ -1,6 +1,6 @@
 """AlexNet in the widths of "One weird trick" (Krizhevsky 2014), 61,100,840 parameters.
 
-As torchvision has it. The paper of 2012 has the same layers, a little wider and split over two
+torchvision has these widths. The paper of 2012 has the same layers, a little wider and split over two
 GPUs; vDNN and the poster measure networks of this shape.
 """
 
@@ -19,14 +19,14 @@ _WINDOWS = (Window(11, 4, 2), Window(3, 2), Window(3, 2), Window(3, 2))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlexNetConfig(VisionConfig):
-    """AlexNet. Images of 63 pixels and more."""
+    """Settings of AlexNet, for images of 63 pixels and more."""
 
     widths: tuple[int, ...] = (64, 192, 384, 256, 256)
     """Channels of the five convolutions."""
     hidden: int = 4096
     """Width of the two hidden linear layers."""
     pool_size: int = 6
-    """What the last feature map is pooled to, whatever the size of the image."""
+    """Size to which the last feature map is pooled, whatever the size of the image."""
     dropout: float = 0.5
     init_std: float | None = 0.01
     """Standard deviation of the weights, as in the paper; ``None`` for He's, better when narrow."""
@@ -55,12 +55,17 @@ class AlexNet(VisionNetwork):
         gaussian_(self, std=std)
         convs = [m for m in self.features if isinstance(m, nn.Conv2d)]
         hidden = [m for m in self.classifier if isinstance(m, nn.Linear)][:-1]
-        for module in (convs[1], convs[3], convs[4], *hidden):  # the paper's, to feed the ReLUs
+        for module in (
+            convs[1],
+            convs[3],
+            convs[4],
+            *hidden,
+        ):  # ones in the paper, to feed the ReLUs
             assert isinstance(module.bias, Tensor)
             nn.init.ones_(module.bias)
 
     def logits(self, images: Tensor) -> Tensor:
-        """Class scores ``[batch, classes]``."""
+        """Return class scores ``[batch, classes]``."""
         logits: Tensor = self.classifier(self.pool(self.features(images)).flatten(1))
         return logits
 

@@ -1,6 +1,6 @@
-"""What every network of the zoo has in common: how it is configured, called, and listed.
+"""Common parts of all networks of the zoo: configuration, calls, and entries in the table.
 
-Every network is called in one way::
+Every network is called in the same way::
 
     loss = network(inputs, targets)      # a scalar, ready for backward
     logits = network(inputs)             # no targets, no loss
@@ -8,9 +8,9 @@ Every network is called in one way::
 - Vision: ``inputs`` are float images ``[batch, channels, size, size]``, ``targets`` int64 classes
   ``[batch]``, the logits ``[batch, classes]``.
 - Language: ``inputs`` are int64 tokens ``[batch, length]``, ``targets`` int64 ``[batch, length]``:
-  ``targets[b, t]`` is the token to be predicted *at* position ``t``, ``IGNORE`` where nothing is.
-  The logits are ``[batch, length, vocab]``. So the targets of a causal model are the text one place
-  further on, and those of a masked one the tokens that were hidden.
+    ``targets[b, t]`` is the token to predict *at* position ``t``, or ``IGNORE``. The logits are
+    ``[batch, length, vocab]``. So the targets of a causal model are the text one position further
+    on, and those of a masked model the tokens that were hidden.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from torch.nn import functional as F
 from penstock.core.errors import ConfigError
 
 IGNORE: Final = -100
-"""A language target at which there is no loss; the ``ignore_index`` of ``cross_entropy``."""
+"""Language target of a position without a loss; the ``ignore_index`` of ``cross_entropy``."""
 
 
 class Batch(NamedTuple):
-    """What one step is called with: ``loss = network(*batch)``."""
+    """Arguments of one step: ``loss = network(*batch)``."""
 
     inputs: Tensor
     targets: Tensor
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on ``device``."""
+        """Return the same batch on ``device``."""
         return Batch(self.inputs.to(device), self.targets.to(device))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionConfig:
-    """What every image classifier is configured by."""
+    """Settings that every image classifier has."""
 
     in_channels: int = 3
     """Channels of the images."""
@@ -51,8 +51,8 @@ class VisionConfig:
     num_classes: int = 1000
     """Width of the logits."""
     inplace: bool = True
-    """Whether ReLU overwrites its input, as in the reference implementations: the same tensors are
-    saved, one buffer less is live while it runs."""
+    """True if ReLU overwrites its input, as in the reference implementations: the same tensors are
+    saved, and one buffer less is live while it runs."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -60,14 +60,14 @@ class VisionConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LanguageConfig:
-    """What every transformer is configured by."""
+    """Settings that every transformer has."""
 
     objective: ClassVar[Literal["causal", "masked"]] = "causal"
 
     vocab_size: int
     """Number of token ids."""
     sequence_length: int
-    """The longest sequence: rows of the table of learned positions."""
+    """Length of the longest sequence: rows of the table of learned positions."""
     depth: int
     """Number of blocks."""
     width: int
@@ -75,9 +75,9 @@ class LanguageConfig:
     heads: int
     """Attention heads; must divide ``width``."""
     dropout: float = 0.1
-    """Of the embeddings and of what each block adds."""
+    """Dropout of the embeddings and of the output of each half of a block."""
     attention_dropout: float = 0.1
-    """Of the attention's weights."""
+    """Dropout of the attention weights."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -92,36 +92,36 @@ Setting = int | float | bool | str | tuple[int, ...] | None
 
 
 class VisionNetwork(nn.Module):
-    """An image classifier; a subclass says how images become logits."""
+    """An image classifier; a subclass turns images into logits."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.config = config
 
     def logits(self, images: Tensor) -> Tensor:
-        """Class scores ``[batch, classes]``."""
+        """Return class scores ``[batch, classes]``."""
         raise NotImplementedError
 
     def forward(self, images: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The mean cross-entropy if ``targets`` are given, the logits otherwise."""
+        """Return the mean cross-entropy, or the logits if there are no ``targets``."""
         logits = self.logits(images)
         return logits if targets is None else F.cross_entropy(logits, targets)
 
 
 class LanguageNetwork(nn.Module):
-    """A transformer over tokens; a subclass says how tokens become features and features logits."""
+    """A transformer over tokens; a subclass turns tokens into features, and features into logits."""
 
     def __init__(self, config: LanguageConfig) -> None:
         super().__init__()
         self.config = config
 
     def check_length(self, tokens: Tensor) -> None:
-        """Refuse a sequence for which there are no positions."""
+        """Raise ConfigError for a sequence longer than the table of positions."""
         length, longest = tokens.shape[1], self.config.sequence_length
         if length > longest:
             raise ConfigError(
                 f"{type(self).__name__}: a sequence of {length} tokens is longer than the"
-                f" {longest} positions it was built with; build it with sequence_length={length}"
+                f" {longest} positions of this network; build it with sequence_length={length}"
             )
 
 
@@ -133,19 +133,19 @@ class Entry:
     """One line of the zoo's table."""
 
     network: Callable[[Any], Network]
-    """Makes the network from its configuration."""
+    """Constructor of the network from its configuration."""
     config: type[VisionConfig] | type[LanguageConfig]
     full: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the published network, where they are not the configuration's defaults."""
+    """Settings of the published network that differ from the configuration's defaults."""
     tiny: Mapping[str, Any] = field(default_factory=dict)
-    """What differs in the small version for tests."""
+    """Settings of the small version for tests that differ from the full one."""
 
     def configure(
         self, name: str, size: Literal["full", "tiny"], overrides: Mapping[str, Any]
     ) -> Config:
-        """The configuration, with ``overrides`` on top. Raises ConfigError for one it lacks."""
+        """Return the configuration with ``overrides``. Raises ConfigError for an unknown setting."""
         if size not in ("full", "tiny"):
-            raise ConfigError(f"{name}: size={size!r} is neither 'full' nor 'tiny'")
+            raise ConfigError(f"{name}: size={size!r} must be 'full' or 'tiny'")
         known = {f.name for f in fields(self.config)}
         unknown = sorted(set(overrides) - known)
         if unknown:
@@ -157,7 +157,7 @@ class Entry:
 
 
 def check_fields(config: Config) -> None:
-    """Refuse counts below one (or the field's ``least``) and dropouts outside ``[0, 1)``."""
+    """Raise ConfigError for counts below one (or a field's ``least``) and dropouts not in ``[0, 1)``."""
     for each in fields(config):
         value = getattr(config, each.name)
         least = each.metadata.get("least", 1)
@@ -170,7 +170,7 @@ def check_fields(config: Config) -> None:
 
 
 class Window(NamedTuple):
-    """A convolution or pooling as far as it changes the size of an image."""
+    """The parameters of a convolution or pooling that change the size of an image."""
 
     kernel: int
     stride: int
@@ -179,12 +179,12 @@ class Window(NamedTuple):
 
 
 def final_size(size: int, windows: Sequence[Window]) -> int:
-    """Height of what is left of an image of height ``size``; 0 if a window does not fit."""
+    """Return the height that remains of an image of height ``size``; 0 if a window does not fit."""
     for window in windows:
         room = size + 2 * window.padding - window.kernel
         steps = -(-room // window.stride) if window.ceil else room // window.stride
         if window.ceil and steps * window.stride >= size + window.padding:
-            steps -= 1  # torch leaves out a window that would begin beyond the image
+            steps -= 1  # torch skips a window that would begin beyond the image
         size = steps + 1
         if size < 1:
             return 0
@@ -192,7 +192,7 @@ def final_size(size: int, windows: Sequence[Window]) -> int:
 
 
 def check_image_size(config: VisionConfig, windows: Sequence[Window]) -> int:
-    """The final size of ``config``'s images; raises ConfigError if nothing is left of them."""
+    """Return the final size of ``config``'s images; raise ConfigError if nothing remains of them."""
     size = final_size(config.image_size, windows)
     if size > 0:
         return size
@@ -200,6 +200,6 @@ def check_image_size(config: VisionConfig, windows: Sequence[Window]) -> int:
     while final_size(least, windows) == 0:
         least += 1
     raise ConfigError(
-        f"{type(config).__name__}: image_size={config.image_size} is too small, nothing is left of"
-        f" the image after the last pooling; the least that works is {least}"
+        f"{type(config).__name__}: image_size={config.image_size} is too small: nothing is left of"
+        f" the image after the last pooling; use at least {least}"
     )

@@ -1,4 +1,4 @@
-"""Batches to run a network on, in the shapes that its configuration asks for."""
+"""Example batches, in the shapes that a network's configuration asks for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.lab.zoo.base import (
 from penstock.lab.zoo.registry import config as config_of
 
 MASKED_SHARE = 0.15
-"""How many of a sequence's tokens BERT has to predict."""
+"""Share of a sequence's tokens that BERT has to predict."""
 
 
 def example_batch(
@@ -33,21 +33,21 @@ def example_batch(
     device: torch.device | str = "cpu",
     **overrides: Setting,
 ) -> Batch:
-    """A random batch of the right shapes: ``loss = network(*example_batch(network, 8))``.
+    """Draw a random batch of the right shapes: ``loss = network(*example_batch(network, 8))``.
 
     The same arguments give the same numbers on every device: they are drawn on the CPU.
 
     Args:
         network: A network, its configuration, or a name (then of the full size, as ``build``).
-        batch_size: Images or sequences.
-        seed: Of a new generator, unless one is given.
-        generator: Of the CPU; drawn from and advanced.
-        device: Where the batch is to be.
+        batch_size: Number of images or sequences.
+        seed: Seed of a new generator, if there is no ``generator``.
+        generator: A generator on the CPU, which advances.
+        device: Device of the batch.
         overrides: Sizes that differ from the configuration's: ``image_size``, ``sequence_length``;
             for a name also ``size="tiny"`` and any setting.
 
     Raises:
-        ConfigError: An unknown name or setting, or a batch of none.
+        ConfigError: The name or a setting is unknown, or the batch is empty.
     """
     _check_batch_size(batch_size)
     if generator is None:
@@ -63,10 +63,10 @@ def example_batch(
 
 
 def empty_batch(config: Config, batch_size: int) -> Batch:
-    """A batch of the right shapes and no particular numbers, on the default device.
+    """Return a batch of the right shapes with undefined contents, on the default device.
 
     Raises:
-        ConfigError: A batch of none.
+        ConfigError: The batch is empty.
     """
     _check_batch_size(batch_size)
     if isinstance(config, VisionConfig):
@@ -77,7 +77,7 @@ def empty_batch(config: Config, batch_size: int) -> Batch:
 
 
 def masked_count(length: int) -> int:
-    """How many tokens of a sequence of ``length`` a masked model has to predict."""
+    """Return the number of tokens that a masked model predicts in a sequence of ``length``."""
     return max(1, round(MASKED_SHARE * length))
 
 
@@ -85,9 +85,9 @@ def language_batch(config: LanguageConfig, text: Tensor, *, generator: torch.Gen
     """Turn text into inputs and targets for the objective of ``config``.
 
     Args:
-        config: Says which objective.
-        text: int64 ``[batch, length + 1]``; a masked model is given the first ``length``.
-        generator: Of the CPU; drawn from by the masked objective.
+        config: Configuration with the objective.
+        text: int64 ``[batch, length + 1]``; a masked model gets the first ``length``.
+        generator: A generator on the CPU, used by the masked objective.
     """
     inputs = text[:, :-1].contiguous()
     if config.objective == "causal":
@@ -98,14 +98,14 @@ def language_batch(config: LanguageConfig, text: Tensor, *, generator: torch.Gen
 def mask_tokens(tokens: Tensor, *, vocab_size: int, generator: torch.Generator) -> Batch:
     """Hide some tokens of every sequence, as BERT does.
 
-    15 % of each row, always the same number, so that each step saves tensors of the same sizes. Of
-    these four fifths become the mask (the last id of the vocabulary), a tenth a random token, and a
-    tenth stays.
+    Hidden are 15 % of each row, always the same number, so that each step saves tensors of the same
+    sizes. Of these, four fifths become the mask (the last id of the vocabulary), a tenth a random
+    token, and a tenth stays.
 
     Args:
         tokens: int64 ``[batch, length]``, on the CPU, without the last id of the vocabulary.
-        vocab_size: Number of token ids, the mask's included.
-        generator: Of the CPU.
+        vocab_size: Number of token ids, including the mask's.
+        generator: A generator on the CPU.
     """
     count = masked_count(tokens.shape[1])
     places = torch.rand(tokens.shape, generator=generator).topk(count, dim=1).indices
@@ -129,7 +129,7 @@ def _settings(network: str | Network | Config, overrides: dict[str, Any]) -> Con
     try:
         return replace(settings, **overrides)
     except TypeError as error:
-        raise ConfigError(f"{type(settings).__name__} has no such setting: {error}") from error
+        raise ConfigError(f"unknown setting of {type(settings).__name__}: {error}") from error
 
 
 def _images(config: VisionConfig, batch_size: int, generator: torch.Generator) -> Batch:
@@ -139,5 +139,5 @@ def _images(config: VisionConfig, batch_size: int, generator: torch.Generator) -
 
 
 def _plain_tokens(config: LanguageConfig) -> int:
-    """Token ids that may occur in text: a masked model keeps the last for itself."""
+    """Return the number of token ids in plain text: a masked model reserves the last id."""
     return config.vocab_size - (config.objective == "masked")

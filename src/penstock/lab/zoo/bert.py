@@ -2,7 +2,7 @@
 
 Base 109,514,298 parameters, Large 335,174,458; XLarge is the 24 x 2048 network that ALBERT (Lan et
 al. 2020, table 2) compares with, there "1270M". The head runs at the masked positions only, which
-are gathered before the projection onto the vocabulary, as in the original implementation: else the
+are gathered before the projection onto the vocabulary, as in the original implementation; otherwise the
 logits alone would outweigh all other activations. Next-sentence prediction is left out.
 """
 
@@ -22,7 +22,7 @@ from penstock.lab.zoo.weights import gaussian_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BertConfig(LanguageConfig):
-    """BERT. The last id of the vocabulary stands for a masked token."""
+    """Settings of BERT. The last id of the vocabulary stands for a masked token."""
 
     objective: ClassVar[Literal["causal", "masked"]] = "masked"
 
@@ -32,7 +32,7 @@ class BertConfig(LanguageConfig):
     width: int = 768
     heads: int = 12
     token_types: int = 2
-    """Kinds of segment: first and second sentence."""
+    """Number of segment kinds: first and second sentence."""
     norm_eps: float = 1e-12
     init_std: float = 0.02
 
@@ -49,7 +49,7 @@ class Embeddings(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens: Tensor, types: Tensor | None) -> Tensor:
-        """``[batch, length]`` to ``[batch, length, width]``."""
+        """Map ``[batch, length]`` to ``[batch, length, width]``."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.tokens(tokens) + self.positions(positions)
         x = x + self.types(torch.zeros_like(tokens) if types is None else types)
@@ -70,7 +70,7 @@ class SelfAttention(nn.Module):
         self.dropout = config.attention_dropout
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """``[batch, length, width]`` to the same; ``mask`` is bool, True: attend."""
+        """Map ``[batch, length, width]`` to the same; ``mask`` is bool, True: attend."""
         query, key, value = (
             project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
@@ -97,14 +97,14 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """``[batch, length, width]`` to the same."""
+        """Map ``[batch, length, width]`` to the same."""
         x = self.norm1(x + self.dropout(self.attention(x, mask)))
         out: Tensor = self.norm2(x + self.dropout(self.mlp(x)))
         return out
 
 
 class MaskedHead(nn.Module):
-    """Features to the vocabulary, through the embeddings' own weights."""
+    """The map from features to the vocabulary, whose weights are the embeddings."""
 
     def __init__(self, config: BertConfig, tied: Tensor) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class MaskedHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., width]`` to ``[..., vocab]``."""
+        """Map ``[..., width]`` to ``[..., vocab]``."""
         return F.linear(self.norm(F.gelu(self.dense(x))), self.weight, self.bias)
 
 
@@ -136,13 +136,13 @@ class Bert(LanguageNetwork):
         token_types: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """The mean loss over the positions where ``targets`` is not IGNORE, or all logits.
+        """Return the mean loss over the positions where ``targets`` is not IGNORE, or all logits.
 
         Args:
             tokens: int64 ``[batch, length]``.
             targets: int64 ``[batch, length]``; at least one must not be IGNORE.
-            token_types: int64 ``[batch, length]``, the segment of each token; all 0 if left out.
-            attention_mask: bool ``[batch, length]``, False at padding; all True if left out.
+            token_types: int64 ``[batch, length]``, the segment of each token; all 0 by default.
+            attention_mask: bool ``[batch, length]``, False at padding; all True by default.
 
         Raises:
             ConfigError: The sequence is too long, or no position has a target.
@@ -158,7 +158,7 @@ class Bert(LanguageNetwork):
         places = (targets.flatten() != IGNORE).nonzero().squeeze(1)
         if not len(places):
             raise ConfigError(
-                f"Bert: all {targets.numel()} targets are {IGNORE}: nothing to predict"
+                f"Bert: all {targets.numel()} targets are {IGNORE}, so there is nothing to predict"
             )
         x = x.flatten(0, 1).index_select(0, places)
         return F.cross_entropy(self.head(x), targets.flatten().index_select(0, places))

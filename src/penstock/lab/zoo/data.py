@@ -1,8 +1,8 @@
-"""Real inputs that are on the machine already: nothing is downloaded.
+"""Real inputs that are already on the machine; nothing is downloaded.
 
 Text is Python's own standard library. Images come inside scikit-learn (the ``data`` extra): its
-digits, and crops of its two photographs, for which it needs Pillow as well. Each says where it is
-from, how much it is, and under which licence; each gives batches for whatever a network asks::
+digits, and crops of its two photographs, for which it needs Pillow as well. Each data set names its
+origin, size and licence, and makes batches for a network's configuration::
 
     text = zoo.stdlib_text_bytes("4MiB")
     batch = text.batch(network.config, 8, generator=torch.Generator().manual_seed(0))
@@ -29,50 +29,50 @@ from penstock.lab.zoo.base import Batch, Config, LanguageConfig, VisionConfig
 from penstock.lab.zoo.batches import language_batch
 
 BYTES: Final = 256
-"""The vocabulary of text as bytes."""
+"""Vocabulary size of text as bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where some data are from."""
+    """Origin of some data."""
 
     name: str
     content: str
-    """What was taken from it."""
+    """Description of the part that was taken."""
     nbytes: int
-    """Size of what was taken, in the form it is held in."""
+    """Size of that part in memory."""
     licence: str
-    """And the attribution, where the licence asks for it."""
+    """Licence, with the attribution that it asks for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Text:
-    """A long text, a token a byte."""
+    """A long text, one byte for each token."""
 
     source: Source
     tokens: Tensor
     """uint8 ``[nbytes]``."""
 
     def batch(self, config: Config, batch_size: int, *, generator: torch.Generator) -> Batch:
-        """Windows of the text at random places, for the objective of ``config``.
+        """Draw windows of the text at random places, for the objective of ``config``.
 
         Raises:
-            ConfigError: Not a language model, a vocabulary below that of bytes (and a mask, where
-                there is one), or a text shorter than a sequence.
+            ConfigError: ``config`` is not a language model's, its vocabulary is smaller than that of
+                bytes (and a mask, if there is one), or the text is shorter than a sequence.
         """
         if not isinstance(config, LanguageConfig):
-            raise ConfigError(f"{self.source.name} is text, {type(config).__name__} wants images")
+            raise ConfigError(f"{self.source.name} is text, {type(config).__name__} needs images")
         least = BYTES + (config.objective == "masked")
         if config.vocab_size < least:
             raise ConfigError(
-                f"text as bytes needs vocab_size={least} at least, {type(config).__name__} has"
+                f"text as bytes needs vocab_size={least} at least; {type(config).__name__} has"
                 f" {config.vocab_size}"
             )
         length = config.sequence_length + 1
         if len(self.tokens) < length:
             raise ConfigError(
-                f"{self.source.name}: {len(self.tokens)} bytes are fewer than one sequence and its"
-                f" successor, {length}; raise limit_bytes or lower sequence_length"
+                f"{self.source.name}: {len(self.tokens)} bytes are fewer than the {length} of a sequence"
+                " with its targets; raise limit_bytes or lower sequence_length"
             )
         starts = torch.randint(len(self.tokens) - length + 1, (batch_size, 1), generator=generator)
         windows = self.tokens[starts + torch.arange(length)].long()
@@ -81,7 +81,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Images:
-    """Labelled images, in memory as bytes."""
+    """Labelled images, as bytes in memory."""
 
     source: Source
     pixels: Tensor
@@ -89,28 +89,28 @@ class Images:
     labels: Tensor
     """int64 ``[count]``."""
     classes: tuple[str, ...]
-    """What each label means."""
+    """Names of the labels."""
 
     def batch(self, config: Config, batch_size: int, *, generator: torch.Generator) -> Batch:
-        """Images drawn at random, of mean 0 and variance 1 over each channel of the whole set.
+        """Draw images at random, normalised to mean 0 and variance 1 for each channel of the whole set.
 
-        They are resized to the configuration's size, and grey ones repeated to its channels.
+        They are resized to the configuration's size, and grey images repeated for its channels.
 
         Raises:
-            ConfigError: Not an image classifier, fewer classes than these images have, or a number
-                of channels that they cannot be given.
+            ConfigError: ``config`` is not an image classifier's, has fewer classes than these images, or
+                another number of channels.
         """
         if not isinstance(config, VisionConfig):
-            raise ConfigError(f"{self.source.name} is images, {type(config).__name__} wants tokens")
+            raise ConfigError(f"{self.source.name} is images, {type(config).__name__} needs tokens")
         channels = self.pixels.shape[1]
         if channels not in (1, config.in_channels):
             raise ConfigError(
-                f"{self.source.name} has {channels} channels, {type(config).__name__} wants"
+                f"{self.source.name} has {channels} channels, {type(config).__name__} needs"
                 f" {config.in_channels}; build it with in_channels={channels}"
             )
         if config.num_classes < len(self.classes):
             raise ConfigError(
-                f"{self.source.name} has {len(self.classes)} classes, {type(config).__name__}"
+                f"{self.source.name} has {len(self.classes)} classes, {type(config).__name__} has"
                 f" {config.num_classes}; build it with num_classes={len(self.classes)}"
             )
         rows = torch.randint(len(self.labels), (batch_size,), generator=generator)
@@ -124,15 +124,15 @@ class Images:
 
 
 def stdlib_text_bytes(limit_bytes: int | str = "32MiB") -> Text:
-    """The .py files of Python's standard library, in the order of their names, end to end.
+    """Concatenate the .py files of Python's standard library, in the order of their names.
 
-    The same for every run of one Python version. Installed packages are left out.
+    The result is the same for every run of one Python version. Installed packages are left out.
 
     Args:
-        limit_bytes: Where to stop: bytes, or a size with a unit.
+        limit_bytes: Most bytes to take: a number, or a size with a unit.
 
     Raises:
-        ConfigError: A malformed limit, or a Python without the sources of its library.
+        ConfigError: The limit is malformed, or Python's library has no sources.
     """
     limit = parse_bytes(limit_bytes, what="limit_bytes")
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -156,7 +156,7 @@ def stdlib_text_bytes(limit_bytes: int | str = "32MiB") -> Text:
 
 
 def digits() -> Images:
-    """scikit-learn's handwritten digits: 1,797 grey images of 8x8 pixels in 10 classes.
+    """Return scikit-learn's handwritten digits: 1,797 grey images of 8x8 pixels in 10 classes.
 
     Raises:
         ConfigError: scikit-learn is not installed.
@@ -176,39 +176,39 @@ def digits() -> Images:
 def photograph_crops(
     *, image_size: int = 64, count: int = 512, grid: tuple[int, int] = (2, 2), seed: int = 0
 ) -> Images:
-    """Square crops at random places of scikit-learn's two photographs; tell where each is from.
+    """Cut square crops at random places out of scikit-learn's two photographs; classify them by place.
 
-    A class is a photograph and a cell of the grid that divides the possible places of a crop, so
-    all classes are about equally frequent at any size.
+    A class is a photograph and a cell of the grid that divides the possible places of a crop, so all
+    classes are about equally frequent at any size.
 
     Args:
         image_size: Side of a crop, in pixels; at most 427, the height of the photographs.
-        count: How many crops.
+        count: Number of crops.
         grid: Rows and columns of the grid.
-        seed: The same seed gives the same crops.
+        seed: Seed of the places; the same seed gives the same crops.
 
     Raises:
-        ConfigError: Crops that do not fit, or scikit-learn or Pillow is not installed.
+        ConfigError: The crops do not fit, or scikit-learn or Pillow is not installed.
     """
     photos = _photographs()
     height, width = (int(side) for side in photos.shape[-2:])
     if not 1 <= image_size <= min(height, width):
         raise ConfigError(
             f"image_size={image_size} is not between 1 and {min(height, width)}, the photographs'"
-            " height; take smaller crops, a batch is resized to what the network wants"
+            " height; choose smaller crops: a batch is resized to the network's image_size"
         )
     if count < 1 or min(grid) < 1:
         raise ConfigError(f"count={count} and grid={grid} must not be below 1")
     generator = torch.Generator().manual_seed(seed)
-    rooms = (len(photos), height - image_size + 1, width - image_size + 1)
-    which, top, left = (torch.randint(room, (count,), generator=generator) for room in rooms)
+    ranges = (len(photos), height - image_size + 1, width - image_size + 1)
+    which, top, left = (torch.randint(room, (count,), generator=generator) for room in ranges)
     crops = [
         photos[p, :, y : y + image_size, x : x + image_size]
         for p, y, x in zip(which.tolist(), top.tolist(), left.tolist(), strict=True)
     ]
-    cells = (which * grid[0] + top * grid[0] // rooms[1]) * grid[1] + left * grid[1] // rooms[2]
+    cells = (which * grid[0] + top * grid[0] // ranges[1]) * grid[1] + left * grid[1] // ranges[2]
     pixels = torch.stack(crops)
-    return Images(_photograph_source(pixels), pixels, cells, _cell_names(grid))
+    return Images(_photograph_source(pixels), pixels, cells, _class_names(grid))
 
 
 def _stdlib_files(root: Path) -> list[Path]:
@@ -225,7 +225,7 @@ def _resize(images: Tensor, size: int) -> Tensor:
 
 
 def _photographs() -> Tensor:
-    """uint8 ``[2, 3, 427, 640]``: china.jpg and flower.jpg."""
+    """Load china.jpg and flower.jpg as uint8 ``[2, 3, 427, 640]``."""
     try:
         images: Sequence[Any] = _sklearn_datasets().load_sample_images().images
     except ImportError as error:
@@ -244,7 +244,7 @@ def _photograph_source(pixels: Tensor) -> Source:
     )
 
 
-def _cell_names(grid: tuple[int, int]) -> tuple[str, ...]:
+def _class_names(grid: tuple[int, int]) -> tuple[str, ...]:
     return tuple(
         f"{photo} row {row} column {column}"
         for photo in ("china", "flower")

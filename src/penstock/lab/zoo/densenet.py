@@ -1,13 +1,13 @@
-"""DenseNet (Huang et al. 2017): for ImageNet, for CIFAR, and as deep as one likes.
+"""DenseNet (Huang et al. 2017) for ImageNet and CIFAR, of any depth.
 
-``densenet121`` has 7,978,856 parameters; also 161, 169, 201, 264. The paper's for CIFAR are
-``densenet-bc-<6n+4>-<growth>``, ``densenet-bc-100-12`` with 769,162. ``densenet<2m+5>`` goes on
+``densenet121`` has 7,978,856 parameters; also 161, 169, 201, 264. The paper's networks for CIFAR
+are ``densenet-bc-<6n+4>-<growth>``, ``densenet-bc-100-12`` with 769,162. ``densenet<2m+5>`` continues
 above 264. The DenseNet-1001 that FlashNeuron (FAST 2021) trained is one of these depths; we could
-not check its layout. Ours keeps the first two groups (6, 12) and shares out the rest 3:2, as
+not check its layout. Ours keeps the first two groups (6, 12) and divides the rest 3:2, as
 DenseNet-201 does: (6, 12, 288, 192).
 
-Concatenations are saved as they are (torchvision's ``memory_efficient=False``): the memory of the
-whole is quadratic in the depth of a group, which is what makes DenseNet a test of offloading.
+Concatenations are saved as they are (torchvision's ``memory_efficient=False``): memory is
+quadratic in the depth of a group, which makes DenseNet a test of offloading.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _IMAGENET_STEM = (Window(7, 2, 3), Window(3, 2, 1))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseNetConfig(VisionConfig):
-    """DenseNet-BC."""
+    """Settings of DenseNet-BC."""
 
     blocks: tuple[int, ...] = (6, 12, 24, 16)
-    """Dense layers of each group; between two groups, channels and image are halved."""
+    """Dense layers of each group; channels and image are halved between two groups."""
     growth: int = 32
-    """Channels that each dense layer adds."""
+    """Number of channels that each dense layer adds."""
     stem: Literal["imagenet", "cifar"] = "imagenet"
-    """A strided 7x7 convolution and a pooling, or one 3x3 convolution."""
+    """Kind of stem: a strided 7x7 convolution and a pooling, or one 3x3 convolution."""
     stem_width: int = 64
     """Channels of the stem."""
     bottleneck: int = 4
     """Channels between a dense layer's two convolutions, in units of ``growth``."""
     dropout: float = 0.0
-    """After each dense layer; 0.2 in the paper where data are not augmented."""
+    """Dropout after each dense layer; 0.2 in the paper where data are not augmented."""
 
     def __post_init__(self) -> None:
         VisionConfig.__post_init__(self)
@@ -61,7 +61,7 @@ class DenseNetConfig(VisionConfig):
 
 
 class DenseLayer(nn.Module):
-    """All that was computed before in the group, through 1x1 and 3x3, to ``growth`` channels."""
+    """All feature maps of the group so far, through 1x1 and 3x3 convolutions, to ``growth`` channels."""
 
     def __init__(self, config: DenseNetConfig, before: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class DenseLayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
 
     def forward(self, features: list[Tensor]) -> Tensor:
-        """Feature maps of this group so far to ``[batch, growth, h, w]``."""
+        """Map the feature maps of this group so far to ``[batch, growth, h, w]``."""
         x = self.conv1(self.relu(self.norm1(torch.cat(features, dim=1))))
         out: Tensor = self.dropout(self.conv2(self.relu(self.norm2(x))))
         return out
@@ -84,7 +84,7 @@ class DenseGroup(nn.ModuleList):
     """Dense layers at one image size."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[batch, before, h, w]`` to ``[batch, before + layers * growth, h, w]``."""
+        """Map ``[batch, before, h, w]`` to ``[batch, before + layers * growth, h, w]``."""
         features = [x]
         for layer in self:
             features.append(layer(features))
@@ -113,7 +113,7 @@ class DenseNet(VisionNetwork):
         nn.init.zeros_(self.out.bias)
 
     def logits(self, images: Tensor) -> Tensor:
-        """Class scores ``[batch, classes]``."""
+        """Return class scores ``[batch, classes]``."""
         features = F.relu(self.features(images), inplace=self.inplace)
         logits: Tensor = self.out(F.adaptive_avg_pool2d(features, 1).flatten(1))
         return logits
@@ -140,10 +140,10 @@ def _transition(before: int, after: int, inplace: bool) -> nn.Module:
 
 
 def parse(name: str) -> Entry | None:
-    """The entry of ``densenet<depth>`` or ``densenet-bc-<depth>-<growth>``, else ``None``.
+    """Return the entry of ``densenet<depth>`` or ``densenet-bc-<depth>-<growth>``, else ``None``.
 
     Raises:
-        ConfigError: A depth that no layout gives.
+        ConfigError: No layout has this depth.
     """
     if match := re.fullmatch(r"densenet-bc-(\d+)-(\d+)", name):
         return _cifar(name, int(match[1]), int(match[2]))

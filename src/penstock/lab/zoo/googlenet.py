@@ -2,7 +2,7 @@
 
 The difference is the two auxiliary classifiers, which take part in training only. As in torchvision
 and unlike the paper, convolutions are followed by batch normalisation, and the branch of an
-inception that has 5x5 kernels in the paper has 3x3: these are the figures that the field counts.
+inception that has 5x5 kernels in the paper has 3x3 kernels. The usual figures are those of this form.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ _INCEPTIONS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GoogLeNetConfig(VisionConfig):
-    """GoogLeNet. Images of 15 pixels and more."""
+    """Settings of GoogLeNet, for images of 15 pixels and more."""
 
     divisor: int = 1
-    """Every width is the paper's divided by this: 1, 2, 4 or 8."""
+    """Divisor of every width in the paper: 1, 2, 4 or 8."""
     aux: bool = True
-    """Whether it has the auxiliary classifiers."""
+    """True for a network with the auxiliary classifiers."""
     dropout: float = 0.2
     aux_dropout: float = 0.7
 
@@ -92,7 +92,7 @@ class ConvNormReLU(nn.Module):
         self.inplace = config.inplace
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[batch, before, h, w]`` to ``[batch, after, ...]``."""
+        """Map ``[batch, before, h, w]`` to ``[batch, after, ...]``."""
         return F.relu(self.norm(self.conv(x)), inplace=self.inplace)
 
 
@@ -116,12 +116,12 @@ class Inception(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[batch, before, h, w]`` to ``[batch, total, h, w]``."""
+        """Map ``[batch, before, h, w]`` to ``[batch, total, h, w]``."""
         return torch.cat([self.one(x), self.three(x), self.five(x), self.pool(x)], dim=1)
 
 
 class AuxHead(nn.Module):
-    """A classifier on a feature map halfway up."""
+    """A classifier on an intermediate feature map."""
 
     def __init__(self, config: GoogLeNetConfig, before: int) -> None:
         super().__init__()
@@ -134,14 +134,14 @@ class AuxHead(nn.Module):
         self.out = nn.Linear(hidden, config.num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores ``[batch, classes]``."""
+        """Return class scores ``[batch, classes]``."""
         x = self.conv(self.pool(x)).flatten(1)
         logits: Tensor = self.out(self.dropout(self.relu(self.hidden(x))))
         return logits
 
 
 class GoogLeNet(VisionNetwork):
-    """Nine inception modules; in training, two more heads on the way."""
+    """Nine inception modules; in training, two auxiliary heads."""
 
     def __init__(self, config: GoogLeNetConfig) -> None:
         super().__init__(config)
@@ -174,11 +174,11 @@ class GoogLeNet(VisionNetwork):
         truncated_(self, std=0.01)
 
     def logits(self, images: Tensor) -> Tensor:
-        """Class scores ``[batch, classes]`` of the last classifier."""
+        """Return class scores ``[batch, classes]`` of the last classifier."""
         return self._heads(images, aux=False)[-1]
 
     def forward(self, images: Tensor, targets: Tensor | None = None) -> Tensor:
-        """In training the auxiliary losses count, 0.3 each; without targets, the last logits."""
+        """Return the loss, with 0.3 of each auxiliary one in training; without targets, the logits."""
         if targets is None:
             return self.logits(images)
         *aux, last = (F.cross_entropy(x, targets) for x in self._heads(images, aux=self.training))

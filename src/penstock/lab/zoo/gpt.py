@@ -1,9 +1,10 @@
 """GPT-2 (Radford et al. 2019) and GPT-Neo (Black et al. 2021): causal language models.
 
 GPT-2 124,439,808 parameters; GPT-Neo 125M 125,198,592, 1.3B 1,315,575,808, 2.7B 2,651,307,520. The
-logits are computed with the embeddings' own weights. What is peculiar about GPT-Neo: every other
-block sees the last 256 tokens only, the attention is not scaled by the width of a head, and
-queries, keys and values come from three projections without bias; GPT-2 has one with.
+logits are computed with the embeddings' own weights. GPT-Neo differs in this: every other block
+sees the last 256 tokens only, the attention is not scaled by the width of a head, and
+queries, keys and values come from three projections without bias; GPT-2 has one
+with bias.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from penstock.lab.zoo.weights import gaussian_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPT2Config(LanguageConfig):
-    """GPT-2, the smallest by default."""
+    """Settings of GPT-2, by default the smallest."""
 
     vocab_size: int = 50257
     sequence_length: int = 1024
@@ -32,7 +33,7 @@ class GPT2Config(LanguageConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPTNeoConfig(LanguageConfig):
-    """GPT-Neo, 125M by default. Trained without dropout."""
+    """Settings of GPT-Neo, by default 125M. It is trained without dropout."""
 
     vocab_size: int = 50257
     sequence_length: int = 2048
@@ -42,12 +43,12 @@ class GPTNeoConfig(LanguageConfig):
     dropout: float = 0.0
     attention_dropout: float = 0.0
     window: int = 256
-    """How many tokens, itself included, a token of the odd blocks attends to."""
+    """Number of tokens, itself included, that a token of the odd blocks attends to."""
     init_std: float = 0.02
 
 
 class FusedAttention(nn.Module):
-    """GPT-2's: one projection to query, key and value; scaled, causal."""
+    """Attention of GPT-2: one projection to query, key and value; scaled, causal."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ class FusedAttention(nn.Module):
         self.dropout = config.attention_dropout
 
     def forward(self, x: Tensor, window: Tensor | None) -> Tensor:
-        """``[batch, length, width]`` to the same; ``window`` is not used."""
+        """Map ``[batch, length, width]`` to the same; ``window`` is not used."""
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         query, key, value = qkv.unbind(0)
         dropout = self.dropout if self.training else 0.0
@@ -67,7 +68,7 @@ class FusedAttention(nn.Module):
 
 
 class NeoAttention(nn.Module):
-    """GPT-Neo's: three projections without bias; unscaled, causal, in a window if ``local``."""
+    """Attention of GPT-Neo: three projections without bias; unscaled, causal, windowed if ``local``."""
 
     def __init__(self, config: GPTNeoConfig, *, local: bool) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ class NeoAttention(nn.Module):
         self.dropout = config.attention_dropout
 
     def forward(self, x: Tensor, window: Tensor | None) -> Tensor:
-        """``[batch, length, width]`` to the same; ``window`` bool ``[length, length]``."""
+        """Map ``[batch, length, width]`` to the same; ``window`` bool ``[length, length]``."""
         query, key, value = (
             project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
@@ -99,7 +100,7 @@ class NeoAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each given the normalised stream and added to it."""
+    """Attention, then an MLP; each reads the normalised stream and adds to it."""
 
     def __init__(self, config: GPT2Config | GPTNeoConfig, attention: nn.Module) -> None:
         super().__init__()
@@ -114,14 +115,14 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, window: Tensor | None) -> Tensor:
-        """``[batch, length, width]`` to the same."""
+        """Map ``[batch, length, width]`` to the same."""
         x = x + self.dropout(self.attention(self.norm1(x), window))
         x = x + self.dropout(self.mlp(self.norm2(x)))
         return x
 
 
 class CausalTransformer(LanguageNetwork):
-    """Embeddings, blocks, a norm, and the embeddings again."""
+    """Embeddings, blocks, a norm, and the embeddings as output weights."""
 
     def __init__(self, config: GPT2Config | GPTNeoConfig, attentions: list[nn.Module]) -> None:
         super().__init__(config)
@@ -133,15 +134,15 @@ class CausalTransformer(LanguageNetwork):
         gaussian_(self, std=config.init_std)
 
     def window(self, tokens: Tensor) -> Tensor | None:
-        """What local blocks may see: bool ``[length, length]``, or ``None`` without such blocks."""
+        """Return the mask of local blocks, bool ``[length, length]``, or ``None`` without such blocks."""
         return None
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The mean loss over the positions where ``targets`` is not IGNORE, or the logits.
+        """Return the mean loss over the positions where ``targets`` is not IGNORE, or the logits.
 
         Args:
             tokens: int64 ``[batch, length]``.
-            targets: int64 ``[batch, length]``: for each position the token that follows it.
+            targets: int64 ``[batch, length]``: the next token of each position.
 
         Raises:
             ConfigError: The sequence is longer than ``sequence_length``.
@@ -159,7 +160,7 @@ class CausalTransformer(LanguageNetwork):
 
 
 class GPT2(CausalTransformer):
-    """GPT-2. What is added to the residual stream begins smaller, the deeper the network."""
+    """GPT-2. Initial additions to the residual stream are smaller, the deeper the network."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__(config, [FusedAttention(config) for _ in range(config.depth)])
@@ -178,12 +179,12 @@ class GPTNeo(CausalTransformer):
         self._window = config.window
 
     def window(self, tokens: Tensor) -> Tensor | None:
-        """True where a token may see another: not later, and less than a window earlier."""
+        """Return a mask: True where a token may see another, not later and less than a window earlier."""
         return local_window(tokens, self._window)
 
 
 def local_window(tokens: Tensor, window: int) -> Tensor:
-    """What local blocks may see of ``[batch, length, ...]``: bool ``[length, length]``."""
+    """Return the mask of local blocks for ``[batch, length, ...]``: bool ``[length, length]``."""
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     distance = positions[:, None] - positions
     return (distance >= 0) & (distance < window)

@@ -1,9 +1,9 @@
 """OverFeat, the *fast* model of Sermanet et al. (2014), table 1: 145,920,872 parameters.
 
-The paper's table 4 gives 145 million for it (144 for the *accurate* model). The variant without the
-local normalisation and with pooling that does not overlap, as in the paper and in the convnet
-benchmarks that vDNN's generation measured. Nothing is pooled to a fixed size: the first linear
-layer is as wide as the images make it, 6x6 at the published 231 pixels.
+The paper's table 4 gives 145 million for it (144 for the *accurate* model). This is the variant
+without local normalisation and with pooling that does not overlap, as in the paper and in the convnet
+benchmarks of vDNN's time. There is no pooling to a fixed size: the first linear layer is as wide as the
+images make it, 6x6 at the published 231 pixels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WINDOWS = (Window(11, 4), Window(2, 2), Window(5, 1), Window(2, 2), Window(2, 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverFeatConfig(VisionConfig):
-    """OverFeat, fast. Images of 71 pixels and more, all of the size it is built for."""
+    """Settings of OverFeat, fast, for images of 71 pixels and more; all must have the same size."""
 
     image_size: int = 231
     widths: tuple[int, ...] = (96, 256, 512, 1024, 1024)
@@ -53,11 +53,11 @@ class OverFeat(VisionNetwork):
             gaussian_(self, std=config.init_std)
 
     def logits(self, images: Tensor) -> Tensor:
-        """Class scores ``[batch, classes]``. Raises ConfigError for images of another size."""
+        """Return class scores ``[batch, classes]``. Raises ConfigError for images of another size."""
         size = self.config.image_size
         if images.shape[-2:] != (size, size):
             raise ConfigError(
-                f"OverFeat was built for images of {size}x{size} pixels, these are"
+                f"OverFeat was built for images of {size}x{size} pixels, and these have"
                 f" {images.shape[-2]}x{images.shape[-1]}; build it with their image_size"
             )
         logits: Tensor = self.classifier(self.features(images).flatten(1))

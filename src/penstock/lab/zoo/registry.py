@@ -1,4 +1,4 @@
-"""The table of the zoo: names, and what they stand for."""
+"""The table of the zoo: names and their networks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PARSERS: Final[tuple[Callable[[str], Entry | None], ...]] = (
     vgg.parse,
     resnet.parse_published,
     resnet_cifar.parse,
-    resnet.parse_stretched,  # after the others: every 9n+2 is also a 3m+2
+    resnet.parse_stretched,  # after the others, because every 9n+2 is also a 3m+2
     densenet.parse,
 )
 _NAMES: Final = (
@@ -69,24 +69,24 @@ _FAMILIES: Final = (
 
 
 def names() -> tuple[str, ...]:
-    """Every named network.
+    """Return the names in the table.
 
-    ``build`` knows more: ``vgg<16+5k>``, ``resnet<9n+2>``, ``resnet<3m+2>``, ``densenet<2m+5>``,
+    ``build`` accepts more: ``vgg<16+5k>``, ``resnet<9n+2>``, ``resnet<3m+2>``, ``densenet<2m+5>``,
     ``densenet-bc-<6n+4>-<growth>``.
     """
     return _NAMES
 
 
 def families() -> tuple[str, ...]:
-    """One name for each kind of network, for tests: together they run all of the zoo's code."""
+    """Return a name for each kind of network, for tests; together they run all of the zoo's code."""
     return _FAMILIES
 
 
 def config(name: str, *, size: Size = "full", **overrides: Setting) -> Config:
-    """The configuration that ``build`` would build from.
+    """Return the configuration from which ``build`` builds.
 
     Raises:
-        ConfigError: No such network, no such setting, or a value that makes no sense.
+        ConfigError: The network or a setting is unknown, or a value is invalid.
     """
     return _entry(name).configure(name, size, overrides)
 
@@ -95,16 +95,16 @@ def build(name: str, *, size: Size = "full", **overrides: Setting) -> Network:
     """Build a network with fresh weights, drawn from torch's global generator.
 
     Args:
-        name: One of ``names()``, or of a family's pattern.
-        size: ``"full"``: as published. ``"tiny"``: the same kind of layers, few and narrow, some
-            hundred kB of parameters, for tests; deep stretches are cut to a few layers per group.
-        overrides: Settings of the network's configuration, over those of ``size``.
+    name: One of ``names()``, or a name of a family's pattern.
+    size: ``"full"``: as published. ``"tiny"``: the same kind of layers, few and narrow, some
+        hundred kB of parameters, for tests; deep groups have only a few layers.
+    overrides: Settings of the network's configuration, over those of ``size``.
 
     Returns:
-        The network, on the default device, in training mode: ``loss = network(inputs, targets)``.
+    The network, on the default device, in training mode: ``loss = network(inputs, targets)``.
 
     Raises:
-        ConfigError: No such network, no such setting, or a value that makes no sense.
+    ConfigError: The network or a setting is unknown, or a value is invalid.
     """
     entry = _entry(name)
     return entry.network(entry.configure(name, size, overrides))
@@ -118,6 +118,6 @@ def _entry(name: str) -> Entry:
         if entry is not None:
             return entry
     raise ConfigError(
-        f"the zoo has no {name!r}; it has {', '.join(_NAMES)}, and other depths of vgg<16+5k>,"
+        f"the zoo has no {name!r}; it has {', '.join(_NAMES)}, and further depths of vgg<16+5k>,"
         f" resnet<9n+2>, resnet<3m+2> above 152, densenet<2m+5> above 264"
     )

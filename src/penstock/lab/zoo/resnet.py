@@ -1,9 +1,9 @@
-"""ResNet for ImageNet (He et al. 2015), and its extreme stretch: ``resnet<3m+2>``.
+"""ResNet for ImageNet (He et al. 2015), and its extension to any depth: ``resnet<3m+2>``.
 
 ResNet-18 has 11,689,512 parameters, ResNet-50 25,557,032. As in torchvision the bottleneck strides
 in its 3x3 convolution. FlashNeuron (FAST 2021) trained a ResNet-1922; we could not check its
 layout. Ours follows the recipe of SuperNeurons (PPoPP 2018), as we recall it: bottlenecks (6, 32,
-n, 6), the third group taking up the depth, 3 * (6 + 32 + 596 + 6) + 2 = 1922.
+n, 6), with the depth in the third group, 3 * (6 + 32 + 596 + 6) + 2 = 1922.
 
 The CIFAR families (9n+2, 6n+2) are in :mod:`penstock.lab.zoo.resnet_cifar`.
 """
@@ -34,7 +34,7 @@ _STRETCHED = (6, 32, 6)  # all groups but the third
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResNetConfig(VisionConfig):
-    """ResNet with the ImageNet stem. Images of any size."""
+    """Settings of ResNet with the ImageNet stem, for images of any size."""
 
     block: BlockKind = "bottleneck"
     blocks: tuple[int, ...] = (3, 4, 6, 3)
@@ -47,7 +47,7 @@ class ResNetConfig(VisionConfig):
         if self.block not in ("basic", "bottleneck") or len(self.blocks) != 4:
             raise ConfigError(
                 f"ResNetConfig: block={self.block!r} must be 'basic' or 'bottleneck', and"
-                f" blocks={self.blocks} the depths of four groups"
+                f" blocks={self.blocks} four group depths"
             )
 
 
@@ -66,7 +66,7 @@ class BasicBlock(nn.Module):
         self.shortcut = _projection(before, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[batch, before, h, w]`` to ``[batch, width, h/stride, w/stride]``."""
+        """Map ``[batch, before, h, w]`` to ``[batch, width, h/stride, w/stride]``."""
         out: Tensor = self.relu(self.norm1(self.conv1(x)))
         out = self.norm2(self.conv2(out))
         out += self.shortcut(x)
@@ -92,7 +92,7 @@ class Bottleneck(nn.Module):
         self.shortcut = _projection(before, after, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[batch, before, h, w]`` to ``[batch, 4 * width, h/stride, w/stride]``."""
+        """Map ``[batch, before, h, w]`` to ``[batch, 4 * width, h/stride, w/stride]``."""
         out: Tensor = self.relu(self.norm1(self.conv1(x)))
         out = self.relu(self.norm2(self.conv2(out)))
         out = self.norm3(self.conv3(out))
@@ -137,19 +137,19 @@ class ResNet(VisionNetwork):
         kaiming_(self, linear_std=None)
 
     def logits(self, images: Tensor) -> Tensor:
-        """Class scores ``[batch, classes]``."""
+        """Return class scores ``[batch, classes]``."""
         logits: Tensor = self.out(self.pool(self.groups(self.stem(images))).flatten(1))
         return logits
 
 
 def parse_published(name: str) -> Entry | None:
-    """The entry of ``resnet18``, ``34``, ``50``, ``101`` or ``152``; ``None`` for other names."""
+    """Return the entry of ``resnet18``, ``34``, ``50``, ``101`` or ``152``; ``None`` for other names."""
     depth = depth_of(name)
     return _entry(*_PUBLISHED[depth]) if depth in _PUBLISHED else None
 
 
 def parse_stretched(name: str) -> Entry | None:
-    """The entry of ``resnet<3m+2>`` above 152; ``None`` for other names."""
+    """Return the entry of ``resnet<3m+2>`` above 152; ``None`` for other names."""
     depth = depth_of(name)
     total, rest = divmod(depth - 2, 3)
     if rest or depth <= max(_PUBLISHED):
@@ -159,7 +159,7 @@ def parse_stretched(name: str) -> Entry | None:
 
 
 def depth_of(name: str) -> int:
-    """The number in ``resnet<depth>``; 0 for other names."""
+    """Return the number in ``resnet<depth>``; 0 for other names."""
     match = re.fullmatch(r"resnet(\d+)", name)
     return int(match[1]) if match else 0
 

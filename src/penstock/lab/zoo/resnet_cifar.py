@@ -4,8 +4,8 @@
 ReLU before each convolution (He et al. 2016, "Identity mappings"; ResNet-1001 has 10.2 million
 parameters). ``6n+2``, at the depths that He et al. 2015 print (20, 32, 44, 56, 110, 1202): three
 groups of n basic blocks with shortcuts that have no parameters (ResNet-1202 has 19.4 million). A
-depth that is both and not in that list means bottlenecks; ``blocks=`` and ``block=`` build any
-other.
+depth of both kinds that is not in that list means bottlenecks; ``blocks=`` and ``block=`` build any
+other network.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BASIC_DEPTHS = frozenset({20, 32, 44, 56, 110, 1202})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CifarResNetConfig(VisionConfig):
-    """ResNet with the CIFAR stem. Images of any size; 32 is the published one."""
+    """Settings of ResNet with the CIFAR stem, for images of any size; 32 is the published one."""
 
     image_size: int = 32
     num_classes: int = 10
@@ -40,12 +40,12 @@ class CifarResNetConfig(VisionConfig):
         if self.block not in ("basic", "bottleneck") or len(self.blocks) != 3:
             raise ConfigError(
                 f"CifarResNetConfig: block={self.block!r} must be 'basic' or 'bottleneck', and"
-                f" blocks={self.blocks} the depths of three groups"
+                f" blocks={self.blocks} three group depths"
             )
 
 
 class PaddedShortcut(nn.Module):
-    """Every ``stride``-th pixel, missing channels zero ("option A"): no parameters."""
+    """Shortcut of every ``stride``-th pixel, with zeros for missing channels ("option A")."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class PaddedShortcut(nn.Module):
         self.stride = stride
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[batch, before, h, w]`` to ``[batch, after, h/stride, w/stride]``."""
+        """Map ``[batch, before, h, w]`` to ``[batch, after, h/stride, w/stride]``."""
         front = self.missing // 2
         x = x[:, :, :: self.stride, :: self.stride]
         return F.pad(x, (0, 0, 0, 0, front, self.missing - front))
@@ -75,7 +75,7 @@ class CifarBasicBlock(nn.Module):
         self.shortcut = nn.Identity() if same else PaddedShortcut(before, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[batch, before, h, w]`` to ``[batch, width, h/stride, w/stride]``."""
+        """Map ``[batch, before, h, w]`` to ``[batch, width, h/stride, w/stride]``."""
         out: Tensor = self.relu(self.norm1(self.conv1(x)))
         out = self.norm2(self.conv2(out))
         out += self.shortcut(x)
@@ -102,7 +102,7 @@ class PreActivationBottleneck(nn.Module):
         self.projection = None if same else nn.Conv2d(before, after, 1, stride=stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[batch, before, h, w]`` to ``[batch, 4 * width, h/stride, w/stride]``."""
+        """Map ``[batch, before, h, w]`` to ``[batch, 4 * width, h/stride, w/stride]``."""
         out: Tensor = self.relu(self.norm1(x))
         shortcut = x if self.projection is None else self.projection(out)
         out = self.conv1(out)
@@ -141,13 +141,13 @@ class CifarResNet(VisionNetwork):
         kaiming_(self, linear_std=None)
 
     def logits(self, images: Tensor) -> Tensor:
-        """Class scores ``[batch, classes]``."""
+        """Return class scores ``[batch, classes]``."""
         logits: Tensor = self.out(self.last(self.groups(self.stem(images))).flatten(1))
         return logits
 
 
 def parse(name: str) -> Entry | None:
-    """The entry of ``resnet<9n+2>`` or a published ``resnet<6n+2>``; ``None`` for other names."""
+    """Return the entry of ``resnet<9n+2>`` or a published ``resnet<6n+2>``; ``None`` for other names."""
     depth = depth_of(name)
     if depth in _BASIC_DEPTHS:
         return _entry("basic", (depth - 2) // 6)

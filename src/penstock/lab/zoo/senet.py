@@ -1,8 +1,8 @@
 """SENet-154 (Hu et al. 2018), the network that won ImageNet's challenge of 2017: 115,088,984 parameters.
 
 A ResNet-152 whose bottlenecks are grouped and twice as wide, and end in a gate: each channel is scaled by
-what two small layers make of all channels' means. As in the authors' release: three 3x3 convolutions
-in place of the 7x7, and 3x3 projections where the image shrinks.
+a number that two small layers compute from the means of all channels. As in the authors' release: three
+3x3 convolutions in place of the 7x7, and 3x3 projections where the image shrinks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _STEM = (Window(3, 2, 1), Window(3, 2, 0, ceil=True))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SENetConfig(VisionConfig):
-    """SENet-154."""
+    """Settings of SENet-154."""
 
     blocks: tuple[int, ...] = (3, 8, 36, 3)
     """Blocks of each of the four stages."""
@@ -29,19 +29,17 @@ class SENetConfig(VisionConfig):
     cardinality: int = 64
     """Groups of the 3x3 convolutions; must divide twice the width."""
     reduction: int = 16
-    """By how much the gates are narrower than what they scale."""
+    """Factor by which the gates are narrower than their inputs."""
     dropout: float = 0.2
 
     def __post_init__(self) -> None:
         VisionConfig.__post_init__(self)
         if len(self.blocks) != 4:
-            raise ConfigError(
-                f"SENetConfig: blocks={self.blocks} must be the depths of four stages"
-            )
+            raise ConfigError(f"SENetConfig: blocks={self.blocks} must be four stage depths")
         if 2 * self.width % self.cardinality or 4 * self.width % self.reduction:
             raise ConfigError(
                 f"SENetConfig: cardinality={self.cardinality} must divide twice the width={self.width},"
-                f" and reduction={self.reduction} four times"
+                f" and reduction={self.reduction} must divide four times the width"
             )
         check_image_size(self, _STEM)
 
@@ -58,7 +56,7 @@ class Gate(nn.Module):
         self.sigmoid = nn.Sigmoid()
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[batch, channels, h, w]`` to the same."""
+        """Map ``[batch, channels, h, w]`` to the same."""
         gate: Tensor = self.sigmoid(self.excite(self.relu(self.squeeze(self.pool(x)))))
         return x * gate
 
@@ -82,7 +80,7 @@ class Block(nn.Module):
         self.shortcut = _projection(before, after, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[batch, before, h, w]`` to ``[batch, 4 * width, h/stride, w/stride]``."""
+        """Map ``[batch, before, h, w]`` to ``[batch, 4 * width, h/stride, w/stride]``."""
         out: Tensor = self.relu(self.norm1(self.conv1(x)))
         out = self.relu(self.norm2(self.conv2(out)))
         out = self.gate(self.norm3(self.conv3(out)))
@@ -124,7 +122,7 @@ class SENet(VisionNetwork):
         kaiming_(self, linear_std=None)
 
     def logits(self, images: Tensor) -> Tensor:
-        """Class scores ``[batch, classes]``."""
+        """Return class scores ``[batch, classes]``."""
         features = self.pool(self.stages(self.stem(images))).flatten(1)
         logits: Tensor = self.out(self.dropout(features))
         return logits

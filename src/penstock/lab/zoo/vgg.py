@@ -1,11 +1,11 @@
-"""VGG (Simonyan and Zisserman 2014), and vDNN's stretch of it: ``vgg<16+5k>``.
+"""VGG (Simonyan and Zisserman 2014), and vDNN's extension of it: ``vgg<16+5k>``.
 
-vDNN (MICRO 2016) makes a network as deep as one likes by adding the same number of 3x3 convolutions
-to each of VGG-16's five groups: 20 to each give 116 layers, 80 give 416. Parameters: VGG-11
+vDNN (MICRO 2016) makes a network of any depth by adding the same number of 3x3 convolutions to each of
+VGG-16's five groups: 20 to each give 116 layers, 80 give 416. Parameters: VGG-11
 132,863,336, VGG-16 138,357,544, then 5,494,208 more for each one added per group.
 
-Nobody published how to begin the added layers; weights of He's kind die out in hundreds of plain
-layers. Ours begin near the identity, so that the deep networks compute with live numbers.
+No initialisation of the added layers was published; with He's, signals vanish in hundreds of plain
+layers. Here they start near the identity, so that deep networks compute with realistic numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _GROUPS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VGGConfig(VisionConfig):
-    """VGG. Images of 32 pixels and more."""
+    """Settings of VGG, for images of 32 pixels and more."""
 
     convs: tuple[int, ...] = (2, 2, 3, 3, 3)
     """Convolutions of each of the five groups."""
@@ -43,7 +43,7 @@ class VGGConfig(VisionConfig):
     hidden: int = 4096
     """Width of the two hidden linear layers."""
     pool_size: int = 7
-    """What the last feature map is pooled to, whatever the size of the image."""
+    """Size to which the last feature map is pooled, whatever the size of the image."""
     dropout: float = 0.5
     linear_std: float | None = 0.01
     """Standard deviation of the linear weights; ``None`` for torch's own, better when narrow."""
@@ -52,7 +52,7 @@ class VGGConfig(VisionConfig):
         VisionConfig.__post_init__(self)
         if len(self.convs) != 5 or len(self.widths) != 5:
             raise ConfigError(
-                f"VGGConfig: convs={self.convs} and widths={self.widths} must be of five groups"
+                f"VGGConfig: convs={self.convs} and widths={self.widths} must have five values each"
             )
         check_image_size(self, _WINDOWS)
 
@@ -71,7 +71,9 @@ class VGG(VisionNetwork):
     def _init_extra(self, config: VGGConfig) -> None:
         if not config.extra:
             return
-        noise = (5 * config.extra) ** -0.5  # together the added layers add one layer's variance
+        noise = (
+            5 * config.extra
+        ) ** -0.5  # together the added layers add the variance of one layer
         convs = iter(m for m in self.features if isinstance(m, nn.Conv2d))
         for own in config.convs:
             group = [next(convs) for _ in range(own + config.extra)]
@@ -79,7 +81,7 @@ class VGG(VisionNetwork):
                 near_identity_(conv, noise=noise)
 
     def logits(self, images: Tensor) -> Tensor:
-        """Class scores ``[batch, classes]``."""
+        """Return class scores ``[batch, classes]``."""
         logits: Tensor = self.classifier(self.pool(self.features(images)).flatten(1))
         return logits
 
@@ -106,10 +108,10 @@ def _classifier(config: VGGConfig) -> nn.Sequential:
 
 
 def parse(name: str) -> Entry | None:
-    """The entry of ``vgg11``, ``13``, ``16``, ``19`` or ``vgg<16+5k>``, else ``None``.
+    """Return the entry of ``vgg11``, ``13``, ``16``, ``19`` or ``vgg<16+5k>``, else ``None``.
 
     Raises:
-        ConfigError: A depth that VGG does not have.
+        ConfigError: VGG does not have this depth.
     """
     match = re.fullmatch(r"vgg(\d+)", name)
     if match is None:

@@ -1,4 +1,4 @@
-"""How weights begin, as the papers have it. All draw from torch's global generator."""
+"""Initialisation of weights, as in the papers. All functions draw from torch's global generator."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 
 def kaiming_(network: nn.Module, *, linear_std: float | None) -> None:
-    """He et al. 2015: convolutions keep the variance of the gradient; norms begin as the identity.
+    """Initialise as He et al. 2015: convolutions keep the gradient's variance; norms are the identity.
 
     Args:
-        network: Initialised in place, with all that is in it.
-        linear_std: Standard deviation of linear layers; ``None`` keeps torch's own.
+        network: Module to initialise in place, with its submodules.
+        linear_std: Standard deviation of linear layers; ``None`` keeps torch's own initialisation.
     """
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
@@ -23,7 +23,7 @@ def kaiming_(network: nn.Module, *, linear_std: float | None) -> None:
 
 
 def gaussian_(network: nn.Module, *, std: float) -> None:
-    """Every weight, embeddings too, from one normal distribution, biases zero."""
+    """Draw every weight, embeddings too, from one normal distribution; set biases to zero."""
     for module in network.modules():
         if isinstance(module, nn.Conv2d | nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=std)
@@ -31,9 +31,9 @@ def gaussian_(network: nn.Module, *, std: float) -> None:
 
 
 def truncated_(network: nn.Module, *, std: float) -> None:
-    """Every weight from a normal distribution cut off at two standard deviations, biases zero.
+    """Draw every weight from a normal distribution cut off at two standard deviations; zero the biases.
 
-    Ten times slower than ``gaussian_``: for small networks.
+    Ten times slower than ``gaussian_``; use it for small networks.
     """
     for module in network.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
@@ -42,7 +42,7 @@ def truncated_(network: nn.Module, *, std: float) -> None:
 
 
 def near_identity_(conv: nn.Conv2d, *, noise: float) -> None:
-    """Let a convolution of equal widths begin as the identity plus ``noise`` times He's weights."""
+    """Set a convolution of equal widths to the identity plus ``noise`` times He's weights."""
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
     with torch.no_grad():
         identity = nn.init.dirac_(torch.empty_like(conv.weight))

@@ -1,4 +1,4 @@
-"""What a session opens for devices that run behind the interpreter: link, timer, pinned memory, mover.
+"""Parts of a session for devices that run behind the interpreter: link, timer, pinned memory, mover.
 
 [Note: host memory on CUDA]
     Everything between a device and flash is staged in pinned host memory, so with ``host_memory=0``
@@ -69,7 +69,7 @@ class Accelerator:
 
     @property
     def mover(self) -> CudaMover:
-        """What ``open_mover`` has opened."""
+        """Mover that ``open_mover`` has opened."""
         assert self._mover is not None, "open_mover comes first"
         return self._mover
 

@@ -70,7 +70,7 @@ class Allowance:
         self._base_bytes: int | None = None
         """Of other, at the end of the last observed pass; ``None`` before the first."""
         self._held_bytes: int | None = None
-        """What was charged at the last moment of the pass that is being observed."""
+        """Bytes charged at the last moment of the pass that is being observed."""
         budget.advisory = True
         budget.limit_bytes = self._tell(parts=2)
 

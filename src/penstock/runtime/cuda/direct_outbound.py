@@ -32,7 +32,7 @@ class DirectTicket(CudaTicket):
     """A claim on bytes that went to flash as they were: QUEUED until the write is begun."""
 
     digest: bytes | None = None
-    """What the device made of them; ``None`` if nothing is compared."""
+    """Digest by the device; ``None`` if nothing is compared."""
 
 
 @dataclass(slots=True, eq=False)
@@ -179,7 +179,7 @@ class DirectOutbound(Outbound):
             self._settle(leaving, closed)
 
     def _on_to_flash(self, ticket: CudaTicket, buffer: Buffer) -> None:
-        """What comes here was refused by flash, so the buffer keeps it until it is discarded."""
+        """Keep in the buffer, until it is discarded, what flash refused."""
         buffer.slab.leave(buffer)
 
     def _settle(self, leaving: Leaving, error: BaseException | None) -> None:

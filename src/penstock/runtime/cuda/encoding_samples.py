@@ -1,4 +1,4 @@
-"""What codecs make of a storage on a device, and how fast they are there: measured, never assumed.
+"""Ratio and speed of codecs on a device's storages: measured, never assumed.
 
 How much shorter a codec makes a storage is asked of a sample of each, 1 MiB at most, since that differs
 from storage to storage. How fast it is on this device is measured once for each codec and type, on as
@@ -35,7 +35,7 @@ from penstock.staging import bytes_of
 T = TypeVar("T")
 
 PROBE_BYTES: Final = 8 * MIB
-"""What a codec's speed is measured on."""
+"""Bytes on which a codec's speed is measured."""
 LEAST_STRETCH_BYTES: Final = 16 * KIB
 """Shorter stretches tell too little."""
 
@@ -98,7 +98,7 @@ class DeviceSampler:
 
     @contextmanager
     def _charged(self, nbytes: int) -> Iterator[bool]:
-        """Whether so much could be charged; within, it is."""
+        """Charge ``nbytes`` inside the ``with`` block; yield whether that was possible."""
         charged = self._budget.try_take(nbytes, SCRATCH)
         try:
             yield charged
@@ -158,5 +158,5 @@ class DeviceSampler:
 
 
 def _room(names: list[str], dtype: str, nbytes: int) -> int:
-    """What it takes at most to try codecs on so many bytes: those, a frame, and the codec's own."""
+    """Return the most bytes that a trial of codecs takes: the sample, a frame, and the codec's own."""
     return 2 * nbytes + HEADER_BYTES + max(scratch_bytes(name, dtype, nbytes) for name in names)

@@ -1,4 +1,4 @@
-"""Whether a session's flash tier is GPU-direct: only if a trial shows that it works.
+"""Decision whether a session's flash tier is GPU-direct: only if a trial shows that it works.
 
 The knob ``PENSTOCK_GPU_DIRECT`` says ``off``, ``on`` (or it is an error), or ``auto``: if it does not
 work, transfers are staged in host memory, and the mark ``gpu_direct`` of the event log says why.

@@ -38,7 +38,7 @@ class FlashRead:
         self.target = target
         self.priority = priority
         self.beyond = False
-        """Whether the buffer is outside the slab: to enqueue its copy takes as long as the copy."""
+        """True if the buffer is outside the slab: to enqueue its copy takes as long as the copy."""
         self.inner: Transfer | None = None
         """The tier's own transfer, once begun."""
         self.transfer = Transfer(ticket.nbytes, promote=partial(inbound.promote, self))

@@ -46,7 +46,7 @@ class Copy:
     made sure that the memory is not used again before the copy's end may do so earlier."""
     nbytes: int
     after: tuple[Event, ...]
-    """What the copy comes after."""
+    """Events that precede the copy."""
     label: str
     tier: str
     landed: Callable[[Copy], None]
@@ -269,7 +269,7 @@ class Lanes:
         return lane
 
     def issue_inline(self, inline: bool) -> None:
-        """Whether copies are issued in the thread that submits them; only while none is under way."""
+        """Set whether the submitting thread issues copies; only while none is under way."""
         self._inline = inline
         for (_, direction), lane in self._lanes.items():
             lane.inline = self._is_inline(direction)
@@ -315,7 +315,7 @@ class Lanes:
 
 
 def _work_of(link: Link, direction: Direction) -> tuple[Callable[..., None], Stage | None]:
-    """What a lane enqueues, and as what it is recorded."""
+    """Return the calls that a lane enqueues, and the stage under which it is recorded."""
     if direction == "out":
         return link.copy_out, Stage.COPY_OUT
     if direction in _INWARDS:

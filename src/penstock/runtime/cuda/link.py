@@ -1,4 +1,4 @@
-"""What Penstock asks of a device that runs behind the interpreter: a thin layer over torch's own.
+"""Interface to a device that runs behind the interpreter: a thin layer over torch's own.
 
 The mover and its lanes know the device only through a :class:`Link`. So a test can put a simulated one
 in its place, whose streams run their queues as late, and in as unlucky an order, as they may.
@@ -91,10 +91,10 @@ class Link(Protocol):
         """Nobody asks for ``event`` any more, nor waits for it from now on: it may be recorded again."""
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """What is enqueued on ``stream`` from now on runs after ``event``."""
+        """Have everything enqueued on ``stream`` from now on run after ``event``."""
 
     def reached(self, event: Event) -> bool:
-        """Whether the device has come to ``event``."""
+        """Return whether the device has come to ``event``."""
 
     def synchronize(self, event: Event) -> None:
         """Wait, with the GIL released, until the device has come to ``event``."""
@@ -109,7 +109,7 @@ class Link(Protocol):
         """The same for what comes back and goes again, apart from what stays if that can be had."""
 
     def frees(self, storage: torch.UntypedStorage) -> bool:
-        """Whether its memory comes free for others when it dies: not that of a CUDA graph."""
+        """Return whether its memory comes free for others when it dies: not that of a CUDA graph."""
 
     def keep(self, storage: torch.UntypedStorage, stream: Stream) -> None:
         """Once freed, the memory is not used again before ``stream`` has done all it then has to do."""
@@ -124,16 +124,16 @@ class Link(Protocol):
         """Put a :mod:`.digest` of a whole storage at ``address``; waits until ``stream`` has done it."""
 
     def usable_bytes(self, device: torch.device) -> int | None:
-        """What torch could have allocated at this moment: free memory, and what it has reserved.
+        """Return what torch could allocate at this moment: free memory, and what it has reserved.
 
         None: torch does not tell.
         """
 
     def allocated(self, device: torch.device) -> Allocated:
-        """What torch has allocated."""
+        """Return what torch has allocated."""
 
     def capturing(self, stream: Stream | None = None) -> bool:
-        """Whether ``stream``, or else the current one, records a CUDA graph."""
+        """Return whether ``stream``, or else the current one, records a CUDA graph."""
 
     def pin(self, address: int, nbytes: int, device: torch.device) -> str:
         """Register host memory with the driver; ``""``, or why that failed."""
@@ -348,7 +348,7 @@ def _unpin(module: Any, address: int, device: torch.device) -> str:
 
 
 def _in_thread(call: Callable[..., str], *args: object) -> str:
-    """What ``call`` returns, or its error in words.
+    """Return the result of ``call`` in another thread, or its error in words.
 
     When the interpreter ends, Python 3.12 and later start no thread any more, and no kernel follows
     that could be blamed: then it is called here.

@@ -45,7 +45,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -57,6 +56,7 @@ import torch
 from penstock.core.budget import Budget
 from penstock.core.errors import ClosedError, HookError, NoSpaceError, TransferError
 from penstock.core.locks import Lock, defer
+from penstock.core.process import fork_guard
 from penstock.core.units import MIB, format_bytes
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
@@ -107,7 +107,7 @@ class CudaMover(Mover):
             start_thread: Starts the threads of the lanes, as they are needed.
         """
         self.device = device
-        self._pid = os.getpid()
+        self._guard = fork_guard()
         self._closed = False
         self._link = link
         self._budget = budget
@@ -191,7 +191,7 @@ class CudaMover(Mover):
         return tuple(link.record(stream) for stream in streams)
 
     def frees(self, storage: torch.UntypedStorage) -> bool:
-        """Whether it is not memory of a CUDA graph; see [Note: memory of CUDA graphs] in ``.pools``."""
+        """Return whether no CUDA graph owns it; see [Note: memory of CUDA graphs] in ``.pools``."""
         return self._link.frees(storage)
 
     # -- back -------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ class CudaMover(Mover):
 
     def discard(self, tier: Tier, ticket: CudaTicket) -> None:
         """Free what holds the bytes, once no transfer touches it. Harmless after ``close``."""
-        if os.getpid() == self._pid:
+        if not self._guard.in_child:
             self._out.discard(tier, ticket)
 
     def trim(self, nbytes: int) -> int:
@@ -337,7 +337,7 @@ class CudaMover(Mover):
 
         Close the tiers first: what waits for flash ends with them. What was spilled is lost.
         """
-        if os.getpid() != self._pid or self._closed:
+        if self._guard.in_child or self._closed:
             return
         self._closed = self._out.closing = self._in.closing = True
         for slab in self._slabs:
@@ -348,10 +348,9 @@ class CudaMover(Mover):
         self._lanes.close()
 
     def _check_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise ClosedError(
-                f"this process was forked from {self._pid}, whose CUDA tensors it cannot touch;"
-                " start it with the method 'spawn'"
+        if self._guard.in_child:
+            raise self._guard.error(
+                f"device {self.device}", "start a process that uses it by the method 'spawn'"
             )
         if self._closed:
             raise ClosedError("the session is closed, and its pinned memory is gone")

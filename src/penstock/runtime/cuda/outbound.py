@@ -231,7 +231,7 @@ class Outbound:
             self._promised[name] = promised
 
     def _fulfil(self, ticket: CudaTicket) -> None:
-        """What was promised is held by the tier now, or will never be."""
+        """Settle a promise: the tier holds the bytes now, or never will."""
         with self._lock:
             self._promised[ticket.tier.spec.name] -= round_up(ticket.nbytes, GRANULE_BYTES)
 

@@ -48,11 +48,11 @@ class Buffer:
     moving: int = 1
     """Transfers that touch it; whoever takes a buffer has begun one."""
     wanted: bool = True
-    """Whether its bytes are needed when no transfer touches it; else it is freed then."""
+    """True if its bytes are needed when no transfer touches it; else it is freed then."""
 
     @property
     def address(self) -> int:
-        """Where it begins, a multiple of 4096."""
+        """Address, a multiple of 4096."""
         return self.block.address
 
 
@@ -124,7 +124,7 @@ class Slab:
 
     @property
     def used_bytes(self) -> int:
-        """What buffers hold now."""
+        """Bytes that buffers hold now."""
         return self.arena.used_bytes
 
     # -- taking -----------------------------------------------------------------------------------

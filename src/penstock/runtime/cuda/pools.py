@@ -47,7 +47,7 @@ class Pools:
 
     @property
     def supported(self) -> bool:
-        """Whether this torch has pools that lend; see [Note: own pool]."""
+        """Return whether this torch has pools that lend; see [Note: own pool]."""
         pool = getattr(self._cuda, "MemPool", None)
         if pool is None or not hasattr(self._cuda, "use_mem_pool"):
             return False
@@ -73,7 +73,7 @@ class Pools:
         return pool
 
     def own(self, pool_id: tuple[int, int]) -> bool:
-        """Whether a pool is one of these."""
+        """Return whether a pool is one of these."""
         return any(tuple(pool.id) == pool_id for pool in self._pools.values())
 
 
@@ -95,7 +95,7 @@ class Segments:
         self._without_traces = {"include_traces": False} if has_traces else {}
 
     def is_of_another_pool(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage's memory belongs to a pool that is neither torch's common one nor ours."""
+        """Return whether a storage's memory is of a pool that is neither torch's common one nor ours."""
         if self._cuda.get_allocator_backend() != "native":  # others have no snapshot
             return False
         index, address = storage.device.index, storage.data_ptr()

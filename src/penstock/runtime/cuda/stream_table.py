@@ -28,7 +28,7 @@ class _Entry:
     fill: Fill | None = None
     """How it came to be, if it was restored."""
     leaving: bool = False
-    """Whether it is, or was, copied out: then it may be freed before backward, and the allocator has been
+    """True if it is, or was, copied out: then it may be freed before backward, and the allocator has been
     told of ``streams``."""
 
 

@@ -1,4 +1,4 @@
-"""What the two directions of a CUDA mover hand each other: tickets, targets, and how far they are."""
+"""Values that the two directions of a CUDA mover share: tickets, targets, and their state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Where(enum.Enum):
-    """Where the bytes of a ticket are."""
+    """Place of a ticket's bytes."""
 
     QUEUED = "queued"
     """In the source, which is held; there is no buffer for them yet, or no write."""
@@ -56,7 +56,7 @@ class Fill:
     """How far a target is on its way. It has no reference to the memory, so a table may keep it."""
 
     stream: Stream
-    """What the memory is allocated on; or what it was made again on, which may have found it there."""
+    """Stream on which the memory was allocated, or on which it was recomputed."""
     copy: Copy | None = None
     """The copy that fills it, from its issue until it has landed."""
     landed: bool = False
@@ -64,7 +64,7 @@ class Fill:
     """For what was made again on ``stream``, and not copied: reached when it is there."""
 
     def precede(self, link: Link, stream: Stream) -> None:
-        """What ``stream`` does from now on comes after the bytes are there."""
+        """Have ``stream`` wait, from now on, until the bytes are there."""
         copy = self.copy
         if copy is not None:
             link.wait(stream, copy.end)
@@ -72,7 +72,7 @@ class Fill:
             link.wait(stream, self.made)
 
     def is_others(self, stream: Stream) -> bool:
-        """Whether the memory may be another stream's than ``stream``: then the allocator is told."""
+        """Return whether the memory may be of another stream, which the allocator must know."""
         return self.made is not None or stream != self.stream
 
     def used(self) -> None:

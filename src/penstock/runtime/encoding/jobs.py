@@ -22,7 +22,7 @@ from penstock.tier.base import Ticket, Tier
 
 
 class Job(ABC):
-    """What both directions have in common. Fields are guarded by the worker's lock."""
+    """Base of jobs in both directions. Fields are guarded by the worker's lock."""
 
     def __init__(self, ticket: EncodedTicket, tier: Tier, codec: Codec, transfer: Transfer) -> None:
         self.ticket = ticket
@@ -36,11 +36,11 @@ class Job(ABC):
         self.error: BaseException | None = None
         """The first one. From then on no piece is taken up."""
         self.over = False
-        """Whether somebody settles it, or has."""
+        """True if somebody settles it, or has."""
 
     @property
     def waits(self) -> bool:
-        """Whether there are pieces to take up."""
+        """Return whether there are pieces to take up."""
         return self.error is None and self.begun < self.ticket.pieces
 
     def take_up(self) -> int:
@@ -50,7 +50,7 @@ class Job(ABC):
         return self.begun - 1
 
     def end(self) -> bool:
-        """Whether the caller is the one to settle it: nothing is pending, and nothing will be."""
+        """Return whether the caller is the one to settle it: nothing is pending, and nothing will be."""
         if self.over or self.pending or self.waits:
             return False
         self.over = True
@@ -63,7 +63,7 @@ class Job(ABC):
 
     @abstractmethod
     def withdrawals(self) -> list[Callable[[], object]]:
-        """What to call, without the lock, when it has failed and again when it has ended."""
+        """Return what to call, without the lock, when it has failed and again when it has ended."""
 
     @abstractmethod
     def let_go(self) -> None:

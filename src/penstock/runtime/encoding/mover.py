@@ -56,7 +56,7 @@ class AnyEncodingMover(Mover, Generic[InnerT, TargetT]):
     # -- what a subclass says ---------------------------------------------------------------------
 
     def _has_form(self, codec: str) -> bool:
-        """Whether the codec can work with memory of this device; if not, that is counted."""
+        """Return whether the codec can work with memory of this device; if not, that is counted."""
         return True
 
     @abstractmethod

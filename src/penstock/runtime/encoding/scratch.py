@@ -1,4 +1,4 @@
-"""Where frames lie between a codec and a tier.
+"""Memory for frames between a codec and a tier.
 
 [Note: scratch]
     Encoding makes room, so it must not need any: what it works in is taken from the device budget once,
@@ -22,7 +22,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from typing import Any, Final
 
@@ -30,6 +29,7 @@ from penstock.codec.base import Bytes, Codec
 from penstock.core.budget import Budget
 from penstock.core.errors import BudgetError, ConfigError
 from penstock.core.locks import defer
+from penstock.core.process import ForkGuard, fork_guard
 from penstock.core.units import round_down
 from penstock.io.arena import Arena
 from penstock.io.mapping import PAGE_BYTES
@@ -89,11 +89,11 @@ class Slots:
         charged = self._charged_bytes()
         if not budget.try_take(charged, SCRATCH):
             raise _refused(nbytes, budget)
-        self._give_back = weakref.finalize(self, defer, _give, budget, charged, os.getpid())
+        self._give_back = weakref.finalize(self, defer, _give, budget, charged, fork_guard())
         self._give_back.atexit = False
 
     def _charged_bytes(self) -> int:
-        """What is charged from the beginning to the end."""
+        """Bytes charged from opening to close."""
         return self.working_bytes
 
     def piece_bytes(self, codec: Codec, dtype: str) -> int:
@@ -155,8 +155,8 @@ class Scratch(Slots):
         self._free = [Slot(memory[i * size : (i + 1) * size]) for i in range(SLOTS)]
 
 
-def _give(budget: Budget, nbytes: int, pid: int) -> None:
-    if os.getpid() == pid:  # in a forked child the lock's holder did not come along
+def _give(budget: Budget, nbytes: int, guard: ForkGuard) -> None:
+    if not guard.in_child:  # in a forked child the lock's holder did not come along
         budget.free(nbytes, SCRATCH)
 
 

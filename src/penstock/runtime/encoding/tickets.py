@@ -1,4 +1,4 @@
-"""What the holder of an encoded storage has in hand."""
+"""Tickets of encoded storages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class EncodedTicket:
     """A claim on the frames of a storage that a tier holds. Fields are for reading only."""
 
     label: str
-    """What the storage is, for errors and traces."""
+    """Name of the storage in errors and traces."""
     nbytes: int
     """Length of the storage."""
     window: Window
-    """Where the storage lies, or lay: ``CpuMover.allocate`` asks for its place in a cache line."""
+    """Memory of the storage: ``CpuMover.allocate`` asks for its place in a cache line."""
     encoding: Encoding
     piece_bytes: int
     """How much of the storage is in each frame but the last; whole pages."""
@@ -48,7 +48,7 @@ class EncodedTicket:
         return -(-self.nbytes // self.piece_bytes)
 
     def range_of(self, index: int) -> tuple[int, int]:
-        """Where in the storage a piece begins, and how long it is."""
+        """Return a piece's offset in the storage, and its length."""
         start = index * self.piece_bytes
         return start, min(self.piece_bytes, self.nbytes - start)
 

@@ -11,7 +11,6 @@ callbacks are called without it.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
@@ -22,6 +21,7 @@ from typing import Final
 
 from penstock.core.errors import ClosedError
 from penstock.core.locks import condition
+from penstock.core.process import fork_guard
 from penstock.io.engine import Priority, Transfer
 from penstock.observe.recorder import Recorder
 from penstock.runtime.encoding.jobs import Job, ReadJob, WriteJob
@@ -53,7 +53,7 @@ class Worker:
         self._adopt_thread = adopt_thread
         self._scratch = scratch
         self._recorder = recorder
-        self._pid = os.getpid()
+        self._guard = fork_guard()
         self._wake = condition()  # notified when there may be something to do
         self._writes: dict[WriteJob, None] = {}  # in order, those with pieces to take up
         self._reads: dict[ReadJob, None] = {}  # all that are not over
@@ -65,11 +65,8 @@ class Worker:
 
     def submit(self, job: WriteJob | ReadJob) -> None:
         """Begin to encode or to decode, unless it was withdrawn; returns at once. Raises ClosedError."""
-        if os.getpid() != self._pid:  # before the lock, which a thread left behind may hold
-            raise ClosedError(
-                f"{job.ticket.label}: codecs belong to process {self._pid}; a process forked from"
-                " that one cannot use them and has to open a session of its own"
-            )
+        if self._guard.in_child:  # before the lock, which a thread left behind may hold
+            raise self._guard.error(f"{job.ticket.label}: its codec", "open a session here")
         with self._wake:
             if self._stopping:
                 raise ClosedError(f"{job.ticket.label}: codecs are closed, with their session")
@@ -92,7 +89,7 @@ class Worker:
         Returns:
             Whether it has settled; else it does as soon as what is in hand has ended.
         """
-        if os.getpid() != self._pid:
+        if self._guard.in_child:
             return False
         with self._wake:
             withdrawals = self._fail(job, error or CancelledError())
@@ -102,7 +99,7 @@ class Worker:
 
     def promote(self, job: ReadJob, priority: Priority) -> None:
         """Raise a read's priority, and that of its frames on their way."""
-        if os.getpid() != self._pid:
+        if self._guard.in_child:
             return
         with self._wake:
             if priority >= job.priority:
@@ -117,7 +114,7 @@ class Worker:
 
         Idempotent; never waits.
         """
-        if os.getpid() != self._pid:
+        if self._guard.in_child:
             return ()
         with self._wake:
             ticket.discarded = True
@@ -134,7 +131,7 @@ class Worker:
 
     def stop(self) -> None:
         """Let the thread end once everything is settled. Does not wait for it; idempotent."""
-        if os.getpid() != self._pid:
+        if self._guard.in_child:
             return
         with self._wake:
             self._stopping = True
@@ -142,7 +139,7 @@ class Worker:
 
     def close(self) -> None:
         """Cancel what has not begun, wait for the rest, give the scratch memory back. Idempotent."""
-        if os.getpid() != self._pid:
+        if self._guard.in_child:
             return
         self.stop()
         with self._wake:
@@ -178,7 +175,7 @@ class Worker:
             return step
 
     def _next(self) -> Callable[[], None] | None:
-        """What to do now, if anything can be done. Under the lock."""
+        """Return the next thing to do, if anything can be done. Under the lock."""
         for read in sorted(self._reads, key=attrgetter("priority")):
             if read.waits and (slot := self._scratch.take(encoding=False)) is not None:
                 return partial(self._read, read, read.take_up(), slot, read.priority)
@@ -277,7 +274,7 @@ class Worker:
         return job.withdrawals()
 
     def _is_last(self, job: Job) -> bool:
-        """Whether the caller has to settle a job. Under the lock."""
+        """Return whether the caller has to settle a job. Under the lock."""
         if not job.end():
             return False
         if isinstance(job, ReadJob):
@@ -285,7 +282,7 @@ class Worker:
         return True
 
     def _finish(self, job: Job, withdrawals: list[Callable[[], object]], ended: bool) -> None:
-        """What follows without the lock: cancel the rest of what has failed, settle what has ended."""
+        """Cancel the rest of what has failed, and settle what has ended, without the lock."""
         for withdraw in withdrawals:
             withdraw()
         if not ended:

@@ -1,1 +1,1 @@
-"""The checks of a machine with a GPU: ``python -m penstock.testing.gpu``; see :mod:`.command`."""
+"""Checks of a machine with a GPU: ``python -m penstock.testing.gpu``; see :mod:`.command`."""

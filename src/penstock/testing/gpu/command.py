@@ -1,12 +1,12 @@
-"""``python -m penstock.testing.gpu``: the checks of a machine with a GPU, in under ten minutes.
+"""The command ``python -m penstock.testing.gpu``, which checks a machine with a GPU in ten minutes.
 
-1. The contract: what Penstock and its tests believe of CUDA; see :mod:`.contract`.
-2. The tests that need a device, where this runs from a checkout.
-3. The order of accesses in some of these tests, observed and not judged; see :mod:`.observer`.
-4. Figures: the link, steps beside plain torch, GPU-direct, the flash optimizer, checkpoints.
+1. The contract: the assumptions of Penstock and its tests about CUDA; see :mod:`.contract`.
+2. The tests that need a device, if this runs from a checkout.
+3. The order of accesses in some of these tests, as information only; see :mod:`.observer`.
+4. Figures: the link, steps compared with plain torch, GPU-direct, the flash optimizer, checkpoints.
 
-Each part is a process of its own with a limit, and results are written after each, so that neither a
-hang nor a crash nor Ctrl-C loses what was found before.
+Each part runs in a separate process with a time limit, and results are written after each, so that
+neither a hang nor a crash nor Ctrl-C loses earlier results.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Final
 import penstock
 from penstock.core.errors import ConfigError
 from penstock.core.files import absolute_path
-from penstock.io.files import filesystem_of
+from penstock.core.fs import filesystem_of
 from penstock.testing.gpu import processes
 from penstock.testing.gpu.contract import FACTS
 from penstock.testing.gpu.document import DONE, Document, scrub
@@ -36,21 +36,21 @@ NO_DEVICE: Final = 2
 INTERRUPTED: Final = 130
 _CONTRACT_S: Final = 90.0
 _FIGURES_SHARE: Final = 0.4
-"""Of the time, kept for figures while others run."""
+"""Share of the time that is reserved for figures."""
 _ORDER_S: Final = 75.0
 _ORDER_FILES: Final = ("tests/gpu/test_gpu_state.py", "tests/gpu/test_gpu_training.py")
 _START_S: Final = 5.0
-"""With less left, nothing is begun."""
+"""Minimum remaining time to begin a part."""
 _LAST: Final = "training"
-"""The file of tests that takes longest has this in its name."""
+"""Part of the name of the slowest test file."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check this machine.
 
     Returns:
-        0 if all is well; 1 if anything failed, hung or was left out, or a belief is wrong; 2 if there
-        is no device, or the arguments are wrong; 130 if it was interrupted.
+        0 on success; 1 if anything failed, hung or was left out, or an assumption is wrong; 2 if there is
+        no device, or the arguments are wrong; 130 if it was interrupted.
     """
     options = _parser().parse_args(argv)
     try:
@@ -66,18 +66,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class InterruptedRunError(Exception):
-    """A part was interrupted; what it found is in the document."""
+    """A part was interrupted; its results are in the document."""
 
 
 class Check:
     """One run of the command."""
 
     def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
-        """Run nothing yet.
+        """Prepare the run.
 
         Args:
-            options: Of the command.
-            scratch: An empty directory for what processes note.
+            options: Options of the command.
+            scratch: An empty directory for the records of processes.
         """
         self._options = options
         self._scratch = scratch
@@ -85,7 +85,7 @@ class Check:
         self._document: Any = None
 
     def run(self) -> int:
-        """Do everything that was asked for; returns the exit code."""
+        """Run all chosen parts, and return the exit code."""
         machine = self._machine()
         if not machine["devices"]:
             _say(f"There is no accelerator to check: {machine['lacking']}.")
@@ -113,19 +113,19 @@ class Check:
     # -- the machine ------------------------------------------------------------------------------
 
     def _machine(self) -> dict[str, Any]:
-        """In a process of its own: a driver that hangs is one that cannot be used."""
+        """Describe the machine, in a separate process, since the driver may hang."""
         ended = self._child("machine", limit_s=min(60.0, self._left()))
         if ended.interrupted:
             raise InterruptedRunError
         if ended.records:
             return ended.records[-1]
         said = scrub(ended.said[-1]) if ended.said else "nothing"
-        return {"devices": [], "lacking": f"asking for it {ended.how}, and said: {said}"}
+        return {"devices": [], "lacking": f"the query ended with {ended.how}, and printed: {said}"}
 
     # -- the contract -----------------------------------------------------------------------------
 
     def _contract(self) -> None:
-        """All facts; what follows one that ends its process is examined in another."""
+        """Examine all facts; after one that ends its process, continue in another."""
         document, start = self._document, time.monotonic()
         end_s = min(start + _CONTRACT_S, self._end_s)
         devices = len(document.contents["machine"]["devices"])
@@ -167,8 +167,8 @@ class Check:
     def _tests(self) -> None:
         root = checkout()
         if root is None:
-            _say("tests: this is an installed Penstock, which has no tests with it; left out")
-            self._document.part("tests", DONE, 0.0, ["an installed Penstock has no tests with it"])
+            _say("tests: left out, as an installed Penstock has no tests")
+            self._document.part("tests", DONE, 0.0, ["an installed Penstock has no tests"])
             return
         reserved_s = _FIGURES_SHARE * self._options.limit if "figures" in self._options.parts else 0
         reserved_s += _ORDER_S if "order" in self._options.parts else 0
@@ -190,7 +190,7 @@ class Check:
             self._tests_over(file, ended, f"{len(tests)} tests", how)
 
     def _order(self) -> None:
-        """Some tests again, with an observer, which may make them fail: that is no failure of theirs."""
+        """Repeat some tests with an observer, which may make them fail; that is ignored."""
         root = checkout()
         if root is None:
             return
@@ -204,14 +204,14 @@ class Check:
         checked = sum(each["checked"] for each in found)
         complaints = sum(len(each["complaints"]) for each in found)
         said = f"{checked} accesses in {len(found)} tests, {complaints} complaints"
-        # it does what it can in its time
+        # it may run out of time
         how = DONE if found or _passed(ended) else ended.how
         self._tests_over("order", ended, said, how)
 
     def _run_tests(
         self, root: Path, name: str, words: Sequence[str], limit_s: float
     ) -> processes.Ended | None:
-        """A process of pytest; None, and noted as left out, if there is no time or no pytest."""
+        """Run pytest; return None and record the part as left out without time or pytest."""
         if importlib.util.find_spec("pytest") is None:
             self._document.part(name, "left out: pytest is not installed", 0.0)
             return None
@@ -225,7 +225,7 @@ class Check:
             limit_s=limit_s,
             environment={
                 "PENSTOCK_TEST_DIR": self._options.dir,
-                "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # of packages that have nothing to do with this
+                "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # of unrelated packages
             },
             directory=root,
         )
@@ -238,7 +238,7 @@ class Check:
             raise InterruptedRunError
 
     def _pytest(self, records: Path) -> Iterator[str]:
-        """Options of plug-ins that may be missing are not asked for."""
+        """Yield the arguments of pytest, without options of missing plug-ins."""
         yield from ("-m", "pytest", "-m", "gpu", "-o", "addopts=-ra --strict-markers")
         yield from ("-o", "minversion=7", "-o", "filterwarnings=default", "-p", "no:cacheprovider")
         yield from ("-o", "faulthandler_timeout=90", "-p", "penstock.testing.gpu.plugin")
@@ -271,7 +271,7 @@ class Check:
             if ended.interrupted:
                 raise InterruptedRunError
 
-    # -- inside -----------------------------------------------------------------------------------
+    # -- private ----------------------------------------------------------------------------------
 
     def _left(self) -> float:
         return self._end_s - time.monotonic()
@@ -296,13 +296,13 @@ class Check:
 
 
 def checkout() -> Path | None:
-    """The root of the checkout that this runs from; None: it is installed."""
+    """Return the root of the checkout that this runs from; None if it is installed."""
     root = Path(penstock.__file__).resolve().parents[2]
     return root if (root / "tests" / "gpu").is_dir() else None
 
 
 def test_files(root: Path) -> list[str]:
-    """The files of tests for a device, relative to ``root``; the one that takes longest comes last."""
+    """Return the test files for a device, relative to ``root``; the slowest one comes last."""
     found = sorted((root / "tests" / "gpu").glob("test_*.py"), key=lambda file: _LAST in file.name)
     if all(importlib.util.find_spec(each) for each in ("hypothesis", "numba")):
         found += [root / "tests" / "codec" / name for name in ("test_codec_device.py",)]
@@ -312,12 +312,12 @@ def test_files(root: Path) -> list[str]:
 
 
 def _passed(ended: processes.Ended) -> bool:
-    """Whether tests passed, or pytest had none to run."""
+    """Return whether the tests passed, or pytest had none to run."""
     return ended.code in (0, 5) and not ended.stopped
 
 
 def _ended(fact: Fact, ended: processes.Ended) -> dict[str, Any]:
-    """The finding of a fact whose process ended while it was examined."""
+    """Return the finding for a fact whose process ended during its examination."""
     said = f": {ended.said[-1]}" if ended.said else ""
     return Finding(
         fact.name, fact.believed, fact.relies, Outcome.ENDED, f"{ended.how}{said}", seconds=0.0
@@ -325,14 +325,14 @@ def _ended(fact: Fact, ended: processes.Ended) -> dict[str, Any]:
 
 
 def _spill_directory(named: str | None) -> str:
-    """The directory that was named, or the first usual one on a disk. Raises ConfigError."""
+    """Return the named directory, or the first usual one on a disk. Raises ConfigError."""
     environment = os.environ.get("PENSTOCK_TEST_DIR")
     places = [named] if named else [environment] if environment else ["/var/tmp", "/tmp", os.curdir]
     for place in places:
         if os.path.isdir(place) and not filesystem_of(place).is_memory:
             return absolute_path(place, "--dir")
     raise ConfigError(
-        f"{' and '.join(places)}: no directory on a disk; name one by --dir for what spills to flash"
+        f"{' and '.join(places)}: not a directory on a disk; name one to offload to with --dir"
     )
 
 
@@ -344,36 +344,40 @@ def _say(line: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m penstock.testing.gpu",
-        description="Check a machine with a GPU: what is believed of CUDA, the tests, and figures."
+        description="Check a machine with a GPU: assumptions about CUDA, the tests, and figures."
         " Writes one file to send to the project.",
     )
     parser.add_argument(
-        "--out", metavar="DIR", type=Path, default=Path(), help="for the file (default: here)"
+        "--out",
+        metavar="DIR",
+        type=Path,
+        default=Path(),
+        help="directory of the file (default: here)",
     )
     parser.add_argument(
         "--dir",
         metavar="DIR",
-        help="on a disk, to spill to (default: $PENSTOCK_TEST_DIR, or the first of /var/tmp, /tmp and"
-        " the current directory that is on one)",
+        help="directory on a disk, to offload to (default: $PENSTOCK_TEST_DIR, or the first of /var/tmp,"
+        " /tmp and the current directory that is on one)",
     )
     parser.add_argument(
         "--device",
         metavar="KIND",
-        help="as torch calls it: cuda, xpu, npu (default: torch's current accelerator); of others than"
-        " cuda the contract is checked, and nothing else",
+        help="kind of device, as in torch: cuda, xpu, npu (default: torch's current accelerator); for"
+        " kinds other than cuda only the contract is checked",
     )
     parser.add_argument(
         "--limit",
         metavar="SECONDS",
         type=float,
         default=540.0,
-        help="for everything (default: 540)",
+        help="time limit of everything (default: 540)",
     )
     parser.add_argument(
-        "--parts", nargs="+", choices=PARTS, default=PARTS, help="what to do (default: all of it)"
+        "--parts", nargs="+", choices=PARTS, default=PARTS, help="parts to run (default: all)"
     )
     parser.add_argument(
-        "--scale", type=float, default=1.0, help="of the sizes of figures (default: 1)"
+        "--scale", type=float, default=1.0, help="scale of the sizes of figures (default: 1)"
     )
     parser.add_argument("--preload", action="append", default=[], help=argparse.SUPPRESS)
     parser.add_argument(
@@ -381,6 +385,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="ARGUMENT",
         nargs=argparse.REMAINDER,
         default=[],
-        help="the rest is pytest's",
+        help="remaining arguments are passed to pytest",
     )
     return parser

@@ -1,7 +1,7 @@
-"""The contract: what Penstock, and the emulated device of its tests, believe of CUDA and of torch on it.
+"""The contract: assumptions of Penstock, and of the emulated device of its tests, about CUDA and torch.
 
-Every belief is a function in one of the modules ``facts_*``. A belief that proves wrong on a device is
-worth more than a pass: it is reported with what was believed and what was found.
+Every assumption is a function in one of the modules ``facts_*``. One that is wrong on a device is more
+valuable than a pass: it is reported with the assumption and the observation.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ FACTS: Final[tuple[Fact, ...]] = (
     *facts_capture.FACTS,
 )
 LIMIT_S: Final = 30.0
-"""A fact that takes longer hangs: its process ends and says where."""
+"""Time limit of a fact, after which its process ends with a traceback."""
 
 
 def named(name: str) -> Fact:
-    """The fact of a name. Raises KeyError."""
+    """Return the fact of a name. Raises KeyError."""
     return {each.name: each for each in FACTS}[name]
 
 
 def work(options: argparse.Namespace) -> int:
-    """Examine the facts of some names, in a process of :mod:`.child`.
+    """Examine the named facts, in a process of :mod:`.child`.
 
-    Notes ``begun`` and then ``finding`` of each. Ends after one whose examination failed: its error may
-    be left in CUDA, so others are examined in a new process.
+    Records ``begun`` and then ``finding`` of each. Stops after a failed examination: its error may
+    persist in CUDA, so others are examined in a new process.
     """
     kind = kind_of(options.device)
     for name in options.names:

@@ -1,4 +1,4 @@
-"""The CUDA runtime library that torch has loaded, for calls that torch does not offer."""
+"""Calls of the CUDA runtime library that torch has loaded, but does not offer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from penstock.testing.gpu.fact import NotHereError
 
 GLOBAL: Final = 0
-"""``cudaStreamCaptureModeGlobal`` and so on."""
+"""Value of ``cudaStreamCaptureModeGlobal``; likewise the next two."""
 THREAD_LOCAL: Final = 1
 RELAXED: Final = 2
 CAPTURE_UNSUPPORTED: Final = 900
@@ -24,7 +24,7 @@ PORTABLE: Final = 1
 
 
 def torch_runtime() -> Any:
-    """What torch offers of the runtime. Raises NotHereError if this torch runs over another one."""
+    """Return torch's module for the runtime. Raises NotHereError if torch uses another runtime."""
     if torch.version.cuda is None and torch.version.hip is None:
         raise NotHereError("this is about CUDA's own runtime")
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -32,41 +32,41 @@ def torch_runtime() -> Any:
 
 @functools.cache
 def library() -> Any:
-    """A handle of the library that is already loaded. Raises NotHereError if there is none of its own."""
+    """Return a handle of the loaded library. Raises NotHereError if it is not a separate library."""
     torch_runtime()
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         path = line.partition("/")[2]
         if "libcudart" in path:
             return ctypes.CDLL(f"/{path}")
-    raise NotHereError("torch has loaded no libcudart that could be called")
+    raise NotHereError("torch has not loaded libcudart as a separate library")
 
 
 def last_error() -> int:
-    """The last error of the calling thread's runtime calls; forgotten then."""
+    """Return and clear the last error of the calling thread's runtime calls."""
     return int(library().cudaGetLastError())
 
 
 def peek_error() -> int:
-    """The same, not forgotten."""
+    """Return the last error of the calling thread's runtime calls without clearing it."""
     return int(library().cudaPeekAtLastError())
 
 
 def event_query(event: Any) -> int:
-    """``cudaEventQuery``'s code for an event of torch's that has been recorded."""
+    """Call ``cudaEventQuery`` for a recorded event of torch, and return its code."""
     code = int(library().cudaEventQuery(ctypes.c_void_p(event.cuda_event)))
     last_error()
     return code
 
 
 def event_synchronize(event: Any) -> int:
-    """``cudaEventSynchronize``'s code for an event of torch's that has been reached."""
+    """Call ``cudaEventSynchronize`` for a reached event of torch, and return its code."""
     code = int(library().cudaEventSynchronize(ctypes.c_void_p(event.cuda_event)))
     last_error()
     return code
 
 
 def host_alloc_code() -> int:
-    """``cudaHostAlloc``'s code for a little memory, which is freed again."""
+    """Call ``cudaHostAlloc`` for a little memory, free it, and return the code."""
     where = ctypes.c_void_p()
     code = int(library().cudaHostAlloc(ctypes.byref(where), ctypes.c_size_t(4096), PORTABLE))
     if code == 0:
@@ -76,7 +76,7 @@ def host_alloc_code() -> int:
 
 
 def malloc_code() -> int:
-    """``cudaMalloc``'s code for a little memory, which is freed again."""
+    """Call ``cudaMalloc`` for a little memory, free it, and return the code."""
     where = ctypes.c_void_p()
     code = int(library().cudaMalloc(ctypes.byref(where), ctypes.c_size_t(512)))
     if code == 0:
@@ -86,27 +86,27 @@ def malloc_code() -> int:
 
 
 def register(memory: mmap.mmap) -> int:
-    """``cudaHostRegister``'s code for all of a mapping, for every device."""
+    """Call ``cudaHostRegister`` for a whole mapping, for every device, and return its code."""
     runtime = torch_runtime()
     return int(runtime.cudaHostRegister(address_of(memory), len(memory), PORTABLE))
 
 
 def unregister(memory: mmap.mmap) -> int:
-    """``cudaHostUnregister``'s code."""
+    """Call ``cudaHostUnregister``, and return its code."""
     runtime = torch_runtime()
     return int(runtime.cudaHostUnregister(address_of(memory)))
 
 
 def address_of(memory: mmap.mmap) -> int:
-    """Where a mapping begins."""
+    """Return the address of a mapping."""
     return int(torch.frombuffer(memory, dtype=torch.uint8).data_ptr())
 
 
 class Capture:
-    """A stream that captures, without torch's allocator knowing of it.
+    """Capture on a stream without the knowledge of torch's allocator.
 
     Attributes:
-        code: What ``cudaStreamEndCapture`` returned, once the block has been left.
+        code: Code of ``cudaStreamEndCapture``, after the block.
     """
 
     def __init__(self, stream: Any, mode: int) -> None:
@@ -116,7 +116,7 @@ class Capture:
         self.code = -1
 
     def __enter__(self) -> Capture:
-        """Begin."""
+        """Begin the capture."""
         code = int(library().cudaStreamBeginCapture(self._stream, self._mode))
         if code != 0:
             last_error()
@@ -124,7 +124,7 @@ class Capture:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End, and destroy the graph."""
+        """End the capture, and destroy the graph."""
         graph = ctypes.c_void_p()
         self.code = int(library().cudaStreamEndCapture(self._stream, ctypes.byref(graph)))
         if self.code == 0 and graph.value:
@@ -133,14 +133,14 @@ class Capture:
 
 
 def capturing(stream: Any) -> bool:
-    """Whether a stream captures, or did before it was invalidated."""
+    """Return whether a stream captures, or did before its capture was invalidated."""
     status = ctypes.c_int()
     library().cudaStreamIsCapturing(ctypes.c_void_p(stream.cuda_stream), ctypes.byref(status))
     return status.value != 0
 
 
 def exchange_mode(mode: int) -> int:
-    """Set the calling thread's capture mode; the former one."""
+    """Set the calling thread's capture mode, and return the former one."""
     value = ctypes.c_int(mode)
     library().cudaThreadExchangeStreamCaptureMode(ctypes.byref(value))
     return value.value

@@ -1,4 +1,4 @@
-"""The one file to send: what was run on a device and what came of it, without paths and names."""
+"""File to send to the project: the results on a device, without paths and names."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+from penstock.core.fs import write_durably
 from penstock.core.units import format_bandwidth, format_bytes
 from penstock.testing.gpu.fact import Outcome
 
@@ -21,21 +22,21 @@ SCHEMA: Final = 1
 _PATH: Final = re.compile(r"(?<![\w.:/])(?:/[\w.@+~-]+)+/([\w.@+~-]+)")
 _UNKNOWN: Final = (Outcome.ERROR, Outcome.ENDED)
 DONE: Final = "done"
-"""How a part ended of which nothing is wrong."""
+"""Status of a successful part."""
 _SHOWN: Final = 8
-"""Lines for each kind of thing that is wrong; all of them are in the file."""
+"""Maximum number of printed lines for each kind of problem; all of them are in the file."""
 
 
 class Document:
-    """Results so far. ``write`` puts all of them into the file, whole or not at all.
+    """Results so far. ``write`` writes all of them to the file atomically.
 
     Attributes:
-        contents: What is written, as JSON.
-        path: The file.
+        contents: Content of the JSON file.
+        path: Path of the file.
     """
 
     def __init__(self, into: Path, machine: dict[str, Any]) -> None:
-        """Begin with what the machine is; names the file by its first device and the date."""
+        """Begin with the machine, and name the file by its first device and the date."""
         today = datetime.now(UTC).strftime("%Y-%m-%d")
         device = re.sub(r"[^a-z0-9]+", "-", machine["devices"][0]["name"].lower()).strip("-")
         self.path = into / f"penstock-gpu-{device}-{today}.json"
@@ -52,7 +53,7 @@ class Document:
         }
 
     def part(self, name: str, how: str, seconds: float, said: list[str] | None = None) -> None:
-        """Note how a part ended (``DONE``, or in words what went wrong), and write."""
+        """Record how a part ended (``DONE``, or a description of the problem), and write the file."""
         part: dict[str, Any] = {"name": name, "how": how, "seconds": round(seconds, 1)}
         if said:
             part["said"] = said
@@ -61,14 +62,12 @@ class Document:
 
     def write(self) -> None:
         """Replace the file."""
-        unfinished = self.path.with_suffix(".unfinished")
         text = json.dumps(scrub(self.contents), indent=1) + "\n"
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, self.path)
+        write_durably(str(self.path), text.encode())
 
     @property
     def well(self) -> bool:
-        """Whether everything was run, no belief proved wrong, and nothing failed."""
+        """True if everything was run, no assumption proved wrong, and nothing failed."""
         contents = self.contents
         return (
             contents["complete"]
@@ -79,7 +78,7 @@ class Document:
         )
 
     def lines(self) -> Iterator[str]:
-        """Some 20 lines for a terminal: what was done, what is wrong, what to do with the file."""
+        """Yield some 20 lines for a terminal: results, problems, and what to do with the file."""
         contents, machine = self.contents, self.contents["machine"]
         device = machine["devices"][0]
         count = len(machine["devices"])
@@ -97,11 +96,11 @@ class Document:
             if part["how"] != DONE:
                 yield f"NOT DONE  {part['name']}: {part['how']}"
         if not contents["complete"]:
-            yield "This was interrupted: what there was until then is in the file."
+            yield "The run was interrupted: the file contains the results until then."
         yield ""
-        yield f"Everything is in {self.path.name}, without paths and without names of hosts and users."
-        yield "Please look through it and attach it to an issue in Penstock's tracker, with a word on the"
-        yield "machine. What is not as believed is worth more to the project than a pass."
+        yield f"All results are in {self.path.name}, without paths and names of hosts and users."
+        yield "Please look through it and attach it to an issue in Penstock's tracker, with a note on the"
+        yield "machine. A wrong assumption is more valuable to the project than a pass."
 
     def _contract_lines(self) -> Iterator[str]:
         found = Counter(each["outcome"] for each in self.contents["contract"])
@@ -141,7 +140,7 @@ class Document:
 
 
 def scrub(value: Any) -> Any:
-    """The same without directories, and without the names of this host and user."""
+    """Return a value without directories and the names of this host and user."""
     if isinstance(value, dict):
         return {key: scrub(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -155,7 +154,7 @@ def scrub(value: Any) -> Any:
 
 
 def _names() -> dict[str, str]:
-    """Names that are told to nobody, and what stands for them."""
+    """Return private names with their replacements."""
     found = {platform.node(): "<host>", platform.node().partition(".")[0]: "<host>"}
     with suppress(KeyError):
         found[pwd.getpwuid(os.getuid()).pw_name] = "<user>"
@@ -169,7 +168,7 @@ def _more(wrong: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _brief(figures: dict[str, Any]) -> str:
-    """The main numbers of a figure in a line."""
+    """Return the main numbers of a figure in a line."""
     for what in ("failed", "refused"):
         if what in figures:
             return f"{what}: {figures[what]}"[:160]

@@ -1,4 +1,4 @@
-"""One belief about CUDA or about torch on CUDA, and how it is examined on a device, of any kind."""
+"""Fact: an assumption about CUDA or torch on CUDA, and its examination on a device of any kind."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ import torch
 from penstock.core.units import MIB
 
 SIZE_BYTES: Final = 24 * MIB
-"""What facts about memory allocate: more than torch's allocator puts into a segment with others."""
+"""Size of allocations in facts: more than torch's allocator puts into a shared segment."""
 _DELAYS_S: Final = (0.05, 0.2, 0.8)
-"""How long streams are kept busy, by attempt."""
+"""Time for which streams are kept busy, by attempt."""
 _T = TypeVar("_T")
 
 
 class DiffersError(Exception):
-    """The device does not do what is believed. Its text says what was found."""
+    """The device behaves differently. The text describes the observation."""
 
 
 class NotHereError(Exception):
-    """The fact cannot be examined on this machine, or with this torch. Its text says why."""
+    """The fact cannot be examined on this machine or with this torch. The text gives the reason."""
 
 
 class Outcome(enum.StrEnum):
-    """How an examination ended."""
+    """Result of an examination."""
 
     HOLDS = "holds"
     DIFFERS = "differs"
@@ -39,24 +39,24 @@ class Outcome(enum.StrEnum):
     ERROR = "error"
     """The examination itself failed, so nothing is known."""
     ENDED = "ended the process"
-    """It hung or crashed, so nothing is known."""
+    """The examination hung or crashed, so nothing is known."""
 
 
 class Device:
-    """The device that is examined, and the means to keep it busy.
+    """The examined device, with functions to keep it busy.
 
     Attributes:
-        cuda: Torch's module for devices of that kind: ``torch.cuda``, or one that has the same functions.
+        cuda: Torch's module for the kind of device: ``torch.cuda``, or one with the same functions.
         device: The device, with an index.
-        second: The one with index 1.
+        second: The device with index 1.
     """
 
     def __init__(self, kind: str = "cuda", *, delay_s: float = _DELAYS_S[0]) -> None:
         """Choose torch's current device; this makes no context.
 
         Args:
-            kind: Of the device, as torch calls it.
-            delay_s: How long ``delay`` keeps a stream busy.
+            kind: Kind of device, as in torch.
+            delay_s: Time for which ``delay`` keeps a stream busy.
         """
         self.cuda: Any = torch.get_device_module(kind)
         self.device = torch.device(kind, self.cuda.current_device())
@@ -64,7 +64,7 @@ class Device:
         self._delay_s = delay_s
 
     def delay(self, stream: Any = None) -> Any:
-        """Keep ``stream``, or the current one, busy for a while; an event that is reached then."""
+        """Keep ``stream``, or the current one, busy for a while; return an event at the end."""
         stream = self.cuda.current_stream() if stream is None else stream
         with self.cuda.stream(stream):
             busy = _busy_on(self.device)
@@ -72,41 +72,41 @@ class Device:
             return self.mark(stream)
 
     def mark(self, stream: Any = None, *, timed: bool = False) -> Any:
-        """A new event, recorded on ``stream`` or the current one."""
+        """Record and return a new event on ``stream`` or the current one."""
         event = self.cuda.Event(enable_timing=timed)
         event.record(self.cuda.current_stream() if stream is None else stream)
         return event
 
     def stream(self) -> Any:
-        """One of torch's streams; 32 in a row are different ones."""
+        """Return one of torch's streams; 32 in a row are different."""
         return self.cuda.Stream()
 
     def empty(self, nbytes: int = SIZE_BYTES) -> torch.Tensor:
-        """Bytes of device memory, allocated on the current stream."""
+        """Allocate bytes of device memory on the current stream."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def full(self, value: int, nbytes: int = SIZE_BYTES) -> torch.Tensor:
-        """The same, each byte ``value``."""
+        """Allocate bytes of device memory and fill them with ``value``."""
         return self.empty(nbytes).fill_(value)
 
     def clean(self) -> None:
-        """Wait for the device and return idle memory to it."""
+        """Wait for the device, and free idle memory."""
         self.cuda.synchronize()
         self.cuda.empty_cache()
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A belief.
+    """An assumption.
 
     Attributes:
-        name: Unique.
-        believed: One sentence.
-        relies: The part of Penstock that is wrong if the belief is.
-        examine: Returns, or raises DiffersError or NotHereError.
-        devices: How many it takes.
-        fresh: Whether it needs a process in which CUDA was not used before.
-        tries: How many times it may be examined, with longer delays, if the host may have been too slow.
+        name: Unique name.
+        believed: The assumption in one sentence.
+        relies: The part of Penstock that relies on it.
+        examine: Function that returns, or raises DiffersError or NotHereError.
+        devices: Number of devices that it needs.
+        fresh: It needs a process that has not used CUDA.
+        tries: Maximum number of examinations, with longer delays, as the host may have been too slow.
     """
 
     name: str
@@ -120,7 +120,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The outcome for one fact; ``found`` is ``""`` where it holds at once."""
+    """The outcome for one fact; ``found`` is ``""`` if it holds at the first examination."""
 
     name: str
     believed: str
@@ -131,7 +131,7 @@ class Finding:
     seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """For a result file."""
+        """Return the values for a result file."""
         return asdict(self) | {"seconds": round(self.seconds, 3)}
 
 
@@ -141,14 +141,14 @@ Examine: TypeAlias = Callable[[Device], None]
 def fact(
     believed: str, *, relies: str, devices: int = 1, fresh: bool = False, late: bool = False
 ) -> Callable[[Examine], Fact]:
-    """Make a :class:`Fact` of a function; its name is the function's.
+    """Make a :class:`Fact` from a function, with the function's name.
 
     Args:
-        believed: One sentence.
-        relies: The part of Penstock that is wrong if the belief is.
-        devices: How many it takes.
-        fresh: Whether it needs a process in which CUDA was not used before.
-        late: Whether a host that is held up makes it fail, so that it is tried again.
+        believed: The assumption in one sentence.
+        relies: The part of Penstock that relies on it.
+        devices: Number of devices that it needs.
+        fresh: It needs a process that has not used CUDA.
+        late: A slow host makes it fail, so it is repeated.
     """
 
     def made(examine: Examine) -> Fact:
@@ -159,7 +159,7 @@ def fact(
 
 
 def expect(holds: bool, found: str) -> None:
-    """Raise DiffersError with what was found, unless it ``holds``."""
+    """Raise DiffersError with the observation ``found``, unless ``holds`` is true."""
     if not holds:
         raise DiffersError(found)
 
@@ -183,7 +183,7 @@ def judge(one: Fact, kind: str = "cuda") -> Finding:
         except NotHereError as error:
             found.append(str(error))
         except Exception as error:  # noqa: BLE001  (a driver or a kernel may fail in any way)
-            # what CUDA's module has, others may lack: a function, or an argument of one
+            # modules of other kinds may lack functions of CUDA's, or arguments of them
             lacks = kind != "cuda" and isinstance(error, AttributeError | TypeError)
             outcome = Outcome.NOT_HERE if lacks else Outcome.ERROR
             found.append(brief(error))
@@ -202,7 +202,7 @@ def judge(one: Fact, kind: str = "cuda") -> Finding:
 
 
 def in_thread(call: Callable[[], _T]) -> _T:
-    """What ``call`` returns in a new thread, or raises there."""
+    """Run ``call`` in a new thread; return its result, or raise its exception."""
     returned: list[_T] = []
     raised: list[BaseException] = []
 
@@ -221,20 +221,20 @@ def in_thread(call: Callable[[], _T]) -> _T:
 
 
 def torch_version() -> tuple[int, int]:
-    """Major and minor number."""
+    """Return the major and minor version of torch."""
     numbers = re.findall(r"\d+", torch.__version__)
     return int(numbers[0]), int(numbers[1])
 
 
 @functools.cache
 def _busy_on(device: torch.device) -> Callable[[int], object]:
-    """What keeps the current stream busy for some cycles; where torch has no such kernel, products."""
+    """Return a function that keeps the current stream busy for a number of cycles."""
     module: Any = torch.get_device_module(device.type)
     sleep: Callable[[int], object] | None = getattr(module, "_sleep", None)
     if sleep is not None:
         return sleep
     matrix = torch.ones(2048, 2048, device=device)
-    product = torch.empty_like(matrix)  # nothing is allocated later, by whichever stream is current
+    product = torch.empty_like(matrix)  # nothing is allocated later, on any stream
 
     def multiply(cycles: int) -> None:
         for _ in range(max(1, cycles // _CYCLES)):
@@ -248,7 +248,7 @@ _measured: dict[str, float] = {}
 
 
 def _cycles_per_s(gpu: Device, busy: Callable[[int], object]) -> float:
-    """How many cycles last a second on a kind of device; measured once."""
+    """Return the number of cycles per second on a kind of device; measured once."""
     kind = gpu.device.type
     if kind not in _measured:
         busy(_CYCLES)
@@ -263,6 +263,6 @@ def _cycles_per_s(gpu: Device, busy: Callable[[int], object]) -> float:
 
 
 def brief(error: Exception) -> str:
-    """Its type and the first line of what it says, 400 characters at most."""
+    """Return the type and the first line of an error, up to 400 characters."""
     line = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {line}"[:400]

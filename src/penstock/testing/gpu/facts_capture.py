@@ -1,7 +1,7 @@
 """Facts about the capture of CUDA graphs: what breaks it, and what is part of it.
 
-But for those that need torch's own, captures here are made by the runtime itself, so that one that is
-broken on purpose leaves no trace in torch.
+Except where torch's own are needed, captures are made by the runtime itself, so that a deliberately
+broken one leaves no trace in torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LANES: Final = "runtime/cuda/lanes.py: lanes may query during a capture"
     relies="runtime/cuda/link.py: capturing",
 )
 def capture_is_known(gpu: Device) -> None:
-    """In this thread, and in another."""
+    """Ask in this thread, and in another."""
     graph, x = gpu.cuda.CUDAGraph(), gpu.full(0, 512)
     asked = gpu.cuda.is_current_stream_capturing
     expect(not asked(), "a stream captures before a capture has begun")
@@ -38,7 +38,7 @@ def capture_is_known(gpu: Device) -> None:
     relies="runtime/cuda/mover.py: nothing is moved during a capture",
 )
 def captured_work_waits(gpu: Device) -> None:
-    """Then once for each replay."""
+    """Check that it then runs once for each replay."""
     graph, x = gpu.cuda.CUDAGraph(), gpu.full(0, 512)
     gpu.cuda.synchronize()
     with gpu.cuda.graph(graph):
@@ -56,7 +56,7 @@ def captured_work_waits(gpu: Device) -> None:
     relies="hooks/saved_tensors.py: memory of graphs is not spilled, since that frees nothing",
 )
 def graphs_keep_their_memory(gpu: Device) -> None:
-    """The address is not given to others."""
+    """Check that the address is not allocated to others."""
     gpu.clean()
     graph, x = gpu.cuda.CUDAGraph(), gpu.full(0)
     with gpu.cuda.graph(graph):
@@ -79,7 +79,7 @@ def graphs_keep_their_memory(gpu: Device) -> None:
     relies=_PAUSED,
 )
 def query_breaks_a_global_capture(gpu: Device) -> None:
-    """In another thread than the capturing one."""
+    """Call it in another thread than the capturing one."""
     _elsewhere(gpu, cudart.GLOBAL, breaks=True)
 
 
@@ -88,7 +88,7 @@ def query_breaks_a_global_capture(gpu: Device) -> None:
     relies=_PAUSED,
 )
 def malloc_breaks_a_global_capture(gpu: Device) -> None:
-    """In another thread than the capturing one."""
+    """Call it in another thread than the capturing one."""
     _elsewhere(gpu, cudart.GLOBAL, breaks=True, call=cudart.malloc_code)
 
 
@@ -97,7 +97,7 @@ def malloc_breaks_a_global_capture(gpu: Device) -> None:
     relies=_PAUSED,
 )
 def waiting_breaks_a_global_capture(gpu: Device) -> None:
-    """In another thread than the capturing one, for an event that has been reached."""
+    """Call it in another thread than the capturing one, for a reached event."""
     event = _reached(gpu)
     _elsewhere(gpu, cudart.GLOBAL, breaks=True, call=lambda: cudart.event_synchronize(event))
 
@@ -107,7 +107,7 @@ def waiting_breaks_a_global_capture(gpu: Device) -> None:
     relies=f"{_PAUSED}; staging.py: pinned memory is taken when it is needed first",
 )
 def host_alloc_breaks_a_global_capture(gpu: Device) -> None:
-    """In another thread than the capturing one."""
+    """Call it in another thread than the capturing one."""
     _elsewhere(gpu, cudart.GLOBAL, breaks=True, call=cudart.host_alloc_code)
 
 
@@ -116,7 +116,7 @@ def host_alloc_breaks_a_global_capture(gpu: Device) -> None:
     relies="docs: capture_error_mode='thread_local'",
 )
 def thread_local_captures_hold(gpu: Device) -> None:
-    """Both calls."""
+    """Make both calls."""
     _elsewhere(gpu, cudart.THREAD_LOCAL, breaks=False)
     _elsewhere(gpu, cudart.THREAD_LOCAL, breaks=False, call=cudart.malloc_code)
 
@@ -126,7 +126,7 @@ def thread_local_captures_hold(gpu: Device) -> None:
     relies=f"{_PAUSED}: the program's own thread must not query either",
 )
 def thread_local_captures_break(gpu: Device) -> None:
-    """Of an event that has nothing to do with it."""
+    """Query an unrelated event."""
     event = _reached(gpu)
     with cudart.Capture(gpu.stream(), cudart.THREAD_LOCAL) as capture:
         code = cudart.event_query(event)
@@ -139,7 +139,7 @@ def thread_local_captures_break(gpu: Device) -> None:
     relies="docs: capture_error_mode='relaxed'",
 )
 def relaxed_captures_hold(gpu: Device) -> None:
-    """In another thread, and in the capturing one."""
+    """Query in another thread, and in the capturing one."""
     _elsewhere(gpu, cudart.RELAXED, breaks=False)
     event = _reached(gpu)
     with cudart.Capture(gpu.stream(), cudart.RELAXED) as capture:
@@ -153,7 +153,7 @@ def relaxed_captures_hold(gpu: Device) -> None:
     relies=_LANES,
 )
 def relaxed_threads_break_nothing(gpu: Device) -> None:
-    """Its query during a capture in the mode global."""
+    """Query during a capture in the mode global."""
     event = _reached(gpu)
 
     def query() -> int:
@@ -174,7 +174,7 @@ def relaxed_threads_break_nothing(gpu: Device) -> None:
     relies="programs that capture work on several streams",
 )
 def joined_captures_hold(gpu: Device) -> None:
-    """There and back by events."""
+    """Join the capture and return from it by events."""
     capturing, drawn, x = gpu.stream(), gpu.stream(), gpu.full(0, 512)
     gpu.cuda.synchronize()
     with cudart.Capture(capturing, cudart.THREAD_LOCAL) as capture:
@@ -191,7 +191,7 @@ def joined_captures_hold(gpu: Device) -> None:
     relies="runtime/cuda/mover.py: no lane may wait for a stream that captures",
 )
 def waiting_joins_a_capture(gpu: Device) -> None:
-    """And the capture fails if its work is not waited for by the stream that began it."""
+    """Check that the capture fails if the stream that began it does not wait for the work."""
     capturing, drawn, x = gpu.stream(), gpu.stream(), gpu.full(0, 512)
     gpu.cuda.synchronize()
     with cudart.Capture(capturing, cudart.THREAD_LOCAL) as capture:
@@ -208,7 +208,7 @@ def waiting_joins_a_capture(gpu: Device) -> None:
 def _elsewhere(
     gpu: Device, mode: int, *, breaks: bool, call: Callable[[], int] | None = None
 ) -> None:
-    """Call something in another thread during a capture: by default a query of a reached event."""
+    """Make a call in another thread during a capture: by default a query of a reached event."""
     event = _reached(gpu)
     with cudart.Capture(gpu.stream(), mode) as capture:
         code = in_thread(call or (lambda: cudart.event_query(event)))

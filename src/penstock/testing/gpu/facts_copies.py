@@ -22,7 +22,7 @@ _MOVER: Final = "runtime/cuda/mover.py, [Note: streams]"
     late=True,
 )
 def pinned_out_is_asynchronous(gpu: Device) -> None:
-    """Behind a delay."""
+    """Copy after a delay."""
     source, host = gpu.full(1), _pinned()
     gpu.cuda.synchronize()
     gpu.delay()
@@ -36,7 +36,7 @@ def pinned_out_is_asynchronous(gpu: Device) -> None:
     late=True,
 )
 def pinned_in_is_asynchronous(gpu: Device) -> None:
-    """What is written to the source after the call is what arrives."""
+    """Check that bytes written to the source after the call arrive."""
     target, host = gpu.full(0), _pinned().fill_(1)
     gpu.cuda.synchronize()
     gpu.delay()
@@ -53,7 +53,7 @@ def pinned_in_is_asynchronous(gpu: Device) -> None:
     relies="staging.py where nothing is pinned: the bytes are there at once",
 )
 def pageable_out_blocks(gpu: Device) -> None:
-    """Behind a delay."""
+    """Copy after a delay."""
     source = gpu.full(4)
     host = torch.zeros(SIZE_BYTES, dtype=torch.uint8)
     busy = gpu.delay()
@@ -68,7 +68,7 @@ def pageable_out_blocks(gpu: Device) -> None:
     relies="staging.py where nothing is pinned: the source may be used again at once",
 )
 def pageable_in_reads_at_once(gpu: Device) -> None:
-    """The source is overwritten after the call."""
+    """Overwrite the source after the call."""
     target = gpu.full(0)
     host = torch.full((SIZE_BYTES,), 1, dtype=torch.uint8)
     gpu.cuda.synchronize()
@@ -85,7 +85,7 @@ def pageable_in_reads_at_once(gpu: Device) -> None:
     relies="runtime/cuda/link.py: digest",
 )
 def plain_copy_blocks(gpu: Device) -> None:
-    """Behind a delay."""
+    """Copy after a delay."""
     source, host = gpu.full(6), _pinned().fill_(0)
     gpu.delay()
     host.copy_(source)
@@ -98,7 +98,7 @@ def plain_copy_blocks(gpu: Device) -> None:
     relies=f"{_PINNED}: a slab is registered once",
 )
 def registered_is_pinned(gpu: Device) -> None:
-    """A mapping of 8 MiB."""
+    """Register a mapping of 8 MiB."""
     gpu.empty(512)
     memory = mmap.mmap(-1, 8 << 20)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
@@ -116,7 +116,7 @@ def registered_is_pinned(gpu: Device) -> None:
     late=True,
 )
 def registered_is_asynchronous(gpu: Device) -> None:
-    """Both ways, behind a delay."""
+    """Copy in both directions, after a delay."""
     memory = mmap.mmap(-1, SIZE_BYTES)
     with _registered(memory):
         host, other = torch.frombuffer(memory, dtype=torch.uint8), gpu.full(1)
@@ -136,7 +136,7 @@ def registered_is_asynchronous(gpu: Device) -> None:
     relies="io/mapping.py: MADV_DONTFORK on the slab",
 )
 def not_inherited_can_be_pinned(gpu: Device) -> None:
-    """There and back."""
+    """Copy in both directions."""
     memory = mmap.mmap(-1, 8 << 20)
     memory.madvise(mmap.MADV_DONTFORK)
     with _registered(memory):
@@ -151,7 +151,7 @@ def not_inherited_can_be_pinned(gpu: Device) -> None:
     relies="runtime/cuda/link.py: storages of any length lie at any address of a slab",
 )
 def odd_copies_are_exact(gpu: Device) -> None:
-    """Lengths and offsets that are aligned to nothing."""
+    """Copy with unaligned lengths and offsets."""
     generator = torch.Generator().manual_seed(0)
     data = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, generator=generator).pin_memory()
     back = _pinned(data.numel())
@@ -169,7 +169,7 @@ def odd_copies_are_exact(gpu: Device) -> None:
     relies=f"{_PINNED}: refusals",
 )
 def registering_twice_fails(gpu: Device) -> None:
-    """Error 712; in another thread, so that its error stays there."""
+    """Expect error 712, in another thread, so that the error stays there."""
     gpu.empty(512)
     memory = mmap.mmap(-1, 4 << 20)
     with _registered(memory):
@@ -184,7 +184,7 @@ def registering_twice_fails(gpu: Device) -> None:
     relies="runtime/cuda/link.py: pin is called in a thread of its own",
 )
 def errors_are_a_threads(gpu: Device) -> None:
-    """A second registration fails there; here the next kernel runs."""
+    """Fail a second registration there; here the next kernel runs."""
     gpu.empty(512)
     memory = mmap.mmap(-1, 4 << 20)
     cudart.last_error()
@@ -208,7 +208,7 @@ def errors_are_a_threads(gpu: Device) -> None:
     late=True,
 )
 def portable_is_pinned_everywhere(gpu: Device) -> None:
-    """A copy from the second device does not hold up the host."""
+    """Check that a copy from the second device does not block the host."""
     memory = mmap.mmap(-1, SIZE_BYTES)
     with _registered(memory), gpu.cuda.device(1):
         host = torch.frombuffer(memory, dtype=torch.uint8)

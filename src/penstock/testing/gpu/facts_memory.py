@@ -1,4 +1,4 @@
-"""Facts about torch's allocator of device memory: who gets a block, and when."""
+"""Facts about torch's allocator of device memory: which stream gets a block, and when."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _POOLS: Final = "runtime/cuda/pools.py, [Note: own pool]"
     late=True,
 )
 def freed_is_reused_on_its_stream(gpu: Device) -> None:
-    """Behind a delay."""
+    """Free after a delay."""
     _native(gpu)
     stream = gpu.stream()
     with gpu.cuda.stream(stream):
@@ -47,7 +47,7 @@ def freed_is_reused_on_its_stream(gpu: Device) -> None:
     relies=f"{_MOVER}, rule 4",
 )
 def freed_is_not_for_other_streams(gpu: Device) -> None:
-    """Whichever stream is current when it is freed, in whichever thread."""
+    """Free in another thread, with another stream current."""
     _native(gpu)
     one, other = gpu.stream(), gpu.stream()
     with gpu.cuda.stream(one):
@@ -68,7 +68,7 @@ def freed_is_not_for_other_streams(gpu: Device) -> None:
     late=True,
 )
 def recorded_stream_delays_reuse(gpu: Device) -> None:
-    """By way of a tensor that shares the storage, as link.keep does it."""
+    """Record a tensor that shares the storage, as link.keep does."""
     _native(gpu)
     own, side = gpu.stream(), gpu.stream()
     with gpu.cuda.stream(own):
@@ -91,7 +91,7 @@ def recorded_stream_delays_reuse(gpu: Device) -> None:
     late=True,
 )
 def own_stream_is_not_recorded(gpu: Device) -> None:
-    """It is used again at once."""
+    """Check that the block is reused at once."""
     _native(gpu)
     stream = gpu.stream()
     with gpu.cuda.stream(stream):
@@ -109,7 +109,7 @@ def own_stream_is_not_recorded(gpu: Device) -> None:
     "A storage begins at a multiple of 512 bytes.", relies="runtime/cuda/gpu_direct.py, digest.py"
 )
 def storages_are_aligned(gpu: Device) -> None:
-    """Of many lengths, all alive."""
+    """Allocate storages of many lengths at the same time."""
     held = [gpu.empty(nbytes) for nbytes in (1, 3, 511, 513, 4097, MIB + 1, 3 * MIB + 5)]
     odd = [each.numel() for each in held if each.untyped_storage().data_ptr() % 512]
     expect(not odd, f"those of {odd} bytes do not")
@@ -120,7 +120,7 @@ def storages_are_aligned(gpu: Device) -> None:
     relies="swap/suspend.py: a suspended job holds little device memory",
 )
 def idle_memory_is_returned(gpu: Device) -> None:
-    """256 MiB."""
+    """Free 256 MiB."""
     _native(gpu)
     held = gpu.empty(256 * MIB)
     reserved, free = gpu.cuda.memory_reserved(), gpu.cuda.mem_get_info()[0]
@@ -137,7 +137,7 @@ def idle_memory_is_returned(gpu: Device) -> None:
     relies="core/config.py: the default of device_memory",
 )
 def memory_adds_up(gpu: Device) -> None:
-    """With 64 MiB in use."""
+    """Compare the numbers with 64 MiB in use."""
     held = gpu.empty(64 * MIB)
     free, total = gpu.cuda.mem_get_info()
     reserved = gpu.cuda.memory_reserved()
@@ -151,7 +151,7 @@ def memory_adds_up(gpu: Device) -> None:
     relies="runtime/cuda/inbound.py: a target that the device has no room for waits",
 )
 def out_of_memory_is_survived(gpu: Device) -> None:
-    """Twice what there is."""
+    """Request twice the device's memory."""
     _native(gpu)
     held = gpu.empty(128 * MIB)
     del held
@@ -173,7 +173,7 @@ def out_of_memory_is_survived(gpu: Device) -> None:
     relies=_POOLS,
 )
 def pools_keep_their_memory(gpu: Device) -> None:
-    """Allocated in it, beside it, from another thread, and in it again."""
+    """Allocate in the pool, outside of it, from another thread, and in the pool again."""
     _native(gpu)
     pool = _pool(gpu)
     with gpu.cuda.use_mem_pool(pool):
@@ -195,7 +195,7 @@ def pools_keep_their_memory(gpu: Device) -> None:
     relies=_POOLS,
 )
 def pools_lend(gpu: Device) -> None:
-    """Torch is told to take little more than it has."""
+    """Limit torch to little more than it has."""
     _native(gpu)
     if "use_on_oom" not in inspect.signature(gpu.cuda.MemPool.__init__).parameters:
         raise NotHereError("this torch has no pools that lend (torch 2.9 has)")
@@ -217,7 +217,7 @@ def pools_lend(gpu: Device) -> None:
     finally:
         gpu.cuda.set_per_process_memory_fraction(1.0)
         lent = None
-        with gpu.cuda.use_mem_pool(pool):  # or it would go on lending, to whoever runs after this
+        with gpu.cuda.use_mem_pool(pool):  # otherwise it would lend memory to later facts
             gpu.cuda.empty_cache()
 
 
@@ -226,7 +226,7 @@ def pools_lend(gpu: Device) -> None:
     relies="hooks/saved_tensors.py: what is spilled is free when its storage is dropped",
 )
 def storages_hold_their_memory(gpu: Device) -> None:
-    """By memory_allocated, which is exact."""
+    """Use memory_allocated, which is exact."""
     before = gpu.cuda.memory_allocated()
     tensor = gpu.empty()
     storage = tensor.untyped_storage()
@@ -239,7 +239,7 @@ def storages_hold_their_memory(gpu: Device) -> None:
 
 
 _keep: Final[list[Any]] = []
-"""Pools live as long as the process: to delete one was wrong in some versions (pytorch #169699)."""
+"""Pools kept until the process ends: deletion was broken in some versions (pytorch #169699)."""
 
 
 def _native(gpu: Device) -> None:

@@ -1,4 +1,4 @@
-"""Facts about streams and events: what comes after what."""
+"""Facts about the order of work on streams and events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LANES: Final = "runtime/cuda/lanes.py"
 
 @fact("An event that was never recorded is complete.", relies=f"{_LANES}: what has no event")
 def event_unrecorded(gpu: Device) -> None:
-    """By torch, and by the runtime itself."""
+    """Query with torch, and with the runtime itself."""
     expect(gpu.cuda.Event().query(), "torch's event is not complete")
     library, made = cudart.library(), ctypes.c_void_p()
     gpu.empty(512)
@@ -36,7 +36,7 @@ def event_unrecorded(gpu: Device) -> None:
     late=True,
 )
 def host_runs_ahead(gpu: Device) -> None:
-    """A delay, then an operator."""
+    """Run an operator after a delay."""
     x = gpu.full(0)
     gpu.cuda.synchronize()
     gpu.delay()
@@ -50,7 +50,7 @@ def host_runs_ahead(gpu: Device) -> None:
     late=True,
 )
 def event_marks_a_place(gpu: Device) -> None:
-    """Between two delays."""
+    """Record an event between two delays."""
     stream = gpu.stream()
     first = gpu.delay(stream)
     second = gpu.delay(stream)
@@ -66,7 +66,7 @@ def event_marks_a_place(gpu: Device) -> None:
     late=True,
 )
 def wait_takes_the_state(gpu: Device) -> None:
-    """The event is recorded again, after a delay, when the other stream has been told to wait."""
+    """Record the event again, after a delay, when the other stream has begun to wait."""
     one, other = gpu.stream(), gpu.stream()
     event = gpu.cuda.Event()
     event.record(one)
@@ -83,7 +83,7 @@ def wait_takes_the_state(gpu: Device) -> None:
     relies=f"{_MOVER}, rules 1, 4, 5 and 7",
 )
 def wait_orders_streams(gpu: Device) -> None:
-    """One stream fills memory late, the other copies it."""
+    """Fill memory late on one stream, and copy it on the other."""
     one, other = gpu.stream(), gpu.stream()
     source, target = gpu.full(0), gpu.full(0)
     gpu.cuda.synchronize()
@@ -104,7 +104,7 @@ def wait_orders_streams(gpu: Device) -> None:
     late=True,
 )
 def streams_are_independent(gpu: Device) -> None:
-    """A busy stream, and one that has little to do."""
+    """Use a busy stream, and one with little work."""
     one, other = gpu.stream(), gpu.stream()
     busy = gpu.delay(one)
     gpu.mark(other).synchronize()
@@ -117,7 +117,7 @@ def streams_are_independent(gpu: Device) -> None:
     late=True,
 )
 def default_stream_holds_nobody_up(gpu: Device) -> None:
-    """Either way."""
+    """Check both directions."""
     default, side = gpu.cuda.default_stream(), gpu.stream()
     for busy_one, free_one in ((default, side), (side, default)):
         busy = gpu.delay(busy_one)
@@ -133,7 +133,7 @@ def default_stream_holds_nobody_up(gpu: Device) -> None:
     relies="testing/order.py: default streams have all the same handle",
 )
 def default_stream_is_zero(gpu: Device) -> None:
-    """Torch uses the legacy default stream."""
+    """Check that torch uses the legacy default stream."""
     handle = gpu.cuda.default_stream().cuda_stream
     expect(handle == 0, f"it is {handle:#x}")
 
@@ -144,7 +144,7 @@ def default_stream_is_zero(gpu: Device) -> None:
     late=True,
 )
 def synchronize_waits_for_its_own(gpu: Device) -> None:
-    """With another stream busy."""
+    """Synchronize with another stream busy."""
     one, other = gpu.stream(), gpu.stream()
     busy = gpu.delay(one)
     other.synchronize()
@@ -160,7 +160,7 @@ def synchronize_waits_for_its_own(gpu: Device) -> None:
     late=True,
 )
 def wait_stream_takes_the_state(gpu: Device) -> None:
-    """A delay is enqueued after the wait."""
+    """Enqueue a delay after the wait."""
     one, other = gpu.stream(), gpu.stream()
     first = gpu.delay(one)
     other.wait_stream(one)
@@ -176,7 +176,7 @@ def wait_stream_takes_the_state(gpu: Device) -> None:
     relies=f"{_LANES}: Copy.after is dropped once the copy is issued",
 )
 def event_may_die(gpu: Device) -> None:
-    """The event is gone before the work it stands for is done."""
+    """Delete the event before the work that precedes it has ended."""
     one, other = gpu.stream(), gpu.stream()
     source, target = gpu.full(0), gpu.full(0)
     gpu.cuda.synchronize()
@@ -198,7 +198,7 @@ def event_may_die(gpu: Device) -> None:
     relies=f"{_MOVER}, rule 3",
 )
 def reached_means_visible(gpu: Device) -> None:
-    """A pinned copy; another thread waits and looks."""
+    """Copy to pinned memory, and read it in another thread after the event."""
     source = gpu.full(3)
     host = torch.zeros(source.numel(), dtype=torch.uint8).pin_memory()
     gpu.delay()
@@ -218,7 +218,7 @@ def reached_means_visible(gpu: Device) -> None:
     relies=f"{_LANES}, [Note: when copies happened]",
 )
 def elapsed_time_adds_up(gpu: Device) -> None:
-    """Three events around two delays."""
+    """Record three events around two delays."""
     stream = gpu.stream()
     events = [gpu.mark(stream, timed=True)]
     for _ in range(2):
@@ -239,7 +239,7 @@ def elapsed_time_adds_up(gpu: Device) -> None:
     late=True,
 )
 def elapsed_time_needs_both(gpu: Device) -> None:
-    """And the error is over with the call."""
+    """Check that the error does not persist."""
     stream = gpu.stream()
     start = gpu.mark(stream, timed=True)
     gpu.delay(stream)
@@ -258,7 +258,7 @@ def elapsed_time_needs_both(gpu: Device) -> None:
     relies=f"{_LINK}: record",
 )
 def blocking_event_sleeps(gpu: Device) -> None:
-    """Thread time against the clock."""
+    """Compare thread time with the clock."""
     event = gpu.cuda.Event(blocking=True)
     for _ in range(4):
         gpu.delay()
@@ -275,7 +275,7 @@ def blocking_event_sleeps(gpu: Device) -> None:
     late=True,
 )
 def wait_releases_the_gil(gpu: Device) -> None:
-    """Another thread counts meanwhile."""
+    """Count in another thread meanwhile."""
     event = gpu.delay()
     begun, over = threading.Event(), threading.Event()
     counted = 0
@@ -303,7 +303,7 @@ def wait_releases_the_gil(gpu: Device) -> None:
     relies=f"{_LINK}: copy_stream takes the other pool",
 )
 def pool_repeats(gpu: Device) -> None:
-    """33 in a row."""
+    """Take 33 streams in a row."""
     handles = [gpu.stream().cuda_stream for _ in range(33)]
     expect(len(set(handles[:32])) == 32, f"{len(set(handles[:32]))} of 32 are different")
     expect(handles[32] == handles[0], "the 33rd is not the first")
@@ -314,7 +314,7 @@ def pool_repeats(gpu: Device) -> None:
     relies=f"{_LINK}: copy_stream is not a stream that the program has",
 )
 def priorities_have_pools(gpu: Device) -> None:
-    """All of both pools."""
+    """Compare all streams of both pools."""
     normal = {gpu.stream().cuda_stream for _ in range(32)}
     high = {gpu.cuda.Stream(priority=-1).cuda_stream for _ in range(32)}
     expect(not normal & high, f"{len(normal & high)} streams are of both")
@@ -325,7 +325,7 @@ def priorities_have_pools(gpu: Device) -> None:
     relies=f"{_LINK}: copy_stream",
 )
 def priority_is_higher(gpu: Device) -> None:
-    """Lower numbers come first."""
+    """Check that a lower number is a higher priority."""
     high, normal = gpu.cuda.Stream(priority=-1).priority, gpu.stream().priority
     expect(high < normal, f"their priorities are {high} and {normal}")
 
@@ -335,7 +335,7 @@ def priority_is_higher(gpu: Device) -> None:
     relies="runtime/cuda/mover.py: streams are kept in sets",
 )
 def streams_are_values(gpu: Device) -> None:
-    """Objects differ."""
+    """Compare different objects of one stream."""
     stream = gpu.stream()
     with gpu.cuda.stream(stream):
         current = gpu.cuda.current_stream()
@@ -348,7 +348,7 @@ def streams_are_values(gpu: Device) -> None:
     relies="runtime/cuda/mover.py: use",
 )
 def streams_live_on(gpu: Device) -> None:
-    """Work is enqueued by its handle."""
+    """Enqueue work with its handle."""
     stream = gpu.stream()
     handle = stream.cuda_stream
     del stream
@@ -364,7 +364,7 @@ def streams_live_on(gpu: Device) -> None:
     relies="runtime/cuda/lanes.py and optim/update.py: threads name their stream",
 )
 def current_stream_is_a_threads(gpu: Device) -> None:
-    """Made in a thread that has another."""
+    """Start the thread from one with another current stream."""
     with gpu.cuda.stream(gpu.stream()):
         found = in_thread(gpu.cuda.current_stream)
     expect(found == gpu.cuda.default_stream(), f"it is {found}")

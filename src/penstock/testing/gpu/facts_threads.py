@@ -1,4 +1,4 @@
-"""Facts about threads: autograd's, their devices and streams, and who makes a context."""
+"""Facts about threads: autograd's, their devices and streams, and which calls make a context."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LANES: Final = "runtime/cuda/lanes.py: threads set their device first"
     relies=f"{_HOOKS}, and runtime/cuda/mover.py: which streams work with a storage",
 )
 def backward_runs_on_forwards_stream(gpu: Device) -> None:
-    """Forward on a stream of its own, backward called from the default stream."""
+    """Run forward on a separate stream, and backward from the default stream."""
     stream = gpu.stream()
     seen: dict[str, tuple[Any, int]] = {}
 
@@ -48,7 +48,7 @@ def backward_runs_on_forwards_stream(gpu: Device) -> None:
     relies=f"{_HOOKS}: hooks are thread-local, and unpack is called in another thread",
 )
 def backward_has_threads(gpu: Device) -> None:
-    """On the last device, so that it is not 0 where there are several."""
+    """Use the last device, which is not 0 if there are several."""
     index = gpu.cuda.device_count() - 1
     seen: list[tuple[int, int]] = []
 
@@ -71,7 +71,7 @@ def backward_has_threads(gpu: Device) -> None:
     relies="optim/update.py and jobs: gradients are read on the current stream",
 )
 def caller_comes_after_gradients(gpu: Device) -> None:
-    """A gradient that is late, on a stream of its own."""
+    """Delay a gradient on a separate stream."""
     stream = gpu.stream()
     x: Any = torch.ones(1 << 20, device=gpu.device, requires_grad=True)
     stream.wait_stream(gpu.cuda.current_stream())
@@ -97,7 +97,7 @@ def caller_comes_after_gradients(gpu: Device) -> None:
     fresh=True,
 )
 def torch_traces(gpu: Device) -> None:
-    """The callbacks of torch.cuda._gpu_trace, or of the like."""
+    """Use the callbacks of torch.cuda._gpu_trace, or those of another kind of device."""
     try:
         trace: Any = importlib.import_module(f"{gpu.cuda.__name__}._gpu_trace")
         activate: Callable[[], None] = torch._C._activate_gpu_trace
@@ -126,7 +126,7 @@ def torch_traces(gpu: Device) -> None:
 
 @fact("A new thread's device is 0, whichever its maker's is.", relies=_LANES, devices=2)
 def new_threads_have_device_0(gpu: Device) -> None:
-    """Asked with device 1 current."""
+    """Start the thread with device 1 current."""
     with gpu.cuda.device(1):
         found = in_thread(gpu.cuda.current_device)
     expect(found == 0, f"it is {found}")
@@ -139,7 +139,7 @@ def new_threads_have_device_0(gpu: Device) -> None:
     fresh=True,
 )
 def own_device_only(gpu: Device) -> None:
-    """Memory, streams, events, copies, backward."""
+    """Use memory, streams, events, copies and backward."""
     gpu.cuda.set_device(1)
     x: Any = torch.ones(1024, device=gpu.second, requires_grad=True)
     stream = gpu.cuda.Stream()
@@ -159,7 +159,7 @@ def own_device_only(gpu: Device) -> None:
     fresh=True,
 )
 def query_makes_a_context(gpu: Device) -> None:
-    """In a new thread, which has device 0."""
+    """Use a new thread, which has device 0."""
     gpu.cuda.set_device(1)
     torch.ones(1024, device=gpu.second)
     event = gpu.mark()
@@ -176,7 +176,7 @@ def query_makes_a_context(gpu: Device) -> None:
     fresh=True,
 )
 def leaving_a_stream_makes_a_context(gpu: Device) -> None:
-    """In a new thread, which has device 0."""
+    """Use a new thread, which has device 0."""
     gpu.cuda.set_device(1)
     stream = gpu.cuda.Stream()
     torch.ones(1024, device=gpu.second)
@@ -197,7 +197,7 @@ def leaving_a_stream_makes_a_context(gpu: Device) -> None:
     fresh=True,
 )
 def set_device_first(gpu: Device) -> None:
-    """Queries, streams, copies."""
+    """Use queries, streams and copies."""
     gpu.cuda.set_device(1)
     x = torch.ones(1024, device=gpu.second)
     stream = gpu.cuda.Stream()
@@ -217,7 +217,7 @@ def set_device_first(gpu: Device) -> None:
 
 
 def _contexts(gpu: Device) -> list[int]:
-    """The devices on which this process has a context."""
+    """Return the devices on which this process has a context."""
     has: Any = getattr(torch._C, "_cuda_hasPrimaryContext", None)
     if has is None or gpu.device.type != "cuda":
         raise NotHereError("this torch does not tell which contexts there are")

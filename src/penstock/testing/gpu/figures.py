@@ -1,6 +1,6 @@
-"""Figures of a device: the link, steps beside plain torch, GPU-direct, the flash optimizer, checkpoints.
+"""Figures of a device: link, steps against plain torch, GPU-direct, flash optimizer, checkpoints.
 
-Each is measured in a process of its own, and tells its parts as they are known.
+Each is measured in a separate process, and reports its parts as soon as they are known.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from penstock.testing.gpu.fact import brief
 
 
 class RefusedError(Exception):
-    """A figure that cannot be had on this machine. Its text says why."""
+    """The figure cannot be measured on this machine. The text gives the reason."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a figure is to be made with.
+    """Parameters of a measurement.
 
     Attributes:
-        directory: On a disk, to spill to.
-        scale: Of sizes; 1 is what a device is measured with.
-        limit_s: Seconds in which to be done.
-        tell: Called with parts of the result as they are known.
+        directory: Directory on a disk, to offload to.
+        scale: Scale of sizes; 1 for a real device.
+        limit_s: Time limit in seconds.
+        tell: Function that receives parts of the result as soon as they are known.
     """
 
     directory: str
@@ -51,27 +51,27 @@ class Request:
 
     @property
     def small(self) -> bool:
-        """Whether networks are tiny ones, as for a device that is only emulated."""
+        """True for tiny networks, as for an emulated device."""
         return self.scale < 0.1
 
     def until(self, share: float) -> float:
-        """When ``share`` of the time is over, by ``time.monotonic``."""
+        """Return the moment after ``share`` of the time, by ``time.monotonic``."""
         return self.begun_s + share * self.limit_s
 
     def sized(self, nbytes: int, *, least: int = MIB) -> int:
-        """As many bytes at this scale, a multiple of 4096."""
+        """Return a size at this scale, as a multiple of 4096."""
         return max(least, int(nbytes * self.scale)) & ~4095
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One of them.
+    """A figure to measure.
 
     Attributes:
-        measure: Tells its parts. Raises RefusedError.
-        limit_s: The most seconds that it is given.
-        environment: Variables that it needs from the start.
-        devices: How many it needs.
+        measure: Function that measures and reports the parts. Raises RefusedError.
+        limit_s: Time limit in seconds.
+        environment: Environment variables of the process.
+        devices: Number of devices that it needs.
     """
 
     measure: Callable[[Request], None]
@@ -84,7 +84,7 @@ class Figure:
 
 
 def link(request: Request) -> None:
-    """Bytes per second both ways, of pinned and of other memory, and of both ways at once."""
+    """Measure copies in both directions, with pinned and other memory, and in both at once."""
     nbytes = request.sized(512 * MIB)
     device = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
     other = torch.empty_like(device)
@@ -113,7 +113,7 @@ def link(request: Request) -> None:
 
 
 def _device_seconds(work: Callable[[], object]) -> float:
-    """Device time on the current stream. Waits."""
+    """Measure the device time of work on the current stream, and wait for it."""
     events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
     events[0].record()
     work()
@@ -126,7 +126,7 @@ def _device_seconds(work: Callable[[], object]) -> float:
 
 
 def step(network: str, place: str, request: Request) -> None:
-    """A step against plain torch, at a batch that fits and at four times that in as much memory."""
+    """Measure a step against plain torch, with a batch that fits and with four times that."""
     job, host_memory = steps.JOBS[network], steps.pinned_bytes()
     if request.small:
         job, host_memory = replace(job, size="tiny", overrides={}), 256 * MIB
@@ -153,12 +153,12 @@ def step(network: str, place: str, request: Request) -> None:
 
 
 def _step_at(training: steps.Training, shares: Sequence[float], **how: Any) -> dict[str, Any]:
-    """Figures under the first of some budgets that is not too small; what was refused, if none is."""
+    """Return figures under the first sufficient budget, or the refusal if there is none."""
     refused: dict[str, Any] = {}
     for share in shares:
         try:
             return steps.measure(training, budget_share=share, **how) | {"budget_share": share}
-        except penstock.BudgetError as error:  # what may not leave the device takes more
+        except penstock.BudgetError as error:  # tensors that must stay resident need more
             refused = {"refused": brief(error)}
         except (torch.OutOfMemoryError, penstock.PenstockError) as error:
             return {"refused": brief(error)}
@@ -169,13 +169,13 @@ def _step_at(training: steps.Training, shares: Sequence[float], **how: Any) -> d
 
 
 def direct(request: Request) -> None:
-    """Flash to device memory without the host, of storages of more than 40 MiB, and the same bits."""
+    """Measure transfers between flash and device memory without the host, and compare the bits."""
     os.environ["PENSTOCK_GPU_DIRECT"] = "on"
     rows = max(64, request.sized(48 * MIB) // 4 // 1024)
     expected = _trained(rows)
     storage_bytes = rows * 1024 * 4
     settings: dict[str, Any] = {"flash": request.directory, "host_memory": 0, "policy": "all"}
-    settings["device_memory"] = 6 * storage_bytes  # of 9: what was not written would not be read
+    settings["device_memory"] = 6 * storage_bytes  # of 9, so that storages are written and read
     try:
         with penstock.offload(**settings) as session:
             found = _trained(rows)
@@ -199,7 +199,7 @@ def direct(request: Request) -> None:
 
 
 def _trained(rows: int) -> list[torch.Tensor]:
-    """The gradients of two steps of a network whose saved storages have ``rows`` x 1024 floats."""
+    """Return gradients of two steps of a network whose saved storages have ``rows`` x 1024 floats."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(8)]
     model = nn.Sequential(*layers).to("cuda")
@@ -215,7 +215,7 @@ def _trained(rows: int) -> list[torch.Tensor]:
 
 
 def optimizer(request: Request) -> None:
-    """A step of AdamW with its states on flash, beside torch's on the device."""
+    """Measure a step of AdamW with its states on flash, and of torch's on the device."""
     width = 128 if request.small else 4096
     model, twin = _wide(width), _wide(width)
     for one, two in zip(model.parameters(), twin.parameters(), strict=True):
@@ -228,7 +228,9 @@ def optimizer(request: Request) -> None:
     flash = FlashAdamW(model.parameters(), lr=1e-3, flash=request.directory)
     try:
         flash_s = _wall(flash.step, request.until(0.7))
-        for _ in range(len(plain_s) - len(flash_s)):  # as many, so that weights can be compared
+        for _ in range(
+            len(plain_s) - len(flash_s)
+        ):  # the same number, so that weights can be compared
             flash.step()
         for _ in range(len(flash_s) - len(plain_s)):
             plain.step()
@@ -249,7 +251,7 @@ def optimizer(request: Request) -> None:
 
 
 def checkpoints(request: Request) -> None:
-    """A network and its optimizer on the device, saved until durable and loaded again."""
+    """Measure a durable save and a load of a network and its optimizer on the device."""
     model = _wide(128 if request.small else 4096)
     adam = torch.optim.AdamW(model.parameters())
     for each in model.parameters():
@@ -274,17 +276,17 @@ def checkpoints(request: Request) -> None:
         {"load_s": min(loaded_s), "load_bytes_per_s": nbytes / min(loaded_s), "same_bits": same}
     )
     if not same:
-        request.tell({"failed": "what was loaded is not what was saved"})
+        request.tell({"failed": "the loaded tensors differ from the saved ones"})
 
 
 def _wide(width: int) -> nn.Module:
-    """Eight square layers."""
+    """Build a network of eight square layers."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(8))).to("cuda")
 
 
 def _wall(work: Callable[[], object], until_s: float, *, most: int = 6) -> list[float]:
-    """Seconds of each call, device work included: at least two, until ``until_s`` or ``most``."""
+    """Return seconds of repeated calls with device work: at least two, until ``until_s`` or ``most``."""
     found: list[float] = []
     while len(found) < 2 or (len(found) < most and time.monotonic() < until_s):
         torch.cuda.synchronize()
@@ -299,12 +301,12 @@ def _wall(work: Callable[[], object], until_s: float, *, most: int = 6) -> list[
 
 
 def second_device(request: Request) -> None:
-    """Training on device 1 under sessions to host memory and to flash: no context on device 0."""
+    """Check that sessions on device 1, to host memory and to flash, make no context on device 0."""
     torch.cuda.set_device(1)
     rows = max(64, request.sized(8 * MIB) // 4 // 1024)
     has: Any = getattr(torch._C, "_cuda_hasPrimaryContext", None)
     if has is None:
-        raise RefusedError("this torch does not tell which contexts there are")
+        raise RefusedError("this torch does not report contexts")
     for place, flash in (("host", ()), ("flash", request.directory)):
         settings: dict[str, Any] = {"flash": flash, "host_memory": "256MiB", "policy": "all"}
         with penstock.offload(**settings):
@@ -332,9 +334,9 @@ FIGURES: Final[Mapping[str, Figure]] = {
 
 
 def work(options: argparse.Namespace) -> int:
-    """Measure the figure of a name, in a process of :mod:`.child`; notes its parts as they are known.
+    """Measure the named figure, in a process of :mod:`.child`, and record its parts.
 
-    Also ``refused`` or ``failed`` with the reason; then, of the latter, the exit code is 1.
+    Records also ``refused`` or ``failed`` with the reason; the exit code is 1 for the latter.
     """
     tell: Any = partial(processes.append, options.records)
     try:

@@ -1,4 +1,4 @@
-"""What a machine is, without paths and names of hosts and users, since it is sent to others."""
+"""Description of a machine, without paths and names of hosts and users."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any, Final
 import torch
 
 from penstock import __version__
-from penstock.io.files import filesystem_of
+from penstock.core.fs import filesystem_of
 from penstock.testing.gpu import processes
 
 _DRIVER: Final = Path("/proc/driver/nvidia/version")
 
 
 def kind_of(given: str | None) -> str:
-    """The kind of device to check: as given, or what this torch is built for; else ``"cpu"``."""
+    """Return the kind of device to check: the given one, or that of this torch, or ``"cpu"``."""
     if given is not None:
         return given
     here = torch.accelerator.current_accelerator()
@@ -28,9 +28,9 @@ def kind_of(given: str | None) -> str:
 
 
 def machine(directory: str, kind: str) -> dict[str, Any]:
-    """Versions, devices of a kind, memory and the file system of ``directory``.
+    """Return versions, devices of a kind, memory and the file system of ``directory``.
 
-    ``devices`` is empty, and ``lacking`` says why in words, where there is no device to use.
+    Without a usable device ``devices`` is empty, and ``lacking`` gives the reason.
     """
     devices, lacking = [], ""
     try:
@@ -69,7 +69,7 @@ def machine(directory: str, kind: str) -> dict[str, Any]:
 
 
 def work(options: argparse.Namespace) -> int:
-    """Note the machine, in a process of :mod:`.child`."""
+    """Record the machine, in a process of :mod:`.child`."""
     processes.append(options.records, machine(options.dir, kind_of(options.device)))
     return 0
 

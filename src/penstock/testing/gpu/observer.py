@@ -1,10 +1,10 @@
-"""Tell the order checker what operators read and write on a real device.
+"""Reports of the reads and writes of operators on a real device to the order checker.
 
-A dispatch mode sees each operator when it has been enqueued: its operands and results are what it reads
-and writes on the current stream. Events, waits and allocations are told by torch's own callbacks.
+A dispatch mode sees each operator after it was enqueued: it reads its operands and writes its results on
+the current stream. Torch's own callbacks report events, waits and allocations.
 
-It observes and does not judge: of what torch's C++ code keeps for other streams there is no callback, so
-a complaint may be a false one, and what an operator takes for itself in between is not seen.
+Complaints are only hints: there is no callback for blocks that torch's C++ code keeps for other streams,
+so a complaint may be wrong, and temporary memory inside an operator is not seen.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from penstock.testing.order import Order, Span, stream_here, watch
 _NO_KERNEL: Final = frozenset(
     {"is_pinned", "record_stream", "resize_", "set_", "_pin_memory", "is_set_to", "lift_fresh"}
 )
-"""Operators that launch nothing, though they seem to write."""
+"""Operators that launch no kernel, although they seem to write."""
 _WAITS: Final = frozenset({"_local_scalar_dense", "equal", "is_nonzero", "item", "nonzero"})
-"""Operators whose result the host waits for."""
+"""Operators for whose result the host waits."""
 
 
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells ``order`` of the operators of the thread that it is entered in."""
+    """Reports the operators of the thread that enters it to ``order``."""
 
     def __init__(self, order: Order) -> None:
-        """Tell nothing yet."""
+        """Remember the checker."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._order = order
 
@@ -43,7 +43,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the operator, and tell of it."""
+        """Run and report an operator."""
         named = kwargs or {}
         result = func(*args, **named)
         operands = _tensors((args, named))
@@ -65,7 +65,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _tell(self, name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
         stream = stream_here(torch.cuda.current_stream().cuda_stream)
-        if written:  # else it is a view
+        if written:  # otherwise it is a view
             self._order.enqueued(stream, map(_span, read), map(_span, written), name)
         if name in _WAITS or any(_pageable(each) for each in written):
             self._order.saw_stream(stream)
@@ -73,7 +73,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def observed(order: Order) -> Iterator[None]:
-    """Observe this thread, its backward passes, and threads that are started meanwhile."""
+    """Observe this thread, its backward passes, and threads started inside the block."""
     run = threading.Thread.run
 
     def observe(self: threading.Thread) -> None:
@@ -101,7 +101,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _changed(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Arguments that the operator's schema says it writes to."""
+    """Yield the arguments that an operator writes to, by its schema."""
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from _tensors(args[number] if number < len(args) else named.get(argument.name))
@@ -121,5 +121,5 @@ def _span(tensor: torch.Tensor) -> Span:
 
 
 def _pageable(tensor: torch.Tensor) -> bool:
-    """Whether a copy to it holds up the host."""
+    """Return whether a copy to the tensor blocks the host."""
     return not tensor.is_cuda and not tensor.is_pinned()

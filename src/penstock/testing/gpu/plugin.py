@@ -1,7 +1,7 @@
-"""A pytest plugin for the tests on a device: every outcome goes to a file as soon as it is known.
+"""Pytest plugin for tests on a device, which writes every outcome to a file as soon as it is known.
 
-``pytest -p penstock.testing.gpu.plugin --records FILE [--observe]``. With ``--observe`` the order of what
-each test does on the device is noted, too; see :mod:`.observer`.
+``pytest -p penstock.testing.gpu.plugin --records FILE [--observe]``. With ``--observe`` the order of each
+test's accesses on the device is recorded, too; see :mod:`.observer`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Note outcomes if a file is named."""
+    """Record outcomes if a file is named."""
     records = config.getoption("--records")
     if records is not None:
         config.pluginmanager.register(_Outcomes(records), "penstock-gpu-outcomes")
@@ -77,7 +77,7 @@ class _Orders:
 
 
 def _handovers(directory: Path) -> Any:
-    """The module of the tests that knows where Penstock's threads hand something over."""
+    """Import the tests' module with the hand-overs between Penstock's threads."""
     sys.path.insert(0, str(directory))
     module: Any = importlib.import_module("handovers")
     module.install()
@@ -85,7 +85,7 @@ def _handovers(directory: Path) -> Any:
 
 
 def _reason(report: pytest.TestReport) -> str:
-    """The error in a line."""
+    """Return the error in a line."""
     if isinstance(report.longrepr, tuple):  # of a skip: file, line, reason
         return str(report.longrepr[2])
     crash = getattr(report.longrepr, "reprcrash", None)

@@ -1,7 +1,7 @@
-"""Processes that do one part of the work each, so that one that hangs or dies takes no other with it.
+"""Processes for the parts of the work, so that a hang or crash affects only one part.
 
-A process appends what it finds to a file, a JSON document a line, as soon as it has found it. So what was
-found before it hung or died is not lost.
+A process appends each result to a file, as a line of JSON, as soon as it is known, so that a later hang
+or crash does not lose it.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from typing import Any, ClassVar, Final
 import penstock
 
 _GRACE_S: Final = 5.0
-"""For a process that was told to stop, before it is killed."""
+"""Time for a process to stop before it is killed."""
 _BURIAL_S: Final = 10.0
-"""For one that was killed: a driver that hangs may keep it for ever."""
+"""Time limit for a killed process to disappear, which a hanging driver may prevent."""
 _LOOK_S: Final = 0.1
 _TAIL: Final = 12
 
 
 class Interrupts:
-    """Ctrl-C and SIGTERM while it is entered: noted, not raised, so that no process is lost sight of.
+    """Records Ctrl-C and SIGTERM inside the block without raising, so that children can be ended.
 
     Attributes:
-        asked: Whether there was one.
+        asked: There was an interrupt.
     """
 
     asked: ClassVar[bool] = False
 
     def __enter__(self) -> None:
-        """Note them from now on; what this process ignores stays ignored."""
+        """Begin to record; ignored signals stay ignored."""
         Interrupts.asked = False
         numbers = (signal.SIGINT, signal.SIGTERM)
         noted = [each for each in numbers if signal.getsignal(each) is not signal.SIG_IGN]
         self._before = {number: signal.signal(number, self._note) for number in noted}
 
     def __exit__(self, *_: object) -> None:
-        """As before."""
+        """Restore the handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         Interrupts.asked = False
@@ -58,15 +58,15 @@ class Interrupts:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a process ended, and what it left.
+    """Result of a process.
 
     Attributes:
-        records: What it found, in order.
-        code: Its exit code, negative for a signal; None: it could not even be killed.
-        seconds: How long it ran.
-        stopped: Whether it ran past its limit.
-        interrupted: Whether this process was told to stop (Ctrl-C) meanwhile.
-        said: The last lines of its output.
+        records: Its records, in order.
+        code: Exit code, negative for a signal; None if it could not be killed.
+        seconds: Duration.
+        stopped: It exceeded its limit.
+        interrupted: This process was interrupted (Ctrl-C) meanwhile.
+        said: Last lines of its output.
     """
 
     records: list[dict[str, Any]]
@@ -78,12 +78,12 @@ class Ended:
 
     @property
     def well(self) -> bool:
-        """Whether it came to its end and said that all is well."""
+        """True if it ended by itself with success."""
         return self.code == 0 and not self.stopped and not self.interrupted
 
     @property
     def how(self) -> str:
-        """In words."""
+        """Description of how it ended."""
         if self.interrupted:
             return "interrupted"
         if self.code is None:
@@ -104,16 +104,16 @@ def run(
     environment: Mapping[str, str] | None = None,
     directory: Path | None = None,
 ) -> Ended:
-    """Run Python in a process group of its own; returns when it is over, or soon after ``limit_s``.
+    """Run Python in its own process group; return when it has ended, or soon after ``limit_s``.
 
-    It is stopped if :class:`Interrupts` are asked for, and not begun if they were.
+    An interrupt (see :class:`Interrupts`) stops it, or prevents its start.
 
     Args:
-        command: What follows the interpreter.
-        records: The file that the command is told to append to; may exist.
-        limit_s: Seconds.
-        environment: Variables over those of this process.
-        directory: Where it runs; the current one by default.
+        command: Arguments of the interpreter.
+        records: File to which the command appends; it may exist.
+        limit_s: Time limit in seconds.
+        environment: Environment variables that override those of this process.
+        directory: Working directory; by default the current one.
     """
     if Interrupts.asked:
         return Ended([], None, 0.0, interrupted=True)
@@ -143,7 +143,7 @@ def run(
 
 
 def child_environment() -> dict[str, str]:
-    """Variables for every process: this package is found, nothing is buffered, bits are reproducible."""
+    """Return variables for every process: path of this package, no buffering, reproducible bits."""
     source = str(Path(penstock.__file__).resolve().parents[1])
     paths = [source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
@@ -155,23 +155,23 @@ def child_environment() -> dict[str, str]:
 
 
 def append(records: Path, record: Mapping[str, Any]) -> None:
-    """Add a record; it is in the file when this returns."""
+    """Append a record; it is in the file when this returns."""
     with records.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
 
 
 def read(records: Path) -> list[dict[str, Any]]:
-    """All records that are whole."""
+    """Return all complete records."""
     found = []
     with suppress(FileNotFoundError):
         for line in records.read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError):  # the process died while it wrote it
+            with suppress(ValueError):  # the process died during the write
                 found.append(json.loads(line))
     return found
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Have nothing of its group left, if that can be done."""
+    """End all processes of the group, if possible."""
     for number, patience_s in ((signal.SIGINT, _GRACE_S), (signal.SIGKILL, _BURIAL_S)):
         if child.poll() is None or number is signal.SIGKILL:
             with suppress(ProcessLookupError, PermissionError):

@@ -1,8 +1,8 @@
-"""Step time and device memory with activations offloaded, beside the same step without.
+"""Step time and device memory with offloaded activations, compared with the same step without.
 
-All modes train one network in one process, step by step in turn, and every time is a ratio to the plain
-step of the same round. The bound is what the link and the flash, measured in this run, allow on paper:
-no step can be faster than the plain one, nor than its bytes take on their slowest way in each direction.
+All modes train one network in one process, in alternating steps, and every time is a ratio to the plain
+step of the same round. The bound follows from the speeds of link and flash, measured in this run: no step
+can be faster than the plain one, nor than its bytes on the slowest part of their way in each direction.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from penstock.lab import zoo
 from penstock.observe import Stage
 
 Modes: TypeAlias = Mapping[str, Callable[[], AbstractContextManager[Any]]]
-"""Contexts in which a step is made, by the name of the mode."""
+"""Contexts of a step, by the name of the mode."""
 WARM_UP: Final = 4
-"""Steps under a session before any is timed: it profiles, plans, and comes to a steady state."""
+"""Number of steps under a session before timing, in which it profiles, plans, and becomes steady."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Job:
     """A network in training.
 
     Attributes:
-        network: Its name in :mod:`penstock.lab.zoo`.
-        batch: How many samples.
-        overrides: Of its configuration.
-        dtype: Of autocast; float32 for none.
-        size: As published, or tiny.
+        network: Name in :mod:`penstock.lab.zoo`.
+        batch: Number of samples.
+        overrides: Changes of its configuration.
+        dtype: Type of autocast; float32 for none.
+        size: Size: as published, or tiny.
     """
 
     network: str
@@ -58,12 +58,12 @@ class Training:
 
     Attributes:
         network: The network.
-        batch_size: How many samples a step has.
-        optimizer: Momentum-free SGD, which keeps nothing.
+        batch_size: Number of samples in a step.
+        optimizer: SGD without momentum, which has no state.
     """
 
     def __init__(self, job: Job, batch_size: int) -> None:
-        """Make the network and one batch, of which every step is."""
+        """Build the network and one batch for all steps."""
         torch.manual_seed(0)
         self.batch_size = batch_size
         self.network = zoo.build(job.network, size=job.size, **job.overrides).to("cuda")
@@ -72,7 +72,7 @@ class Training:
         self._autocast = job.dtype is torch.bfloat16
 
     def step(self) -> tuple[float, int]:
-        """Train; seconds, and the most device memory that was allocated."""
+        """Train one step; return seconds and the peak of allocated device memory."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
@@ -85,14 +85,14 @@ class Training:
         return time.perf_counter() - start, torch.cuda.max_memory_allocated()
 
     def saved_bytes(self) -> int:
-        """What autograd holds at most, without offloading."""
+        """Return the peak of the bytes that autograd holds without offloading."""
         with penstock.offload(self.network, policy="keep") as session:
             self.step()
             return session.budget.peak_bytes
 
 
 def fitting_batch(job: Job, *, wanted: int, most_saved_bytes: int) -> int:
-    """Return the batch of which autograd saves at most so much: ``wanted``, or less."""
+    """Return the largest batch up to ``wanted`` for which autograd saves up to ``most_saved_bytes``."""
     small = min(wanted, 4)
     each = max(1, Training(job, small).saved_bytes() // small)
     return max(1, min(wanted, most_saved_bytes // each))
@@ -109,17 +109,17 @@ def measure(
     settings: Mapping[str, Any] | None = None,
     more_modes: Callable[[zoo.Network, penstock.Session], Modes] = lambda *_: {},
 ) -> dict[str, Any]:
-    """Train under a budget in turns with plain steps; figures with units in their names.
+    """Train under a budget, alternating with plain steps; return figures with units in their names.
 
     Args:
-        training: What is trained.
-        budget_share: The budget, as a share of what autograd saves.
-        host_memory: Bytes, pinned.
-        flash: A directory, or ``()``: what leaves the device goes to host memory.
-        rounds: How many steps of each mode.
-        end_s: When to begin no more rounds, by ``time.monotonic``.
-        settings: Of the session, over those that follow from the arguments.
-        more_modes: Makes further modes; a session is told to stand aside by ``session.paused``.
+        training: The training.
+        budget_share: Budget as a share of the bytes that autograd saves.
+        host_memory: Bytes of pinned host memory.
+        flash: A directory, or ``()`` to offload to host memory only.
+        rounds: Number of steps of each mode.
+        end_s: Moment after which no round begins, by ``time.monotonic``.
+        settings: Settings of the session that override those of the arguments.
+        more_modes: Function that returns further modes; ``session.paused`` disables a session.
     """
     for _ in range(2):
         training.step()
@@ -197,7 +197,7 @@ def _figures_of(mine: list[tuple[float, int]], plain: list[tuple[float, int]]) -
 
 
 def _bound(figures: Mapping[str, Any]) -> float:
-    """The least ratio to the plain step that link and flash allow for these bytes."""
+    """Return the minimum ratio to the plain step that link and flash allow for these bytes."""
     moved = figures["moved_bytes_per_step"]
 
     def seconds(stage: str, speed: str) -> float:
@@ -211,6 +211,6 @@ def _bound(figures: Mapping[str, Any]) -> float:
 
 
 def pinned_bytes() -> int:
-    """As much as a session may pin here: at most 16 GiB, and a quarter of the memory."""
+    """Return the bytes that a session may pin here: up to 16 GiB and a quarter of the memory."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(64 * MIB, min(16 * GIB, physical // 4))
