@@ -75,7 +75,7 @@ def test_every_change_is_reported():
 
 
 def test_negative_budget():
-    with pytest.raises(ConfigError, match="host budget of -1 bytes"):
+    with pytest.raises(ConfigError, match="host budget is -1 bytes"):
         Budget(-1, name="host")
     assert not Budget(0).try_take(1, "a")
 

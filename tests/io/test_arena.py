@@ -146,7 +146,7 @@ def test_an_odd_capacity_is_rounded_down_to_pages(capacity):
 
 @pytest.mark.parametrize(("capacity", "limit"), [(0, None), (4095, None), (-1, None), (MIB, 4095)])
 def test_an_arena_without_a_page(capacity, limit):
-    with pytest.raises(ConfigError, match="not one page"):
+    with pytest.raises(ConfigError, match="does not hold one page"):
         Arena(capacity, budget=None if limit is None else Budget(limit))
 
 
@@ -323,7 +323,7 @@ def test_moved_pages_are_for_direct_transfers_as_any_other(tmp_path):
 
 def test_a_large_arena_moves_nothing(monkeypatch):
     """Each moved page may be a mapping of its own, and a process may have only so many."""
-    monkeypatch.setattr("penstock.io.arena._MOST_MOVABLE", 7)
+    monkeypatch.setattr("penstock.io.arena._MAX_PAGES_TO_MOVE", 7)
     monkeypatch.setattr(Mapping, "move_page", lambda *_: pytest.fail("moved"))
     arena = Arena(16 * MIB, budget=Budget(8 * MIB))
     blocks = [arena.allocate(2 * MIB) for _ in range(4)]
@@ -412,7 +412,7 @@ def test_a_block_is_given_up_once(arena):
     block = arena.allocate(4096)
     block.free()
     for action in (block.free, lambda: block.lend(0, 1)):
-        with pytest.raises(ClosedError, match="free already"):
+        with pytest.raises(ClosedError, match="already free"):
             action()
     other = arena.allocate(4096)
     assert other.address == block.address
@@ -422,7 +422,7 @@ def test_a_block_is_given_up_once(arena):
     assert arena.used_bytes == 4096
     array = other.lend(0, 4096)
     for action in (other.free, lambda: other.lend(0, 1)):
-        with pytest.raises(ClosedError, match="lent already"):
+        with pytest.raises(ClosedError, match="already lent"):
             action()
     assert arena.used_bytes == array.nbytes
 

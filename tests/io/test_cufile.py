@@ -81,7 +81,7 @@ def test_without_the_library_it_is_said_where_it_comes_from(monkeypatch):
     ("library", "reason"),
     [
         (SimpleNamespace(), "too old.*cuFileDriverOpen"),
-        (PythonLibrary(error=5004), "initialized.*5004.*version that does not fit"),
+        (PythonLibrary(error=5004), "initialized.*5004.*does not match libcufile"),
         (PythonLibrary(error=5099), "initialized.*5099.*cufile.log"),
         (PythonLibrary(error=errno.EACCES), "initialized.*Permission denied"),
     ],

@@ -1,7 +1,7 @@
-"""What clients ask of file systems: usable directories, free space, locks, small files that survive.
+"""File system helpers: checks of directories, free space, locks, and durable small files.
 
-Each is done here and nowhere else, so that checks and messages are the same for a tier, an optimizer,
-a checkpoint and the manager of jobs.
+They are implemented only here, so that checks and messages are the same for a tier, an optimizer, a
+checkpoint and the manager of jobs.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class FileSystem:
     """A file system that a directory lies on."""
 
     kind: str
-    """As in ``/proc/mounts``: ``"ext4"``, ``"tmpfs"``, ...; ``"unknown"`` if it cannot be asked."""
+    """Name in ``/proc/mounts``: ``"ext4"``, ``"tmpfs"``, ...; ``"unknown"`` if not known."""
     is_memory: bool
-    """Whether its files live in memory, so that spilling to it saves none."""
+    """True if its files are in memory, so that offloading to it frees none."""
 
 
 def filesystem_of(path: str | os.PathLike[str]) -> FileSystem:
